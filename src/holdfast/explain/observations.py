@@ -88,6 +88,10 @@ def _importance_of_finding(finding: Event) -> tuple[bool, bool, float]:
     )
 
 
+# What a Guard records when it refuses to save a state.
+_NONFINITE_STATE = "hold NaN or Inf"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnsavedSteps:
     """A Guard could not save its newest state.
@@ -103,6 +107,11 @@ class UnsavedSteps:
     step: int
     failed_saves: object
     reason: str
+
+    @property
+    def is_nonfinite(self) -> bool:
+        """Whether the newest save was refused because the state held NaN or Inf."""
+        return _NONFINITE_STATE in self.reason
 
     def state(self) -> str:
         """Return which checkpoint exists, as a clause."""
@@ -140,6 +149,9 @@ def _reason_of_failed_save(error: object) -> str:
         return ""
     if any(message in error for message in _FULL_DISK_MESSAGES):
         return "the disk is full"
+    if _NONFINITE_STATE in error:
+        return error
+    # Without the class of the exception.
     return error.partition(": ")[2] or error
 
 

@@ -272,11 +272,22 @@ def _what_else_was_seen(judgement: Judgement) -> Iterator[str]:
 # --- Fix ------------------------------------------------------------------------------------------
 
 
+# A disk that is full would be the wrong place to look at.
+_FIX_OF_NONFINITE_STATE = (
+    "Find out where the NaN or Inf comes from: `holdfast events RUN --kind nonfinite_origin`, and"
+    " the loss before it. Then resume from the newest checkpoint, with a lower learning rate or"
+    " without the samples to blame."
+)
+
+
 def _fix(judgement: Judgement) -> str:
     """Return what to do: where memory leaks, a Guard's advice, or the fix of the signature."""
     signature = judgement.signature
     if signature.id in (endings.NOT_LEARNED, endings.WAITED_FOR_LOADER):
         return signature.fix
+    unsaved = observations.unsaved_steps(judgement.evidence)
+    if signature.id == endings.NOT_SAVED and unsaved is not None and unsaved.is_nonfinite:
+        return remarks.fix_of_training(judgement.evidence) or _FIX_OF_NONFINITE_STATE
     leak = _leak_behind(judgement)
     if judgement.is_good_end:
         leak = observations.newest_leak(judgement.evidence)

@@ -292,3 +292,23 @@ def test_any_facts_give_a_verdict(statements, endings, events):
     roots = [each for each in certain if each.text in (SHAPES, OOM)]
     known = all_signatures().get(verdict.cause)
     assert not (roots and known is not None and known.role == "cascade")
+
+
+@pytest.mark.parametrize(
+    ("error", "fix_names"),
+    [
+        ("OSError: [Errno 28] No space left on device", "df -h"),
+        ("1 tensor(s) hold NaN or Inf: model.weight", "nonfinite_origin"),
+    ],
+)
+def test_a_save_that_was_refused_for_nan_is_no_reason_to_make_room(error, fix_names):
+    """H1622 sends nobody to a full disk if the state itself could not be saved."""
+    data = {"newest_checkpoint": 4, "failed_saves": 1, "error": error}
+    event = Event(kind="not_saved", global_step=7, unix_seconds=2.0, data=data)
+
+    verdict = judge(
+        Evidence(source="run", endings=(Ending(status=0, role="command"),), events=(event,))
+    )
+
+    assert verdict.cause == "H1622"
+    assert fix_names in verdict.fix

@@ -85,7 +85,7 @@ class EpochEnded(EventData):
 class Resumed(EventData):
     """The run resumed from a checkpoint, or from what a framework loaded.
 
-    `trained_batches` counts the batches of the epoch that were already trained.
+    `trained_batches` counts the batches that the run had trained, in all its epochs.
     """
 
     checkpoint: str | None = None
@@ -99,7 +99,7 @@ class Resumed(EventData):
         if self.by != "guard":
             text += f" by {self.by}"
         if self.trained_batches is not None:
-            text += f", after {counted(self.trained_batches, 'batch')} of its epoch"
+            text += f" after {counted(self.trained_batches, 'batch')}"
         return text
 
 
