@@ -133,9 +133,13 @@ class Encoder:
         """Encode a one-byte dtype for which the format has no name, such as AMD's float8."""
         if tensor.layout != torch.strided or tensor.is_meta:
             raise self._unsupported(f"a {tensor.dtype} tensor without values in one piece", place)
-        encoded = self._stored("bytes_tensor", tensor.view(torch.uint8), place)
-        encoded["dtype"] = str(tensor.dtype).removeprefix("torch.")
-        return encoded
+        stored = tensor.view(torch.uint8)
+        return {
+            _TAG: "bytes_tensor",
+            "name": self._keep(stored, place),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            **_layout(stored),
+        }
 
     def _keep(self, tensor: torch.Tensor, place: _Place) -> str:
         """Add a tensor to `tensors` and return its name there."""

@@ -276,10 +276,8 @@ class SampleRing(RingWriter):
 
     def append(self, sample: StepSample) -> None:  # type: ignore[override]
         """Write one sample."""
-        fields = sample._asdict()
-        del fields["unix_seconds"]
-        optimizer = fields.pop("optimizer")
-        self.write(*fields.values(), optimizer=optimizer)
+        # The last two fields are the time, which the ring sets, and the optimizer.
+        self.write(*sample[:-2], optimizer=sample.optimizer)
 
     def write(
         self,
