@@ -66,7 +66,7 @@ def order_candidates(candidates: Iterable[Candidate], *, first_rank: int | None)
         if not candidate.is_caught
     )
 
-    def key(candidate: Candidate) -> tuple[float, ...]:
+    def precedence(candidate: Candidate) -> tuple[float, ...]:
         statement = candidate.statement
         elsewhere = (
             first_rank is not None and statement.rank is not None and statement.rank != first_rank
@@ -79,7 +79,7 @@ def order_candidates(candidates: Iterable[Candidate], *, first_rank: int | None)
             time = statement.unix_seconds
         return (candidate.tier, candidate.generic, elsewhere, time, statement.position)
 
-    return sorted(remaining, key=key)
+    return sorted(remaining, key=precedence)
 
 
 # --- From statements to candidates ----------------------------------------------------------------
@@ -101,6 +101,7 @@ def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
 
 
 def _candidate_of(chain: tuple[Statement, ...]) -> Candidate | None:
+    """Return the candidate of a chain of exceptions, or of a line; None if it is none."""
     own_error = find_own_error(chain)
     if own_error is not None:
         return _candidate_of_own_error(own_error, chain)
@@ -183,13 +184,17 @@ def _known_exception(chain: tuple[Statement, ...]) -> Candidate | None:
 
     None if they know none, or only one that may follow from an earlier exception in the chain.
     """
-    matches = [match_all(statement) for statement in chain]
-    known = [(index, found[0].signature) for index, found in enumerate(matches) if found]
+    matches_of_chain = [match_all(statement) for statement in chain]
+    known = [
+        (index, matches[0].signature) for index, matches in enumerate(matches_of_chain) if matches
+    ]
     if not known:
         return None
 
-    def key(entry: tuple[int, Signature]) -> tuple[float, ...]:
+    def precedence(entry: tuple[int, Signature]) -> tuple[float, ...]:
         index, signature = entry
+        # A failure of its own before a consequence, a specific signature before a generic one, a
+        # strong failure even where it wraps another; then the exception nearest to the root.
         return (
             signature.role != "root",
             signature.rank >= GENERIC_RANK,
@@ -197,7 +202,7 @@ def _known_exception(chain: tuple[Statement, ...]) -> Candidate | None:
             index,
         )
 
-    index, signature = min(known, key=key)
+    index, signature = min(known, key=precedence)
     first = _first_original(chain)
     follows_from_another = first is not None and first < index
     if signature.role != "root" and follows_from_another:
@@ -207,7 +212,7 @@ def _known_exception(chain: tuple[Statement, ...]) -> Candidate | None:
         statement=chain[index],
         tier=_tier_of_exception(chain[-1]),
         chain=chain,
-        also=_other_signatures(itertools.chain(*matches), signature),
+        also=_other_signatures(itertools.chain(*matches_of_chain), signature),
     )
 
 
