@@ -94,8 +94,7 @@ class Wait(NamedTuple):
     activity: str
 
 
-_Case = TypeVar("_Case")
-_Answer = TypeVar("_Answer")
+_Answer = TypeVar("_Answer", ProcessHang, Wait)
 
 
 def classify_process(process: Examined, *, group_size: int) -> ProcessHang:
@@ -157,7 +156,7 @@ def thread_to_blame(process: Examined) -> ThreadLook:
 
 
 def _first_answer(
-    rules: Iterable[Callable[[_Case], _Answer | None]], case: _Case
+    rules: Iterable[Callable[[_ThreadCase], _Answer | None]], case: _ThreadCase
 ) -> _Answer | None:
     """Return the answer of the first rule that has one."""
     for rule in rules:

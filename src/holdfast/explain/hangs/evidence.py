@@ -70,15 +70,23 @@ def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str
         return "running"
     if syscall == "futex" and _OPENMP.search(library):
         return "openmp"
-    transfers = syscall in _READS or syscall in _WRITES
-    if transfers and target.startswith("pipe:"):
+    # What is read or written says more than the kernel function does, except for a path: it may be
+    # that of a named pipe.
+    transferred = _transferred(syscall, target)
+    if transferred not in ("", "file"):
+        return transferred
+    return _WAITS_OF_SYSTEM_CALL.get(syscall) or _waits_of_kernel_function(channel) or transferred
+
+
+def _transferred(syscall: str, target: str) -> Waits:
+    """Return what a call reads from or writes to; empty if it does neither or that is unknown."""
+    if syscall not in (*_READS, *_WRITES):
+        return ""
+    if target.startswith("pipe:"):
         return "pipe read" if syscall in _READS else "pipe write"
-    if transfers and target.startswith(("socket:", "anon_inode:")):
+    if target.startswith(("socket:", "anon_inode:")):
         return "socket"
-    waits = _WAITS_OF_SYSTEM_CALL.get(syscall) or _waits_of_kernel_function(channel)
-    if not waits and transfers and target.startswith("/"):
-        return "file"
-    return waits
+    return "file" if target.startswith("/") else ""
 
 
 def _waits_of_kernel_function(name: str) -> Waits:
