@@ -28,7 +28,7 @@ from pathlib import Path
 
 from benchmarks.hang_cases import MECHANISMS, ODD, PHASES, RANKS, marked_lines, names, of_ranks
 from benchmarks.results_file import Result, read_options
-from holdfast.core.events.event import EventData
+from holdfast.core.events.data import EventData
 from holdfast.core.events.process_events import Hang, HangSuspected
 from holdfast.supervise.launch.commands import make_observed_environment
 from holdfast.supervise.watch.attempt_watch import AttemptWatch

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from benchmarks.loader_cases import BATCH_SIZE, KINDS, LENGTH, Samples, fork_lock
-from holdfast.core.events.event import EventData
+from holdfast.core.events.data import EventData
 from holdfast.core.events.run_events import LoaderHealed
 from holdfast.loader.loader import DataLoader
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.core.control_groups import fields_of
+from holdfast.core.control_groups import read_fields
 
 _STATUS = Path("/proc/self/status")
 
 
 def resident_bytes() -> int:
     """Return what is resident now."""
-    return 1024 * fields_of(_STATUS)["VmRSS"]
+    return 1024 * read_fields(_STATUS)["VmRSS"]
 
 
 def peak_bytes() -> int:
     """Return the most that was resident since the start or the last `reset_peak`."""
-    return 1024 * fields_of(_STATUS)["VmHWM"]
+    return 1024 * read_fields(_STATUS)["VmHWM"]
 
 
 def reset_peak() -> None:

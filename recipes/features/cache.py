@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 from holdfast.core.control_groups import cpu_quota
 from holdfast.core.errors import LoaderError
-from holdfast.core.warned import ignoring
+from holdfast.core.warned import ignore_warnings
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.signalled import let_through
 from holdfast.loader.workers.fetch import as_is
@@ -330,7 +330,7 @@ def _compute(
     how: dict[str, Any] = {"batch_size": None, "collate_fn": as_is, "num_workers": num_workers}
     if num_workers:
         how |= {"multiprocessing_context": method, "prefetch_factor": _PREFETCHED}
-    with ignoring(UserWarning):  # of more workers than processors: the loader itself says so
+    with ignore_warnings(UserWarning):  # of more workers than processors: the loader itself says so
         loader = DataLoader(
             computed, sampler=indices, seed=seed, quarantine=0, rank=0, world_size=1, **how
         )

@@ -29,7 +29,7 @@ from benchmarks.loader_runs import digest, run_case, undisturbed
 from tests.prepared import Prepared, run_prepared
 
 from holdfast.core.errors import LoaderError
-from holdfast.core.events.event import EventData
+from holdfast.core.events.data import EventData
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.quarantine import FILE_NAME, read_ledger
 from holdfast.loader.workers import recovery

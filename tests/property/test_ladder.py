@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.events.event import Decision, Stop
+from holdfast.core.events.decisions import Decision, Stop
 from holdfast.memory.ladder import MemoryLadder, Remedies, StepPlan
 
 _SETTINGS = settings(deadline=None, max_examples=80)

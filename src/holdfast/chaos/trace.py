@@ -135,7 +135,7 @@ class RecordedSave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedEvent:
+class TraceEvent:
     """Any other record, with the facts of its kind.
 
     Kinds are ``start`` (versions), ``workers``, ``eval``, ``moved`` (source, path: a checkpoint was
@@ -150,7 +150,7 @@ class RecordedEvent:
     facts: dict[str, Any]
 
 
-Record: TypeAlias = RecordedStep | RecordedSave | RecordedEvent
+Record: TypeAlias = RecordedStep | RecordedSave | TraceEvent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,10 +169,10 @@ class Segment:
         """Return the saves."""
         return [record for record in self.records if isinstance(record, RecordedSave)]
 
-    def events(self, kind: str) -> Iterator[RecordedEvent]:
+    def events(self, kind: str) -> Iterator[TraceEvent]:
         """Return the events of one kind."""
         for record in self.records:
-            if isinstance(record, RecordedEvent) and record.kind == kind:
+            if isinstance(record, TraceEvent) and record.kind == kind:
                 yield record
 
     @property
@@ -219,4 +219,4 @@ def parse_record(line: dict[str, Any]) -> Record:
         return RecordedSave(states=states, **facts)
     steps_made = facts.pop("steps_made")
     seconds = facts.pop("seconds")
-    return RecordedEvent(kind=kind, steps_made=steps_made, seconds=seconds, facts=facts)
+    return TraceEvent(kind=kind, steps_made=steps_made, seconds=seconds, facts=facts)

@@ -30,7 +30,7 @@ from holdfast.chaos.injection.plan import (
     LaterSignal,
 )
 from holdfast.chaos.injection.seccomp import Refuser
-from holdfast.chaos.trace import RecordedEvent, RecordedSave, Segment, read_segment
+from holdfast.chaos.trace import RecordedSave, Segment, TraceEvent, read_segment
 from holdfast.chaos.workplace import Workplace
 from holdfast.core.errors import PolicyError
 from holdfast.recorder.run_files import OBSERVE_VARIABLE
@@ -76,7 +76,7 @@ class ObservedAttempt:
     observer_error: str = ""
     refused_calls: int = 0
 
-    def events(self, kind: str) -> list[RecordedEvent]:
+    def events(self, kind: str) -> list[TraceEvent]:
         """Return the events of one kind of all processes."""
         return [event for segment in self.segments for event in segment.events(kind)]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.core.files import opened
+from holdfast.core.files import open_to_read
 
 # The format allows no larger header.
 _MOST_HEADER_BYTES = 100 * 10**6
@@ -35,7 +35,7 @@ class TensorPlace:
 
 def header_bytes(path: Path) -> int:
     """Return the bytes before the first tensor."""
-    with opened(path) as file:
+    with open_to_read(path) as file:
         (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
     return _LENGTH.size + int(length)
 
@@ -47,7 +47,7 @@ def tensor_places(path: Path) -> Iterator[TensorPlace]:
         ValueError, LookupError, TypeError, AttributeError, struct.error: It is not a safetensors
         file.
     """
-    with opened(path) as file:
+    with open_to_read(path) as file:
         (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
         header = json.loads(file.read(min(length, _MOST_HEADER_BYTES)))
     start = _LENGTH.size + length

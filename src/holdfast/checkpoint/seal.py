@@ -15,7 +15,7 @@ from holdfast.checkpoint.read_errors import MALFORMED
 from holdfast.checkpoint.safetensors_header import header_bytes, tensor_places
 from holdfast.checkpoint.verify import digest, verify
 from holdfast.core.durable import fsync_path, replace_file
-from holdfast.core.files import SHARED, opened
+from holdfast.core.files import SHARED, open_to_read
 
 # Marker file in a folder into which a save has started. It holds the previous manifest, if any.
 UNFINISHED = "holdfast_unfinished"
@@ -109,14 +109,14 @@ def _extents_of(path: Path) -> dict[str, Extent]:
         with contextlib.suppress(*MALFORMED):
             return _extents_of_tensors(path)
     size_bytes = path.stat().st_size
-    with opened(path) as file:
+    with open_to_read(path) as file:
         return {"file": Extent(begin=0, end=size_bytes, sha256=digest(file, 0, size_bytes))}
 
 
 def _extents_of_tensors(path: Path) -> dict[str, Extent]:
     places = list(tensor_places(path))
     header_end = header_bytes(path)
-    with opened(path) as file:
+    with open_to_read(path) as file:
         extents = {HEADER: Extent(begin=0, end=header_end, sha256=digest(file, 0, header_end))}
         for place in places:
             extents[place.name] = Extent(

@@ -24,7 +24,7 @@ from holdfast.checkpoint.expanded import is_expanded
 from holdfast.checkpoint.manifest import HEADER, Extent
 from holdfast.checkpoint.read_errors import damaged
 from holdfast.checkpoint.safetensors_header import tensor_places
-from holdfast.core.files import SHARED, created, opened
+from holdfast.core.files import SHARED, create_file, open_to_read
 
 SUFFIX = ".safetensors"
 # Bytes written and hashed at a time: many enough that the GIL is rarely requested, and few enough
@@ -67,7 +67,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header = _header(names, tensors)
     extents = {HEADER: Extent(begin=0, end=len(header), sha256=hashlib.sha256(header).hexdigest())}
-    with created(path, SHARED) as file:
+    with create_file(path, SHARED) as file:
         file.write(header)
         for name in names:
             tensor = tensors[name]
@@ -158,7 +158,7 @@ def read_tensors(
     with contextlib.ExitStack() as files:
         rows_by_name: dict[str, list[_Rows]] = {}
         for path in paths:
-            file = files.enter_context(opened(path))
+            file = files.enter_context(open_to_read(path))
             for place in tensor_places(path):
                 rows = _Rows(
                     file=file,

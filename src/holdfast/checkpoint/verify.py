@@ -17,7 +17,7 @@ from holdfast.checkpoint.manifest import (
 )
 from holdfast.checkpoint.read_errors import MALFORMED, damaged, unreadable
 from holdfast.checkpoint.safetensors_header import TensorPlace, header_bytes, tensor_places
-from holdfast.core.files import opened
+from holdfast.core.files import open_to_read
 
 _CHUNK_BYTES = 4 * 2**20
 _SHOWN_DIGITS = 12
@@ -60,7 +60,7 @@ def verify_file(checkpoint: Path, name: str, extents: Extents) -> None:
                 checkpoint,
                 f"{path.name} has {size_bytes} bytes and the manifest says {expected_bytes}",
             )
-        with opened(path) as file:
+        with open_to_read(path) as file:
             # In the order of the disk.
             for key, extent in sorted(extents.items(), key=lambda item: item[1].begin):
                 _verify_extent(checkpoint, file, key, extent)

@@ -16,7 +16,7 @@ import typer
 
 from holdfast.cli.nvidia_smi import nvidia_smi
 from holdfast.cli.output import CHECK_FAILED, Json, failing_clearly, print_json, working
-from holdfast.core.control_groups import fields_of, memory_available_bytes
+from holdfast.core.control_groups import memory_available_bytes, read_fields
 from holdfast.core.text import as_json_value, size
 from holdfast.explain.hangs.blame import Diagnosis, describe_frame
 from holdfast.explain.hangs.evidence import Examined
@@ -77,7 +77,7 @@ def _rows(inspection: Inspection) -> list[dict[str, Any]]:
 
 
 def _read_resident_bytes(pid: int) -> int:
-    kibibytes = fields_of(Path(f"/proc/{pid}/status")).get("VmRSS", 0)
+    kibibytes = read_fields(Path(f"/proc/{pid}/status")).get("VmRSS", 0)
     return 1024 * kibibytes
 
 

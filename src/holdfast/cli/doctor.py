@@ -21,7 +21,7 @@ import typer
 
 from holdfast.cli.nvidia_smi import nvidia_smi
 from holdfast.cli.output import Json, print_json
-from holdfast.core.control_groups import cpu_quota, fields_of
+from holdfast.core.control_groups import cpu_quota, read_fields
 from holdfast.core.text import moment, sanitise, size
 from holdfast.memory.host_memory import allocation_can_fail, available_bytes
 from holdfast.supervise.watch.py_spy import find_py_spy
@@ -109,7 +109,7 @@ def memory(_run_dir: Path) -> list[CheckResult]:
     """How much host memory is left, and can an allocation be refused before it is used up?"""
     left_bytes = available_bytes()
     left = "unknown" if left_bytes is None else size(left_bytes)
-    total_bytes = 1024 * fields_of(Path("/proc/meminfo")).get("MemTotal", 0)
+    total_bytes = 1024 * read_fields(Path("/proc/meminfo")).get("MemTotal", 0)
     value = f"{left} left for this container, of {size(total_bytes)} of the machine"
     fix = ""
     if allocation_can_fail():

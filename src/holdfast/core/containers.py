@@ -16,7 +16,7 @@ _BELOW = 2**63
 _MAX_SHOWN_CHARACTERS = 50
 
 
-def number(value: Any, *, or_none: bool = False) -> Any:
+def check_number(value: Any, *, or_none: bool = False) -> Any:
     """Check that a value from an untrusted file is a number, and return it.
 
     Args:
@@ -35,7 +35,7 @@ def number(value: Any, *, or_none: bool = False) -> Any:
     raise TypeError(f"expected a number of at most 64 bits, got a {type(value).__name__}")
 
 
-def count(value: Any, *, least: int = 0, below: int = _BELOW) -> int:
+def check_count(value: Any, *, least: int = 0, below: int = _BELOW) -> int:
     """Check that a value from an untrusted file is a count, and return it.
 
     Raises:
@@ -61,7 +61,7 @@ def children_of(node: Any) -> dict[Any, Any] | None:
     return None
 
 
-def rebuilt(node: Any, children: dict[Any, Any], *, checked: bool = True) -> Any:
+def rebuild(node: Any, children: dict[Any, Any], *, checked: bool = True) -> Any:
     """Return a container of the same type with different children.
 
     Args:

@@ -46,7 +46,7 @@ def memory_available_bytes(root: Path = _ROOT) -> int | None:
     This is the minimum over the machine and all groups of this process.
     """
     available = []
-    machine_kib = fields_of(root / "proc/meminfo").get("MemAvailable")
+    machine_kib = read_fields(root / "proc/meminfo").get("MemAvailable")
     if machine_kib is not None:
         available.append(machine_kib * 1024)
     for folder in group_folders(root, "memory"):
@@ -58,7 +58,7 @@ def memory_available_bytes(root: Path = _ROOT) -> int | None:
 
 def _group_memory(folder: Path) -> Iterator[int]:
     """Yield the bytes that a group still allows, if it has a limit of either version."""
-    cached_bytes = fields_of(folder / "memory.stat")
+    cached_bytes = read_fields(folder / "memory.stat")
     for files in _MEMORY_FILES:
         # The files may not exist in this version, and the limit may be "max".
         with contextlib.suppress(OSError, ValueError):
@@ -118,7 +118,7 @@ def group_folders(root: Path, controller: str) -> Iterator[Path]:
                     yield mount / folder
 
 
-def fields_of(path: Path) -> dict[str, int]:
+def read_fields(path: Path) -> dict[str, int]:
     """Return the ``name value`` lines of a file as a dict; empty if it cannot be read."""
     values = {}
     with contextlib.suppress(OSError):

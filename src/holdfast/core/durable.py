@@ -11,7 +11,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.core.files import PRIVATE, SHARED, created
+from holdfast.core.files import PRIVATE, SHARED, create_file
 
 
 def fsync_path(path: Path) -> None:
@@ -33,7 +33,7 @@ def write_file(path: Path, data: bytes, mode: int = SHARED) -> None:
 
     Not atomic: use it inside a directory that is renamed later.
     """
-    with created(path, mode) as file:
+    with create_file(path, mode) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

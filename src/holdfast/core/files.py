@@ -81,7 +81,7 @@ def close_descriptor(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def opened(path: Path, most: int | None = None) -> BufferedReader:
+def open_to_read(path: Path, most: int | None = None) -> BufferedReader:
     """Open a regular file for reading.
 
     Raises:
@@ -90,7 +90,7 @@ def opened(path: Path, most: int | None = None) -> BufferedReader:
     return open(path, "rb", opener=_opener(most=most))
 
 
-def opened_to_write(path: Path, how: Literal["rb+", "ab"]) -> BinaryIO:
+def open_to_write(path: Path, how: Literal["rb+", "ab"]) -> BinaryIO:
     """Open a regular file for writing.
 
     Raises:
@@ -99,7 +99,7 @@ def opened_to_write(path: Path, how: Literal["rb+", "ab"]) -> BinaryIO:
     return open(path, how, opener=_opener())
 
 
-def created(path: Path, mode: int = PRIVATE) -> BinaryIO:
+def create_file(path: Path, mode: int = PRIVATE) -> BinaryIO:
     """Create a file for writing and reading.
 
     An existing file of that name is removed first, so that nothing is written through a link.
@@ -122,7 +122,7 @@ def read_file(path: Path, most: int = _MAX_READ_BYTES) -> bytes:
     Raises:
         OSError: As `open_file` does.
     """
-    with opened(path, most) as file:
+    with open_to_read(path, most) as file:
         # The file may grow meanwhile.
         return file.read(os.fstat(file.fileno()).st_size)
 
@@ -130,7 +130,7 @@ def read_file(path: Path, most: int = _MAX_READ_BYTES) -> bytes:
 def swap_in(path: Path, data: bytes) -> None:
     """Replace a file atomically, but not durably: it survives this process, not a power cut."""
     temporary = path.with_name(f".{path.name}")
-    with created(temporary) as file:
+    with create_file(temporary) as file:
         file.write(data)
     temporary.replace(path)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from holdfast.core.warned import ignoring
+from holdfast.core.warned import ignore_warnings
 
 # Whether a copy is being forked right now. The observer of `holdfast run` does not record copies.
 is_copying = False
@@ -130,7 +130,7 @@ def _fork(reading: int, writing: int) -> int:
     """Fork and return the process id of the copy, or 0 in the copy itself."""
     global is_copying
     # Python 3.12 warns about forking a process with threads.
-    with ignoring(DeprecationWarning):
+    with ignore_warnings(DeprecationWarning):
         try:
             is_copying = True
             return os.fork()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def ignoring(category: type[Warning], message: str = "") -> Iterator[None]:
+def ignore_warnings(category: type[Warning], message: str = "") -> Iterator[None]:
     """Ignore warnings of a category whose text starts with a match of the regular expression.
 
     `warnings.catch_warnings` marks the filters as changed, which makes every module forget the

@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.core.errors import PolicyError
 from holdfast.core.events.event import Event
-from holdfast.core.files import opened
+from holdfast.core.files import open_to_read
 from holdfast.explain.evidence import (
     Ending,
     Evidence,
@@ -239,7 +239,7 @@ class _Collector:
     def _read_log(self) -> LogText | None:
         """Return the output of this attempt; if it cannot be read, note why and return None."""
         try:
-            with opened(self._recordings.run / OUTPUT_FILE, _MOST_OUTPUT_BYTES) as stream:
+            with open_to_read(self._recordings.run / OUTPUT_FILE, _MOST_OUTPUT_BYTES) as stream:
                 section = find_section(stream, self._number)
                 return read_log(
                     SectionReader(stream, section),

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from holdfast.core.containers import count
+from holdfast.core.containers import check_count
 from holdfast.core.errors import LoaderError
-from holdfast.core.events.event import EventData
+from holdfast.core.events.data import EventData
 from holdfast.guard.handed_out import HandedOut
 from holdfast.guard.loader_positions import (
-    Progress,
+    EpochProgress,
     ReplayedLoader,
     empty_state,
     position_in,
@@ -49,7 +49,7 @@ def check_position(state: dict[str, Any]) -> None:
         TypeError, LookupError or ValueError: If no `Cursor.state_dict` has returned it.
     """
     for name in ("epoch", "batches", "trained"):
-        count(state[name])
+        check_count(state[name])
     for name in ("generators", "generators_now"):
         if not isinstance(state[name], (list, tuple)):
             raise TypeError(f"{name} is a {type(state[name]).__name__} and not a list")
@@ -80,7 +80,7 @@ class Cursor:
         self._loader = loader
         self._holdfast_loader = loader if isinstance(loader, DataLoader) else None
         self._devices = devices
-        self._progress = Progress()
+        self._progress = EpochProgress()
         self._position = position_in(loader, devices, self._progress)
         # Why a resume on another number of ranks promises less, until the end of the epoch in which
         # the checkpoint was saved; else empty.

@@ -22,7 +22,8 @@ from torch import nn
 from holdfast.core.clock import Clock, SystemClock
 from holdfast.core.errors import PolicyError
 from holdfast.core.events import run_events
-from holdfast.core.events.event import Event, EventData
+from holdfast.core.events.data import EventData
+from holdfast.core.events.event import Event
 from holdfast.core.policy.policy import Policy
 from holdfast.core.vector_functions import settle_vector_functions
 from holdfast.guard.arguments import check_loader, gather_parts

@@ -20,7 +20,7 @@ from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.core.errors import PolicyError
 from holdfast.core.events import run_events
-from holdfast.core.events.event import EventData
+from holdfast.core.events.data import EventData
 from holdfast.core.policy.kinds import check
 from holdfast.core.policy.policy import Policy, fields
 from holdfast.core.policy.sources import PREFIX, from_environment

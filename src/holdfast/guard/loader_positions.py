@@ -34,7 +34,7 @@ _END = object()
 
 
 @dataclass(slots=True)
-class Progress:
+class EpochProgress:
     """How far training has come in its loader.
 
     A batch counts once the loop body was finished with it, or when the next one is requested.
@@ -54,7 +54,7 @@ class Progress:
     fetching: bool = False
 
 
-class LoaderPosition(Protocol):
+class ResumePosition(Protocol):
     """What a `Cursor` needs of each kind of loader."""
 
     def begin(self, random_state: RandomState | None) -> Iterator[Any]:
@@ -106,8 +106,8 @@ def empty_state() -> dict[str, Any]:
 
 
 def position_in(
-    loader: Iterable[Any], devices: Sequence[torch.device], progress: Progress
-) -> LoaderPosition:
+    loader: Iterable[Any], devices: Sequence[torch.device], progress: EpochProgress
+) -> ResumePosition:
     """Return the position in a loader, which starts at the beginning.
 
     Args:
@@ -125,7 +125,9 @@ def position_in(
 class StatefulLoader:
     """A loader that saves and restores its position itself."""
 
-    def __init__(self, loader: Any, devices: Sequence[torch.device], progress: Progress) -> None:
+    def __init__(
+        self, loader: Any, devices: Sequence[torch.device], progress: EpochProgress
+    ) -> None:
         self._loader = loader
         self._devices = devices
         self._progress = progress
@@ -196,7 +198,7 @@ class HoldfastLoader(StatefulLoader):
     _loader: DataLoader
 
     def __init__(
-        self, loader: DataLoader, devices: Sequence[torch.device], progress: Progress
+        self, loader: DataLoader, devices: Sequence[torch.device], progress: EpochProgress
     ) -> None:
         super().__init__(loader, devices, progress)
         # The position after the batch that was fetched last, or None at the beginning of an
@@ -254,7 +256,7 @@ class ReplayedLoader:
     """
 
     def __init__(
-        self, loader: Iterable[Any], devices: Sequence[torch.device], progress: Progress
+        self, loader: Iterable[Any], devices: Sequence[torch.device], progress: EpochProgress
     ) -> None:
         self._loader = loader
         self._devices = devices

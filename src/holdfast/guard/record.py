@@ -24,7 +24,9 @@ from typing import Any, Literal
 from holdfast.core.clock import Clock
 from holdfast.core.errors import HoldfastError, RunDirectoryError
 from holdfast.core.events import process_events, run_events
-from holdfast.core.events.event import Event, EventData, Recompute, RollBack, SkipStep, Split, Stop
+from holdfast.core.events.data import EventData
+from holdfast.core.events.decisions import Recompute, RollBack, SkipStep, Split, Stop
+from holdfast.core.events.event import Event
 from holdfast.core.raised import describe_exception, printable
 from holdfast.guard.stop import Interrupted
 from holdfast.recorder.black_box import BlackBox, StepMark

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.core.events.event import Decision
+from holdfast.core.events.decisions import Decision
 from holdfast.numerics.gradients import GradientFacts, Group
 from holdfast.numerics.provenance import Origin
 

@@ -17,7 +17,7 @@ from holdfast.checkpoint import saver
 from holdfast.checkpoint.newest import newest_good, paths_in
 from holdfast.checkpoint.read_errors import DAMAGED
 from holdfast.core.events import run_events
-from holdfast.core.events.event import EventData
+from holdfast.core.events.data import EventData
 from holdfast.guard.directory import check_checkpoints_found
 from holdfast.guard.hosted import HostedGuard
 from holdfast.loader.order.ranks import ranks_now

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from holdfast.core.containers import children_of, rebuilt
+from holdfast.core.containers import children_of, rebuild
 from holdfast.core.errors import LoaderError
 
 
@@ -84,4 +84,4 @@ def move_to_device(node: Any, target: torch.device | None) -> Any:
     moved_children = {key: move_to_device(child, target) for key, child in children.items()}
     if all(moved_children[key] is child for key, child in children.items()):
         return node
-    return rebuilt(node, moved_children, checked=False)
+    return rebuild(node, moved_children, checked=False)

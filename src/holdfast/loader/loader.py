@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 
 from holdfast.core.errors import LoaderError
 from holdfast.core.events import run_events
-from holdfast.core.events.event import EventData
+from holdfast.core.events.data import EventData
 from holdfast.loader.arguments import (
     check_arguments,
     check_position,

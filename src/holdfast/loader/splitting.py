@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from holdfast.core.containers import children_of, rebuilt
+from holdfast.core.containers import children_of, rebuild
 from holdfast.core.errors import BatchError
 
 SplitSpec: TypeAlias = int | Literal["items"] | Mapping[Any, Any] | Sequence[Any] | None
@@ -278,7 +278,7 @@ def _map(
     for key, child in children.items():
         child_path = f"{path}[{key!r}]"
         mapped_children[key] = _map(child, _spec_of(spec, key, child_path), child_path, function)
-    return rebuilt(node, mapped_children)
+    return rebuild(node, mapped_children)
 
 
 # --- one leaf -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from holdfast.core.control_groups import fields_of, memory_available_bytes
+from holdfast.core.control_groups import memory_available_bytes, read_fields
 
 # Parameters of mallopt(3), from glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
@@ -52,7 +52,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 def _left_by_process_limits(root: Path) -> Iterator[int]:
     """Yield the bytes that each limit of this process leaves."""
-    status = fields_of(root / "proc/self/status")
+    status = read_fields(root / "proc/self/status")
     for limit, field in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY and field in status:

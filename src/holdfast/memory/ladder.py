@@ -21,8 +21,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from holdfast.core.containers import count, number
-from holdfast.core.events.event import Decision, Grow, Promise, Recompute, Retry, Split, Stop
+from holdfast.core.containers import check_count, check_number
+from holdfast.core.events.data import Promise
+from holdfast.core.events.decisions import Decision, Grow, Recompute, Retry, Split, Stop
 from holdfast.core.policy.policy import Policy
 
 _LONGEST_WAIT_FACTOR = 64
@@ -244,14 +245,14 @@ class MemoryLadder:
         self._fallback = None
         if state["fallback"] is not None:
             self._fallback = self._plan_from(state["fallback"])
-        self._clean_steps = count(state["clean_steps"])
-        self._wait = max(count(state["wait"]), self._grow_after_steps)
-        self._tight_batch = number(state["tight_batch"], or_none=True)
+        self._clean_steps = check_count(state["clean_steps"])
+        self._wait = max(check_count(state["wait"]), self._grow_after_steps)
+        self._tight_batch = check_number(state["tight_batch"], or_none=True)
 
     def _plan_from(self, state: dict[str, Any]) -> StepPlan:
         size = state["micro_batch_size"]
         if size is not None:
-            size = count(size, least=1, below=2**31)
+            size = check_count(size, least=1, below=2**31)
         if self._largest is not None:
             size = self._largest if size is None else min(size, self._largest)
         return StepPlan(micro_batch_size=size, recompute=tuple(state["recompute"]))

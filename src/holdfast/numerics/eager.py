@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from holdfast.core.warned import ignoring
+from holdfast.core.warned import ignore_warnings
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -23,7 +23,7 @@ def eager() -> Iterator[None]:
         yield
         return
     # A compiled module warns that global hooks also fire for its wrapper, which is harmless here.
-    with ignoring(Warning, "Using `torch.compile"), torch.compiler.set_stance("force_eager"):
+    with ignore_warnings(Warning, "Using `torch.compile"), torch.compiler.set_stance("force_eager"):
         yield
 
 

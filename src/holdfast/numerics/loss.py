@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from holdfast.core.containers import children_of, rebuilt
+from holdfast.core.containers import children_of, rebuild
 from holdfast.core.errors import BatchError
 
 _T = TypeVar("_T")
@@ -193,7 +193,7 @@ def _detached(value: Any) -> Any:
     children = children_of(value)
     if not children:
         return value
-    return rebuilt(value, {key: _detached(child) for key, child in children.items()})
+    return rebuild(value, {key: _detached(child) for key, child in children.items()})
 
 
 def put_together(parts: Sequence[tuple[int | None, Mapping[str, Any] | None]]) -> dict[str, Any]:

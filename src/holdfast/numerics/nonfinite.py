@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.core.events.event import Decision, RollBack, SkipStep, Stop
+from holdfast.core.events.decisions import Decision, RollBack, SkipStep, Stop
 
 
 def decide_after_nonfinite(

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from holdfast.core.containers import count, number
-from holdfast.core.events.event import Decision, RollBack, SkipStep, Stop
+from holdfast.core.containers import check_count, check_number
+from holdfast.core.events.decisions import Decision, RollBack, SkipStep, Stop
 from holdfast.core.policy.kinds import Objective, SpikeAction
 
 # --- The window of usual values. The figures below were chosen on the design runs of
@@ -192,7 +192,7 @@ class SpikeDetector:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.steps = count(state_dict["steps"])
+        self.steps = check_count(state_dict["steps"])
         self._tracks = {
             key: _Track.from_state(state) for key, state in state_dict["tracks"].items()
         }
@@ -292,7 +292,7 @@ class _Usual:
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> _Usual:
         """Return what `state` returned."""
-        return cls(*(number(value, or_none=True) for value in state))
+        return cls(*(check_number(value, or_none=True) for value in state))
 
     def state(self) -> list[float | None]:
         """Return the fields as JSON values."""
@@ -612,20 +612,20 @@ class _Track:
         track.suspected = _rows(columns["held"])
         track.harmless_spikes = _rows(columns["spikes"])
         track.suspected_spikes = _rows(columns["held_spikes"])
-        track.recent = deque(map(number, state["recent"]), maxlen=_RECENT)
-        track.new_values = number(state["unseen"])
-        track.start = number(state["start"])
-        track.calm_steps = number(state["calm_steps"], or_none=True)
-        track.first_loss_after_rollback = number(state["first_back"])
-        track.suspected_since = number(state["began"], or_none=True)
-        track.age = number(state["age"])
-        track.last_sign = number(state["last_sign"])
-        track.odd_since = number(state["odd_since"], or_none=True)
-        track.drift = number(state["drift"])
-        track.hard = number(state["hard"])
+        track.recent = deque(map(check_number, state["recent"]), maxlen=_RECENT)
+        track.new_values = check_number(state["unseen"])
+        track.start = check_number(state["start"])
+        track.calm_steps = check_number(state["calm_steps"], or_none=True)
+        track.first_loss_after_rollback = check_number(state["first_back"])
+        track.suspected_since = check_number(state["began"], or_none=True)
+        track.age = check_number(state["age"])
+        track.last_sign = check_number(state["last_sign"])
+        track.odd_since = check_number(state["odd_since"], or_none=True)
+        track.drift = check_number(state["drift"])
+        track.hard = check_number(state["hard"])
         track.loss = _usual_or_none(state["loss"])
         track.norm = _usual_or_none(state["norm"])
-        track.first_level = number(state["first"], or_none=True)
+        track.first_level = check_number(state["first"], or_none=True)
         track.best = _usual_or_none(state["best"])
         track._update_bounds()
         return track
@@ -642,4 +642,4 @@ def _columns(rows: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def _rows(columns: Sequence[Sequence[Any]]) -> list[list[float]]:
-    return [[number(value) for value in row] for row in zip(*columns, strict=True)]
+    return [[check_number(value) for value in row] for row in zip(*columns, strict=True)]

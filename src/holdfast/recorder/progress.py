@@ -20,7 +20,7 @@ from time import monotonic_ns as _now
 from time import time_ns
 from typing import NamedTuple
 
-from holdfast.core.files import created, opened_to_write, read_file
+from holdfast.core.files import create_file, open_to_write, read_file
 from holdfast.recorder.ring import (
     HEADER_BYTES,
     VERSION,
@@ -178,7 +178,7 @@ class ProgressBoard:
 def _new_map(path: Path | None) -> mmap.mmap:
     if path is None:
         return mmap.mmap(-1, BOARD_BYTES)
-    with created(path) as file:
+    with create_file(path) as file:
         os.posix_fallocate(file.fileno(), 0, BOARD_BYTES)
         return mmap.mmap(file.fileno(), BOARD_BYTES)
 
@@ -220,7 +220,7 @@ def read_board(path: Path) -> Standing | None:
 
 def request_trace(path: Path, number: int) -> None:
     """Ask the process of a board to trace in its next steps what holds its memory."""
-    with opened_to_write(path, "rb+") as file:
+    with open_to_write(path, "rb+") as file:
         file.seek(_REQUEST_OFFSET)
         file.write(_REQUEST.pack(number))
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.control_groups import fields_of
+from holdfast.core.control_groups import read_fields
 from holdfast.core.files import read_file
 from holdfast.core.raised import printable
 from holdfast.core.secrets import without_secrets
@@ -104,7 +104,7 @@ def _machine() -> dict[str, Any]:
     """Return the machine's hardware, from kernel files: ``nvidia-smi`` would take a second."""
     facts: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0))}
     with suppress(OSError, ValueError, IndexError):
-        facts["memory_bytes"] = 1024 * fields_of(Path("/proc/meminfo"))["MemTotal"]
+        facts["memory_bytes"] = 1024 * read_fields(Path("/proc/meminfo"))["MemTotal"]
         driver = Path("/proc/driver/nvidia")
         facts["gpus"] = _gpu_models(driver)
         version = (driver / "version").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast.checkpoint.manifest import read_manifest
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.errors import CheckpointError
-from holdfast.core.files import opened
+from holdfast.core.files import open_to_read
 from holdfast.core.text import sanitise
 from holdfast.recorder.run_files import (
     FAULTHANDLER_FILE,
@@ -19,7 +19,7 @@ from holdfast.recorder.run_files import (
     ProcessInfo,
 )
 from holdfast.report.problems import READING_ERRORS, reason
-from holdfast.report.run_snapshot import CheckpointSummary, StackDump
+from holdfast.report.run_snapshot import CheckpointSummary, RecordedStacks
 from holdfast.report.sources import CHECKPOINTS_FOLDER
 
 # Limits on what a page shows, so that it stays readable.
@@ -67,7 +67,7 @@ def _summary(entry: Entry) -> CheckpointSummary:
         return CheckpointSummary(name=name, global_step=entry.global_step, status=status)
 
 
-def read_stacks(run: Path, processes: Sequence[ProcessInfo]) -> Iterator[StackDump]:
+def read_stacks(run: Path, processes: Sequence[ProcessInfo]) -> Iterator[RecordedStacks]:
     """Yield the newest stack dumps: the supervisor's, then those of the processes."""
     taken = sorted((run / STACKS_FOLDER).glob("*.txt"))
     # A process writes the name of its own folder, and a hostile one might point elsewhere.
@@ -77,7 +77,7 @@ def read_stacks(run: Path, processes: Sequence[ProcessInfo]) -> Iterator[StackDu
         with contextlib.suppress(OSError):
             text = _read_end(path, _MOST_STACK_BYTES).strip()
             if text:
-                yield StackDump(name=sanitise(path.relative_to(run)), text=text)
+                yield RecordedStacks(name=sanitise(path.relative_to(run)), text=text)
 
 
 def read_output(run: Path) -> str:
@@ -88,7 +88,7 @@ def read_output(run: Path) -> str:
 def _read_end(path: Path, most_bytes: int) -> str:
     """Return the end of a file as sanitised text, from the start of a line; empty if missing."""
     try:
-        with opened(path) as file:
+        with open_to_read(path) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - most_bytes))
             data = file.read(most_bytes)

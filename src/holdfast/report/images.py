@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from holdfast.core.files import opened
+from holdfast.core.files import open_to_read
 from holdfast.core.text import sanitise
 from holdfast.guard.images import IMAGES_FOLDER, LONGEST_SIDE, MOST_FILE_BYTES, MOST_TAGS
 
@@ -157,7 +157,7 @@ def _spread(files: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
 
 def _read_image(candidate: _Candidate) -> PageImage:
     """Read one file, without following a link or waiting for a pipe."""
-    with opened(candidate.path) as file:
+    with open_to_read(candidate.path) as file:
         png = file.read(MOST_FILE_BYTES + 1)
     width, height = png_size(png)
     return PageImage(

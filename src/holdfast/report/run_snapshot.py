@@ -139,7 +139,7 @@ class CheckpointSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StackDump:
+class RecordedStacks:
     """The stacks of a process as text.
 
     Args:
@@ -200,7 +200,7 @@ class RunSnapshot:
     lanes: tuple[Lane, ...] = ()
     checkpoints: tuple[CheckpointSummary, ...] = ()
     images: tuple[PageImage, ...] = ()
-    stacks: tuple[StackDump, ...] = ()
+    stacks: tuple[RecordedStacks, ...] = ()
     output: str = ""
     problems: tuple[str, ...] = ()
 

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from holdfast.core.events import decisions, process_events, run_events
-from holdfast.core.events.event import Event, EventData, event_kinds
+from holdfast.core.events.data import EventData
+from holdfast.core.events.event import Event, event_kinds
 
 
 def test_every_class_has_a_kind_of_its_own() -> None:

@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch._dynamo  # noqa: F401 - so that `eager` has something to do
 
-from holdfast.core.warned import ignoring
+from holdfast.core.warned import ignore_warnings
 from holdfast.numerics.eager import eager
 
 
 @pytest.mark.parametrize(
-    "inside", [lambda: ignoring(DeprecationWarning), eager], ids=["ignoring", "eager"]
+    "inside", [lambda: ignore_warnings(DeprecationWarning), eager], ids=["ignoring", "eager"]
 )
 def test_what_was_shown_once_is_not_shown_again(inside: object) -> None:
     """A warning that comes in each step is shown once, however often others are left out

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.loader.samples import Samples, items
 
 from holdfast.core.errors import LoaderError
-from holdfast.core.events.event import EventData
+from holdfast.core.events.data import EventData
 from holdfast.core.events.run_events import SampleQuarantined
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.quarantine import FILE_NAME, Ledger, Quarantined, read_ledger

@@ -14,7 +14,7 @@ from torch import distributed
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, get_worker_info
 
 from holdfast import DataLoader, LoaderError
-from holdfast.core.events.event import EventData
+from holdfast.core.events.data import EventData
 
 
 def test_a_process_group_may_be_made_after_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:

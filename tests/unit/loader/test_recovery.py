@@ -17,14 +17,14 @@ from tests.unit.loader.samples import Samples, items
 from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.core.errors import LoaderError
-from holdfast.core.events.event import EventData
+from holdfast.core.events.data import EventData
 from holdfast.core.events.run_events import DescriptorLimitRaised
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.workers.board import PREPARING, STARTING, WorkerStatus
 from holdfast.loader.workers.map_source import Source
 from holdfast.loader.workers.pool import WorkerSettings
 from holdfast.loader.workers.recovery import WorkerRecovery
-from holdfast.loader.workers.watch import Loss
+from holdfast.loader.workers.watch import WorkerLoss
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -100,7 +100,7 @@ class Idle(Source):
 
 
 def _remedies(
-    losses: list[tuple[Loss, Any]], workers: int = 4, events: list[Any] | None = None
+    losses: list[tuple[WorkerLoss, Any]], workers: int = 4, events: list[Any] | None = None
 ) -> tuple[list[int], list[Any], WorkerSettings]:
     """Return the workers after each loss in a row, what was quarantined, and the settings."""
     settings = WorkerSettings(
@@ -114,8 +114,8 @@ def _remedies(
     return after, source.quarantined, settings
 
 
-def _died(*, fine: bool | None, done: int = 0, shortage: str | None = None) -> Loss:
-    return Loss(
+def _died(*, fine: bool | None, done: int = 0, shortage: str | None = None) -> WorkerLoss:
+    return WorkerLoss(
         cause="worker 0 was killed by SIGKILL",
         kind="died",
         worker=0,
@@ -125,8 +125,8 @@ def _died(*, fine: bool | None, done: int = 0, shortage: str | None = None) -> L
     )
 
 
-def _hung(*, fine: bool | None, done: int = 0, offset: int = 0) -> Loss:
-    return Loss(
+def _hung(*, fine: bool | None, done: int = 0, offset: int = 0) -> WorkerLoss:
+    return WorkerLoss(
         cause="worker 0 hung",
         kind="hung",
         worker=0,
@@ -163,7 +163,7 @@ def test_descriptors_that_run_out_are_spared() -> None:
     """
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] - 1, before[1]))
-    loss = Loss(cause="too many files", kind="machinery", shortage="file descriptors")
+    loss = WorkerLoss(cause="too many files", kind="machinery", shortage="file descriptors")
     events: list[Any] = []
     try:
         after, _, settings = _remedies([(loss, None)] * 2, events=events)

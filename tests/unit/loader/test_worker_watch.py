@@ -35,7 +35,7 @@ from holdfast.loader.workers.board import (
 from holdfast.loader.workers.child_signals import WorkerLostError
 from holdfast.loader.workers.ending import kill
 from holdfast.loader.workers.processes import StartedProcesses, recording_context
-from holdfast.loader.workers.watch import Watch
+from holdfast.loader.workers.watch import WorkerWatch
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -48,18 +48,18 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """
     monkeypatch.setattr(worker_watch, "_TICK_SECONDS", 0.02)
     recording_context("fork", StartedProcesses())  # which has losses wake the main thread
-    made: list[tuple[Watch, list[Any]]] = []
+    made: list[tuple[WorkerWatch, list[Any]]] = []
 
     def start_one(
         *works: Callable[[Board, int], None], **options: Any
-    ) -> tuple[Watch, list[Any], Board]:
+    ) -> tuple[WorkerWatch, list[Any], Board]:
         board = Board(_FORK, len(works))
         processes = [
             _FORK.Process(target=work, args=(board, number)) for number, work in enumerate(works)
         ]
         for process in processes:
             process.start()
-        watch = Watch(
+        watch = WorkerWatch(
             processes, board, **{"limit_seconds": 60.0, "timeout_seconds": 0.0, **options}
         )
         made.append((watch, processes))
@@ -71,7 +71,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         kill(processes)
 
 
-def _wait_for_loss(watch: Watch, *, waiting: bool = True) -> worker_watch.Loss:
+def _wait_for_loss(watch: WorkerWatch, *, waiting: bool = True) -> worker_watch.Loss:
     """Wait, as a loop does that waits for a batch, until the watch interrupts it."""
     if waiting:
         with pytest.raises(WorkerLostError), watch:

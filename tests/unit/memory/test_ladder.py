@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from holdfast.core.events.event import Decision, Grow, Recompute, Retry, Split, Stop
+from holdfast.core.events.decisions import Decision, Grow, Recompute, Retry, Split, Stop
 from holdfast.core.policy.policy import Policy
 from holdfast.memory.ladder import MemoryLadder, Remedies, StepPlan
 

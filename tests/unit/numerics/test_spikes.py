@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from holdfast.core.events.event import RollBack
+from holdfast.core.events.decisions import RollBack
 from holdfast.numerics.spikes import Level, SpikeDetector, decide_after_spike
 
 Pair = tuple[float, float]

@@ -11,7 +11,7 @@ from pathlib import PurePath
 
 from holdfast.chaos.comparison.differences import SAVED, TEXT, Difference
 from holdfast.chaos.comparison.reference import Reference
-from holdfast.chaos.trace import RecordedEvent, RecordedSave, Segment
+from holdfast.chaos.trace import RecordedSave, Segment, TraceEvent
 
 # Digest or text of each entry of a checkpoint, by its path within it.
 Entries = dict[str, str]
@@ -40,17 +40,13 @@ def last_saves(segments: Sequence[Segment]) -> dict[str, Entries]:
                 newest_name = _file_name(record.path)
                 saves.pop(newest_name, None)
                 saves[newest_name] = record.entries
-            elif (
-                newest is not None
-                and isinstance(record, RecordedEvent)
-                and _renames(record, newest)
-            ):
+            elif newest is not None and isinstance(record, TraceEvent) and _renames(record, newest):
                 saves[_file_name(record.facts["path"])] = saves.pop(newest_name)
                 newest = None
     return saves
 
 
-def _renames(event: RecordedEvent, save: RecordedSave) -> bool:
+def _renames(event: TraceEvent, save: RecordedSave) -> bool:
     """Return whether an event is the rename of the file just saved."""
     if event.kind != "moved":
         return False

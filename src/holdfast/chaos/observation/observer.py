@@ -20,7 +20,7 @@ from holdfast.chaos.observation.torch_observer import ProcessTools, TorchObserve
 from holdfast.chaos.observation.trace_writer import TraceWriter
 from holdfast.core.importing import ImportWatch
 
-_observer: ProcessObserver | None = None
+_observer: TrainingObserver | None = None
 
 
 def start(run: str) -> None:
@@ -31,10 +31,10 @@ def start(run: str) -> None:
     """
     global _observer
     if _observer is None and Path(run).is_dir():
-        _observer = ProcessObserver(Path(run))
+        _observer = TrainingObserver(Path(run))
 
 
-class ProcessObserver:
+class TrainingObserver:
     """Observes this process and those that are forked from it.
 
     Args:

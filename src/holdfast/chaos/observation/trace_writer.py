@@ -42,7 +42,7 @@ class TraceWriter:
         """Add a line to the trace.
 
         Args:
-            kind: ``"step"``, ``"save"`` or a kind of `trace.RecordedEvent`.
+            kind: ``"step"``, ``"save"`` or a kind of `trace.TraceEvent`.
             facts: The fields of the record, without those that every line has.
         """
         if self._file is None:

@@ -9,32 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.core.events.data import KINDS, EventData, Promise, key_value_text
-from holdfast.core.events.decisions import (
-    Decision,
-    Grow,
-    Recompute,
-    Retry,
-    RollBack,
-    SkipStep,
-    Split,
-    Stop,
-)
-
-__all__ = [
-    "Decision",
-    "Event",
-    "EventData",
-    "Grow",
-    "Promise",
-    "Recompute",
-    "Retry",
-    "RollBack",
-    "SkipStep",
-    "Split",
-    "Stop",
-    "event_kinds",
-]
+from holdfast.core.events.data import KINDS, EventData, key_value_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +54,8 @@ def event_kinds() -> Mapping[str, type[EventData]]:
     The kinds are imported only when they are needed: every process of a supervised run records
     events, but few of them print any.
     """
-    from holdfast.core.events import process_events, run_events  # noqa: F401 - registers the kinds
+    # Importing the modules registers their kinds.
+    from holdfast.core.events import decisions, process_events, run_events  # noqa: F401
 
     return KINDS
 

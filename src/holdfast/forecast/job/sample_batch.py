@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from holdfast.core.containers import children_of, rebuilt
+from holdfast.core.containers import children_of, rebuild
 from holdfast.core.errors import BatchError
 from holdfast.forecast.trace.events import Assumption
 from holdfast.loader.splitting import Split, batch_size, micro_batches
@@ -393,7 +393,7 @@ def _with_children(node: Any, children: dict[Any, Any]) -> Any:
 
     A dataclass's own checks are bypassed, because specs would not pass them.
     """
-    return rebuilt(node, children, checked=False)
+    return rebuild(node, children, checked=False)
 
 
 def _map_leaves(node: Any, function: Callable[[Any, str], Any], path: str = "batch") -> Any:

@@ -27,7 +27,7 @@ from holdfast.checkpoint.loading import read_components
 from holdfast.checkpoint.read_errors import reading
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
-from holdfast.core.containers import count, number
+from holdfast.core.containers import check_count, check_number
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.guard.cursor import Cursor, check_position
@@ -598,7 +598,7 @@ class Session:
         with reading(entry.path):
             self.go_on_from(training)
             costs = [
-                SaveCost(stall_seconds=number(stall), seconds=number(whole))
+                SaveCost(stall_seconds=check_number(stall), seconds=check_number(whole))
                 for stall, whole in training["save_costs"]
             ]
             self._directory.note_resumed_from(training["run"])
@@ -682,7 +682,7 @@ class Session:
     def go_on_from(self, training: Mapping[str, Any]) -> None:
         """Go on counting and judging as the process did that saved this state."""
         self.counters = Counters(
-            **{name: count(value) for name, value in training["counters"].items()}
+            **{name: check_count(value) for name, value in training["counters"].items()}
         )
         self.counters.resumes += 1
         self.ladder.load_state_dict(training["ladder"])
@@ -811,12 +811,12 @@ def ranks_in(training: Mapping[str, Any]) -> int:
 
 def check_own(training: Mapping[str, Any]) -> None:
     """Raise what `reading` takes for damage if the guard's own state is not what a guard writes."""
-    count(training["global_step"])
+    check_count(training["global_step"])
     RandomState.from_tree(training["random_state"])
     if training["position"] is not None:
         check_position(training["position"])
     for name in training.get("schedules", {}):
-        count(training["schedules"][name])
+        check_count(training["schedules"][name])
     _ = (
         training["loss_scale"],
         training["run"],

@@ -20,7 +20,8 @@ from holdfast.core.errors import (
     OutOfMemoryError,
 )
 from holdfast.core.events import run_events
-from holdfast.core.events.event import Decision, Promise, RollBack, SkipStep, Stop
+from holdfast.core.events.data import Promise
+from holdfast.core.events.decisions import Decision, RollBack, SkipStep, Stop
 from holdfast.guard.result import Outcome, PartialOptimizerStep, Provenance, StepAttempt, StepResult
 from holdfast.guard.run.session import Session
 from holdfast.guard.splitting.split_safety import LossFunction

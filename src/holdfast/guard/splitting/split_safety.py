@@ -30,7 +30,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from holdfast.core.errors import BatchError
 from holdfast.core.events import run_events
-from holdfast.core.events.event import Promise
+from holdfast.core.events.data import Promise
 from holdfast.core.forked import NoAnswer, backward_works_in_a_copy
 from holdfast.core.policy.kinds import SplitHazard
 from holdfast.core.policy.policy import Policy

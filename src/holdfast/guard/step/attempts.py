@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from holdfast.core.errors import BatchError, HoldfastError, PolicyError
 from holdfast.core.events import run_events
-from holdfast.core.events.event import Decision, Stop
+from holdfast.core.events.decisions import Decision, Stop
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.parts import Parts
 from holdfast.guard.ranks.one import OneRank

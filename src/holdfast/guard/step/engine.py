@@ -25,8 +25,9 @@ import torch
 
 from holdfast.core.errors import DeviceError, OutOfMemoryError
 from holdfast.core.events import run_events
-from holdfast.core.events.event import Decision, Promise, Stop
-from holdfast.core.events.event import Split as SplitDecision
+from holdfast.core.events.data import Promise
+from holdfast.core.events.decisions import Decision, Stop
+from holdfast.core.events.decisions import Split as SplitDecision
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.diagnosis import Diagnosis
 from holdfast.guard.optimizers import closure_missing, failed_without_closure

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.core.events import run_events
-from holdfast.core.events.event import EventData
+from holdfast.core.events.data import EventData
 from holdfast.loader.weak_calls import WeakCall
 
 

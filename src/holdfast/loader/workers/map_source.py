@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from holdfast.core.events.event import EventData
+from holdfast.core.events.data import EventData
 from holdfast.loader.order.batches import BatchRequest, EpochBatches
 from holdfast.loader.quarantine import Ledger, key_of
 from holdfast.loader.workers.board import Board, WorkerStatus

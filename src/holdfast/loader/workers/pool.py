@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
-from holdfast.core.warned import ignoring
+from holdfast.core.warned import ignore_warnings
 from holdfast.loader.signalled import let_through
 from holdfast.loader.workers.board import IDLE, PLACE, PREPARING, Board
 from holdfast.loader.workers.child_signals import WorkerLostError, undisturbed
@@ -28,7 +28,7 @@ from holdfast.loader.workers.processes import (
     recording_context,
 )
 from holdfast.loader.workers.report import Report, find_shortage
-from holdfast.loader.workers.watch import Loss, Watch
+from holdfast.loader.workers.watch import WorkerLoss, WorkerWatch
 
 # A connection that breaks because a worker dies may break a moment before the death is noticed.
 _DEATH_PATIENCE_SECONDS = 0.25
@@ -40,7 +40,7 @@ _OPTIONS_WITHOUT_WORKERS = ("generator", "pin_memory", "pin_memory_device")
 class WorkersLostError(Exception):
     """This pool makes no more batches."""
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: WorkerLoss) -> None:
         super().__init__(loss.cause)
         self.loss = loss
 
@@ -103,8 +103,8 @@ class WorkerPool:
     Args:
         make_dataset: Returns the dataset whose items are batches with reports, given the board.
         settings: How workers are run.
-        limit_seconds: Time at one sample after which a worker is stuck (see `Watch`).
-        timeout_seconds: How long the loop may wait for a batch (see `Watch`).
+        limit_seconds: Time at one sample after which a worker is stuck (see `WorkerWatch`).
+        timeout_seconds: How long the loop may wait for a batch (see `WorkerWatch`).
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class WorkerPool:
         self._timeout_seconds = timeout_seconds
         self._processes = StartedProcesses()
         self._sampler = _RequestSampler()
-        self._watch: Watch | None = None
+        self._watch: WorkerWatch | None = None
         self._board: Board | None = None
         if self.num_workers:
             options = self._options_with_workers(settings)
@@ -134,7 +134,7 @@ class WorkerPool:
         # A worker ends when its part of a stream is over.
         self._may_end = isinstance(dataset, IterableDataset)
         # torch warns of too many workers. The outer loader has given that warning already.
-        with ignoring(UserWarning):
+        with ignore_warnings(UserWarning):
             torch_loader = TorchDataLoader(
                 dataset,
                 batch_size=None,
@@ -194,10 +194,10 @@ class WorkerPool:
         self._sampler.requests = map(tuple, requests)
         if self._watch is not None and self._watch.lost:
             raise WorkersLostError(self._watch.loss())
-        with ignoring(UserWarning):
+        with ignore_warnings(UserWarning):
             self._torch_iterator[:] = [self._call_torch(lambda: iter(self._torch_loader[0]))]
         if self._board is not None and self._watch is None:
-            self._watch = Watch(
+            self._watch = WorkerWatch(
                 self._processes,
                 self._board,
                 limit_seconds=self._limit_seconds,
@@ -297,7 +297,7 @@ def _next_item(iterator: Any) -> Any:
     return next_data()
 
 
-def _find_loss(error: Exception, watch: Watch | None) -> Loss | None:
+def _find_loss(error: Exception, watch: WorkerWatch | None) -> WorkerLoss | None:
     """Return the loss behind an exception of torch's loader, or None if the program raised it."""
     if watch is not None:
         # torch says so of an exception that a worker has raised and sent.
@@ -308,17 +308,17 @@ def _find_loss(error: Exception, watch: Watch | None) -> Loss | None:
     if shortage is None and not is_of_torch and not isinstance(error, OSError):
         return None
     cause = f"workers could not be started: {error!r}"
-    return Loss(cause=cause, kind="machinery", shortage=shortage)
+    return WorkerLoss(cause=cause, kind="machinery", shortage=shortage)
 
 
-def _loss_behind(error: Exception, watch: Watch) -> Loss:
+def _loss_behind(error: Exception, watch: WorkerWatch) -> WorkerLoss:
     """Return the loss behind an exception of torch's machinery: a shortage, a death, or unknown."""
     shortage = find_shortage(error)
     cause = f"{type(error).__name__}: {error}"
     if shortage is not None:
         cause = f"this process ran out of {shortage}: {cause}"
-        return Loss(cause=cause, kind="machinery", shortage=shortage)
+        return WorkerLoss(cause=cause, kind="machinery", shortage=shortage)
     loss = watch.loss(patience_seconds=_DEATH_PATIENCE_SECONDS)
     if loss.kind == "machinery":
-        return Loss(cause=cause, kind="machinery")
+        return WorkerLoss(cause=cause, kind="machinery")
     return loss

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from holdfast.core.events import run_events
-from holdfast.core.events.event import EventData
+from holdfast.core.events.data import EventData
 from holdfast.loader.quarantine import plain
 from holdfast.loader.workers.map_source import Source
 from holdfast.loader.workers.pool import WorkerPool, WorkerSettings, WorkersLostError
@@ -30,7 +30,7 @@ from holdfast.loader.workers.remedies import (
     no_remedy_left,
 )
 from holdfast.loader.workers.report import Report
-from holdfast.loader.workers.watch import Loss
+from holdfast.loader.workers.watch import WorkerLoss
 
 # Time at one sample after which a worker is called stuck, at the least. It is the watchdog's floor
 # of 30 s, doubled because a sample may be on a cold network drive. It is doubled again each time
@@ -82,7 +82,7 @@ class WorkerRecovery:
         self._time_losses_in_a_row = 0
         try:
             while True:
-                loss: Loss | None = None
+                loss: WorkerLoss | None = None
                 try:
                     if not is_begun:
                         pool.begin(
@@ -122,12 +122,14 @@ class WorkerRecovery:
         except StopIteration:
             if not source.is_short():
                 return None
-            loss = Loss(cause="the workers ended before the epoch did", kind="machinery")
+            loss = WorkerLoss(cause="the workers ended before the epoch did", kind="machinery")
             raise WorkersLostError(loss) from None
         report = source.complete(report)
         if report.shortage is not None:
             cause = f"a worker ran out of {report.shortage}"
-            raise WorkersLostError(Loss(cause=cause, kind="machinery", shortage=report.shortage))
+            raise WorkersLostError(
+                WorkerLoss(cause=cause, kind="machinery", shortage=report.shortage)
+            )
         return batch, report
 
     def _note_arrival(self, report: Report) -> None:
@@ -176,7 +178,7 @@ class WorkerRecovery:
 
     # --- losses -----------------------------------------------------------------------------------
 
-    def _replace(self, lost_pool: WorkerPool, loss: Loss, source: Source) -> WorkerPool:
+    def _replace(self, lost_pool: WorkerPool, loss: WorkerLoss, source: Source) -> WorkerPool:
         """Kill what is left of a pool, carry out a remedy, and return the next pool.
 
         Raises:
@@ -209,7 +211,7 @@ class WorkerRecovery:
         self._emit(event)
         return pool
 
-    def adapt_settings(self, loss: Loss, index: Any, source: Source) -> Remedy:
+    def adapt_settings(self, loss: WorkerLoss, index: Any, source: Source) -> Remedy:
         """Choose the remedy for a loss and carry it out; return it.
 
         Args:

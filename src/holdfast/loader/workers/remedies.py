@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.quarantine import key_of
-from holdfast.loader.workers.watch import Loss
+from holdfast.loader.workers.watch import WorkerLoss
 
 # Losses that are blamed on a sample before it is quarantined: the first may be a coincidence.
 _LOSSES_BEFORE_QUARANTINE = 2
@@ -43,7 +43,7 @@ class SuspectSamples:
     def __init__(self) -> None:
         self._blamed_losses: dict[Any, int] = {}
 
-    def note_loss(self, index: Any, loss: Loss) -> Suspicion:
+    def note_loss(self, index: Any, loss: WorkerLoss) -> Suspicion:
         """Return what is known about a sample after a worker was lost while reading it."""
         key = key_of(index)
         is_known = key in self._blamed_losses
@@ -69,7 +69,7 @@ class SuspectSamples:
 class LossCase:
     """One loss, with everything that the choice of a remedy depends on."""
 
-    loss: Loss
+    loss: WorkerLoss
     # What is known about the sample that the worker was reading; None if it was reading none.
     suspicion: Suspicion | None
     # Losses since a batch was handed out, including this one.

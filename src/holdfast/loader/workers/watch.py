@@ -48,7 +48,7 @@ _SIGNALS_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class WorkerLoss:
     """Why a pool of workers has to be replaced.
 
     Args:
@@ -73,7 +73,7 @@ class Loss:
     from_outside: bool = False
 
 
-class Watch:
+class WorkerWatch:
     """Watches workers from a thread of its own.
 
     It is also a context: inside, a loss interrupts whatever the main thread waits for.
@@ -119,7 +119,7 @@ class Watch:
         # passed without any change on the board.
         self._waited_seconds = 0.0
         self._quiet_seconds = 0.0
-        self._loss: Loss | None = None
+        self._loss: WorkerLoss | None = None
         self.lost = False
         # When the loss was noticed, on the monotonic clock.
         self.lost_at = 0.0
@@ -154,7 +154,7 @@ class Watch:
         """Interrupt nothing from now on."""
         self.waiting_thread = 0
 
-    def loss(self, patience_seconds: float = 0.0) -> Loss:
+    def loss(self, patience_seconds: float = 0.0) -> WorkerLoss:
         """Return why the workers were lost.
 
         Args:
@@ -168,20 +168,20 @@ class Watch:
             return self._describe_death(loss.worker)
         return loss
 
-    def _wait_for_death(self, patience_seconds: float) -> Loss:
+    def _wait_for_death(self, patience_seconds: float) -> WorkerLoss:
         workers = self._workers_by_sentinel()
         dead = wait(list(workers), timeout=patience_seconds)
         if self._loss is not None:
             # The watch has found a stuck worker meanwhile, and killed it.
             return self._loss
         if not dead:
-            return Loss(cause="the connection to the workers broke", kind="machinery")
-        return Loss(cause="", kind="died", worker=workers[dead[0]])
+            return WorkerLoss(cause="the connection to the workers broke", kind="machinery")
+        return WorkerLoss(cause="", kind="died", worker=workers[dead[0]])
 
     def _workers_by_sentinel(self) -> dict[Any, int]:
         return {process.sentinel: worker for worker, process in enumerate(self._processes)}
 
-    def _describe_death(self, worker: int) -> Loss:
+    def _describe_death(self, worker: int) -> WorkerLoss:
         process = self._processes[worker]
         how = how_it_ended(process, self._oom_kills_before)
         status = self._board.status_of(worker)
@@ -190,7 +190,7 @@ class Watch:
             shortage = "shared memory"
         elif "out of memory" in how:
             shortage = "memory"
-        return Loss(
+        return WorkerLoss(
             cause=f"worker {worker} {how}",
             kind="died",
             worker=worker,
@@ -232,14 +232,14 @@ class Watch:
                 self._interrupt_until_ended()
                 return
 
-    def _first_death(self, dead: list[int]) -> Loss | None:
+    def _first_death(self, dead: list[int]) -> WorkerLoss | None:
         for worker in dead:
             has_done_its_work = self._may_end and exit_code(self._processes[worker]) == 0
             if not has_done_its_work:
-                return Loss(cause="", kind="died", worker=worker)
+                return WorkerLoss(cause="", kind="died", worker=worker)
         return None
 
-    def _note_loss(self, loss: Loss) -> None:
+    def _note_loss(self, loss: WorkerLoss) -> None:
         """Make a loss known, and kill the worker behind it."""
         self._loss = loss
         self.lost_at = time.monotonic()
@@ -265,7 +265,7 @@ class Watch:
             if self.waiting_thread == threading.main_thread().ident and not self.interrupted:
                 wake_main_thread()
 
-    def _look_at_workers(self, passed_seconds: float) -> Loss | None:
+    def _look_at_workers(self, passed_seconds: float) -> WorkerLoss | None:
         has_changed = self._update_statuses(passed_seconds)
         self._update_wait(passed_seconds, has_changed=has_changed)
         limit_seconds = max(self._limit_seconds, _LONGEST_FACTOR * self.longest_seconds)
@@ -310,7 +310,7 @@ class Watch:
         if has_changed:
             self._quiet_seconds = 0.0
 
-    def _find_stopped_worker(self) -> Loss | None:
+    def _find_stopped_worker(self) -> WorkerLoss | None:
         """Return the loss if a worker was stopped at this tick and the last one.
 
         Whoever stops all processes of a job lets them all continue together, so one look is not
@@ -323,10 +323,10 @@ class Watch:
             if process_is_stopped(process.pid)
         }
         for worker in self._stopped & stopped_before:
-            return Loss(cause=f"worker {worker} was stopped", kind="stopped", worker=worker)
+            return WorkerLoss(cause=f"worker {worker} was stopped", kind="stopped", worker=worker)
         return None
 
-    def _find_stuck_worker(self, limit_seconds: float) -> Loss | None:
+    def _find_stuck_worker(self, limit_seconds: float) -> WorkerLoss | None:
         """Return the loss if a worker has been at one sample, or at its start, for too long."""
         start_limit_seconds = _START_FACTOR * limit_seconds
         if self._timeout_seconds:
@@ -340,34 +340,34 @@ class Watch:
                 return self._hang_of(worker, f"has been at it for {seconds:.1f} s")
         return None
 
-    def _find_late_batch(self) -> Loss | None:
+    def _find_late_batch(self) -> WorkerLoss | None:
         """Return the loss if the loop has waited for a batch for longer than its timeout."""
         if not self._timeout_seconds or self._waited_seconds <= self._timeout_seconds:
             return None
         busy = [worker for worker, status in enumerate(self._statuses) if status.is_busy]
         if not busy:
             cause = f"no batch came for {self._timeout_seconds:g} s"
-            return Loss(cause=cause, kind="machinery", is_timeout=True)
+            return WorkerLoss(cause=cause, kind="machinery", is_timeout=True)
         slowest = max(busy, key=lambda worker: self._unchanged_seconds[worker])
         return self._hang_of(slowest, f"kept the loop waiting for {self._timeout_seconds:g} s")
 
-    def _find_lost_batch(self, limit_seconds: float) -> Loss | None:
+    def _find_lost_batch(self, limit_seconds: float) -> WorkerLoss | None:
         """Return the loss if the loop waits for a batch although no worker is making one."""
         if self._quiet_seconds <= limit_seconds:
             return None
         if any(status.is_busy for status in self._statuses):
             return None
         cause = f"no worker was busy for {limit_seconds:.1f} s, and no batch came"
-        return Loss(cause=cause, kind="machinery", is_timeout=True)
+        return WorkerLoss(cause=cause, kind="machinery", is_timeout=True)
 
-    def _hang_of(self, worker: int, how_long: str) -> Loss:
+    def _hang_of(self, worker: int, how_long: str) -> WorkerLoss:
         status = self._statuses[worker]
         where = "at work"
         if status.place == PREPARING:
             where = "in worker_init_fn"
         elif status.is_starting:
             where = "starting"
-        return Loss(
+        return WorkerLoss(
             cause=f"worker {worker}, {where}, {how_long}",
             kind="hung",
             worker=worker,

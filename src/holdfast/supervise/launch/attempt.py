@@ -22,7 +22,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from holdfast.core.events import process_events
-from holdfast.core.events.event import EventData
+from holdfast.core.events.data import EventData
 from holdfast.core.events.process_events import Hang
 from holdfast.recorder.run_files import read_processes
 from holdfast.supervise.launch.attempt_end import AttemptEnd

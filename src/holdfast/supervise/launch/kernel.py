@@ -6,7 +6,7 @@ import ctypes
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.core.control_groups import fields_of, group_folders
+from holdfast.core.control_groups import group_folders, read_fields
 
 # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
@@ -34,7 +34,7 @@ def count_oom_kills(root: Path = Path("/")) -> int | None:
     """
     for group in group_folders(root, "memory"):
         for name in _MEMORY_EVENT_FILES:
-            kills = fields_of(group / name).get("oom_kill")
+            kills = read_fields(group / name).get("oom_kill")
             if kills is not None:
                 return kills
     return None

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.core.durable import free_bytes
-from holdfast.core.files import close_descriptor, created, open_file, opened
+from holdfast.core.files import close_descriptor, create_file, open_file, open_to_read
 from holdfast.recorder.run_files import ATTEMPT_LINE
 
 # When a log gets too large, its first quarter and its newest half are kept.
@@ -137,7 +137,7 @@ class OutputLog:
             self._attempt_offset += head_bytes + len(separator) - newest_offset
         temporary = self._path.with_name(f".tmp-{self._path.name}")
         try:
-            with opened(self._path) as old, created(temporary) as new:
+            with open_to_read(self._path) as old, create_file(temporary) as new:
                 new.write(old.read(head_bytes))
                 new.write(separator)
                 old.seek(newest_offset)

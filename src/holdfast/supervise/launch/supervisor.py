@@ -17,7 +17,8 @@ from pathlib import Path
 
 from holdfast.core.errors import HoldfastError, RunDirectoryError
 from holdfast.core.events import process_events
-from holdfast.core.events.event import Event, EventData
+from holdfast.core.events.data import EventData
+from holdfast.core.events.event import Event
 from holdfast.core.events.run_events import RecordingMovedAside
 from holdfast.core.secrets import without_secrets
 from holdfast.explain.verdict import Verdict
@@ -44,7 +45,7 @@ from holdfast.supervise.launch.run_folder import RunFolder
 from holdfast.supervise.launch.shutdown import Shutdown
 from holdfast.supervise.launch.signals import FORWARDED, Signals
 from holdfast.supervise.launch.verdicts import (
-    Judgement,
+    AttemptJudgement,
     is_consequence,
     judge_attempt,
     remove_verdict,
@@ -293,7 +294,7 @@ class Supervisor:
 
     # --- after an attempt ---
 
-    def _judge(self, end: AttemptEnd) -> Judgement:
+    def _judge(self, end: AttemptEnd) -> AttemptJudgement:
         """Determine why the attempt ended, and record the verdict."""
         judgement = judge_attempt(self.run_path, self._number)
         verdict = judgement.verdict
@@ -315,7 +316,7 @@ class Supervisor:
         )
         return judgement
 
-    def _decide(self, end: AttemptEnd, judgement: Judgement) -> RestartDecision:
+    def _decide(self, end: AttemptEnd, judgement: AttemptJudgement) -> RestartDecision:
         """Decide what follows the attempt, and publish to the other hosts how it ended."""
         verdict = judgement.verdict
         follows = False

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from holdfast.core.durable import replace_file
 from holdfast.core.events import process_events
-from holdfast.core.events.event import EventData
+from holdfast.core.events.data import EventData
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.run_files import VERDICT_FILE
 
@@ -24,7 +24,7 @@ _ANOTHER_RANK_FAILED = "H114"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class AttemptJudgement:
     """The verdict on an attempt, with what its recording adds.
 
     Args:
@@ -39,7 +39,7 @@ class Judgement:
     error: str | None = None
 
 
-def judge_attempt(run_path: Path, number: int) -> Judgement:
+def judge_attempt(run_path: Path, number: int) -> AttemptJudgement:
     """Return why an attempt ended. Never raises, whatever is in the run directory."""
     stop_signal = None
     try:
@@ -51,10 +51,10 @@ def judge_attempt(run_path: Path, number: int) -> Judgement:
         request = stop_requested(facts.events)
         if request is not None:
             stop_signal = signal_of_stop(request)
-        return Judgement(verdict=judge(facts), stop_signal=stop_signal)
+        return AttemptJudgement(verdict=judge(facts), stop_signal=stop_signal)
     except Exception as error:  # noqa: BLE001 - a damaged recording must not end the supervisor
         why = f"{type(error).__name__}: {error}"
-        return Judgement(verdict=_unknown(why), stop_signal=stop_signal, error=why)
+        return AttemptJudgement(verdict=_unknown(why), stop_signal=stop_signal, error=why)
 
 
 def remove_verdict(run_path: Path) -> None:

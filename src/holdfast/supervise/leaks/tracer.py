@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from holdfast.core.events.event import EventData
+from holdfast.core.events.data import EventData
 from holdfast.core.events.process_events import Leak, LeakTrace
 from holdfast.supervise.leaks.census import Census, Frames
 from holdfast.supervise.leaks.findings import find_leaks

@@ -15,7 +15,8 @@ from typing import Literal
 
 from holdfast.core.control_groups import memory_available_bytes
 from holdfast.core.errors import RunDirectoryError
-from holdfast.core.events.event import Event, EventData
+from holdfast.core.events.data import EventData
+from holdfast.core.events.event import Event
 from holdfast.core.events.process_events import MemoryTrend
 from holdfast.core.text import duration, size
 from holdfast.explain.signatures.leaks import signature_of

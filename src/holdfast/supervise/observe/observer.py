@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.core.files import make_folder, opened_to_write
+from holdfast.core.files import make_folder, open_to_write
 from holdfast.core.importing import ImportWatch
 from holdfast.core.raised import printable
 from holdfast.core.secrets import without_secrets
@@ -38,7 +38,7 @@ from holdfast.supervise.observe.process_end import ProcessEnd
 from holdfast.supervise.observe.stack_writer import StackWriter
 
 if TYPE_CHECKING:
-    from holdfast.core.events.event import EventData
+    from holdfast.core.events.data import EventData
     from holdfast.recorder.black_box import EventRing
     from holdfast.supervise.observe.step_tracker import StepTracker
 
@@ -244,7 +244,7 @@ class ProcessObserver:
             text = "".join(traceback.format_exception(error))
             # This refuses a symbolic link that leads out of the run directory.
             folder = make_folder(self._run_path, PROCESSES_FOLDER)
-            with opened_to_write(folder / f"failed-{os.getpid()}.txt", "ab") as file:
+            with open_to_write(folder / f"failed-{os.getpid()}.txt", "ab") as file:
                 file.write(text.encode("utf-8", "replace"))
 
     def _on_exit(self, how: str, status: int | None, exit_text: str) -> None:

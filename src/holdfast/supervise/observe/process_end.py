@@ -21,7 +21,7 @@ from holdfast.core.importing import ImportWatch
 from holdfast.core.raised import describe_exception, printable
 
 if TYPE_CHECKING:
-    from holdfast.core.events.event import EventData
+    from holdfast.core.events.data import EventData
 
 # Runs before multiprocessing's own finalizers, which wait for queues and children.
 _FIRST_FINALIZER = 1_000_000

@@ -41,7 +41,7 @@ from holdfast.supervise.observe.values import (
 )
 
 if TYPE_CHECKING:
-    from holdfast.core.events.event import EventData
+    from holdfast.core.events.data import EventData
     from holdfast.core.importing import ImportWatch
     from holdfast.recorder.progress import ProgressBoard
     from holdfast.recorder.run_files import ProcessRole

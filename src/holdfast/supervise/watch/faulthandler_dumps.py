@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.core.files import opened
+from holdfast.core.files import open_to_read
 from holdfast.explain.evidence import Frame
 from holdfast.explain.hangs.evidence import ThreadLook, clean
 from holdfast.recorder.run_files import STACKS_SIGNAL
@@ -45,7 +45,7 @@ def ask_for_stacks(pid: int, file: Path) -> tuple[ThreadLook, ...] | None:
             return None
         os.kill(pid, STACKS_SIGNAL)
         _wait_for_dump(file, size_before)
-        with opened(file) as dump:
+        with open_to_read(file) as dump:
             dump.seek(size_before)
             text = dump.read(_MAX_BYTES).decode("utf-8", "replace")
     except OSError:

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
-from holdfast.core.control_groups import fields_of
+from holdfast.core.control_groups import read_fields
 from holdfast.core.errors import PolicyError
 from holdfast.explain.evidence import Frame, is_user_code
 from holdfast.explain.hangs.blame import Diagnosis, diagnose_hang
@@ -290,8 +290,8 @@ def _read_activities(pids: Sequence[int]) -> dict[int, _ThreadActivity]:
 
 
 def _read_activity(pid: int, folder: Path) -> _ThreadActivity:
-    io_counters = fields_of(folder / "io")
-    status = fields_of(folder / "status")
+    io_counters = read_fields(folder / "io")
+    status = read_fields(folder / "status")
     scheduler_words = _read_proc(pid, f"task/{folder.name}/schedstat").split()
     return _ThreadActivity(
         io_bytes=io_counters.get("rchar", 0) + io_counters.get("wchar", 0),

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.files import created, make_folder
+from holdfast.core.files import create_file, make_folder
 from holdfast.explain.evidence import Frame
 from holdfast.explain.hangs.evidence import Examined, ProcessLook, ThreadLook
 from holdfast.recorder.run_files import FAULTHANDLER_FILE, STACKS_FOLDER
@@ -169,7 +169,7 @@ class StackSampler:
 
     def _write(self, name: str, about: Examined) -> None:
         make_folder(self._folder.parent, self._folder.name)
-        with created(self._folder / name) as file:
+        with create_file(self._folder / name) as file:
             file.write(describe(about).encode("utf-8", "replace"))
 
     def _delete_old_files(self) -> None:
