@@ -206,7 +206,7 @@ def test_recomputed_segments_keep_every_bit_and_hold_less() -> None:
             return gradients(model, batch)
 
     expected = measured("plain")
-    ((_, block),) = find_blocks({"model": model}, wanted=["decoder.recurrence"])
+    ((_, block),) = find_blocks({"model": model}, names=["decoder.recurrence"])
     with recomputing([block], random_state.capture, random_state.restore):
         found = measured("recomputed")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
