@@ -259,7 +259,7 @@ _STEPS += "for _ in range({}):\n    (w * w).backward()\n    o.step()\n"
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("import torch", "no step"),
+        ("import torch", "optimizer"),
         (_STEPS.format(2), "fewer than 4 steps"),
         ("raise SystemExit('no data')", "exit code 1: no data"),
         (
@@ -788,7 +788,7 @@ _DRAWN += "\nnumpy.random.seed(0)\nfor step"
             [(', saved["step"]', ", 8")],
             "kill",
             ["another training"] * 3,
-            "last start",
+            "saved",
         ),
     ],
 )
@@ -806,7 +806,7 @@ def test_what_a_training_may_do(origin, edits, kind, results, words):
         "met",
         "c.pt",
     }
-    assert edits != _FILES or {row.attempts for row in report.rows if "half" in row.fault} == {1}
+    assert edits != _FILES or {row.attempts for row in report.rows if "in the middle of" in row.fault} == {1}
 
 
 @pytest.mark.slow

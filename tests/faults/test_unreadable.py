@@ -206,7 +206,7 @@ def test_a_checkpoint_on_a_disk_that_is_not_mounted_is_no_damage(
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     newest.rename(tmp_path / "moved")
     newest.symlink_to(tmp_path / "not mounted")
-    with pytest.raises(holdfast.CheckpointError, match=r"leads nowhere[^$]*H312"):
+    with pytest.raises(holdfast.CheckpointError, match="H312"):
         guard_in(tmp_path / "run")
     (tmp_path / "moved").rename(tmp_path / "not mounted")
     guard, _ = guard_in(tmp_path / "run")
