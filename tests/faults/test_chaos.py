@@ -806,7 +806,9 @@ def test_what_a_training_may_do(origin, edits, kind, results, words):
         "met",
         "c.pt",
     }
-    assert edits != _FILES or {row.attempts for row in report.rows if "in the middle of" in row.fault} == {1}
+    assert edits != _FILES or {
+        row.attempts for row in report.rows if "in the middle of" in row.fault
+    } == {1}
 
 
 @pytest.mark.slow
