@@ -15,6 +15,8 @@ from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Ending, Evidence, Statement
 
 # Events that tell whether a Guard's newest state is in a checkpoint.
+# How a save can end.
+_EVENTS_OF_SAVES = ("checkpoint_saved", "save_failed", "save_refused")
 _EVENTS_ABOUT_SAVING = ("not_saved", "checkpoint_saved", "saved", "loop")
 _FULL_DISK_MESSAGES = ("No space left on device", "Disk quota exceeded")
 
@@ -88,10 +90,6 @@ def _importance_of_finding(finding: Event) -> tuple[bool, bool, float]:
     )
 
 
-# What a Guard records when it refuses to save a state.
-_NONFINITE_STATE = "hold NaN or Inf"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnsavedSteps:
     """A Guard could not save its newest state.
@@ -101,17 +99,14 @@ class UnsavedSteps:
         step: Step at which the Guard closed.
         failed_saves: How many saves failed.
         reason: Why the newest save failed, in a few words; empty if not recorded.
+        was_refused: Whether the Guard refused the newest save because the state held NaN or Inf.
     """
 
     newest_checkpoint: object
     step: int
     failed_saves: object
     reason: str
-
-    @property
-    def is_nonfinite(self) -> bool:
-        """Whether the newest save was refused because the state held NaN or Inf."""
-        return _NONFINITE_STATE in self.reason
+    was_refused: bool
 
     def state(self) -> str:
         """Return which checkpoint exists, as a clause."""
@@ -135,11 +130,15 @@ def unsaved_steps(evidence: Evidence) -> UnsavedSteps | None:
     newest = _newest_event(evidence.events, *_EVENTS_ABOUT_SAVING)
     if newest is None or newest.kind != "not_saved":
         return None
+    newest_save = _newest_event(evidence.events, *_EVENTS_OF_SAVES)
+    was_refused = newest_save is not None and newest_save.kind == "save_refused"
+    error = newest.data.get("error")
     return UnsavedSteps(
         newest_checkpoint=newest.data.get("newest_checkpoint"),
         step=newest.global_step,
         failed_saves=newest.data.get("failed_saves"),
-        reason=_reason_of_failed_save(newest.data.get("error")),
+        reason=str(error) if was_refused else _reason_of_failed_save(error),
+        was_refused=was_refused,
     )
 
 
@@ -149,8 +148,6 @@ def _reason_of_failed_save(error: object) -> str:
         return ""
     if any(message in error for message in _FULL_DISK_MESSAGES):
         return "the disk is full"
-    if _NONFINITE_STATE in error:
-        return error
     # Without the class of the exception.
     return error.partition(": ")[2] or error
 

@@ -286,7 +286,7 @@ def _fix(judgement: Judgement) -> str:
     if signature.id in (endings.NOT_LEARNED, endings.WAITED_FOR_LOADER):
         return signature.fix
     unsaved = observations.unsaved_steps(judgement.evidence)
-    if signature.id == endings.NOT_SAVED and unsaved is not None and unsaved.is_nonfinite:
+    if signature.id == endings.NOT_SAVED and unsaved is not None and unsaved.was_refused:
         return remarks.fix_of_training(judgement.evidence) or _FIX_OF_NONFINITE_STATE
     leak = _leak_behind(judgement)
     if judgement.is_good_end:

@@ -295,19 +295,20 @@ def test_any_facts_give_a_verdict(statements, endings, events):
 
 
 @pytest.mark.parametrize(
-    ("error", "fix_names"),
+    ("kind", "error", "fix_names"),
     [
-        ("OSError: [Errno 28] No space left on device", "df -h"),
-        ("1 tensor(s) hold NaN or Inf: model.weight", "nonfinite_origin"),
+        ("save_failed", "OSError: [Errno 28] No space left on device", "df -h"),
+        ("save_refused", "1 tensor(s) hold NaN or Inf: model.weight", "nonfinite_origin"),
     ],
 )
-def test_a_save_that_was_refused_for_nan_is_no_reason_to_make_room(error, fix_names):
+def test_a_save_that_was_refused_for_nan_is_no_reason_to_make_room(kind, error, fix_names):
     """H1622 sends nobody to a full disk if the state itself could not be saved."""
     data = {"newest_checkpoint": 4, "failed_saves": 1, "error": error}
-    event = Event(kind="not_saved", global_step=7, unix_seconds=2.0, data=data)
+    save = Event(kind=kind, global_step=7, unix_seconds=1.0)
+    closing = Event(kind="not_saved", global_step=7, unix_seconds=2.0, data=data)
 
     verdict = judge(
-        Evidence(source="run", endings=(Ending(status=0, role="command"),), events=(event,))
+        Evidence(source="run", endings=(Ending(status=0, role="command"),), events=(save, closing))
     )
 
     assert verdict.cause == "H1622"

@@ -255,25 +255,43 @@ def put_nan(torch: Any, batch: Any) -> tuple[Any, bool]:
         batch: A tensor, or nested mappings, lists, tuples and named tuples of them.
     """
     if isinstance(batch, torch.Tensor):
-        if not batch.is_floating_point() or not batch.numel():
-            return batch, False
-        copy = batch.detach().clone()
-        copy.view(-1)[0] = float("nan")
-        return copy, True
+        return _put_nan_in_tensor(batch)
     if isinstance(batch, Mapping) and hasattr(batch, "copy"):
-        for key, value in batch.items():
-            value_with_nan, was_put = put_nan(torch, value)
-            if was_put:
-                other: Any = batch.copy()
-                other[key] = value_with_nan
-                return other, True
-        return batch, False
-    is_named_tuple = isinstance(batch, tuple) and hasattr(batch, "_fields")
-    if type(batch) in (list, tuple) or is_named_tuple:
-        values = list(batch)
-        for index, value in enumerate(values):
-            value_with_nan, was_put = put_nan(torch, value)
-            if was_put:
-                values[index] = value_with_nan
-                return (type(batch)(*values) if is_named_tuple else type(batch)(values)), True
+        return _put_nan_in_mapping(torch, batch)
+    if type(batch) in (list, tuple) or _is_named_tuple(batch):
+        return _put_nan_in_sequence(torch, batch)
     return batch, False
+
+
+def _put_nan_in_tensor(tensor: Any) -> tuple[Any, bool]:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return tensor, False
+    copy = tensor.detach().clone()
+    copy.view(-1)[0] = float("nan")
+    return copy, True
+
+
+def _put_nan_in_mapping(torch: Any, batch: Any) -> tuple[Any, bool]:
+    for key, value in batch.items():
+        value_with_nan, was_put = put_nan(torch, value)
+        if was_put:
+            # A copy keeps the class, such as the BatchEncoding of transformers.
+            copy = batch.copy()
+            copy[key] = value_with_nan
+            return copy, True
+    return batch, False
+
+
+def _put_nan_in_sequence(torch: Any, batch: Any) -> tuple[Any, bool]:
+    values = list(batch)
+    for index, value in enumerate(values):
+        value_with_nan, was_put = put_nan(torch, value)
+        if was_put:
+            values[index] = value_with_nan
+            copy = type(batch)(*values) if _is_named_tuple(batch) else type(batch)(values)
+            return copy, True
+    return batch, False
+
+
+def _is_named_tuple(batch: Any) -> bool:
+    return isinstance(batch, tuple) and hasattr(batch, "_fields")
