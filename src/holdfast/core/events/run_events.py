@@ -808,6 +808,8 @@ class RolledBack(EventData):
     to_step: int
 
     def __str__(self) -> str:
+        if self.from_step == self.to_step:
+            return f"the state of step {self.to_step} was restored"
         return f"rolled back from step {self.from_step} to step {self.to_step}"
 
 

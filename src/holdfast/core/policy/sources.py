@@ -91,7 +91,7 @@ def check_keys(values: Mapping[str, Any], fields: Iterable[str]) -> None:
         if key not in known_keys:
             raise PolicyError(
                 f"{key!r:.100}{describe_sources(value)} is not a policy field",
-                limit=f"holdfast.Policy has {len(known_keys) - 1} fields, and there is {PRESET!r}",
+                limit=f"Policy has {len(known_keys) - 1} fields, plus {PRESET!r}",
                 fix=_fix_of_unknown_key(key, known_keys),
                 rule="H101",
             )

@@ -108,7 +108,10 @@ class Loop:
         for name, limit in (("max_epochs", max_epochs), ("max_steps", max_steps)):
             if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
                 raise PolicyError(
-                    f"{name}={limit!r}", limit="it counts", fix="pass a whole number.", rule="H105"
+                    f"{name}={limit!r}",
+                    limit="a whole number is needed",
+                    fix="pass a whole number.",
+                    rule="H105",
                 )
 
         def finished() -> bool:

@@ -194,7 +194,7 @@ class Recovery:
         if error is DivergenceError:
             return DivergenceError(
                 reason,
-                limit=f"max_rollbacks={self._policy.max_rollbacks} are spent",
+                limit=f"max_rollbacks={self._policy.max_rollbacks} are used up",
                 fix=(
                     "lower the learning rate, set max_grad_norm, lengthen the warm-up; leave"
                     ' spike_action at "warn" if the loss is meant to jump; the newest checkpoint is'
@@ -208,7 +208,7 @@ class Recovery:
         )
         return NonFiniteError(
             reason,
-            limit=f"{spent} are spent",
+            limit=f"{spent} are used up",
             fix=(
                 "lower the learning rate, set max_grad_norm, check the data of the batches that the"
                 " events name; the newest checkpoint is finite."
