@@ -213,7 +213,7 @@ class StopRequest:
             return
         elif not self._installed:
             self._forward(number, frame)
-        elif self.by_signal:
+        elif any(request.by_signal for request in self._with_outer_requests(number)):
             # A handler that replaced ours has forwarded the second signal to us.
             _raise_again(number, self._handler_of_second_signal(number))
         else:
@@ -221,34 +221,37 @@ class StopRequest:
 
     def _note_request(self, number: signal.Signals, frame: FrameType | None) -> None:
         """Note the request, announce it on stderr, and let the next signal end the process."""
-        self._settling = True
-        self.signal = number
-        self.request(number.name)
+        requests = self._with_outer_requests(number)
+        for request in requests:
+            request._settling = True
+            request.signal = number
+            request.request(number.name)
         _tolerate_dying_workers()
 
-        previous = _active_handler(number, self._previous[number])
-        outer_guard = _guard_of(previous)
-        second_handler = self._handler_of_second_signal(number)
         try:
-            if outer_guard is not None:
-                # The outer guard waits for further signals and prints the line for both.
-                previous(number, frame)
-            else:
-                try:
-                    _wait_for_signals_of_the_same_request()
-                finally:
-                    _announce(number.name, second_handler)
+            _wait_for_signals_of_the_same_request()
         finally:
             # In a finally block, because the handler of another signal may have raised during the
             # wait: loader workers receive the same signal, and torch's SIGCHLD handler raises when
             # one dies.
-            self._settling = False
-            self._prepare_for_second_signal()
-            if outer_guard is None and callable(second_handler):
+            for request in requests:
+                request._settling = False
+                request._prepare_for_second_signal()
+            # Only now, because whoever reads the line may send the second signal at once, and the
+            # write itself lasts if nobody reads stderr.
+            second_handler = self._handler_of_second_signal(number)
+            _announce(number.name, second_handler)
+            if callable(second_handler):
                 second_handler(number, frame)
-            if self._interruptible and (self._may_interrupt is None or self._may_interrupt()):
-                self._interruptible = False
-                raise Interrupted
+            _interrupt_one_of(requests)
+
+    def _with_outer_requests(self, number: int) -> list[StopRequest]:
+        """Return this request and those of the guards around it that handle the signal too."""
+        requests = [self]
+        outer = _guard_of(_active_handler(number, self._previous.get(number)))
+        if outer is not None:
+            requests += outer._with_outer_requests(number)
+        return requests
 
     def _prepare_for_second_signal(self) -> None:
         """Replace our handlers by those of a second signal, whichever signal that will be."""
@@ -314,6 +317,14 @@ def _announce(signal_name: str, second_handler: Any) -> None:
             text = "\n" + text
         # Not through sys.stderr, which the signal may have interrupted in the middle of a write.
         os.write(_STDERR_DESCRIPTOR, text.encode())
+
+
+def _interrupt_one_of(requests: Iterable[StopRequest]) -> None:
+    """Raise `Interrupted` if one of the requests may interrupt the code that is running."""
+    for request in requests:
+        if request._interruptible and (request._may_interrupt is None or request._may_interrupt()):
+            request._interruptible = False
+            raise Interrupted
 
 
 def _guard_of(handler: Any) -> StopRequest | None:

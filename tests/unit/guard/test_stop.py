@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,50 @@ def test_two_guards_are_asked_by_one_signal_and_give_back_what_was_there(
     for stop in (older, newer) if first_closed == "older" else (newer, older):
         stop.uninstall()
     assert handlers() == before
+
+
+def fork_with_blocked_stderr(guards: int) -> int:
+    """Return a child with some guards, whose writes to stderr never return."""
+    _, stderr = os.pipe()
+    os.set_blocking(stderr, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(stderr, b"x" * 4096)
+    os.set_blocking(stderr, True)
+    is_ready, ready = os.pipe()
+
+    child = os.fork()
+    if child == 0:
+        os.dup2(stderr, 2)
+        for _ in range(guards):
+            StopRequest(HANDLED).install()
+        os.write(ready, b"1")
+        while True:
+            time.sleep(1)
+
+    os.read(is_ready, 1)
+    return child
+
+
+@pytest.mark.usefixtures("usual_handlers", "at_once")
+@pytest.mark.parametrize("guards", [1, 2])
+def test_a_second_signal_ends_a_process_that_cannot_announce_the_first(guards: int) -> None:
+    """The announcement comes last: a launcher may send the second signal as soon as it reads it,
+    and one that never reads must not take the second signal's effect away.
+    """
+    child = fork_with_blocked_stderr(guards)
+    deadline = time.monotonic() + 30
+    ended, status = 0, 0
+    while not ended and time.monotonic() < deadline:
+        os.kill(child, signal.SIGINT)
+        time.sleep(0.05)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+    assert ended
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGINT
 
 
 @pytest.mark.usefixtures("usual_handlers", "at_once")
