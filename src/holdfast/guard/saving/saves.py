@@ -31,6 +31,7 @@ from holdfast.core.clock import Clock
 from holdfast.core.errors import HoldfastError, NonFiniteError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.core.policy.policy import Policy
+from holdfast.core.text import counted
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.phase import RunState
 from holdfast.guard.record import RunRecord, describe_error
@@ -422,7 +423,7 @@ class Saving:
 
     def _refuse(self, save: _Save, bad: list[str], count: int) -> _Save:
         """Record that a state is not finite, so that no checkpoint appears."""
-        save.refused = why = f"{count} tensor(s) hold NaN or Inf: {', '.join(bad)}"
+        save.refused = why = f"NaN or Inf in {counted(count, 'tensor')}: {', '.join(bad)}"
         refused = run_events.SaveRefused(why=why, nonfinite=tuple(bad), count=count)
         self._record.emit(refused, global_step=save.shot.global_step)
         self._end(save)
@@ -593,7 +594,7 @@ def _for_good(error: Exception | None) -> Exception | None:
 
 def _unhealthy_start(bad: list[str], count: int) -> NonFiniteError:
     return NonFiniteError(
-        f"{count} tensor(s) hold NaN or Inf before the first step: {', '.join(bad)}",
+        f"NaN or Inf in {counted(count, 'tensor')} before the first step: {', '.join(bad)}",
         limit="training cannot recover from weights that are not finite",
         fix="check the initialisation or the weights that were loaded.",
         rule="H502",

@@ -31,6 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.core.errors import BatchError
+from holdfast.core.text import counted
 from holdfast.guard.splitting.two_pass import TwoPass
 from holdfast.guard.state.trees import same
 
@@ -132,7 +133,7 @@ def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     moved = sum(p._version != version for p, version in zip(hooked, before, strict=True))
     if moved:
         raise BatchError(
-            f"hooks have moved {moved} parameter(s) in backward",
+            f"hooks have moved {counted(moved, 'parameter')} in backward",
             limit="a step can only be retried, clipped or skipped while its weights have not moved",
             fix=(
                 "remove the hooks that call optimizer.step(), give the optimizer to the Guard, and"
@@ -164,7 +165,7 @@ class FilledOutside:
         filled = [p for p in left if p.grad is not None and bool(p.grad.to_dense().count_nonzero())]
         if filled:
             raise BatchError(
-                f"{len(filled)} parameter(s) had a gradient before the first step",
+                f"{counted(len(filled), 'parameter')} had a gradient before the first step",
                 limit=(
                     "guard.step empties the gradients first: what backward() outside of it has"
                     " added would be lost"

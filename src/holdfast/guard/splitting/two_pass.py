@@ -21,6 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from holdfast.core.errors import BatchError
+from holdfast.core.text import counted
 from holdfast.guard.state.buffers import BufferKeeper
 from holdfast.loader.random_state import capture, restore
 from holdfast.numerics.loss import Terms, read_loss
@@ -163,7 +164,7 @@ def _check_outputs(leaves: Sequence[Any], samples: int, first: Sequence[Any]) ->
     )
     if not fits:
         raise BatchError(
-            f"the outputs of a TwoPass are {_forms(leaves)} for {samples} sample(s), and"
+            f"the outputs of a TwoPass are {_forms(leaves)} for {counted(samples, 'sample')}, and"
             f" {_forms(first)} for others",
             limit=(
                 "outputs of all parts are joined along their first dimension, which must be the"
