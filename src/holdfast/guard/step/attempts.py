@@ -107,8 +107,9 @@ class Attempts:
 
     @property
     def compiled(self) -> bool:
-        """Whether something in this process is compiled, so that no forward of a module may be
-        replaced.
+        """Whether code in this process is compiled.
+
+        The forward of a module must not be replaced then.
         """
         return self._parts.compiled or anything_compiled()
 
