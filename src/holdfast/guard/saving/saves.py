@@ -396,8 +396,8 @@ class Saving:
                 not_copied.append((name, tensor))
             else:
                 copies.append((name, copy))
-        # Tensors that the checkpoint does not hold, or not in this form, are checked before training
-        # continues.
+        # Tensors that the checkpoint does not hold, or not in this form, are checked before the
+        # training continues.
         bad = nonfinite_tensors(not_copied)
         stall = self._clock.monotonic_seconds() - started
         save = _Save(
@@ -611,7 +611,10 @@ class Saving:
         self._record.emit(run_events.SavesSynchronous(why=why))
 
     def give_up_buffers(self) -> None:
-        """Free the buffers for good, because memory is short. From now on the loop waits for saves."""
+        """Free the buffers for good, because memory is short.
+
+        From now on the loop waits for saves.
+        """
         wanted = not self._made_ready and self._record.global_step > (self._tried_at_step or 0)
         if self._in_background and (self._buffers is not None or wanted):
             self.finish()
