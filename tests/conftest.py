@@ -19,6 +19,8 @@ from tests.prepared import prepare_forecasts
 # As a shell starts what it runs in the background
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# With it a line is written in pieces, and those of several processes end up in each other.
+os.environ.pop("PYTHONUNBUFFERED", None)
 _HUGE_BYTES, _MADV_COLLAPSE = 2**21, 25  # uapi/asm-generic/mman-common.h
 _SLOW = (  # they start programs, frameworks, or trainings that take their time
     "faults/",
