@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from tests.ports import unused_port
 
 from holdfast.recorder.run_files import ATTEMPT_VARIABLE
 from holdfast.supervise.launch.hosts import HostPosition, find_host
@@ -216,9 +216,6 @@ def test_two_launchers_go_on_after_a_kill(tmp_path: Path) -> None:
 
     Rank 1 is killed once, and both end with the same weights.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     script = Path(__file__).parent / "programs" / "on_two_hosts.py"
     launcher = [
         sys.executable,
@@ -229,7 +226,7 @@ def test_two_launchers_go_on_after_a_kill(tmp_path: Path) -> None:
         "--nproc-per-node",
         "1",
     ]
-    address = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    address = ["--master-addr", "127.0.0.1", "--master-port", str(unused_port())]
     hosts = [
         on_host(tmp_path, [*launcher, *address, "--node-rank", str(n), str(script)]) for n in (0, 1)
     ]
