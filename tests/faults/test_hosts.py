@@ -36,8 +36,9 @@ _SAY = (
 _AS_LONG_AS_NOBODY_ENDS_IT = "time.sleep(1000)\n"
 
 
-def on_host(folder: Path, command: list[str]) -> subprocess.Popen[str]:
-    options = ["--run-dir", "run", "--restart-delay", "0.1", "--grace-seconds", "60"]
+def on_host(folder: Path, command: list[str], grace_seconds: int = 1) -> subprocess.Popen[str]:
+    options = ["--run-dir", "run", "--restart-delay", "0.1"]
+    options += ["--grace-seconds", str(grace_seconds)]
     return subprocess.Popen(
         [*_CLI, "run", *options, "--", *command],
         cwd=folder,
@@ -95,7 +96,11 @@ def test_the_hosts_begin_an_attempt_together(tmp_path: Path) -> None:
         "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.8), say('ends'), os._exit(1)))\n"
         "if attempt == '0': say('listens'); " + _AS_LONG_AS_NOBODY_ENDS_IT
     )
-    results = ended(on_host(tmp_path, program(1, dies)), on_host(tmp_path, program(0, slow)))
+    results = ended(
+        on_host(tmp_path, program(1, dies)),
+        # Also how long it is left alone before it is asked to end.
+        on_host(tmp_path, program(0, slow), grace_seconds=5),
+    )
     assert [status for status, _ in results] == [0, 0], results
     lines = said(tmp_path)
     assert set(lines[:3]) == {"0 0 begins", "1 0 begins", "0 0 listens"}
