@@ -236,6 +236,7 @@ def test_a_worker_that_is_stopped_is_to_go_on_and_only_then_to_be_ended(scene: S
     workers: list[int] = []
     while not workers:
         workers = list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    wait_for_state(workers[0], "T")
     worker = read_process(workers[0])
     assert worker is not None
     try:
