@@ -136,41 +136,12 @@ def test_accelerate_resumes_and_skips_on_all_ranks(tmp_path):
         assert (skipped.count(True), then_skipped.count(True)) == (3, 2)
 
 
-def in_trainers(rank, run, kinds, make_model, settings):
-    """Train with these kinds of a Trainer, one after the other.
+def in_trainers(run, kinds, settings):
+    """Train with these kinds of a Trainer on two ranks; return for each what `train_each` does."""
+    pytest.importorskip("transformers")
+    from tests.ranks import trainer_training  # imports it once for all ranks
 
-    One that saves goes on from what it finds.
-    """
-    transformers = pytest.importorskip("transformers")
-    from accelerate.state import AcceleratorState, GradientState
-    from tests.integrations import hugging_face
-
-    from holdfast.integrations.transformers import HoldfastTrainer
-
-    as_torchrun(rank, torch.distributed.get_world_size())
-    # On several ranks without a device the Trainer asks torch.load for "cpu:0", which torch does
-    # not know.
-    torch.serialization.register_package(
-        0, lambda _: None, lambda data, where: data if where == "cpu:0" else None
-    )
-    found = []
-    for number, (guarded, steps) in enumerate(kinds):
-        AcceleratorState._reset_state(reset_partial_state=False)
-        GradientState._reset_state()
-        transformers.set_seed(rank)
-        trainer = hugging_face.make_trainer(
-            HoldfastTrainer if guarded else transformers.Trainer,
-            run / (f"{number}" if settings.get("save_strategy", "no") == "no" else "same"),
-            getattr(hugging_face, make_model)(),
-            hugging_face.samples(48),
-            max_steps=steps,
-            ddp_backend="gloo",
-            **settings,
-        )
-        trainer.train(resume_from_checkpoint="save_strategy" in settings)
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        found.append((hugging_face.digest(trainer.model), losses))
-    return found
+    return all_returned(run_ranks(trainer_training.train_each, 2, run, kinds, settings))
 
 
 @pytest.mark.parametrize(
@@ -179,8 +150,7 @@ def in_trainers(rank, run, kinds, make_model, settings):
 def test_a_trainer_on_several_ranks_trains_as_by_itself(tmp_path, settings):
     """Tokens counted over all ranks, or means of each; dropout and accumulation: bit for bit."""
     kinds = [(False, 6), (True, 6)]
-    ends = run_ranks(in_trainers, 2, tmp_path, kinds, "make_gpt2", settings)
-    for (of_itself, losses), (found, of_guarded) in all_returned(ends):
+    for (of_itself, losses), (found, of_guarded) in in_trainers(tmp_path, kinds, settings):
         assert (found, of_guarded) == (of_itself, losses)
 
 
@@ -192,7 +162,7 @@ def test_a_trainer_resumes_on_several_ranks(tmp_path):
     saves = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
 
     def train(name, kinds):
-        return all_returned(run_ranks(in_trainers, 2, tmp_path / name, kinds, "make_gpt2", saves))
+        return in_trainers(tmp_path / name, kinds, saves)
 
     whole = train("whole", [(True, 6)])
     train("parts", [(True, 4)])
