@@ -517,8 +517,17 @@ class SplitCheck:
     def _compare_with(
         self, draws: Draws | None, window: Any, weightings: Sequence[Weighting], compare: _Compared
     ) -> SplitCheckResult:
+        """Compare some samples with their two parts, for each weighting.
+
+        Args:
+            draws: The random numbers to repeat in the parts; None to repeat none.
+            window: The samples.
+            weightings: The candidates for the weighting, unless items are declared.
+            compare: Compares the whole with the parts.
+        """
         self._draws = draws
-        whole, parts = [(window, batch_size(window, self.split))], self._cut(window)
+        whole = [(window, batch_size(window, self.split))]
+        parts = self._cut(window)
         by_samples = compare(self, whole, parts, SAMPLES, 0)
         declared, changes = self._seen
         if math.isnan(by_samples.of_gradients):
@@ -526,45 +535,57 @@ class SplitCheck:
             return SplitCheckResult(
                 outcome="unknown", declared=declared, changes_batch=changes, why=why
             )
-        found: dict[Any, _Difference] = {shares(SAMPLES, parts): by_samples}
-        weights = {} if declared else {each: shares(each, parts) for each in weightings}
-        for each, weight in weights.items():
-            if weight is not None and weight not in found:
-                found[weight] = compare(self, whole, parts, each, 0)
-        held = [
-            each
-            for each, weight in weights.items()
-            if weight is not None and self._fits(found[weight])
-        ]
-        outcome: Outcome = "exact" if held or (declared and self._fits(by_samples)) else "coupled"
+        # Several weightings may give the parts the same weights, which are compared once.
+        differences: dict[Any, _Difference] = {shares(SAMPLES, parts): by_samples}
+        held: dict[Weighting, _Difference] = {}
+        failed: list[Weighting] = []
+        for weighting in () if declared else weightings:
+            weights = shares(weighting, parts)
+            if weights is None:
+                # The samples hold nothing of it, so it cannot be tried.
+                continue
+            if weights not in differences:
+                differences[weights] = compare(self, whole, parts, weighting, 0)
+            if self._fits(differences[weights]):
+                held[weighting] = differences[weights]
+            else:
+                failed.append(weighting)
+
+        outcome: Outcome = "coupled"
+        if held or (declared and self._fits(by_samples)):
+            outcome = "exact"
         why = ""
-        drawn: Draw = (
-            "none" if draws is None or not draws.drew else "shared" if draws.shared else "own"
-        )
+        drawn = _kind_of(draws)
         if outcome == "exact" and drawn != "none":
             outcome = "random"
         elif outcome == "coupled" and self._is_unrepeatable(draws, whole, compare):
             drawn = "unknown"
-            outcome, why = ("random", "") if declared else ("coupled", _NOT_REPEATABLE)
+            if declared:
+                outcome = "random"
+            else:
+                why = _NOT_REPEATABLE
+        difference = next(iter(held.values()), by_samples)
         return SplitCheckResult(
             outcome=outcome,
-            difference=(found[weights[held[0]]] if held else by_samples).of_gradients,
+            difference=difference.of_gradients,
             declared=declared,
             changes_batch=changes,
             why=why,
             draws=drawn,
             held=tuple(held),
-            # Weightings of which these samples hold nothing were not tried.
-            failed=tuple(
-                each for each, weight in weights.items() if each not in held and weight is not None
-            ),
+            failed=tuple(failed),
         )
 
-    def _fits(self, found: _Difference) -> bool:
-        fine = found.of_gradients <= _SMALL or found.of_losses <= _SMALL_OF_LOSS
-        # TF32 rounds by more
-        measures = not self._devices() and self._least_tolerance() != _HALF_TOLERANCE
-        return found.of_gradients <= self._least_tolerance() and (fine or not measures)
+    def _fits(self, difference: _Difference) -> bool:
+        """Return whether a difference is only rounding."""
+        # False for NaN too.
+        is_within_tolerance = difference.of_gradients <= self._least_tolerance()
+        if not is_within_tolerance:
+            return False
+        if self._devices() or self._least_tolerance() == _HALF_TOLERANCE:
+            # TF32 and half precision round by more than the following limits.
+            return True
+        return difference.of_gradients <= _SMALL or difference.of_losses <= _SMALL_OF_LOSS
 
     def _is_unrepeatable(self, draws: Draws | None, whole: _Parts, compare: _Compared) -> bool:
         """Return whether the whole differs from itself, so that different parts prove nothing."""
@@ -676,7 +697,7 @@ class SplitCheck:
         terms = [each for each, _ in read]
         rows = [[weight] for weight in shares(weighting, parts) or (0.0,) * len(parts)]
         if terms[0].declared:
-            counts = [each.read()[1] for each in terms]
+            counts = [part_terms.read()[1] for part_terms in terms]
             totals = [sum(column) for column in zip(*counts, strict=True)]
             rows = [
                 [count / (total or 1.0) for count, total in zip(row, totals, strict=True)]
@@ -728,7 +749,11 @@ class SplitCheck:
             # which is exact.
             reaching = finder.reaching(terms.means)
             selections.append(
-                [each for each in reaching if not (terms.declared and each.function == MASK)]
+                [
+                    selection
+                    for selection in reaching
+                    if not (terms.declared and selection.function == MASK)
+                ]
             )
         whole, part = selections
         if len(whole) != len(part):
@@ -821,6 +846,13 @@ def _why_apart(found: SplitCheckResult, size: int) -> str:
     if math.isfinite(found.difference):
         share = f"differs by {found.difference:.2%} from that over two parts of it"
     return f"the gradient over a micro-batch of {size} samples {share}"
+
+
+def _kind_of(draws: Draws | None) -> Draw:
+    """Return which kind of random numbers the loss has drawn."""
+    if draws is None or not draws.drew:
+        return "none"
+    return "shared" if draws.shared else "own"
 
 
 _Compared: TypeAlias = Callable[[SplitCheck, _Parts, _Parts, Weighting, int], _Difference]
