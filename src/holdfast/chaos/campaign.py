@@ -20,14 +20,14 @@ from typing import Any
 
 from holdfast.chaos.checkpoint_damage import damage_newest_checkpoint, name_without_numbers
 from holdfast.chaos.command_check import check_command
-from holdfast.chaos.comparison.differences import Difference
+from holdfast.chaos.comparison.differences import RunDifference
 from holdfast.chaos.comparison.reference import Reference
 from holdfast.chaos.comparison.timeline import TrialComparison, compare, compare_undisturbed, losses
 from holdfast.chaos.fault_plans import Fault, FaultDraw
 from holdfast.chaos.injection.plan import Injection
 from holdfast.chaos.judgement import TrialCase, judge
 from holdfast.chaos.results import CampaignReport, FaultResult, TrialResult
-from holdfast.chaos.trials import Bench, ObservedAttempt, Trial, run_trial
+from holdfast.chaos.trials import Bench, Trial, TrialAttempt, run_trial
 from holdfast.chaos.workplace import Workplace
 from holdfast.core.version import __version__
 from holdfast.supervise.launch.commands import find_program
@@ -65,7 +65,7 @@ class Baseline:
 
     first: Trial
     references: dict[int, Reference]
-    unsteady: Difference | None
+    unsteady: RunDifference | None
     seconds: list[float]
 
     @property
@@ -391,7 +391,7 @@ def interrupts_ignored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def longest_pause_seconds(attempt: ObservedAttempt) -> float:
+def longest_pause_seconds(attempt: TrialAttempt) -> float:
     """Return the longest time without a record in an attempt.
 
     The times before the first record and after the last one, in which the program starts and ends,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from holdfast.chaos.comparison.differences import OLDER, TEXT, Difference
+from holdfast.chaos.comparison.differences import OLDER, TEXT, RunDifference
 from holdfast.chaos.comparison.timeline import TrialComparison
 from holdfast.chaos.fault_plans import Fault
 from holdfast.chaos.injection.plan import Action
@@ -204,7 +204,7 @@ def survived(case: TrialCase) -> TrialJudgement:
     return TrialJudgement(TrialResult.EXACT, "; ".join([case.steps_repeated, *texts]))
 
 
-def _grave_differences(case: TrialCase) -> list[Difference]:
+def _grave_differences(case: TrialCase) -> list[RunDifference]:
     """Return the differences that count: none if two undisturbed runs already differ."""
     if not case.is_steady:
         return []

@@ -53,7 +53,7 @@ MIN_FREE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObservedAttempt:
+class TrialAttempt:
     """One start of the command: how it ended, and the records of its processes.
 
     Args:
@@ -103,13 +103,13 @@ class Trial:
         read: Files of this trial that restarts were observed reading before their first step.
     """
 
-    attempts: list[ObservedAttempt]
+    attempts: list[TrialAttempt]
     files: set[Path]
     damaged: Path | None = None
     read: set[Path]
 
     @property
-    def last(self) -> ObservedAttempt:
+    def last(self) -> TrialAttempt:
         """Return the attempt that ended the trial."""
         return self.attempts[-1]
 
@@ -158,7 +158,7 @@ class Bench:
         self.max_seconds = 1e9
         self._attempts_started = 0
 
-    def attempt(self, injection: Injection | None = None) -> ObservedAttempt:
+    def attempt(self, injection: Injection | None = None) -> TrialAttempt:
         """Start the command once, wait for its end, and return what was observed.
 
         Args:
@@ -194,7 +194,7 @@ class Bench:
             if refuser is not None:
                 refuser.close()
         _check_free_space(traces)
-        observed = ObservedAttempt(
+        observed = TrialAttempt(
             status=child.wait(),
             seconds=seconds,
             hung=hung,
@@ -407,7 +407,7 @@ def _read_observer_error(traces: Path) -> str:
     return notes[0].read_text().strip().rpartition("\n")[2]
 
 
-def _saved_paths(attempt: ObservedAttempt) -> list[Path]:
+def _saved_paths(attempt: TrialAttempt) -> list[Path]:
     """Return the paths of an attempt's saves, including those after a rename."""
     saved = [save.path for save in attempt.saves if save.path is not None]
     moved = [event.facts["path"] for event in attempt.events("moved")]
@@ -419,7 +419,7 @@ def _repeat_last(injections: Sequence[Injection]) -> Iterator[Injection]:
     return itertools.chain(injections, itertools.repeat(last))
 
 
-def _is_complete(attempt: ObservedAttempt, expected_steps: int) -> bool:
+def _is_complete(attempt: TrialAttempt, expected_steps: int) -> bool:
     """Return whether a scheduler would not start the command again.
 
     A command that exits with 0 after SIGTERM, before all steps are done, expects to be restarted.
@@ -430,7 +430,7 @@ def _is_complete(attempt: ObservedAttempt, expected_steps: int) -> bool:
     return not terminated or attempt.most_steps >= expected_steps
 
 
-def _fails_alike(attempt: ObservedAttempt, next_attempt: ObservedAttempt) -> bool:
+def _fails_alike(attempt: TrialAttempt, next_attempt: TrialAttempt) -> bool:
     """Return whether a restart failed in the same way, so that further ones would too."""
     if next_attempt.status == 0 or next_attempt.events("fault"):
         return False

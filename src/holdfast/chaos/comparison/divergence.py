@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from holdfast.chaos.comparison.differences import END, FIELDS, START_FIELDS, Difference
+from holdfast.chaos.comparison.differences import END, FIELDS, START_FIELDS, RunDifference
 from holdfast.chaos.comparison.reference import UNKNOWN_STATE, Reference, share_data
 from holdfast.chaos.trace import ModelState, RecordedStep, SavedState, Segment
 
@@ -45,10 +45,10 @@ class Divergence:
     restored: frozenset[str]
 
 
-Cause: TypeAlias = Callable[[Divergence], Difference | None]
+Cause: TypeAlias = Callable[[Divergence], RunDifference | None]
 
 
-def first_difference(reference: Reference, segment: Segment, place: int) -> Difference | None:
+def first_difference(reference: Reference, segment: Segment, place: int) -> RunDifference | None:
     """Return the first difference between an attempt and the undisturbed run.
 
     Args:
@@ -63,7 +63,7 @@ def first_difference(reference: Reference, segment: Segment, place: int) -> Diff
     restored: set[str] = set()
     for index, step in enumerate(segment.steps, start=place):
         if index >= end:
-            return Difference(index + 1, END, f"the undisturbed run had ended after {end} steps")
+            return RunDifference(index + 1, END, f"the undisturbed run had ended after {end} steps")
         expected = reference.steps[index]
         if index == place:
             expected = remaining_parts(expected, step)
@@ -84,20 +84,20 @@ def first_difference(reference: Reference, segment: Segment, place: int) -> Diff
     return None
 
 
-def explain(divergence: Divergence) -> Difference:
+def explain(divergence: Divergence) -> RunDifference:
     """Return the difference with its cause: the first answer of `CAUSES`, or the field itself."""
     for cause in CAUSES:
         difference = cause(divergence)
         if difference is not None:
             return difference
     field = divergence.field
-    return Difference(divergence.index + 1, field, describe_field(divergence))
+    return RunDifference(divergence.index + 1, field, describe_field(divergence))
 
 
 # --- at the start -------------------------------------------------------------------------------
 
 
-def difference_at_start(reference: Reference, segment: Segment, place: int) -> Difference | None:
+def difference_at_start(reference: Reference, segment: Segment, place: int) -> RunDifference | None:
     """Return the difference in the state in which an attempt starts, not counting the weights."""
     start = segment.steps[0].before or UNKNOWN_STATE
     fields = reference.start_fields_that_differ(place, start)
@@ -112,7 +112,7 @@ def difference_at_start(reference: Reference, segment: Segment, place: int) -> D
                 f"the weights are those of step {place}, but the optimizer state is the one saved"
                 f" after step {older_place}"
             )
-    return Difference(place + 1, field, detail)
+    return RunDifference(place + 1, field, detail)
 
 
 def _place_with_optimizer_state(reference: Reference, start: ModelState) -> int | None:
@@ -195,7 +195,7 @@ def _foreign_data(step: RecordedStep, expected: RecordedStep) -> str | None:
 # --- causes -------------------------------------------------------------------------------------
 
 
-def another_optimizer_lost_state(divergence: Divergence) -> Difference | None:
+def another_optimizer_lost_state(divergence: Divergence) -> RunDifference | None:
     """An optimizer that steps later in the attempt resumed from a state that was never saved.
 
     The consequence may show before its own first step.
@@ -222,18 +222,18 @@ def another_optimizer_lost_state(divergence: Divergence) -> Difference | None:
 
 def _difference_from_save(
     start: ModelState, saved_state: SavedState, number: int
-) -> Difference | None:
+) -> RunDifference | None:
     """Return how the state before an optimizer's first step, `number`, differs from a save."""
     if start.parameters != saved_state.parameters:
         detail = f"the optimizer of step {number} resumed with weights that are not the saved ones"
-        return Difference(number, "weights", detail)
+        return RunDifference(number, "weights", detail)
     if start.optimizer != saved_state.optimizer:
         detail = f"the optimizer of step {number} resumed with a state that is not the saved one"
-        return Difference(number, "optimizer", detail)
+        return RunDifference(number, "optimizer", detail)
     return None
 
 
-def random_state_lost(divergence: Divergence) -> Difference | None:
+def random_state_lost(divergence: Divergence) -> RunDifference | None:
     """A different random state is the cause if numbers are drawn from it at this step.
 
     A state that matched at an earlier model call was restored correctly. If it differs now, more
@@ -261,7 +261,7 @@ def random_state_lost(divergence: Divergence) -> Difference | None:
         return None
     names = sorted(causes)
     detail = f"the random state of {' and '.join(names)} differs, {consequence}"
-    return Difference(divergence.index + 1, "random", detail, names)
+    return RunDifference(divergence.index + 1, "random", detail, names)
 
 
 # Comparing saved states comes first: it is certain, while random states are circumstantial.

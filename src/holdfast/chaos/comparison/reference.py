@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from holdfast.chaos.comparison.differences import FIELDS, Difference
+from holdfast.chaos.comparison.differences import FIELDS, RunDifference
 from holdfast.chaos.trace import ModelState, Record, RecordedSave, RecordedStep, Segment
 
 # Weights up to this relative distance count as rounded: bfloat16 rounds by up to 0.4 %
@@ -64,11 +64,11 @@ class KnownState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class ResumePoint:
     """The place where an attempt continues, and how its weights differ from that place, if so."""
 
     place: int
-    difference: Difference | None = None
+    difference: RunDifference | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class Reference:
         number = min(bisect_right(self.boundaries, place), len(self.boundaries) - 1)
         return self.boundaries[number - 1], self.boundaries[number]
 
-    def locate(self, segment: Segment, reached: int) -> Placement:
+    def locate(self, segment: Segment, reached: int) -> ResumePoint:
         """Find out where an attempt continues.
 
         Args:
@@ -122,7 +122,7 @@ class Reference:
         places = self._places_with_weights(start)
         if places:
             # Several places may have the same weights, for example if steps change nothing.
-            return Placement(
+            return ResumePoint(
                 place=max(
                     places, key=lambda place: self._resemblance(place, first_step, start, reached)
                 )
@@ -133,7 +133,7 @@ class Reference:
         else:
             place = self._place_with_data(first_step, reached)
             detail = "the undisturbed run never had the weights of this start"
-        return Placement(place=place, difference=Difference(place + 1, "weights", detail))
+        return ResumePoint(place=place, difference=RunDifference(place + 1, "weights", detail))
 
     def start_fields_that_differ(self, place: int, start: ModelState) -> list[str]:
         """Return the `START_FIELDS` that are known to differ from the state at a place."""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from holdfast.chaos.comparison.differences import END, FIELDS, OLDER, START_FIELDS, Difference
+from holdfast.chaos.comparison.differences import END, FIELDS, OLDER, START_FIELDS, RunDifference
 from holdfast.chaos.comparison.divergence import first_difference, remaining_parts
 from holdfast.chaos.comparison.reference import Reference, Unsteady, make_reference
 from holdfast.chaos.comparison.saved_entries import last_saves, saved_difference
@@ -44,7 +44,7 @@ class TrialComparison:
         losses: Loss of each step that led to the end, None for a step without a loss.
     """
 
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[RunDifference] = field(default_factory=list)
     steps_again: int = 0
     batches_twice: int = 0
     batches_never: int = 0
@@ -175,7 +175,7 @@ class Timeline:
             del self.steps[index]
         self._add_steps(part, place)
 
-    def difference_at_end(self, *, last_attempt_made_steps: bool) -> Difference | None:
+    def difference_at_end(self, *, last_attempt_made_steps: bool) -> RunDifference | None:
         """Return a difference if the steps to the end are not those of the undisturbed run."""
         expected_count = len(self._reference.steps)
         unmatched = set(range(expected_count)) ^ self.steps.keys()
@@ -191,7 +191,7 @@ class Timeline:
                 f"the last attempt did not train although only {first_unmatched} of"
                 f" {expected_count} steps were saved"
             )
-        return Difference(first_unmatched + 1, END, detail)
+        return RunDifference(first_unmatched + 1, END, detail)
 
     def _note_older_checkpoint(self, begin: int, place: int) -> None:
         """Add a difference if a newer, complete checkpoint of the same sort was ignored.
@@ -209,7 +209,7 @@ class Timeline:
             return
         where = f"after step {place}" if place else "from the beginning"
         detail = f"it resumed {where} although a checkpoint of step {newest} was saved"
-        self.comparison.differences.append(Difference(place + 1, OLDER, detail))
+        self.comparison.differences.append(RunDifference(place + 1, OLDER, detail))
 
     def _add_saves(self, part: Segment, begin: int, place: int, *, may_be_cut: bool) -> None:
         """Note the sorts of checkpoints that a record saved, by their place."""
@@ -239,7 +239,7 @@ class Timeline:
 
 def compare_undisturbed(
     first: Sequence[Segment], second: Sequence[Segment]
-) -> tuple[Reference, Difference | None]:
+) -> tuple[Reference, RunDifference | None]:
     """Compare two undisturbed runs of one rank.
 
     Args:
@@ -266,7 +266,7 @@ def compare_undisturbed(
     step_counts = (len(reference.steps), len(second_steps))
     if min(step_counts) != max(step_counts):
         detail = "only one of the two undisturbed runs has this step"
-        return reference, Difference(min(step_counts) + 1, END, detail)
+        return reference, RunDifference(min(step_counts) + 1, END, detail)
     return reference, None
 
 

@@ -23,7 +23,7 @@ from holdfast.chaos.observation.file_audit import FileAudit
 from holdfast.chaos.observation.shield import ScriptShield
 from holdfast.chaos.observation.step_recorder import StepRecorder
 from holdfast.chaos.observation.trace_writer import TraceWriter
-from holdfast.chaos.observation.training_state import TrainingState
+from holdfast.chaos.observation.trained_models import TrainedModels
 from holdfast.core.importing import ImportWatch
 from holdfast.core.vector_functions import settle_vector_functions
 
@@ -110,7 +110,7 @@ class TorchObserver:
         digests = DigestMaker(torch)
         self._digests = digests
         self._recorder = StepRecorder(torch, digests)
-        self._state = TrainingState(torch, digests)
+        self._state = TrainedModels(torch, digests)
         self._progress = ProcessProgress()
         # Handles of the two hooks of each root module.
         self._hook_handles: Any = weakref.WeakKeyDictionary()

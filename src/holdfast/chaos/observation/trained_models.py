@@ -15,7 +15,7 @@ SAMPLED_PARAMETERS = 8
 NUMBERS_PER_PARAMETER = 4
 
 
-class TrainingState:
+class TrainedModels:
     """Tracks the optimizers of a process and the models that they train.
 
     Args:
