@@ -2,15 +2,12 @@
 
 Fields of a step are compared in the order of cause and effect (`differences.FIELDS`). The first
 field that differs is not always the cause: a lost random state shows as a different input, and an
-optimizer that steps second shows as a different loss. `CAUSES` is the ordered list of better
-explanations; the first one that applies is reported.
+optimizer that steps second shows as a different loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from holdfast.chaos.comparison.differences import END, FIELDS, START_FIELDS, RunDifference
 from holdfast.chaos.comparison.reference import UNKNOWN_STATE, Reference, share_data
@@ -45,9 +42,6 @@ class Divergence:
     restored: frozenset[str]
 
 
-Cause: TypeAlias = Callable[[Divergence], RunDifference | None]
-
-
 def first_difference(reference: Reference, segment: Segment, place: int) -> RunDifference | None:
     """Return the first difference between an attempt and the undisturbed run.
 
@@ -80,18 +74,11 @@ def first_difference(reference: Reference, segment: Segment, place: int) -> RunD
                 field=field,
                 restored=frozenset(restored),
             )
-            return explain(divergence)
+            # Comparing saved states comes first: it is certain, random states are circumstantial.
+            difference = another_optimizer_lost_state(divergence)
+            difference = difference or random_state_lost(divergence)
+            return difference or RunDifference(index + 1, field, describe_field(divergence))
     return None
-
-
-def explain(divergence: Divergence) -> RunDifference:
-    """Return the difference with its cause: the first answer of `CAUSES`, or the field itself."""
-    for cause in CAUSES:
-        difference = cause(divergence)
-        if difference is not None:
-            return difference
-    field = divergence.field
-    return RunDifference(divergence.index + 1, field, describe_field(divergence))
 
 
 # --- at the start -------------------------------------------------------------------------------
@@ -103,27 +90,20 @@ def difference_at_start(reference: Reference, segment: Segment, place: int) -> R
     fields = reference.start_fields_that_differ(place, start)
     if not fields:
         return None
-    field = fields[0]
-    detail = START_FIELDS[field]
-    if field == "optimizer":
-        older_place = _place_with_optimizer_state(reference, start)
-        if older_place:
+    detail = START_FIELDS[fields[0]]
+    if fields[0] == "optimizer":
+        places = [
+            other_place
+            for other_place, state in enumerate(reference.states)
+            if state.optimizer == start.optimizer
+        ]
+        # A new optimizer, at place 0, needs no explanation.
+        if places and places[0] > 0:
             detail = (
                 f"the weights are those of step {place}, but the optimizer state is the one saved"
-                f" after step {older_place}"
+                f" after step {places[0]}"
             )
-    return RunDifference(place + 1, field, detail)
-
-
-def _place_with_optimizer_state(reference: Reference, start: ModelState) -> int | None:
-    """Return the first place with the optimizer state of the start.
-
-    Place 0 means a new optimizer.
-    """
-    for place, state in enumerate(reference.states):
-        if state.optimizer == start.optimizer:
-            return place
-    return None
+    return RunDifference(place + 1, fields[0], detail)
 
 
 # --- one step -----------------------------------------------------------------------------------
@@ -157,7 +137,7 @@ def remaining_parts(expected: RecordedStep, step: RecordedStep) -> RecordedStep:
 
 
 def _matching_random_states(step: RecordedStep, expected: RecordedStep) -> set[str]:
-    """Return the random generators that had the expected state at any model call of the step."""
+    """Return the generators that had an expected state at any model call of the step."""
     states = {item for state in step.random_states for item in state.items()}
     expected_states = {item for state in expected.random_states for item in state.items()}
     return {name for name, _ in states & expected_states}
@@ -262,13 +242,6 @@ def random_state_lost(divergence: Divergence) -> RunDifference | None:
     names = sorted(causes)
     detail = f"the random state of {' and '.join(names)} differs, {consequence}"
     return RunDifference(divergence.index + 1, "random", detail, names)
-
-
-# Comparing saved states comes first: it is certain, while random states are circumstantial.
-CAUSES: tuple[Cause, ...] = (
-    another_optimizer_lost_state,
-    random_state_lost,
-)
 
 
 # --- words --------------------------------------------------------------------------------------

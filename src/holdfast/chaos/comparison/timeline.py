@@ -20,10 +20,6 @@ from holdfast.chaos.comparison.saved_entries import last_saves, saved_difference
 from holdfast.chaos.trace import RecordedStep, Segment
 from holdfast.chaos.trials import Trial
 
-# The names of a checkpoint's entries at its top level: two checkpoints with the same names are of
-# the same sort, for example the last state, as opposed to the best weights.
-EntryNames = tuple[str, ...]
-
 # The order in which differences at the same step are considered.
 _CAUSAL_ORDER = [*START_FIELDS, *FIELDS]
 
@@ -51,6 +47,24 @@ class TrialComparison:
     resumed_at: list[int] = field(default_factory=list)
     finite: bool = True
     losses: list[float | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint that a trial has saved.
+
+    Args:
+        place: The place of its state.
+        training_begin: The place at which its training run begins.
+        entry_names: The names of its entries at the top level. Two checkpoints with the same names
+            are of the same sort, for example the last state, as opposed to the best weights.
+        is_complete: False if it may have been cut off by the end of its process.
+    """
+
+    place: int
+    training_begin: int
+    entry_names: frozenset[str]
+    is_complete: bool
 
 
 def compare(references: dict[int, Reference], trial: Trial) -> TrialComparison:
@@ -144,11 +158,7 @@ class Timeline:
         # Steps by their index in the undisturbed run, in the order in which they were made.
         self.steps: dict[int, RecordedStep] = {}
         self.comparison = TrialComparison()
-        # The sorts of checkpoints that were saved, by place.
-        self._saves: dict[int, set[EntryNames]] = {}
-        # The same for each training run, by the place where it begins, without saves that may have
-        # been cut off by the end of their process.
-        self._complete_saves: dict[int, dict[int, set[EntryNames]]] = {}
+        self._saves: list[SavedCheckpoint] = []
 
     def add(self, part: Segment, *, resumed: bool, may_be_cut: bool) -> None:
         """Add the record of a process, or of one of its training runs.
@@ -186,7 +196,9 @@ class Timeline:
             detail = f"{len(self.steps)} steps lead to the end, not {expected_count}"
         else:
             # Steps after the last save were lost although they are in the trace.
-            first_unmatched = min(first_unmatched, max(self._saves, default=0))
+            first_unmatched = min(
+                first_unmatched, max([save.place for save in self._saves], default=0)
+            )
             detail = (
                 f"the last attempt did not train although only {first_unmatched} of"
                 f" {expected_count} steps were saved"
@@ -198,13 +210,15 @@ class Timeline:
 
         If the run started over, a checkpoint of any sort would have been better.
         """
-        resumed_from = self._saves.get(place, set())
-        candidates = [
-            candidate
-            for candidate, sorts in self._complete_saves.get(begin, {}).items()
-            if place == begin or sorts & resumed_from
+        resumed_sorts = {save.entry_names for save in self._saves if save.place == place}
+        places = [
+            save.place
+            for save in self._saves
+            if save.is_complete
+            and save.training_begin == begin
+            and (place == begin or save.entry_names in resumed_sorts)
         ]
-        newest = max(candidates, default=0)
+        newest = max(places, default=0)
         if newest <= place:
             return
         where = f"after step {place}" if place else "from the beginning"
@@ -212,18 +226,20 @@ class Timeline:
         self.comparison.differences.append(RunDifference(place + 1, OLDER, detail))
 
     def _add_saves(self, part: Segment, begin: int, place: int, *, may_be_cut: bool) -> None:
-        """Note the sorts of checkpoints that a record saved, by their place."""
-        complete_saves = self._complete_saves.setdefault(begin, {})
+        """Note the checkpoints that a record saved."""
         for save in part.saves:
             # It is unknown which step's state a thread saves.
             if save.in_thread:
                 continue
-            names = tuple(sorted({path.partition(".")[0] for path in save.entries}))
-            after = place + save.steps_made
-            self._saves.setdefault(after, set()).add(names)
             is_after_last_step = save.steps_made >= len(part.steps)
-            if not (may_be_cut and is_after_last_step):
-                complete_saves.setdefault(after, set()).add(names)
+            self._saves.append(
+                SavedCheckpoint(
+                    place=place + save.steps_made,
+                    training_begin=begin,
+                    entry_names=frozenset(path.partition(".")[0] for path in save.entries),
+                    is_complete=not (may_be_cut and is_after_last_step),
+                )
+            )
 
     def _add_steps(self, part: Segment, place: int) -> None:
         """Note the steps of a record, replacing those that they repeat."""
