@@ -41,8 +41,6 @@ MIN_DURATION_SECONDS = 60.0
 DURATION_FACTOR = 8.0
 # Signals that end a campaign early.
 INTERRUPTS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-# The most files named in a result as read by restarts.
-MAX_NAMED_FILES = 3
 
 NO_SAVE_REMARK = (
     "no checkpoint was written by torch.save, safetensors or torch.distributed.checkpoint, so the"
@@ -113,7 +111,6 @@ class Campaign:
         program = find_program(self._command)
         self._workplace = Workplace(origin, writes)
         self._bench = Bench(program, self._command, self._workplace, self._began + budget_seconds)
-        self._seconds_of_runs = 0.0
         # Names, without numbers, of files that restarts have read.
         self._read_names: set[str] = set()
         # Random states that have been tested by `_find_harmless_random_states`.
@@ -155,7 +152,6 @@ class Campaign:
 
     def _run_checked(self) -> Trial:
         trial = run_trial(self._bench)
-        self._seconds_of_runs += trial.seconds
         check_command(trial.last, self._workplace, out_of_time=self._is_out_of_time())
         return trial
 
@@ -186,7 +182,7 @@ class Campaign:
         if any(row.detail == "no time" for row in report.rows):
             report.remarks.append(f"{estimate}: give a larger --budget")
         report.seconds = time.monotonic() - self._began
-        report.seconds_of_runs = self._seconds_of_runs
+        report.seconds_of_runs = self._bench.command_seconds
         return report
 
     def _try_faults(
@@ -231,7 +227,17 @@ class Campaign:
         result.left_files = self._files_left_behind(trial, baseline.first)
         comparison = self._compare(trial, baseline)
         result.comparison = asdict(comparison)
-        self._judge(result, fault, trial, comparison, baseline)
+        judgement = judge(
+            TrialCase(
+                fault=fault,
+                trial=trial,
+                comparison=comparison,
+                is_steady=baseline.unsteady is None,
+                damaged_unread_file=self._damaged_unread_file(trial),
+            )
+        )
+        result.result = judgement.result
+        result.detail = judgement.detail
         return result
 
     def _run_trial(self, fault: Fault, baseline: Baseline) -> Trial:
@@ -252,7 +258,6 @@ class Campaign:
             damage=damage,
             restart_injections=fault.restart_injections,
         )
-        self._seconds_of_runs += trial.seconds
         self._read_names |= {name_without_numbers(path) for path in trial.read}
         return trial
 
@@ -292,7 +297,6 @@ class Campaign:
         """
         for name in sorted(names):
             trial = run_trial(self._bench, Injection(reseeded=name))
-            self._seconds_of_runs += trial.seconds
             references = {
                 rank: reference.without(name) for rank, reference in baseline.references.items()
             }
@@ -300,32 +304,6 @@ class Campaign:
             if has_ended_well and not compare(references, trial).differences:
                 baseline.references.update(references)
         self._tried_random_states |= names
-
-    def _judge(
-        self,
-        result: FaultResult,
-        fault: Fault,
-        trial: Trial,
-        comparison: TrialComparison,
-        baseline: Baseline,
-    ) -> None:
-        """Fill in the outcome of the trial."""
-        is_steady = baseline.unsteady is None
-        case = TrialCase(fault=fault, trial=trial, comparison=comparison, is_steady=is_steady)
-        judgement = judge(case)
-        result.result = judgement.result
-        result.detail = judgement.detail
-        if result.passed and self._damaged_unread_file(trial):
-            names = sorted({path.name for path in trial.read})
-            result.result = TrialResult.DID_NOT_OCCUR
-            result.detail = (
-                f"no restart reads such a file; restarts read {', '.join(names[:MAX_NAMED_FILES])}"
-            )
-        if trial.damaged is not None:
-            name = trial.damaged.name
-            is_read_fault = fault.kind == "io"
-            how = f"a read of {name} failed" if is_read_fault else f"{name} was damaged"
-            result.detail += f" ({how})"
 
     def _files_left_behind(self, trial: Trial, first: Trial) -> list[str]:
         """Return names of files that the undisturbed run does not leave, apart from numbers."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from holdfast.chaos.comparison.differences import OLDER, TEXT, RunDifference
@@ -18,6 +18,8 @@ from holdfast.chaos.injection.plan import Action
 from holdfast.chaos.results import TrialResult
 from holdfast.chaos.trials import Trial
 
+# The most files named as read by restarts.
+MAX_NAMED_FILES = 3
 # Length of the last line of output that is shown.
 MAX_LINE_CHARACTERS = 200
 # A line that reports an exception, such as "ValueError: no data".
@@ -33,12 +35,14 @@ class TrialCase:
         trial: All attempts.
         comparison: How they compare with the undisturbed run.
         is_steady: Whether two undisturbed runs are the same; otherwise differences mean nothing.
+        damaged_unread_file: Whether the damaged file is one that no restart reads.
     """
 
     fault: Fault
     trial: Trial
     comparison: TrialComparison
     is_steady: bool
+    damaged_unread_file: bool
 
     @property
     def steps_repeated(self) -> str:
@@ -58,12 +62,20 @@ Rule: TypeAlias = Callable[[TrialCase], TrialJudgement | None]
 
 
 def judge(case: TrialCase) -> TrialJudgement:
-    """Return the answer of the first rule in `RULES` that has one."""
+    """Return the answer of the first rule in `RULES` that has one, and which file was damaged."""
+    judgement = survived(case)
     for rule in RULES:
-        judgement = rule(case)
-        if judgement is not None:
-            return judgement
-    return survived(case)
+        answer = rule(case)
+        if answer is not None:
+            judgement = answer
+            break
+    damaged = case.trial.damaged
+    if damaged is None:
+        return judgement
+    how = f"{damaged.name} was damaged"
+    if case.fault.kind == "io":
+        how = f"a read of {damaged.name} failed"
+    return replace(judgement, detail=f"{judgement.detail} ({how})")
 
 
 # --- did the fault happen? ----------------------------------------------------------------------
@@ -179,6 +191,15 @@ def lost_saved_work(case: TrialCase) -> TrialJudgement | None:
     return None
 
 
+def damage_without_effect(case: TrialCase) -> TrialJudgement | None:
+    """The run is the same because no restart reads the damaged file."""
+    if not case.damaged_unread_file:
+        return None
+    names = sorted({path.name for path in case.trial.read})
+    detail = f"no restart reads such a file; restarts read {', '.join(names[:MAX_NAMED_FILES])}"
+    return TrialJudgement(TrialResult.DID_NOT_OCCUR, detail)
+
+
 RULES: tuple[Rule, ...] = (
     moment_never_came,
     no_checkpoint_to_damage,
@@ -191,6 +212,7 @@ RULES: tuple[Rule, ...] = (
     changed_by_nan,
     became_another_training,
     lost_saved_work,
+    damage_without_effect,
 )
 
 

@@ -27,7 +27,6 @@ from holdfast.chaos.injection.plan import (
     Action,
     AttemptPlan,
     Injection,
-    LaterSignal,
 )
 from holdfast.chaos.injection.seccomp import Refuser
 from holdfast.chaos.trace import RecordedSave, Segment, TraceEvent, read_segment
@@ -156,6 +155,8 @@ class Bench:
         # limits once it knows the undisturbed run.
         self.stall_seconds = 600.0
         self.max_seconds = 1e9
+        # Time in which the command ran, over all attempts.
+        self.command_seconds = 0.0
         self._attempts_started = 0
 
     def attempt(self, injection: Injection | None = None) -> TrialAttempt:
@@ -189,6 +190,7 @@ class Bench:
             hung = self._wait(child, traces, output, plan.injection)
         finally:
             seconds = time.monotonic() - began
+            self.command_seconds += seconds
             leftover_processes = end_command(child, mark, tree)
             output.close()
             if refuser is not None:
@@ -234,7 +236,7 @@ class Bench:
         output: OutputTail,
         injection: Injection,
     ) -> bool:
-        """Wait for the command, and send it the later signal of its fault.
+        """Wait for the command, and end its fault when it is time.
 
         Returns:
             Whether it hangs: it was still running at the deadline, or made no progress.
@@ -260,7 +262,7 @@ class Bench:
             if now > self.deadline:
                 return True
             if fault_time is not None and now - fault_time > injection.later_seconds:
-                _send_later_signal(injection, child, traces)
+                _end_fault(injection, child, traces)
 
 
 class OutputTail:
@@ -375,8 +377,9 @@ def end_command(child: subprocess.Popen[bytes], mark: str, tree: Tree | None) ->
     return leftover_processes
 
 
-def _send_later_signal(injection: Injection, child: subprocess.Popen[bytes], traces: Path) -> None:
-    if injection.later_signal == LaterSignal.KILL_COMMAND:
+def _end_fault(injection: Injection, child: subprocess.Popen[bytes], traces: Path) -> None:
+    """Kill a command that has not exited after SIGTERM, or resume a process that was stopped."""
+    if injection.action == Action.SIGTERM:
         signal_all([child.pid], signal.SIGKILL)
     else:
         stopped_process = int((traces / MET_FILE).read_text())
