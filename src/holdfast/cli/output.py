@@ -14,6 +14,7 @@ The exit codes of all commands:
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -30,7 +31,6 @@ from holdfast.core.text import sanitise
 
 CHECK_FAILED = 1
 ERROR = 2
-READER_GONE = 141
 
 # Width of tables in a file or a pipe, which have no width of their own.
 _COLUMNS_WITHOUT_TERMINAL = 150
@@ -64,12 +64,12 @@ def keep_stdout_for_json() -> None:
     os.dup2(_STDERR, _STDOUT)
 
 
-def print_json(value: Any) -> None:
-    """Print one JSON value."""
+def print_json(value: Any, *, indent: int | None = 2) -> None:
+    """Print one JSON value, on one line if `indent` is None."""
     sys.stdout.flush()
     for descriptor in _json_descriptors:
         os.dup2(descriptor, _STDOUT)
-    print(json.dumps(value, indent=2), flush=True)
+    print(json.dumps(value, indent=indent), flush=True)
     if _json_descriptors:
         os.dup2(_STDERR, _STDOUT)
 
@@ -104,14 +104,25 @@ def working(words: str) -> Iterator[Callable[[str], None]]:
     It yields a function that changes the words.
     """
     if not sys.stderr.isatty():
-        yield _show_nothing
+        yield lambda _words: None
         return
     with Console(stderr=True).status(words) as status:
         yield status.update
 
 
-def _show_nothing(_words: str) -> None:
-    pass
+# --- Files that a command writes ------------------------------------------------------------------
+
+
+def check_writable(path: Path) -> None:
+    """Check that a file can be written, before spending time on its contents.
+
+    Raises:
+        OSError: If it cannot.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise OSError(errno.EACCES, "its directory is missing or not writable", str(path))
 
 
 # --- Errors ---------------------------------------------------------------------------------------
