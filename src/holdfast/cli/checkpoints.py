@@ -119,7 +119,7 @@ def _entry_to_export(store: Store, step: int | None) -> Entry:
     raise PolicyError(
         f"{store.directory} has no {missing}",
         limit=f"steps there: {steps}",
-        fix="name another, by --step.",
+        fix="name another step with --step.",
         rule="H105",
     )
 

@@ -143,25 +143,26 @@ def failing_clearly(*, as_json: bool) -> Iterator[None]:
 
 def print_error(error: Exception, *, as_json: bool) -> None:
     """Print an error: as JSON on stdout, or as text on stderr."""
-    if as_json:
-        print_json({"error": _error_fields(error)})
-        return
-    # An error may quote what others have written.
-    text = sanitise(_error_text(error), most=_MOST_CHARACTERS_OF_ERROR, lines=True)
-    print(text, file=sys.stderr)
-
-
-def _error_text(error: Exception) -> str:
-    error = _as_own_error(error)
-    if isinstance(error, HoldfastError):
-        return str(error)
+    if isinstance(error, OSError):
+        error = PolicyError(
+            str(error),
+            limit="the system refuses it",
+            fix="correct it or pass another.",
+            rule="H704",
+        )
     fields = _error_fields(error)
-    return f"error: {fields['what']}\nFix: {fields['fix']}"
+    if as_json:
+        print_json({"error": fields})
+        return
+    text = f"error: {fields['what']}\nFix: {fields['fix']}"
+    if isinstance(error, HoldfastError):
+        text = str(error)
+    # An error may quote what others have written.
+    print(sanitise(text, most=_MOST_CHARACTERS_OF_ERROR, lines=True), file=sys.stderr)
 
 
 def _error_fields(error: Exception) -> dict[str, str | None]:
     """Return the fields of an error: its rule, what was found, the limit, and the fix."""
-    error = _as_own_error(error)
     if isinstance(error, HoldfastError):
         return {
             "rule": error.rule,
@@ -178,18 +179,6 @@ def _error_fields(error: Exception) -> dict[str, str | None]:
         "limit": None,
         "fix": "this should have been a clear message: please report it.",
     }
-
-
-def _as_own_error(error: Exception) -> Exception:
-    """Return an error of the system as one of ours; others are returned as they are."""
-    if not isinstance(error, OSError):
-        return error
-    return PolicyError(
-        str(error),
-        limit="the system refuses it",
-        fix="correct it or pass another.",
-        rule="H704",
-    )
 
 
 def _usage_error_fields(error: Any) -> dict[str, str | None]:

@@ -28,6 +28,7 @@ from holdfast.cli.output import (
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import OutOfMemoryError, PolicyError
 from holdfast.core.files import SHARED
+from holdfast.core.text import counted
 from holdfast.forecast.devices.catalogue import GIB, Device, bytes_in, find_device
 from holdfast.forecast.plan.fit import UNMEASURED_MARGIN_SHARE
 from holdfast.forecast.plan.forecasting import (
@@ -269,7 +270,7 @@ def _sources(device: Device) -> str:
 def _print_owners(plan: DeviceForecast) -> None:
     shares = shares_of(plan.trace)
     peak = _size(sum(shares["owners"].values()))
-    samples = _samples(max(1, plan.shown.micro_batch_size))
+    samples = counted(max(1, plan.shown.micro_batch_size), "sample")
     typer.echo(f"Tensors hold {peak} at the peak ({_settings(plan.shown)}, {samples})")
     for title, sizes in (
         ("", shares["owners"]),
@@ -385,12 +386,8 @@ def _settings(row: MemoryPlan) -> str:
 
 
 def _summary(row: MemoryPlan) -> str:
-    samples = _samples(row.micro_batch_size)
+    samples = counted(row.micro_batch_size, "sample")
     return f"{_settings(row)}, micro-batches of {samples}: {_size(row.process_bytes)}"
-
-
-def _samples(count: int) -> str:
-    return "1 sample" if count == 1 else f"{count} samples"
 
 
 def _size(size_bytes: float) -> str:

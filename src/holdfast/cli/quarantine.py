@@ -101,7 +101,7 @@ def _indices_named(names: list[str], held: list[Quarantined], run_dir: Path) -> 
             raise PolicyError(
                 f"sample {name!r} is not quarantined in {run_dir}",
                 limit=f"quarantined there: {listed(held_names, most=_MOST_NAMED) or 'none'}",
-                fix=f"pass a name as `holdfast quarantine {run_dir}` prints it.",
+                fix=f"pass a name from the output of `holdfast quarantine {run_dir}`.",
                 rule="H710",
             )
     return [sample.index for sample in held if _name(sample) in names]

@@ -106,9 +106,9 @@ def supervise(
 
 def _print_outcome(outcome: RunOutcome) -> None:
     """Print the verdict, the facts of the run, and the command that explains it."""
-    from holdfast.core.text import duration
+    from holdfast.core.text import counted, duration
 
-    attempts = "1 attempt" if outcome.attempts == 1 else f"{outcome.attempts} attempts"
+    attempts = counted(outcome.attempts, "attempt")
     run_path = _shorten(outcome.run_path)
     lines = [
         _describe_verdict(outcome),
