@@ -133,6 +133,12 @@ class RecordedSave:
     size_bytes: int
     states: list[SavedState | None]
 
+    def state_of(self, optimizer_index: int) -> SavedState | None:
+        """Return the state of an optimizer, None if it is not known."""
+        if optimizer_index < len(self.states):
+            return self.states[optimizer_index]
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEvent:

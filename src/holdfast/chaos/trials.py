@@ -236,10 +236,10 @@ class Bench:
         output: OutputTail,
         injection: Injection,
     ) -> bool:
-        """Wait for the command, and end its fault when it is time.
+        """Wait until the command ends or hangs, and end its fault after `later_seconds`.
 
         Returns:
-            Whether it hangs: it was still running at the deadline, or made no progress.
+            Whether it hangs: it made no progress, or was still running when its time was over.
         """
         began = time.monotonic()
         last_progress = began
@@ -257,9 +257,9 @@ class Bench:
                 last_progress = now
                 if fault_time is None and (traces / MET_FILE).exists():
                     fault_time = now
-            if now - last_progress > self.stall_seconds or now - began > self.max_seconds:
-                return True
-            if now > self.deadline:
+            makes_no_progress = now - last_progress > self.stall_seconds
+            is_out_of_time = now - began > self.max_seconds or now > self.deadline
+            if makes_no_progress or is_out_of_time:
                 return True
             if fault_time is not None and now - fault_time > injection.later_seconds:
                 _end_fault(injection, child, traces)

@@ -103,7 +103,10 @@ class Workplace:
             return word
         # The last part may be a link, which is copied as a link.
         real_path = Path(os.path.realpath(path.parent), path.name)
-        return str(self._path_in_copy(real_path) or word)
+        path_in_copy = self._path_in_copy(real_path)
+        if path_in_copy is None:
+            return word
+        return str(path_in_copy)
 
     def original(self, path: Path) -> Path | None:
         """Return the original of a file in the copy, None if it is new."""

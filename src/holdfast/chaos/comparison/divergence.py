@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.chaos.comparison.differences import END, FIELDS, START_FIELDS, RunDifference
 from holdfast.chaos.comparison.reference import UNKNOWN_STATE, Reference, share_data
-from holdfast.chaos.trace import ModelState, RecordedStep, SavedState, Segment
+from holdfast.chaos.trace import RecordedStep, Segment
 
 # Fields whose difference may be the consequence of something that is not a field of the step.
 CONSEQUENCES = frozenset({"parts", "inputs", "losses", "weights", "buffers"})
@@ -184,32 +184,22 @@ def another_optimizer_lost_state(divergence: Divergence) -> RunDifference | None
     place = divergence.place
     if divergence.field not in CONSEQUENCES or place not in reference.saves:
         return None
-    states = reference.saves[place].states
+    save = reference.saves[place]
     later_steps = zip(divergence.segment.steps[1:], reference.steps[place + 1 :], strict=False)
     for number, (step, expected) in enumerate(later_steps, start=place + 2):
         if step.before is None or step.after.structure != expected.after.structure:
             continue
-        if expected.optimizer_index >= len(states):
-            continue
-        saved_state = states[expected.optimizer_index]
+        saved_state = save.state_of(expected.optimizer_index)
         if saved_state is None:
             continue
-        difference = _difference_from_save(step.before, saved_state, number)
-        if difference is not None:
-            return replace(difference, step=divergence.index + 1)
-    return None
-
-
-def _difference_from_save(
-    start: ModelState, saved_state: SavedState, number: int
-) -> RunDifference | None:
-    """Return how the state before an optimizer's first step, `number`, differs from a save."""
-    if start.parameters != saved_state.parameters:
-        detail = f"the optimizer of step {number} resumed with weights that are not the saved ones"
-        return RunDifference(number, "weights", detail)
-    if start.optimizer != saved_state.optimizer:
-        detail = f"the optimizer of step {number} resumed with a state that is not the saved one"
-        return RunDifference(number, "optimizer", detail)
+        first_step = divergence.index + 1
+        resumed = f"the optimizer of step {number} resumed with"
+        if step.before.parameters != saved_state.parameters:
+            detail = f"{resumed} weights that are not the saved ones"
+            return RunDifference(first_step, "weights", detail)
+        if step.before.optimizer != saved_state.optimizer:
+            detail = f"{resumed} a state that is not the saved one"
+            return RunDifference(first_step, "optimizer", detail)
     return None
 
 

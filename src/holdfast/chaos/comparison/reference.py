@@ -238,10 +238,8 @@ def known_state(steps: Sequence[RecordedStep], place: int, save: RecordedSave | 
         if step.before is not None:
             return step.before
     state = _state_after_last_step_of_same_models(steps[:place], step)
-    if save is not None and step.optimizer_index < len(save.states):
-        saved_state = save.states[step.optimizer_index]
-        if saved_state is None:
-            return replace(state, buffers=[])
+    saved_state = None if save is None else save.state_of(step.optimizer_index)
+    if saved_state is not None:
         return replace(state, buffers=saved_state.buffers, optimizer=saved_state.optimizer)
     if state is not steps[place - 1].after:
         return replace(state, buffers=[])

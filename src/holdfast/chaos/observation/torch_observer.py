@@ -239,7 +239,7 @@ class TorchObserver:
             self._recorder.end_call(module, output)
 
     def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`torch.autograd.grad`. The model calls that contribute to its loss are not traced."""
+        """Wrap `torch.autograd.grad`; model calls that contribute to its loss are not traced."""
         if not self._progress.is_in_backward:
             self._injector.meet(Moment.BACKWARD, self._trace.steps_made)
         return original(*args, **kwargs)
