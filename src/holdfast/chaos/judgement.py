@@ -63,12 +63,8 @@ Rule: TypeAlias = Callable[[TrialCase], TrialJudgement | None]
 
 def judge(case: TrialCase) -> TrialJudgement:
     """Return the answer of the first rule in `RULES` that has one, and which file was damaged."""
-    judgement = survived(case)
-    for rule in RULES:
-        answer = rule(case)
-        if answer is not None:
-            judgement = answer
-            break
+    answers = (rule(case) for rule in RULES)
+    judgement = next(answer for answer in answers if answer is not None)
     damaged = case.trial.damaged
     if damaged is None:
         return judgement
@@ -200,6 +196,17 @@ def damage_without_effect(case: TrialCase) -> TrialJudgement | None:
     return TrialJudgement(TrialResult.DID_NOT_OCCUR, detail)
 
 
+def survived(case: TrialCase) -> TrialJudgement:
+    """The run is the same, as far as can be determined."""
+    if not case.is_steady:
+        return TrialJudgement(TrialResult.SURVIVES, "")
+    texts = [
+        difference.detail for difference in case.comparison.differences if difference.what == TEXT
+    ]
+    return TrialJudgement(TrialResult.EXACT, "; ".join([case.steps_repeated, *texts]))
+
+
+# The last rule always has an answer.
 RULES: tuple[Rule, ...] = (
     moment_never_came,
     no_checkpoint_to_damage,
@@ -213,17 +220,8 @@ RULES: tuple[Rule, ...] = (
     became_another_training,
     lost_saved_work,
     damage_without_effect,
+    survived,
 )
-
-
-def survived(case: TrialCase) -> TrialJudgement:
-    """The run is the same, as far as can be determined."""
-    if not case.is_steady:
-        return TrialJudgement(TrialResult.SURVIVES, "")
-    texts = [
-        difference.detail for difference in case.comparison.differences if difference.what == TEXT
-    ]
-    return TrialJudgement(TrialResult.EXACT, "; ".join([case.steps_repeated, *texts]))
 
 
 def _grave_differences(case: TrialCase) -> list[RunDifference]:

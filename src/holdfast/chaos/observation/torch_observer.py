@@ -113,7 +113,7 @@ class TorchObserver:
         digests = DigestMaker(torch)
         self._digests = digests
         self._recorder = StepRecorder(torch, digests)
-        self._state = TrainedModels(torch, digests)
+        self._models = TrainedModels(torch, digests)
         self._progress = ProcessProgress()
         # Handles of the two hooks of each root module.
         self._hook_handles: Any = weakref.WeakKeyDictionary()
@@ -122,7 +122,7 @@ class TorchObserver:
     def restart(self) -> None:
         """Start over in a process that was just forked."""
         self._recorder.restart()
-        self._state.restart()
+        self._models.restart()
         self._progress = ProcessProgress()
 
     def install(self) -> None:
@@ -194,7 +194,7 @@ class TorchObserver:
         self._shield.run(self._hook_models_of, optimizer)
 
     def _hook_models_of(self, optimizer: Any) -> None:
-        for root in self._state.add_optimizer(optimizer):
+        for root in self._models.add_optimizer(optimizer):
             if root not in self._hook_handles:
                 self._hook_model(root)
 
@@ -230,7 +230,7 @@ class TorchObserver:
         return args, kwargs
 
     def _begin_call(self, module: Any, inputs: Any) -> None:
-        self._state.note_call(module)
+        self._models.note_call(module)
         self._recorder.begin_call(module, inputs)
 
     def after_forward(self, module: Any, output: Any) -> None:
@@ -250,18 +250,15 @@ class TorchObserver:
             return original(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors")
         roots = list(tensors) if isinstance(tensors, (tuple, list)) else [tensors]
-        loss_count = self._recorder.loss_count
-        calls = self._shield.run(self._recorder.begin_backward, roots)
+        backward = self._shield.run(self._recorder.begin_backward, roots)
         self._progress.is_in_backward = True
         try:
             self._injector.meet(Moment.BACKWARD, self._trace.steps_made)
             result = original(*args, **kwargs)
-        except BaseException:
-            self._recorder.drop_losses_after(loss_count)
-            raise
         finally:
             self._progress.is_in_backward = False
-        self._recorder.end_backward(calls or set())
+        if backward is not None:
+            self._recorder.end_backward(backward)
         return result
 
     def _step_scaler(
@@ -282,11 +279,11 @@ class TorchObserver:
         step = PendingStep(settings=describe_settings(optimizer))
         self._progress.pending_step = step
         self._injector.meet(Moment.BEFORE_STEP, self._trace.steps_made)
-        if not self._state.has_stepped(optimizer):
-            step.before = self._state.state_before_first_step(optimizer)
+        if not self._models.has_stepped(optimizer):
+            step.before = self._models.state_before_first_step(optimizer)
         if self._progress.has_saved_since_step:
             # An attempt may resume here, and scripts may change weights between steps.
-            step.weights_at_begin = self._state.weights(optimizer)
+            step.weights_at_begin = self._models.weights(optimizer)
 
     def _end_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         step = self._progress.pending_step
@@ -298,9 +295,9 @@ class TorchObserver:
             "step",
             rank=rank,
             world_size=world_size,
-            optimizer_index=self._state.index(optimizer),
+            optimizer_index=self._models.index(optimizer),
             before=step.before,
-            after=self._state.state(optimizer),
+            after=self._models.state(optimizer),
             weights_at_begin=step.weights_at_begin,
             settings=step.settings,
             scale=self._progress.loss_scale,
@@ -398,7 +395,7 @@ class TorchObserver:
             entries = self._digests.entries(checkpoint)
         path = _find_path(arguments)
         # In a thread, optimizers may have stepped since the state was copied.
-        states = [] if in_thread else self._state.saved_states()
+        states = [] if in_thread else self._models.saved_states()
         if path is not None:
             self._files.note_save(path)
         self._trace.write(

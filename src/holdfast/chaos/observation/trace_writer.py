@@ -64,5 +64,5 @@ def _append_unlimited(path: Path, line: bytes) -> None:
     try:
         os.write(file, line)
     finally:
-        os.close(file)
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft_limit, hard_limit))
+        os.close(file)
