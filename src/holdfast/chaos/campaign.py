@@ -50,7 +50,7 @@ NO_CHANGE_REMARK = "no step changed a weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
+class _Baseline:
     """The undisturbed runs.
 
     Args:
@@ -124,12 +124,12 @@ class Campaign:
         try:
             return self._report(self._run_undisturbed())
         finally:
-            with interrupts_ignored():
+            with _interrupts_ignored():
                 self._workplace.close()
 
     # --- undisturbed runs -----------------------------------------------------------------------
 
-    def _run_undisturbed(self) -> Baseline:
+    def _run_undisturbed(self) -> _Baseline:
         first = self._run_checked()
         second = self._run_checked()
         second_segments = second.segments_by_rank()
@@ -139,11 +139,11 @@ class Campaign:
             reference, difference = compare_undisturbed(segments, second_segments.get(rank, []))
             references[rank] = reference
             unsteady = unsteady or difference
-        stall_seconds = STALL_FACTOR * longest_pause_seconds(first.last)
+        stall_seconds = STALL_FACTOR * _longest_pause_seconds(first.last)
         self._bench.stall_seconds = max(MIN_STALL_SECONDS, stall_seconds)
         duration_seconds = DURATION_FACTOR * first.last.seconds
         self._bench.max_seconds = max(MIN_DURATION_SECONDS, duration_seconds)
-        return Baseline(
+        return _Baseline(
             first=first,
             references=references,
             unsteady=unsteady,
@@ -157,7 +157,7 @@ class Campaign:
 
     # --- faults ---------------------------------------------------------------------------------
 
-    def _report(self, baseline: Baseline) -> CampaignReport:
+    def _report(self, baseline: _Baseline) -> CampaignReport:
         """Try all faults and return the report."""
         reference = baseline.reference
         report = CampaignReport(
@@ -173,7 +173,7 @@ class Campaign:
         faults = FaultDraw(reference, self._chance).draw()
         if self._only:
             faults = [fault for fault in faults if fault.kind in self._only]
-        faults = first_of_each_kind_first(faults)
+        faults = _first_of_each_kind_first(faults)
         estimate = _estimate(faults, baseline.first.last.seconds)
         self._say(f"one start takes {baseline.first.last.seconds:.0f} s; {estimate}")
         report.rows = [FaultResult(kind=fault.kind, fault=fault.description) for fault in faults]
@@ -186,7 +186,7 @@ class Campaign:
         return report
 
     def _try_faults(
-        self, faults: Sequence[Fault], baseline: Baseline, report: CampaignReport
+        self, faults: Sequence[Fault], baseline: _Baseline, report: CampaignReport
     ) -> None:
         """Try the faults in order and replace their rows in the report."""
         try:
@@ -199,7 +199,7 @@ class Campaign:
                 if row.result == TrialResult.NOT_TRIED:
                     row.detail = "interrupted"
 
-    def _try_fault(self, fault: Fault, baseline: Baseline) -> FaultResult:
+    def _try_fault(self, fault: Fault, baseline: _Baseline) -> FaultResult:
         """Run one trial of a fault and return its result.
 
         The trial is repeated if it damaged a file that no restart reads: it has shown which files
@@ -240,7 +240,7 @@ class Campaign:
         result.detail = judgement.detail
         return result
 
-    def _run_trial(self, fault: Fault, baseline: Baseline) -> Trial:
+    def _run_trial(self, fault: Fault, baseline: _Baseline) -> Trial:
         """Run one trial of a fault, and note which files restarts read."""
         damage = None
         if fault.damage is not None:
@@ -273,7 +273,7 @@ class Campaign:
             return False
         return name_without_numbers(trial.damaged) not in self._read_names
 
-    def _compare(self, trial: Trial, baseline: Baseline) -> TrialComparison:
+    def _compare(self, trial: Trial, baseline: _Baseline) -> TrialComparison:
         """Compare a trial with the undisturbed run.
 
         If a random state is to blame, first find out whether it matters at all.
@@ -289,7 +289,7 @@ class Campaign:
             self._find_harmless_random_states(untried, baseline)
             comparison = compare(baseline.references, trial)
 
-    def _find_harmless_random_states(self, names: set[str], baseline: Baseline) -> None:
+    def _find_harmless_random_states(self, names: set[str], baseline: _Baseline) -> None:
         """Stop comparing the random states that the run does not use.
 
         The command runs once per state, with that state replaced. If nothing else
@@ -355,7 +355,7 @@ def check_survives(
 
 
 @contextmanager
-def interrupts_ignored() -> Iterator[None]:
+def _interrupts_ignored() -> Iterator[None]:
     """Ignore the signals that end a campaign for the duration of the context."""
     handlers = {}
     # Only the main thread can set handlers.
@@ -369,7 +369,7 @@ def interrupts_ignored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def longest_pause_seconds(attempt: TrialAttempt) -> float:
+def _longest_pause_seconds(attempt: TrialAttempt) -> float:
     """Return the longest time without a record in an attempt.
 
     The times before the first record and after the last one, in which the program starts and ends,
@@ -381,7 +381,7 @@ def longest_pause_seconds(attempt: TrialAttempt) -> float:
     return max([*pauses, start_and_end])
 
 
-def first_of_each_kind_first(faults: Sequence[Fault]) -> list[Fault]:
+def _first_of_each_kind_first(faults: Sequence[Fault]) -> list[Fault]:
     """Return the first fault of each kind, then the second of each, and so on."""
     faults_of_kind: Counter[str] = Counter()
     numbered = []
@@ -391,7 +391,7 @@ def first_of_each_kind_first(faults: Sequence[Fault]) -> list[Fault]:
     return [fault for _, fault in sorted(numbered, key=lambda pair: pair[0])]
 
 
-def _remarks(baseline: Baseline) -> list[str]:
+def _remarks(baseline: _Baseline) -> list[str]:
     remarks = []
     if not baseline.first.last.saves:
         remarks.append(NO_SAVE_REMARK)
@@ -400,7 +400,7 @@ def _remarks(baseline: Baseline) -> list[str]:
     return remarks
 
 
-def _observer_remarks(baseline: Baseline, report: CampaignReport) -> list[str]:
+def _observer_remarks(baseline: _Baseline, report: CampaignReport) -> list[str]:
     """Return a remark if the observer failed in any attempt."""
     errors = {baseline.first.last.observer_error, *(row.failed for row in report.rows)} - {""}
     if not errors:
