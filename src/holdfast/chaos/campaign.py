@@ -46,7 +46,6 @@ NO_SAVE_REMARK = (
     "no checkpoint was written by torch.save, safetensors or torch.distributed.checkpoint, so the"
     " run starts over after each fault, and faults in saves and checkpoints were not tried"
 )
-NO_CHANGE_REMARK = "no step changed a weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,44 +159,37 @@ class Campaign:
     def _report(self, baseline: _Baseline) -> CampaignReport:
         """Try all faults and return the report."""
         reference = baseline.reference
-        report = CampaignReport(
-            command=self._command,
-            seed=self._seed,
-            unsteady=baseline.unsteady,
-            steps=len(reference.steps),
-            undisturbed_seconds=baseline.seconds,
-            remarks=_remarks(baseline),
-            losses=losses(reference.steps),
-            versions=_versions(reference),
-        )
         faults = FaultDraw(reference, self._chance).draw()
         if self._only:
             faults = [fault for fault in faults if fault.kind in self._only]
         faults = _first_of_each_kind_first(faults)
         estimate = _estimate(faults, baseline.first.last.seconds)
         self._say(f"one start takes {baseline.first.last.seconds:.0f} s; {estimate}")
-        report.rows = [FaultResult(kind=fault.kind, fault=fault.description) for fault in faults]
-        self._try_faults(faults, baseline, report)
-        report.remarks += _observer_remarks(baseline, report)
-        if any(row.detail == "no time" for row in report.rows):
-            report.remarks.append(f"{estimate}: give a larger --budget")
-        report.seconds = time.monotonic() - self._began
-        report.seconds_of_runs = self._bench.command_seconds
-        return report
-
-    def _try_faults(
-        self, faults: Sequence[Fault], baseline: _Baseline, report: CampaignReport
-    ) -> None:
-        """Try the faults in order and replace their rows in the report."""
+        rows = [FaultResult(kind=fault.kind, fault=fault.description) for fault in faults]
+        interrupted = False
         try:
             for index, fault in enumerate(faults):
-                report.rows[index] = self._try_fault(fault, baseline)
-                self._say(f"{fault.description}: {report.rows[index].result}")
+                rows[index] = self._try_fault(fault, baseline)
+                self._say(f"{fault.description}: {rows[index].result}")
         except KeyboardInterrupt:
-            report.interrupted = True
-            for row in report.rows:
+            interrupted = True
+            for row in rows:
                 if row.result == TrialResult.NOT_TRIED:
                     row.detail = "interrupted"
+        return CampaignReport(
+            command=self._command,
+            seed=self._seed,
+            steps=len(reference.steps),
+            undisturbed_seconds=baseline.seconds,
+            unsteady=baseline.unsteady,
+            remarks=_remarks(baseline, rows, estimate),
+            rows=rows,
+            seconds=time.monotonic() - self._began,
+            seconds_of_runs=self._bench.command_seconds,
+            losses=losses(reference.steps),
+            interrupted=interrupted,
+            versions=_versions(reference),
+        )
 
     def _try_fault(self, fault: Fault, baseline: _Baseline) -> FaultResult:
         """Run one trial of a fault and return its result.
@@ -391,21 +383,21 @@ def _first_of_each_kind_first(faults: Sequence[Fault]) -> list[Fault]:
     return [fault for _, fault in sorted(numbered, key=lambda pair: pair[0])]
 
 
-def _remarks(baseline: _Baseline) -> list[str]:
+def _remarks(baseline: _Baseline, rows: Sequence[FaultResult], estimate: str) -> list[str]:
+    """Return what the user should know besides the results."""
     remarks = []
     if not baseline.first.last.saves:
         remarks.append(NO_SAVE_REMARK)
     if len({step.weights for step in baseline.reference.steps}) == 1:
-        remarks.append(NO_CHANGE_REMARK)
+        remarks.append("no step changed a weight")
+    errors = {baseline.first.last.observer_error, *(row.failed for row in rows)} - {""}
+    if errors:
+        remarks.append(
+            f"observing the training run failed; please report this error: {min(errors)}"
+        )
+    if any(row.detail == "no time" for row in rows):
+        remarks.append(f"{estimate}: give a larger --budget")
     return remarks
-
-
-def _observer_remarks(baseline: _Baseline, report: CampaignReport) -> list[str]:
-    """Return a remark if the observer failed in any attempt."""
-    errors = {baseline.first.last.observer_error, *(row.failed for row in report.rows)} - {""}
-    if not errors:
-        return []
-    return [f"observing the training run failed; please report this error: {min(errors)}"]
 
 
 def _versions(reference: Reference) -> dict[str, str]:
