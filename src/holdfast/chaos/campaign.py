@@ -33,7 +33,7 @@ from holdfast.core.version import __version__
 from holdfast.supervise.launch.commands import find_program
 
 # An attempt hangs if it makes no progress for this long, or for `STALL_FACTOR` times the longest
-# pause of the undisturbed run whichever is longer: restarts load checkpoints and compile again.
+# pause of the undisturbed run if that is longer: restarts load checkpoints and compile again.
 MIN_STALL_SECONDS = 20.0
 STALL_FACTOR = 5.0
 # An attempt may take this long, or `DURATION_FACTOR` times the undisturbed run if that is longer.
@@ -284,8 +284,8 @@ class Campaign:
     def _find_harmless_random_states(self, names: set[str], baseline: _Baseline) -> None:
         """Stop comparing the random states that the run does not use.
 
-        The command runs once per state, with that state replaced. If nothing else
-        differs, the run does not use it.
+        The command runs once per state, with that state replaced. If nothing else differs, the run
+        does not use it.
         """
         for name in sorted(names):
             trial = run_trial(self._bench, Injection(reseeded=name))

@@ -241,7 +241,7 @@ def _print_table(plan: DeviceForecast) -> None:
 def _cells(row: MemoryPlan, relative_time: float) -> tuple[str, ...]:
     """Return a row of the table: text columns first, then number columns."""
     if not row.fits:
-        missing = f"{_size(row.missing_bytes)} too few"
+        missing = f"{_size(row.missing_bytes)} short"
         return (row.precision, row.recompute, "none", missing, _size(row.margin_bytes), "")
     return (
         row.precision,

@@ -226,7 +226,7 @@ class Timeline:
         self.comparison.differences.append(RunDifference(place + 1, OLDER, detail))
 
     def _add_saves(self, part: Segment, begin: int, place: int, *, may_be_cut: bool) -> None:
-        """Note the checkpoints that were saved in a record."""
+        """Note the saved checkpoints."""
         for save in part.saves:
             # It is unknown which step's state a thread saves.
             if save.in_thread:
