@@ -14,7 +14,6 @@ The exit codes of all commands:
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import sys
@@ -117,12 +116,20 @@ def check_writable(path: Path) -> None:
     """Check that a file can be written, before spending time on its contents.
 
     Raises:
-        OSError: If it cannot.
+        PolicyError: H704 if it cannot.
     """
+    problem = ""
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise OSError(errno.EACCES, "its directory is missing or not writable", str(path))
+        problem = "is not a regular file"
+    elif not os.access(path.absolute().parent, os.W_OK):
+        problem = "is in a directory that does not exist or is not writable"
+    if problem:
+        raise PolicyError(
+            f"{str(path)!r} {problem}",
+            limit="the output is written to a file",
+            fix="name another file.",
+            rule="H704",
+        )
 
 
 # --- Errors ---------------------------------------------------------------------------------------

@@ -155,8 +155,7 @@ def _check_out(out: Path | None, devices: int) -> None:
     """Check that the plan can be written, before spending a minute on the forecast.
 
     Raises:
-        PolicyError: H421, if there are several devices.
-        OSError: If the file cannot be written.
+        PolicyError: H421 if there are several devices, H704 if the file cannot be written.
     """
     if out is None:
         return
