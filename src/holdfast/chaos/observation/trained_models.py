@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from holdfast.chaos.observation.digests import DigestMaker
+from holdfast.chaos.trace import ModelState, SavedState
 
 # The sample of the weights by which the nearest state is found: the first numbers of the first
 # parameters. A few suffice, since a step of an optimizer changes nearly all weights.
@@ -15,7 +16,7 @@ SAMPLED_PARAMETERS = 8
 NUMBERS_PER_PARAMETER = 4
 
 
-class TrainingState:
+class TrainedModels:
     """Tracks the optimizers of a process and the models that they train.
 
     Args:
@@ -55,16 +56,17 @@ class TrainingState:
         """Return whether a step of this optimizer was observed in this process."""
         return id(optimizer) in self._roots
 
-    def state_before_first_step(self, optimizer: Any) -> dict[str, Any]:
-        """Return the fields of `trace.ModelState` before the first step of an optimizer."""
+    def state_before_first_step(self, optimizer: Any) -> ModelState:
+        """Return the state of an optimizer and its models before the optimizer's first step."""
         roots, parameters = self._trained_by(optimizer)
         buffers = [self._initial_buffers.get(id(root)) for root in roots]
         self._stepped.append(weakref.ref(optimizer))
         state = self._model_state(roots, parameters, buffers)
-        return {**state, **self._digests.optimizer(optimizer)}
+        digests = self._digests.optimizer(optimizer)
+        return replace(state, optimizer=digests["optimizer"], parameters=digests["parameters"])
 
-    def state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the fields of `trace.ModelState`, without the optimizer's own state."""
+    def state(self, optimizer: Any) -> ModelState:
+        """Return the state of the models that an optimizer trains, without its own state."""
         roots, parameters = self._trained_by(optimizer)
         return self._model_state(roots, parameters, self._buffers(roots))
 
@@ -77,31 +79,28 @@ class TrainingState:
         """Return the number of an optimizer that has stepped, in the order of first steps."""
         return list(self._roots).index(id(optimizer))
 
-    def saved_states(self) -> list[dict[str, Any] | None]:
-        """Return the fields of `trace.SavedState` for each optimizer that has stepped.
-
-        They are None for an optimizer that no longer exists.
-        """
-        states: list[dict[str, Any] | None] = []
+    def saved_states(self) -> list[SavedState | None]:
+        """Return the state of each optimizer that has stepped; None if it no longer exists."""
+        states: list[SavedState | None] = []
         for reference in self._stepped:
             optimizer = reference()
             if optimizer is None:
                 states.append(None)
                 continue
             buffers = self._buffers(self._root_modules(optimizer))
-            states.append({"buffers": buffers, **self._digests.optimizer(optimizer)})
+            states.append(SavedState(buffers=buffers, **self._digests.optimizer(optimizer)))
         return states
 
-    def _buffers(self, roots: list[Any]) -> list[str]:
+    def _buffers(self, roots: list[Any]) -> list[str | None]:
         return [self._digests.tensors(root.named_buffers()) for root in roots]
 
     def _model_state(
         self,
         roots: list[Any],
         parameters: list[tuple[str, Any]],
-        buffers: Sequence[str | None],
-    ) -> dict[str, Any]:
-        """Return the fields of `trace.ModelState`, without those of the optimizer.
+        buffers: list[str | None],
+    ) -> ModelState:
+        """Return the state of some models.
 
         Args:
             roots: The root modules, empty if the script has none.
@@ -114,13 +113,13 @@ class TrainingState:
         identities = [id(root) for root in roots]
         if not roots:
             identities = [id(parameter) for _, parameter in parameters]
-        return {
-            "weights": self._digests.tensors(parameters),
-            "buffers": buffers,
-            "sample": sample,
-            "structure": f"{[type(root).__name__ for root in roots]} {len(parameters)}",
-            "roots": identities,
-        }
+        return ModelState(
+            weights=self._digests.tensors(parameters),
+            buffers=buffers,
+            sample=sample,
+            structure=f"{[type(root).__name__ for root in roots]} {len(parameters)}",
+            roots=identities,
+        )
 
     def _trained_by(self, optimizer: Any) -> tuple[list[Any], list[tuple[str, Any]]]:
         """Return the root modules that an optimizer trains, and their trained parameters by name.
@@ -171,16 +170,22 @@ def find_root_modules(torch: Any, optimizer: Any) -> list[Any]:
     All objects that the garbage collector knows are searched.
     """
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
-    inner = {id(child) for module in modules for child in _children(module)}
+    # Not `module.children()`: a constructor may not have finished, so `_modules` may be missing.
+    inner = {
+        id(child) for module in modules for child in module.__dict__.get("_modules", {}).values()
+    }
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     roots = []
     for module in modules:
-        # A module whose constructor has not finished has no `_parameters` yet.
         if id(module) in inner or "_parameters" not in module.__dict__:
             continue
         if any(id(parameter) in wanted for parameter in module.parameters()):
             roots.append(module)
-    return sorted(roots, key=_stable_key)
+    # This order is the same in every run.
+    return sorted(
+        roots,
+        key=lambda root: (type(root).__name__, [name for name, _ in root.named_parameters()]),
+    )
 
 
 def first_numbers(parameter: Any) -> list[float]:
@@ -189,13 +194,3 @@ def first_numbers(parameter: Any) -> list[float]:
     flat = local.detach().reshape(-1)
     numbers: list[float] = flat[:NUMBERS_PER_PARAMETER].double().tolist()
     return numbers
-
-
-def _children(module: Any) -> Iterator[Any]:
-    # Not `module.children()`: the constructor may not have finished.
-    yield from module.__dict__.get("_modules", {}).values()
-
-
-def _stable_key(module: Any) -> tuple[str, list[str]]:
-    """Return a sort key that is the same in every run."""
-    return type(module).__name__, [name for name, _ in module.named_parameters()]
