@@ -375,10 +375,10 @@ class Supervisor:
         """Return True after `seconds`, or False as soon as a signal asks us to end."""
         deadline = time.monotonic() + seconds
         while True:
-            for number in signals.take():
+            for received in signals.take():
                 # Between attempts there is no command that could handle the signal.
-                if number in FORWARDED:
-                    self.emit(process_events.Signal(number=number))
+                if received.number in FORWARDED:
+                    self.emit(process_events.Signal(number=received.number))
                     return False
             left_seconds = deadline - time.monotonic()
             if left_seconds <= 0:
