@@ -52,7 +52,7 @@ _MAX_WEIGHED_OBJECTS = 2_000
 
 
 @dataclass(slots=True)
-class Weight:
+class RetainedMemory:
     """The memory that an object keeps alive.
 
     Args:
@@ -222,7 +222,7 @@ class Census:
 
     # --- weighing ---
 
-    def weigh(self, target: Any, counted: set[int]) -> Weight:
+    def weigh(self, target: Any, counted: set[int]) -> RetainedMemory:
         """Return the memory that an object keeps alive, itself included.
 
         Args:
@@ -230,35 +230,37 @@ class Census:
             counted: Ids of memory that was already counted and is not counted again. Newly counted
                 memory is added.
         """
-        weight = Weight()
+        retained = RetainedMemory()
         met = {id(target)}
         remaining = [target]
         while remaining and len(met) < _MAX_WEIGHED_OBJECTS:
             current = remaining.pop()
             kind = type(current)
             if issubclass(kind, self._array_types):
-                self._add_array(weight, current, counted)
+                self._add_array(retained, current, counted)
             elif _is_weighed(kind):
-                weight.bytes += sys.getsizeof(current) if kind in _BUILT_IN else kind.__basicsize__
+                retained.bytes += (
+                    sys.getsizeof(current) if kind in _BUILT_IN else kind.__basicsize__
+                )
                 if is_a(current, types.TracebackType):
-                    weight.has_traceback = True
+                    retained.has_traceback = True
                 for inner in _inside(current):
                     if id(inner) not in met:
                         met.add(id(inner))
                         remaining.append(inner)
-        return weight
+        return retained
 
-    def _add_array(self, weight: Weight, array: Any, counted: set[int]) -> None:
-        """Add a tensor or an array to a weight; memory that was already counted adds no bytes."""
+    def _add_array(self, retained: RetainedMemory, array: Any, counted: set[int]) -> None:
+        """Add a tensor or an array; memory that was already counted adds no bytes."""
         storage, size = self._storage_of(array)
-        if is_a(array, self._tensor_type) and size >= weight.largest_tensor_bytes:
-            weight.largest_tensor_bytes = size
-            weight.device = str(array.device.type)
-        if not weight.has_graph:
-            weight.has_graph = count_graph_nodes(array, 1) > 0
+        if is_a(array, self._tensor_type) and size >= retained.largest_tensor_bytes:
+            retained.largest_tensor_bytes = size
+            retained.device = str(array.device.type)
+        if not retained.has_graph:
+            retained.has_graph = count_graph_nodes(array, 1) > 0
         if storage not in counted:
             counted.add(storage)
-            weight.bytes += size
+            retained.bytes += size
 
 
 def _is_weighed(kind: type) -> bool:

@@ -24,15 +24,15 @@ from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.following import EventFollower, SampleFollower
 from holdfast.recorder.progress import StepSample, request_trace
 from holdfast.recorder.run_files import BOARD_FILE, SAMPLES_FILE, read_processes
-from holdfast.supervise.leaks.growth import Growth, Reading, find_growth
+from holdfast.supervise.leaks.growth import MemoryGrowth, MemoryReading, find_growth
 
 MemoryKind = Literal["host", "device"]
 # How many readings are kept. The slope of a long run needs no more.
 _MAX_READINGS = 2_000
 # Only this many steps before the newest one count, since a leak may begin late.
 _MAX_STEPS = 32_768
-# Growth counts as certain once the run has reached this multiple of the step at which growth was
-# first suspected: by then, most warm-ups have levelled off.
+# Growth counts as certain once the run has reached this multiple of the step at which it was first
+# suspected: by then, most warm-ups have levelled off.
 _CERTAIN_AFTER = 1.25
 # In a run that has ended, smaller total growth is not worth reporting.
 _MIN_BYTES_LOOKING_BACK = 64 << 20
@@ -49,7 +49,7 @@ class _NumberedReading:
     """A reading and the number of its step in this process, counted from 1."""
 
     number: int
-    reading: Reading
+    reading: MemoryReading
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class _ReadingHistory:
         if len(self.readings) < _MAX_READINGS // 4:
             self.interval = max(1, self.interval // 2)
 
-    def find_growth(self) -> Growth | None:
+    def find_growth(self) -> MemoryGrowth | None:
         """Return the endless growth in these readings, or None."""
         return find_growth([reading.reading for reading in self.readings])
 
@@ -203,7 +203,7 @@ class MemoryTrends:
             del trainer.reported[kind]
             self._emit(MemoryTrend(pid=trainer.pid, what=kind, bytes_per_step=0))
 
-    def _is_certain(self, trainer: _Trainer, kind: MemoryKind, growth: Growth) -> bool:
+    def _is_certain(self, trainer: _Trainer, kind: MemoryKind, growth: MemoryGrowth) -> bool:
         """Return whether memory kept growing after the suspicion.
 
         In a run that has ended, it must have grown in both parts of the run.
@@ -215,7 +215,7 @@ class MemoryTrends:
             return False
         return trainer.history[kind].grew_early()
 
-    def _on_growth(self, trainer: _Trainer, kind: MemoryKind, growth: Growth) -> None:
+    def _on_growth(self, trainer: _Trainer, kind: MemoryKind, growth: MemoryGrowth) -> None:
         """Report growth that is new, or will exhaust memory much sooner than last reported."""
         minutes_left = self._minutes_left(kind, growth)
         is_new = kind not in trainer.reported
@@ -240,7 +240,7 @@ class MemoryTrends:
             with suppress(OSError):
                 request_trace(trainer.folder / BOARD_FILE, trainer.trace_requests)
 
-    def _minutes_left(self, kind: MemoryKind, growth: Growth) -> float | None:
+    def _minutes_left(self, kind: MemoryKind, growth: MemoryGrowth) -> float | None:
         """Return the minutes until the host's memory is used up; None if unknown (a device)."""
         available_bytes = self._available_bytes() if kind == "host" else None
         if available_bytes is None:
@@ -263,7 +263,9 @@ def _readings_of(
         used_bytes = sample.host_bytes if kind == "host" else sample.device_allocated_bytes
         # 0 means that memory was not read at this step.
         if used_bytes > 0:
-            reading = Reading(step=sample.step, seconds=sample.unix_seconds, used_bytes=used_bytes)
+            reading = MemoryReading(
+                step=sample.step, seconds=sample.unix_seconds, used_bytes=used_bytes
+            )
             readings.append(_NumberedReading(number, reading))
     return readings
 
@@ -275,7 +277,7 @@ def _is_much_nearer(minutes_left: float | None, minutes_before: float | None) ->
     return minutes_before is None or minutes_left < _REPEAT_AT_SHARE * minutes_before
 
 
-def _describe_growth(kind: MemoryKind, growth: Growth, minutes_left: float | None) -> str:
+def _describe_growth(kind: MemoryKind, growth: MemoryGrowth, minutes_left: float | None) -> str:
     memory = "memory" if kind == "host" else "device memory"
     text = f"{memory} grows by {size(growth.bytes_per_step)} per step"
     if minutes_left is not None:
