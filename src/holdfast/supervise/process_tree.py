@@ -30,7 +30,7 @@ _LOOK_SECONDS = 0.01
 _SENTINEL_SECONDS = 20.0
 
 
-class Process:
+class ProcessStat:
     """One row of the process table."""
 
     __slots__ = ("pid", "ppid", "session", "state", "ticks")
@@ -46,13 +46,13 @@ class Process:
         self.ticks = ticks
 
 
-def read_process(pid: int) -> Process | None:
+def read_process(pid: int) -> ProcessStat | None:
     """Return one process, or None if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - faster, of all processes
             # The name of the program, in parentheses, may contain anything.
             words = file.read().rpartition(b")")[2].split()
-        return Process(
+        return ProcessStat(
             pid=pid,
             ppid=int(words[1]),
             session=int(words[3]),
@@ -63,7 +63,13 @@ def read_process(pid: int) -> Process | None:
         return None
 
 
-def read_table() -> dict[int, Process]:
+def read_start_ticks() -> int:
+    """Return when this process started, in clock ticks since boot; 0 if ``/proc`` is missing."""
+    process = read_process(os.getpid())
+    return 0 if process is None else process.ticks
+
+
+def read_table() -> dict[int, ProcessStat]:
     """Return all processes by PID; takes about 20 microseconds per process."""
     table = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - faster
@@ -74,16 +80,22 @@ def read_table() -> dict[int, Process]:
     return table
 
 
-def descendants(table: dict[int, Process], of: Iterable[int]) -> set[int]:
+def children_by_parent(table: dict[int, ProcessStat]) -> dict[int, list[int]]:
+    """Return the PIDs of the children of each process that has any, by its PID."""
+    children: dict[int, list[int]] = {}
+    for process in table.values():
+        children.setdefault(process.ppid, []).append(process.pid)
+    return children
+
+
+def descendants(table: dict[int, ProcessStat], of: Iterable[int]) -> set[int]:
     """Return the PIDs of all descendants of these processes.
 
     Args:
         table: All processes.
         of: PIDs; they themselves are not returned, unless one descends from another.
     """
-    children: dict[int, list[int]] = {}
-    for process in table.values():
-        children.setdefault(process.ppid, []).append(process.pid)
+    children = children_by_parent(table)
     pids: set[int] = set()
     parents = list(of)
     while parents:
@@ -141,7 +153,7 @@ class Tree:
             if child.state == "Z" and child.pid not in waited_for
         ]
 
-    def _children(self, table: dict[int, Process]) -> list[Process]:
+    def _children(self, table: dict[int, ProcessStat]) -> list[ProcessStat]:
         return [
             process
             for process in table.values()

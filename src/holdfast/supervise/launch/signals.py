@@ -25,7 +25,13 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from holdfast.supervise.process_tree import Tree, catches, read_table, signal_all
+from holdfast.supervise.process_tree import (
+    Tree,
+    catches,
+    children_by_parent,
+    read_table,
+    signal_all,
+)
 
 TO_GROUP = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGHUP})
 TO_COMMAND = frozenset({signal.SIGTERM})
@@ -167,9 +173,7 @@ def find_handlers(command: int, number: int) -> set[int]:
 
     Descendants of such a process are left out: it is up to their ancestor to notify them.
     """
-    children: dict[int, list[int]] = {}
-    for process in read_table().values():
-        children.setdefault(process.ppid, []).append(process.pid)
+    children = children_by_parent(read_table())
     handlers: set[int] = set()
     pids = [command]
     while pids:

@@ -36,6 +36,7 @@ from holdfast.supervise.observe import logged_scalars
 from holdfast.supervise.observe.launchers import find_launcher_name, leave_signals_to_ranks
 from holdfast.supervise.observe.process_end import ProcessEnd
 from holdfast.supervise.observe.stack_writer import StackWriter
+from holdfast.supervise.process_tree import read_start_ticks
 
 if TYPE_CHECKING:
     from holdfast.core.events.data import EventData
@@ -146,7 +147,7 @@ class ProcessObserver:
     def _open(self) -> ProgressBoard:
         self._info = ProcessInfo(
             pid=os.getpid(),
-            ticks=_read_start_ticks(),
+            ticks=read_start_ticks(),
             ppid=os.getppid(),
             attempt=self._attempt,
             started=time.time(),
@@ -298,14 +299,6 @@ class ProcessObserver:
                 self._steps.reset_after_fork()
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
             self.note_error(error)
-
-
-def _read_start_ticks() -> int:
-    """Return when this process started, in clock ticks since boot: field 22 of ``stat``."""
-    with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - of the system
-        # The name of the program, in parentheses, may contain anything.
-        words = file.read().rpartition(b")")[2].split()
-    return int(words[19])
 
 
 def _read_number(*names: str) -> int | None:

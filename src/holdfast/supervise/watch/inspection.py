@@ -22,7 +22,7 @@ from holdfast.explain.hangs.blame import Diagnosis, diagnose_hang
 from holdfast.explain.hangs.classification import thread_to_blame
 from holdfast.explain.hangs.evidence import Examined
 from holdfast.explain.hangs.frames import is_in_backward
-from holdfast.supervise.process_tree import Process, descendants, read_table
+from holdfast.supervise.process_tree import ProcessStat, descendants, read_table
 from holdfast.supervise.watch.process_evidence import is_python
 from holdfast.supervise.watch.py_spy import find_py_spy
 from holdfast.supervise.watch.stacks import StackSampler, Subject, stays_at_same_lines
@@ -193,7 +193,7 @@ def find_subjects(pid: int, seconds: float) -> list[Subject]:
     ]
 
 
-def _check_exists(pid: int, table: dict[int, Process]) -> None:
+def _check_exists(pid: int, table: dict[int, ProcessStat]) -> None:
     if pid not in table or table[pid].state in "ZX":
         raise _cannot_inspect(
             f"no process with PID {pid}",
@@ -228,7 +228,7 @@ def _check_py_spy() -> None:
         )
 
 
-def _choose_judged(pids: Sequence[int], table: dict[int, Process]) -> list[int]:
+def _choose_judged(pids: Sequence[int], table: dict[int, ProcessStat]) -> list[int]:
     """Return the processes whose progress counts: ranks, or else those that use torch.
 
     If a process and its descendant both qualify, only the topmost counts. A launcher has neither a

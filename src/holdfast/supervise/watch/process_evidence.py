@@ -77,7 +77,7 @@ _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class ThreadWait:
     """What a thread waits for.
 
     Args:
@@ -103,7 +103,7 @@ class KernelView:
     state: str
     cpu_seconds: float
     io_bytes: int
-    waits: dict[int, Wait]
+    waits: dict[int, ThreadWait]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def _read_io_bytes(pid: int) -> int:
     return total
 
 
-def _read_wait(pid: int, thread: int, code_ranges: Callable[[], list[_CodeRange]]) -> Wait:
+def _read_wait(pid: int, thread: int, code_ranges: Callable[[], list[_CodeRange]]) -> ThreadWait:
     """Return what a thread waits for, with the file, pipe or socket concerned."""
     folder = f"/proc/{pid}/task/{thread}"
     channel = _read_text(f"{folder}/wchan").strip()
@@ -195,7 +195,7 @@ def _read_wait(pid: int, thread: int, code_ranges: Callable[[], list[_CodeRange]
         target=target,
         library=library,
     )
-    return Wait(waits=waits, target=clean(target))
+    return ThreadWait(waits=waits, target=clean(target))
 
 
 def _file_at(address: int, code_ranges: list[_CodeRange]) -> str:

@@ -26,7 +26,7 @@ from holdfast.recorder.run_files import FAULTHANDLER_FILE, STACKS_FOLDER
 from holdfast.supervise.watch.faulthandler_dumps import ask_for_stacks
 from holdfast.supervise.watch.process_evidence import (
     KernelView,
-    Wait,
+    ThreadWait,
     is_python,
     read_kernel_view,
     uses_gpu,
@@ -253,7 +253,7 @@ def _add_waits(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tup
     complete = []
     for thread in [*main, *others]:
         tid = pid if thread.main else only_other_tid or thread.tid
-        wait = view.waits.get(tid, Wait())
+        wait = view.waits.get(tid, ThreadWait())
         complete.append(replace(thread, tid=tid, waits=wait.waits, target=wait.target))
     return tuple(complete)
 

@@ -30,7 +30,7 @@ from holdfast.explain.hangs.blame import (
 from holdfast.explain.hangs.evidence import Examined
 from holdfast.recorder.progress import Phase
 from holdfast.recorder.run_files import STACKS_SIGNAL
-from holdfast.supervise.process_tree import Process, descendants, read_process, read_table
+from holdfast.supervise.process_tree import ProcessStat, descendants, read_process, read_table
 from holdfast.supervise.watch.attempt_watch import AttemptWatch
 from holdfast.supervise.watch.processes import WatchedProcess, WatchedProcesses
 from holdfast.supervise.watch.stacks import StackDump, StackSampler, Subject
@@ -422,7 +422,7 @@ class Watchdog:
 
 
 def _make_subject(
-    process: Process, watched: WatchedProcess | None, judged_at: float | None
+    process: ProcessStat, watched: WatchedProcess | None, judged_at: float | None
 ) -> Subject:
     """Return a process to examine.
 
