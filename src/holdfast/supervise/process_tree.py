@@ -33,9 +33,11 @@ _SENTINEL_SECONDS = 20.0
 class ProcessStat:
     """One row of the process table."""
 
-    __slots__ = ("pid", "ppid", "session", "state", "ticks")
+    __slots__ = ("cpu_ticks", "pid", "ppid", "session", "state", "ticks")
 
-    def __init__(self, pid: int, ppid: int, session: int, state: str, ticks: int) -> None:
+    def __init__(
+        self, pid: int, ppid: int, session: int, state: str, ticks: int, cpu_ticks: int
+    ) -> None:
         self.pid = pid
         self.ppid = ppid
         # PID of the session leader.
@@ -44,20 +46,29 @@ class ProcessStat:
         self.state = state
         # When it started, in clock ticks since boot.
         self.ticks = ticks
+        # CPU time of all its threads, in clock ticks.
+        self.cpu_ticks = cpu_ticks
 
 
 def read_process(pid: int) -> ProcessStat | None:
     """Return one process, or None if it does not exist."""
+    return read_stat(f"/proc/{pid}/stat")
+
+
+def read_stat(path: str) -> ProcessStat | None:
+    """Return the process, or the thread, that a ``stat`` file describes; None if it is gone."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - faster, of all processes
+        with open(path, "rb") as file:  # noqa: PTH123 - faster, of all processes
             # The name of the program, in parentheses, may contain anything.
-            words = file.read().rpartition(b")")[2].split()
+            first_word, _, rest = file.read().partition(b" ")
+            words = rest.rpartition(b")")[2].split()
         return ProcessStat(
-            pid=pid,
+            pid=int(first_word),
             ppid=int(words[1]),
             session=int(words[3]),
             state=words[0].decode(),
             ticks=int(words[19]),
+            cpu_ticks=int(words[11]) + int(words[12]),
         )
     except (OSError, ValueError, IndexError):
         return None

@@ -30,7 +30,7 @@ from holdfast.recorder.run_files import (
     read_processes,
     write_process,
 )
-from holdfast.supervise.observe.launchers import find_launcher_name
+from holdfast.supervise.observe.launchers import is_launcher
 from holdfast.supervise.observe.step_tracker import StepTracker
 from holdfast.supervise.observe.values import PendingValue, ValueReader
 
@@ -583,7 +583,7 @@ def test_a_damaged_process_is_passed_over(tmp_path: Path, damage: bytes) -> None
 )
 def test_what_a_launcher_is(line: str, launches: bool) -> None:
     """Programs that start ranks are known by their command line."""
-    assert (find_launcher_name(line.split()) is not None) is launches
+    assert is_launcher(line.split()) is launches
 
 
 def test_a_start_beyond_floats_stops_no_reader(tmp_path: Path) -> None:

@@ -89,9 +89,6 @@ class Census:
     def look(self, frames: Frames) -> None:
         """Take the next look.
 
-        Args:
-            frames: Frames of running functions.
-
         Raises:
             MemoryError: If there are too many objects.
         """
@@ -122,11 +119,7 @@ class Census:
     # --- measuring ---
 
     def measure(self, frames: Frames) -> Iterator[tuple[Key, int, Any]]:
-        """Yield key, size and object of everything at the first look, later only of what has grown.
-
-        Args:
-            frames: Frames of running functions.
-        """
+        """Yield key, size and object of everything at the first look, later of what has grown."""
         for candidate in _all_objects():
             kind = type(candidate)
             role: Any = self._roles.get(kind)

@@ -63,12 +63,7 @@ class _Walk:
         self.was_cut = False
 
     def extend(self, referrers: Iterable[tuple[Any, Any]]) -> None:
-        """Go one level further.
-
-        Args:
-            referrers: Objects that refer to the frontier, each with the frontier object it refers
-                to.
-        """
+        """Go one level further, to objects that each refer to an object of the frontier."""
         self.frontier = []
         for holder, held in referrers:
             chain = [*self.chains[id(held)], holder]
@@ -168,9 +163,7 @@ class HolderSearch:
     def _find_referrers(self, below: list[Any], excluded: set[int]) -> list[tuple[Any, Any]]:
         """Return the objects that refer to `below`, each with the object it refers to.
 
-        Args:
-            below: The objects whose referrers are wanted.
-            excluded: `id` of each of our containers that holds one.
+        `excluded` has the `id` of each of our containers that holds one of them.
         """
         referrers = []
         by_id = {id(member): member for member in below}

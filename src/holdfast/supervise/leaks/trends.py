@@ -44,14 +44,6 @@ _MAX_TEXT_LENGTH = 200
 _PAUSE_PER_LOOK = 100
 
 
-@dataclass(frozen=True, slots=True)
-class _NumberedReading:
-    """A reading and the number of its step in this process, counted from 1."""
-
-    number: int
-    reading: MemoryReading
-
-
 @dataclass(slots=True)
 class _ReadingHistory:
     """The readings of the newest steps, thinned to every n-th step in long runs.
@@ -59,19 +51,19 @@ class _ReadingHistory:
     Keeping all samples would take 0.5 KiB per step.
     """
 
-    readings: list[_NumberedReading] = field(default_factory=list)
+    readings: list[MemoryReading] = field(default_factory=list)
     # How many readings were added so far; of these, every `interval`-th is kept.
     added: int = 0
     interval: int = 1
 
-    def add(self, readings: Sequence[_NumberedReading], newest_number: int) -> None:
+    def add(self, readings: Sequence[MemoryReading], newest_step: int) -> None:
         """Add readings, and drop those of steps long before the newest one."""
         for reading in readings:
             if self.added % self.interval == 0:
                 self.readings.append(reading)
             self.added += 1
-        oldest_number = newest_number - _MAX_STEPS
-        self.readings = [reading for reading in self.readings if reading.number > oldest_number]
+        oldest_step = newest_step - _MAX_STEPS
+        self.readings = [reading for reading in self.readings if reading.step > oldest_step]
         while len(self.readings) > _MAX_READINGS:
             self.readings = self.readings[::2]
             self.interval *= 2
@@ -81,12 +73,12 @@ class _ReadingHistory:
 
     def find_growth(self) -> MemoryGrowth | None:
         """Return the endless growth in these readings, or None."""
-        return find_growth([reading.reading for reading in self.readings])
+        return find_growth(self.readings)
 
     def grew_early(self) -> bool:
         """Return whether memory already grew in the part up to where a suspicion is confirmed."""
         count = int(len(self.readings) / _CERTAIN_AFTER)
-        return find_growth([reading.reading for reading in self.readings[:count]]) is not None
+        return find_growth(self.readings[:count]) is not None
 
 
 @dataclass(slots=True)
@@ -97,8 +89,7 @@ class _Trainer:
     pid: int
     events: EventFollower
     samples: SampleFollower
-    # Number of steps read so far, and the newest step in the training's own count.
-    step_count: int = 0
+    # The newest step.
     step: int = 0
     history: dict[MemoryKind, _ReadingHistory] = field(
         default_factory=lambda: {"host": _ReadingHistory(), "device": _ReadingHistory()}
@@ -186,10 +177,8 @@ class MemoryTrends:
             trainer.step = samples[-1].step
         elif not self._is_over:
             return
-        first_number = trainer.step_count + 1
-        trainer.step_count += len(samples)
         for kind, history in trainer.history.items():
-            history.add(_readings_of(samples, kind, first_number), trainer.step_count)
+            history.add(_readings_of(samples, kind), trainer.step)
             growth = history.find_growth()
             if growth is None:
                 self._on_no_growth(trainer, kind)
@@ -254,19 +243,16 @@ class MemoryTrends:
             self._say(line)
 
 
-def _readings_of(
-    samples: Sequence[StepSample], kind: MemoryKind, first_number: int
-) -> list[_NumberedReading]:
-    """Return the readings in samples; `first_number` numbers the first sample's step."""
+def _readings_of(samples: Sequence[StepSample], kind: MemoryKind) -> list[MemoryReading]:
+    """Return the readings of one kind of memory in samples."""
     readings = []
-    for number, sample in enumerate(samples, first_number):
+    for sample in samples:
         used_bytes = sample.host_bytes if kind == "host" else sample.device_allocated_bytes
         # 0 means that memory was not read at this step.
         if used_bytes > 0:
-            reading = MemoryReading(
-                step=sample.step, seconds=sample.unix_seconds, used_bytes=used_bytes
+            readings.append(
+                MemoryReading(step=sample.step, seconds=sample.unix_seconds, used_bytes=used_bytes)
             )
-            readings.append(_NumberedReading(number, reading))
     return readings
 
 

@@ -31,12 +31,7 @@ _SAVERS = {
 
 
 def install(torch: ModuleType, observer: ObservedProcess) -> StepTracker:
-    """Start observing the training in this process.
-
-    Args:
-        torch: The torch module.
-        observer: The observer of this process.
-    """
+    """Start observing the training in this process."""
     tracker = StepTracker(observer, torch, partial(_was_any_made, torch.optim.Optimizer))
     hooks = _Hooks(torch, observer, tracker)
     installers: dict[str, Callable[[Any], None]] = {

@@ -33,7 +33,7 @@ from holdfast.recorder.run_files import (
 )
 from holdfast.recorder.scalars import Found, Scalars, outlets
 from holdfast.supervise.observe import logged_scalars
-from holdfast.supervise.observe.launchers import find_launcher_name, leave_signals_to_ranks
+from holdfast.supervise.observe.launchers import is_launcher, leave_signals_to_ranks
 from holdfast.supervise.observe.process_end import ProcessEnd
 from holdfast.supervise.observe.stack_writer import StackWriter
 from holdfast.supervise.process_tree import read_start_ticks
@@ -71,9 +71,6 @@ def start(run: str) -> None:
 
     ``injected/sitecustomize.py`` calls it.
 
-    Args:
-        run: Path of the run directory.
-
     Raises:
         OSError: If the run directory cannot be written.
     """
@@ -86,10 +83,6 @@ def start(run: str) -> None:
 class ProcessObserver:
     """Observes this process and the processes forked from it.
 
-    Args:
-        run_path: The run directory.
-        attempt: Number of the attempt.
-
     Raises:
         OSError: If the folder of this process cannot be created or written.
     """
@@ -98,7 +91,7 @@ class ProcessObserver:
         self._run_path = run_path
         self._attempt = attempt
         self._torch_version: str | None = None
-        self._role: ProcessRole = "launcher" if find_launcher_name(sys.orig_argv) else "other"
+        self._role: ProcessRole = "launcher" if is_launcher(sys.orig_argv) else "other"
         if self._role == "launcher":
             leave_signals_to_ranks()
         self._steps: StepTracker | None = None

@@ -68,9 +68,7 @@ class _LateValue:
 class StepRecorder:
     """Records the steps of this process, and the settings of its optimizers.
 
-    Args:
-        observer: The process.
-        reader: Takes back the slots of values that have arrived.
+    `reader` takes back the slots of values that have arrived.
     """
 
     def __init__(self, observer: ObservedProcess, reader: ValueReader) -> None:

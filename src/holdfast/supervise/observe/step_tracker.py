@@ -51,9 +51,6 @@ class TrainingThread:
     """The thread that trains, and the calls that it is in.
 
     ``hooks`` reports only the outermost of several nested calls.
-
-    Args:
-        identifier: Its identifier.
     """
 
     def __init__(self, identifier: int) -> None:
@@ -68,10 +65,7 @@ class TrainingThread:
 class StepTracker:
     """Counts the steps of this process.
 
-    Args:
-        observer: The process.
-        torch: The module.
-        has_optimizer: Returns whether any optimizer was created.
+    `has_optimizer` returns whether any optimizer was created.
     """
 
     def __init__(

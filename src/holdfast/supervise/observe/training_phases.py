@@ -11,11 +11,7 @@ from holdfast.supervise.observe.observed_process import ObservedProcess, noted
 
 
 class TrainingPhases:
-    """Shows the phases of a process that do not depend on its steps.
-
-    Args:
-        observer: The process.
-    """
+    """Shows the phases of a process that do not depend on its steps."""
 
     def __init__(self, observer: ObservedProcess) -> None:
         self.observer = observer

@@ -52,22 +52,13 @@ class NativeFunction:
 
 
 class PySpy:
-    """Runs py-spy on other processes.
-
-    Args:
-        program: Path of py-spy; empty if it is not installed.
-    """
+    """Runs py-spy on other processes. Its path is empty if it is not installed."""
 
     def __init__(self, program: str) -> None:
         self._program = program
 
     def read_threads(self, pid: int, *, is_stopped: bool) -> tuple[ThreadLook, ...] | None:
-        """Return the threads of a process; None if py-spy is missing, not permitted, or fails.
-
-        Args:
-            pid: The process.
-            is_stopped: Whether a signal has stopped it.
-        """
+        """Return the threads of a process; None if py-spy is missing, not permitted, or fails."""
         dump = self._dump(pid, ["--nonblocking"], _DUMP_SECONDS)
         if dump is None and not is_stopped:
             # A stack that changes while it is read may be inconsistent, so then let py-spy pause
