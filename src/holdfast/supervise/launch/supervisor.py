@@ -130,28 +130,31 @@ class Supervisor:
         self._environment = dict(os.environ)
         self._history: list[PastAttempt] = []
         self._event_lock = threading.Lock()
-        host = HostPosition()
+        shared_path = options.run_path.expanduser()
+        position = HostPosition()
         if options.is_run_path_shared:
-            host = find_host(options.command, self._environment)
-        path = options.run_path
-        if host.count > 1:
-            path = path / f"host-{host.number}"
-        self._folder = RunFolder(path)
+            position = find_host(options.command, self._environment)
+        is_one_of_several = position.count > 1
+        if is_one_of_several:
+            self._folder = RunFolder(shared_path / f"host-{position.number}")
+        else:
+            self._folder = RunFolder(shared_path)
         self.run_path = self._folder.path
-        with ExitStack() as on_error:
-            on_error.callback(self._folder.close)
+        self._hosts: Hosts | None = None
+        try:
             # Number of the attempt, from 0; in a run directory that was used before, numbering
             # continues.
             self._number = self._folder.next_attempt()
             self._open_recording()
             # Only after taking the lock, so that a second supervisor on this host publishes
             # nothing.
-            self._hosts: Hosts | None = None
-            if host.count > 1:
-                self._hosts = Hosts(options.run_path.expanduser(), host)
-            on_error.pop_all()
+            if is_one_of_several:
+                self._hosts = Hosts(shared_path, position)
+        except BaseException:
+            self._folder.close()
+            raise
         self._copier = OutputCopier(self._log, quiet=quiet)
-        self._folder.update_last_link(options.run_path.expanduser().absolute())
+        self._folder.update_last_link(shared_path.absolute())
 
     def _open_recording(self) -> None:
         try:

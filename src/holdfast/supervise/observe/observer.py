@@ -112,7 +112,7 @@ class ProcessObserver:
 
     def _reset(self) -> None:
         """Reset everything that was opened; called at the start and in a forked process."""
-        # None makes the next use of `board` open one.
+        # The next use of `board` opens a new one.
         vars(self).pop("board", None)
         self._has_exited = False
         self._folder: Path | None = None
@@ -166,8 +166,13 @@ class ProcessObserver:
         facts["stacks_signal"] = self._stacks.signal
         write_process(self._run_path, self._info._replace(**facts))
 
+    def _open_if_forked(self) -> None:
+        """Create the folder of a forked process, which otherwise its first use of a board does."""
+        _ = self.board
+
     def _own_folder(self) -> Path:
-        if self.board is None or self._folder is None:
+        self._open_if_forked()
+        if self._folder is None:
             raise FileNotFoundError("this process has no folder")
         return self._folder
 
@@ -220,7 +225,8 @@ class ProcessObserver:
     def set_role(self, role: ProcessRole) -> None:
         """Show the role that this process has turned out to have. Never raises."""
         try:
-            if self.board is not None and role != self._role:
+            self._open_if_forked()
+            if role != self._role:
                 self._role = role
                 self._write_description()
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
