@@ -1,4 +1,4 @@
-"""`ObservedProcess`: what the parts that follow a training need from the observer."""
+"""`ObservedProcess`: what the parts that track training need from the observer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ObservedProcess(Protocol):
-    """The part of `ProcessObserver` that they need."""
+    """The part of `ProcessObserver` that they use."""
 
     watch: ImportWatch
 

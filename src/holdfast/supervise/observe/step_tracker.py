@@ -244,17 +244,8 @@ class StepTracker:
 
     # --- optimizer ---
 
-    def optimizer_begins(
-        self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """An optimizer is about to step.
-
-        If `step` is called with a closure, it runs forward and backward itself.
-
-        Args:
-            args: Arguments of `step`, the optimizer first.
-            kwargs: Its keyword arguments.
-        """
+    def optimizer_begins(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """An optimizer is about to step; a closure may call backward within this step."""
         if self.is_compiling():
             return
         try:
@@ -262,9 +253,7 @@ class StepTracker:
             self._in_optimizer = True
             board = self.observer.board
             self._phase_before_optimizer = board.phase
-            if (len(args) > 1 or kwargs) and _has_closure(args, kwargs):
-                board.enter(self.phases.training)
-            elif board.made > 0:
+            if board.made > 0:
                 board.enter(_OPTIMIZER)
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
             self.observer.note_error(error)
@@ -369,8 +358,3 @@ class StepTracker:
 
             self._leak_tracer = LeakTracer(self.observer.emit)
         self._leak_tracer.after_step(request)
-
-
-def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether these arguments of an optimizer's `step` include a closure."""
-    return any(argument is not None for argument in (*args[1:], *kwargs.values()))

@@ -48,8 +48,6 @@ _MORE_APART_SECONDS = (0.01, 0.05)
 _RANDOM = random.SystemRandom()
 # A process computes if it uses at least this share of one processor.
 _BUSY_CPU_SHARE = 0.3
-# How many dumps are kept, at about 5 KB each.
-_MAX_DUMP_FILES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +121,6 @@ class StackSampler:
             self._pause(max(0.0, _APART_SECONDS - elapsed_seconds))
             remaining = self._look_and_write(pool, remaining, "b", files)
             processes = tuple(pool.map(self._look_closer, remaining))
-        self._delete_old_files()
         return StackDump(
             processes=processes,
             files={pid: tuple(names) for pid, names in files.items()},
@@ -171,12 +168,6 @@ class StackSampler:
         make_folder(self._folder.parent, self._folder.name)
         with create_file(self._folder / name) as file:
             file.write(describe(about).encode("utf-8", "replace"))
-
-    def _delete_old_files(self) -> None:
-        """Delete all but the newest files, which could otherwise fill a disk within weeks."""
-        with suppress(OSError):
-            for path in sorted(self._folder.glob("*.txt"))[:-_MAX_DUMP_FILES]:
-                path.unlink()
 
     # --- looks ---
 
