@@ -97,15 +97,18 @@ def find_leaks(census: Census, frames: Frames, steps: int) -> list[Leak]:
     # Keyed by the place that keeps it: a leak is reported once, by its heaviest object.
     leaks: dict[str, _RankedLeak] = {}
     for growing in growing_objects[:_MAX_FOLLOWED]:
-        # A growing container is followed to its own holder; what is inside one is reported with it.
-        stops = frozenset[int]() if growing.measure == "length" else growing_containers
-        path = search.find_path(targets[growing.target], {id(targets)}, stops)
+        stop_at: frozenset[int] = frozenset()
+        if growing.measure != "length":
+            # What is inside a growing container is reported with that container.
+            stop_at = growing_containers
+        path = search.find_path(targets[growing.target], {id(targets)}, stop_at)
         is_our_own = any(link.file.startswith(OWN_FOLDER) for link in path.links)
         if path.root in ("container", "unknown") or is_our_own:
             continue
-        line = lines.find_keeping_line(path.links)
-        leak = _make_leak(growing, path, line)
-        place = "cycle" if leak.form == "cycle" else line or leak.held_by
+        leak = _make_leak(growing, path, lines.find_keeping_line(path.links))
+        place = leak.retained_at or leak.held_by
+        if leak.form == "cycle":
+            place = "cycle"
         leaks.setdefault(place, _RankedLeak(growing.rank, leak))
     targets.clear()
     return _choose_largest(list(leaks.values()))

@@ -197,18 +197,18 @@ def text_of(links: Sequence[HolderLink]) -> str:
 
 def _append(text: str, link: HolderLink) -> str:
     """Return the text of a path that is one link longer."""
+    # For a script, the entries of `_modules` are attributes.
+    if link.kind == "other" or (link.kind == "attribute" and link.name == "_modules"):
+        return text
     if link.kind == "attribute":
-        # For a script, the entries of `_modules` are attributes.
-        return text if link.name == "_modules" else f"{text or link.owner or '?'}.{link.name}"
+        return f"{text or link.owner or '?'}.{link.name}"
     if link.kind == "entry":
         return f"{text}[{link.name!r}]" if link.name else f"{text}[...]"
     if link.kind == "cache":
         return f"{text}cache of {link.name}"
     if link.kind == "traceback":
         # An exception and its tracebacks are several links but written as one word.
-        return text if text.endswith("(traceback)") else f"{text} (traceback)"
-    if link.kind == "other":
-        return text
+        return text.removesuffix(" (traceback)") + " (traceback)"
     text = f"{text} {link.name}".lstrip()
     if link.kind == "cell":
         return f"{text} (closure of {link.owner})"

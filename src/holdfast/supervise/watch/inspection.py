@@ -187,7 +187,7 @@ def find_subjects(pid: int, seconds: float) -> list[Subject]:
                 seconds=seconds if candidate in judged else 0.0,
                 judged=candidate in judged,
             ),
-            is_observed=True,
+            runs_python=True,
         )
         for candidate in pids
     ]

@@ -85,9 +85,11 @@ class PySpy:
         Returns:
             Names of functions, or of libraries if functions have no names; None if py-spy fails.
         """
+        if not self._program:
+            return None
         names: tuple[str, ...] | None = None
         common_homes: set[str] | None = None
-        for number in range(_NATIVE_LOOKS if self._program else 0):
+        for number in range(_NATIVE_LOOKS):
             if number > 0:
                 pause()
             main_thread = self._dump_main_thread(pid)

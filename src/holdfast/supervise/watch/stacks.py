@@ -58,12 +58,12 @@ class Subject:
         about: What is already known about it.
         folder: Where it writes its stacks on `STACKS_SIGNAL`; None if it does not handle the
             signal.
-        is_observed: Whether it is known to be Python.
+        runs_python: Whether it is known to run Python.
     """
 
     about: Examined
     folder: Path | None = None
-    is_observed: bool = False
+    runs_python: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,24 +178,33 @@ class StackSampler:
         if view.state in ("", "Z", "X"):
             return None
         seconds = time.monotonic()
-        source = "/proc"
-        threads: tuple[ThreadLook, ...] | None = None
-        # A process in an uninterruptible wait responds to nothing.
-        if view.state != "D" and (subject.is_observed or is_python(pid)):
-            is_stopped = view.state in "Tt"
-            source = "py-spy"
-            threads = self._py_spy.read_threads(pid, is_stopped=is_stopped)
-            if threads is None and subject.folder is not None and not is_stopped:
-                source = "faulthandler"
-                threads = ask_for_stacks(pid, subject.folder / FAULTHANDLER_FILE)
+        source, threads = self._read_threads(subject, view)
         return ProcessLook(
             seconds=seconds,
-            source="/proc" if threads is None else source,
+            source=source,
             state=view.state,
             cpu_seconds=view.cpu_seconds,
             io_bytes=view.io_bytes,
-            threads=_add_waits(pid, threads or (), view),
+            threads=_add_waits(pid, threads, view),
         )
+
+    def _read_threads(
+        self, subject: Subject, view: KernelView
+    ) -> tuple[str, tuple[ThreadLook, ...]]:
+        """Return the Python threads of a process, and before them where they were read."""
+        pid = subject.about.pid
+        # A process in an uninterruptible wait responds to nothing.
+        if view.state == "D" or not (subject.runs_python or is_python(pid)):
+            return "/proc", ()
+        is_stopped = view.state in "Tt"
+        threads = self._py_spy.read_threads(pid, is_stopped=is_stopped)
+        if threads is not None:
+            return "py-spy", threads
+        if subject.folder is not None and not is_stopped:
+            threads = ask_for_stacks(pid, subject.folder / FAULTHANDLER_FILE)
+            if threads is not None:
+                return "faulthandler", threads
+        return "/proc", ()
 
     def _look_closer(self, subject: Subject) -> Examined:
         """Look a few more times at a process that computes, and at its native code.
