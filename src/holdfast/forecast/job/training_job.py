@@ -30,13 +30,14 @@ from holdfast.forecast.fake.known_values import worth_knowing
 from holdfast.forecast.fake.stand_ins import several_devices
 from holdfast.forecast.job import building
 from holdfast.forecast.job.building import BuiltJob, Function
-from holdfast.forecast.job.sample_batch import ArraySpec, SampleBatch, Values, cut, leaves_of
+from holdfast.forecast.job.sample_batch import ArraySpec, SampleBatch, Values, cut
 from holdfast.forecast.job.user_functions import (
     CallObserver,
     GuardStandIn,
     called_with_batch,
     is_hooked,
     own_autocasts,
+    takes_guard,
 )
 from holdfast.forecast.trace.attribution import line_of
 from holdfast.forecast.trace.events import Assumption
@@ -46,7 +47,7 @@ from holdfast.memory.recompute import recomputing
 from holdfast.numerics.loss import read_loss
 
 
-class _Placement(enum.Enum):
+class _TensorPlacement(enum.Enum):
     """Where the tensors of a step are placed, in the order in which this is tried."""
 
     AS_BUILT = "its tensors where they were built"
@@ -54,7 +55,16 @@ class _Placement(enum.Enum):
     ALL_ON_DEVICE = "the batch, and tensors created without naming a device, on the device"
 
 
-class Job:
+class _FunctionKind(enum.Enum):
+    """How much of a training step the user's function performs."""
+
+    RETURNS_LOSS = enum.auto()
+    # It clears no gradients and steps no optimizer.
+    RUNS_BACKWARD = enum.auto()
+    MAKES_WHOLE_STEP = enum.auto()
+
+
+class TrainingJob:
     """One training job on the fake device, whose mode must be active.
 
     Args:
@@ -74,9 +84,9 @@ class Job:
         built: BuiltJob,
         device: ForecastDevice,
         *,
-        claim_batch: Callable[[Any], object] = lambda _: None,
-        gradient_accumulation_steps: int = 1,
-        recompute: Sequence[str] = (),
+        claim_batch: Callable[[Any], object],
+        gradient_accumulation_steps: int,
+        recompute: Sequence[str],
     ) -> None:
         _check_single_device(built)
         device.place(*built.models.values())
@@ -92,29 +102,25 @@ class Job:
         self._claim_batch = claim_batch
         self._accumulation_steps = gradient_accumulation_steps
         self._recomputed = [module for name, module in self.blocks if name in recompute]
-        self._placement = _Placement.AS_BUILT
+        self._placement = _TensorPlacement.AS_BUILT
         # None if the step creates its own batches.
         self._sample: SampleBatch | None = None
         if built.has_batch:
             self._sample = SampleBatch(
                 built.batch,
                 size=built.batch_size,
-                split=built.split,
                 read=self._values_of,
                 make=self._make_tensor,
             )
         self._place_of_function = building.place_of(built.function)
-        guard = GuardStandIn(list(self.optimizers), self._step_of_guard)
-        self._uses_guard = building.positional_parameters(built.function)[:1] == ["guard"]
+        self._uses_guard = takes_guard(built.function)
+        guard = GuardStandIn(list(self.optimizers), self._make_guarded_step)
         self._function = called_with_batch(built, guard)
-        # Whether the function itself runs backward or steps optimizers. Until the first step this
-        # is what the factory declared; then it is what was observed.
-        self._acts = built.is_step
-        # Whether this was observed.
-        self._was_seen_to_act = False
-        # Whether it performs the whole step itself: it sets gradients to None and steps the
-        # optimizers.
-        self._has_own_step = built.is_step and not self._uses_guard
+        # What the factory declared. After the first call it is what was observed.
+        self._kind = _FunctionKind.RETURNS_LOSS
+        if built.is_step:
+            self._kind = _FunctionKind.MAKES_WHOLE_STEP
+        self._kind_is_observed = False
         # Names of the optimizers that were stepped in the last step.
         self._stepped: set[str] = set()
         self._scaler = torch.amp.GradScaler(device.device.type, enabled=device.precision == "fp16")
@@ -122,7 +128,8 @@ class Job:
     @property
     def accumulates(self) -> bool:
         """Whether its batch can be split into micro-batches. Known after the first step."""
-        return self._sample is not None and not self._acts
+        returns_loss = self._kind is _FunctionKind.RETURNS_LOSS
+        return self._sample is not None and returns_loss
 
     # The first step.
 
@@ -137,7 +144,7 @@ class Job:
             HoldfastError: H201 to H203 for a loss that `Guard` does not take.
         """
         autocasts: list[torch.autocast] = []
-        for placement in _Placement:
+        for placement in _TensorPlacement:
             self._placement = placement
             try:
                 with own_autocasts(AddedAutocast) as autocasts:
@@ -170,7 +177,7 @@ class Job:
         """
         if error.rule != "H414" or self._device.route == "cpu":
             return False
-        return self._placement is not _Placement.ALL_ON_DEVICE
+        return self._placement is not _TensorPlacement.ALL_ON_DEVICE
 
     def _step_past_checks(self, size: int) -> None:
         """Run a step so that its checks of values pass.
@@ -197,7 +204,7 @@ class Job:
     def _assumed_in_first_step(self) -> Iterator[str]:
         """Yield the assumptions about how the user's function is run."""
         precision = self._device.precision
-        if self._acts and not self._has_own_step:
+        if self._kind is _FunctionKind.RUNS_BACKWARD:
             yield "the function runs backward and steps no optimizer: all were stepped after it"
         own_precision = self._own_precision()
         if own_precision and precision == "fp32":
@@ -205,12 +212,12 @@ class Job:
                 f"no autocast was added: the job has {' and '.join(own_precision)}, and is forecast"
                 " as its code has it"
             )
-        if self._has_own_step and precision != "fp32":
+        if self._kind is _FunctionKind.MAKES_WHOLE_STEP and precision != "fp32":
             yield (
                 f"the part of the step before backward ran under autocast to {precision}; in"
                 " training, the step must do that itself"
             )
-        if self._placement is not _Placement.AS_BUILT:
+        if self._placement is not _TensorPlacement.AS_BUILT:
             yield f"the step ran only with {self._placement.value} of the model"
         if not self.accumulates and self._accumulation_steps > 1:
             yield "the step accumulates gradients itself or not at all"
@@ -242,14 +249,16 @@ class Job:
         self._stepped = set()
         self._device.guesses.begin_step()
         with contextlib.ExitStack() as stack:
-            if self._placement is _Placement.ALL_ON_DEVICE:
+            if self._placement is _TensorPlacement.ALL_ON_DEVICE:
                 stack.enter_context(torch.device(self._device.device))
             if self._recomputed:
                 stack.enter_context(recomputing(self._recomputed, lambda: None, lambda _: None))
             try:
                 micro_batches = self._make_batches(size)
                 if self._uses_guard:
-                    self._step_with_guard(micro_batches[0])
+                    with CallObserver(self._device.autocast) as observer:
+                        self._function(micro_batches[0])
+                    self._stepped |= self._names_of(observer.stepped)
                 else:
                     self._make_step(micro_batches, self._function, list(self.optimizers))
             except HoldfastError:
@@ -264,18 +273,12 @@ class Job:
             return [size]
         count = self._accumulation_steps if self.accumulates else 1
         batch = self._sample.resized(size * count)
-        self._claim_batch(leaves_of(batch))
+        self._claim_batch(batch)
         if self._uses_guard or count == 1:
             return [batch]
         return self._sample.parts(batch, count)
 
-    def _step_with_guard(self, batch: Any) -> None:
-        """Call a ``step(guard, batch)``."""
-        with CallObserver(self._device.autocast) as observer:
-            self._function(batch)
-        self._stepped |= self._names_of(observer.stepped)
-
-    def _step_of_guard(
+    def _make_guarded_step(
         self, batch: Any, function: Function, names: Sequence[str]
     ) -> torch.Tensor | None:
         """Run the step that a ``step(guard, batch)`` requests from its guard."""
@@ -292,7 +295,7 @@ class Job:
             The last loss, or None if the function runs backward itself.
         """
         parameters = self._optimized_parameters(names)
-        if not self._has_own_step:
+        if self._kind is not _FunctionKind.MAKES_WHOLE_STEP:
             for parameter in parameters:
                 parameter.grad = None
         loss = None
@@ -300,20 +303,32 @@ class Job:
             for micro_batch in micro_batches:
                 with observer.calling():
                     returned = function(micro_batch)
-                if observer.acted or self._was_seen_to_act:
-                    continue
-                # It is a loss function, even if the factory called it a step.
-                self._has_own_step = False
-                loss = read_loss(returned, None).total()
-                share = loss if len(micro_batches) == 1 else loss * (1 / len(micro_batches))
-                self._scaler.scale(share).backward(inputs=self._inputs(parameters))  # type: ignore[no-untyped-call]
+                if self._note_kind(observer) is _FunctionKind.RETURNS_LOSS:
+                    loss = read_loss(returned, None).total()
+                    share = loss if len(micro_batches) == 1 else loss * (1 / len(micro_batches))
+                    self._scaler.scale(share).backward(inputs=self._inputs(parameters))  # type: ignore[no-untyped-call]
         if loss is not None and not observer.stepped:
             self._check_trained(parameters, names)
-        self._note_actions(observer, has_loss=loss is not None)
-        if not self._has_own_step:
+        self._stepped |= self._names_of(observer.stepped)
+        if self._kind is not _FunctionKind.MAKES_WHOLE_STEP:
             self._step_optimizers(names, unscale=loss is not None)
             self._stepped |= set(names)
         return None if loss is None else loss.detach()
+
+    def _note_kind(self, observer: CallObserver) -> _FunctionKind:
+        """Return which parts of the step the function was observed to perform, and remember it.
+
+        A function that ran backward in an earlier step is not asked for a loss when it skips that.
+        """
+        ran_before = self._kind_is_observed and self._kind is not _FunctionKind.RETURNS_LOSS
+        if observer.acted and observer.stepped:
+            self._kind = _FunctionKind.MAKES_WHOLE_STEP
+        elif not observer.acted and not ran_before:
+            self._kind = _FunctionKind.RETURNS_LOSS
+        elif self._kind is _FunctionKind.RETURNS_LOSS:
+            self._kind = _FunctionKind.RUNS_BACKWARD
+        self._kind_is_observed = True
+        return self._kind
 
     def _check_trained(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         """Refuse a loss that gives no parameter a gradient (H412).
@@ -325,14 +340,6 @@ class Job:
                 f"the loss{self._place_of_function} gives no gradient to the parameters of"
                 f" {sorted(names)}"
             )
-
-    def _note_actions(self, observer: CallObserver, *, has_loss: bool) -> None:
-        """Remember which parts of the step the function was observed to perform itself."""
-        self._acts = not has_loss
-        self._was_seen_to_act = not has_loss
-        if observer.acted and observer.stepped:
-            self._has_own_step = True
-        self._stepped |= self._names_of(observer.stepped)
 
     def _step_optimizers(self, names: Sequence[str], *, unscale: bool) -> None:
         """Step the named optimizers, through the gradient scaler if `unscale` is set."""
@@ -400,7 +407,7 @@ class Job:
 
     def _make_tensor(self, spec: ArraySpec) -> torch.Tensor:
         """Return a tensor of a batch. Its values are known if those in the sample batch were."""
-        is_as_built = self._placement is _Placement.AS_BUILT
+        is_as_built = self._placement is _TensorPlacement.AS_BUILT
         device = spec.device if is_as_built else self._device.device
         tensor = torch.empty(
             spec.shape, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
@@ -463,16 +470,14 @@ def find_blocks(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
     """
     blocks: list[tuple[str, nn.Module]] = []
     for prefix, model in models.items():
-        repeated = find_repeated_blocks(model) or _children_with_parameters(model)
-        for name, block in repeated:
+        candidates = find_repeated_blocks(model)
+        if not candidates:
+            candidates = [
+                (name, child)
+                for name, child in model.named_children()
+                if next(child.parameters(), None) is not None
+            ]
+        for name, block in candidates:
             path = ".".join(part for part in (prefix, name) if part)
             blocks.append((path, block))
     return blocks
-
-
-def _children_with_parameters(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [
-        (name, child)
-        for name, child in model.named_children()
-        if next(child.parameters(), None) is not None
-    ]
