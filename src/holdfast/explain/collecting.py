@@ -10,12 +10,12 @@ import math
 from pathlib import Path
 
 from holdfast.core.errors import RunDirectoryError
-from holdfast.explain.attempts import collect_attempt
 from holdfast.explain.evidence import Ending, Evidence, GuardClosing
 from holdfast.explain.logs.keeping import Readable
 from holdfast.explain.logs.text import LogText, read_log
-from holdfast.explain.printed_losses import learning_from_output, lost_from_output
+from holdfast.explain.runs.attempts import collect_attempt
 from holdfast.explain.runs.curves import find_lost_training
+from holdfast.explain.runs.printed_losses import learning_from_output, lost_from_output
 from holdfast.explain.runs.recordings import Recordings, open_recordings, unreadable_error
 from holdfast.explain.runs.statements import already_tried, how_closed, statements_of_guards
 

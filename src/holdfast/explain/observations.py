@@ -2,7 +2,7 @@
 
 Examples are growing memory, training faults that a Guard found, and failed saves. `remarks` turns
 these observations into sentences, `exhibits` into pieces of evidence. Nothing here chooses a cause
-(see `choosing`).
+(see `causes.choosing`).
 """
 
 from __future__ import annotations

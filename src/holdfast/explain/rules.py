@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib import resources
 
 from holdfast.core.errors import PolicyError, nearest
-from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import all_signatures
+from holdfast.explain.signatures.signature import Signature
 
 PAGES = ("rules.md", "learning_rules.md")
 _SECTION = re.compile(r"^## (H\d{3,4}): ([^\n]+)\n\n(.+?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from holdfast.core.text import sanitise
-from holdfast.explain.signature import FAMILIES, Restart
 from holdfast.explain.signatures.endings import ENDED_WELL, NOT_JUDGED
+from holdfast.explain.signatures.signature import FAMILIES, Restart
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import VERDICT_FILE
 from holdfast.report.sources import read_json

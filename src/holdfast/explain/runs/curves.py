@@ -1,6 +1,6 @@
 """Detect losses that diverged: not finite, or many orders of magnitude above their best level.
 
-What that means for the verdict is decided in ``explain.runtime_causes``.
+What that means for the verdict is decided in ``explain.causes.ends``.
 """
 
 from __future__ import annotations

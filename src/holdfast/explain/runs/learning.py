@@ -5,7 +5,7 @@ a GAN, if a policy is trained by reward, or if the loss keeps changing its sign.
 hide a fall that matters, the outcome is "unclear".
 
 A loss that diverged is found in ``curves``, and the verdict is put into words in
-``explain.good_ends``.
+``explain.causes.good_ends``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Turn events into statements: what processes raised, what guards tried, and how guards ended.
 
 A guard's last event is ``closed``, or ``left_by_exception`` followed by what the guard writes while
-closing. ``explain.weighing`` judges which statement matters.
+closing. ``explain.causes.weighing`` judges which statement matters.
 """
 
 from __future__ import annotations

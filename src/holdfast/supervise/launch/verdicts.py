@@ -43,9 +43,9 @@ def judge_attempt(run_path: Path, number: int) -> AttemptJudgement:
     """Return why an attempt ended. Never raises, whatever is in the run directory."""
     stop_signal = None
     try:
+        from holdfast.explain.causes.ends import signal_of_stop, stop_requested
         from holdfast.explain.collecting import collect
         from holdfast.explain.judging import judge
-        from holdfast.explain.runtime_causes import signal_of_stop, stop_requested
 
         facts = collect(run_path, number)
         request = stop_requested(facts.events)

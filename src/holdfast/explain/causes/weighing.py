@@ -4,7 +4,7 @@ Every statement that matches a signature is a candidate, and so is every excepti
 none. A chain of exceptions yields one candidate. Its `Tier` says how certain it is that the
 candidate ended its process.
 
-This module does not look at how processes ended (see `runtime_causes`), and it does not choose
+This module does not look at how processes ended (see `ends`), and it does not choose
 (see `choosing`).
 """
 
@@ -15,14 +15,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
-from holdfast.explain.candidate import GENERIC_RANK, TYPE_RANK, Candidate, Tier
-from holdfast.explain.error_lines import find_error_line
+from holdfast.explain.causes.candidate import GENERIC_RANK, TYPE_RANK, Candidate, Tier
+from holdfast.explain.causes.error_lines import find_error_line
+from holdfast.explain.causes.own_errors import OwnError, find_own_error
+from holdfast.explain.causes.shadowing import find_shadowing_file
 from holdfast.explain.evidence import Evidence, Statement, is_user_code
-from holdfast.explain.matching import Match, match_all, match_kinds
-from holdfast.explain.own_errors import OwnError, find_own_error
-from holdfast.explain.shadowing import find_shadowing_file
-from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import all_signatures, endings
+from holdfast.explain.signatures.matching import Match, match_all, match_kinds
+from holdfast.explain.signatures.signature import Signature
 
 # Up to this rank (hardware, memory, device asserts), a failure is the root even if it wraps another
 # one.

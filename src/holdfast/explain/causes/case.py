@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.explain.candidate import Candidate
+from holdfast.explain.causes.candidate import Candidate
+from holdfast.explain.causes.ends import End, find_end
+from holdfast.explain.causes.weighing import find_candidates, order_candidates
 from holdfast.explain.evidence import Evidence
-from holdfast.explain.runtime_causes import End, find_end
-from holdfast.explain.weighing import find_candidates, order_candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

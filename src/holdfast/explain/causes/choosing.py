@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from holdfast.explain.candidate import Candidate, Tier
-from holdfast.explain.case import Case
+from holdfast.explain.causes.candidate import Candidate, Tier
+from holdfast.explain.causes.case import Case
+from holdfast.explain.causes.ends import End
 from holdfast.explain.exit_status import SIGNALS_FROM_OUTSIDE
 from holdfast.explain.observations import count_kernel_kills
-from holdfast.explain.runtime_causes import End
-from holdfast.explain.signature import Family, Signature
 from holdfast.explain.signatures import WELL, all_signatures, endings
+from holdfast.explain.signatures.signature import Family, Signature
 
 # How often a kill counted by the kernel was the cause, among the recorded failures.
 _KERNEL_KILL_CONFIDENCE = 0.93

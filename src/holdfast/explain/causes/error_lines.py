@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from holdfast.explain.evidence import Statement
 from holdfast.explain.logs.progress import is_progress
-from holdfast.explain.matching import match_all, match_kinds
+from holdfast.explain.signatures.matching import match_all, match_kinds
 
 # Words that mark a line as an error, the most certain first.
 _WORDS_OF_ERRORS = (

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from holdfast.explain import observations
-from holdfast.explain.candidate import Candidate
-from holdfast.explain.case import Case
+from holdfast.explain.causes.candidate import Candidate
+from holdfast.explain.causes.case import Case
 from holdfast.explain.exhibits import first_line
 from holdfast.explain.signatures import endings
 

@@ -25,8 +25,6 @@ from holdfast.explain.evidence import (
     SupervisorLoss,
 )
 from holdfast.explain.logs.text import LogText, read_log
-from holdfast.explain.output_sections import SectionReader, find_section
-from holdfast.explain.printed_losses import learning_from_output, lost_from_output
 from holdfast.explain.runs.curves import find_lost_training
 from holdfast.explain.runs.learning import (
     Reading,
@@ -35,6 +33,8 @@ from holdfast.explain.runs.learning import (
     readings_of_guard,
     readings_of_process,
 )
+from holdfast.explain.runs.output_sections import SectionReader, find_section
+from holdfast.explain.runs.printed_losses import learning_from_output, lost_from_output
 from holdfast.explain.runs.recordings import Recordings
 from holdfast.explain.runs.statements import (
     already_tried,

@@ -1,6 +1,6 @@
 """Put a judgement into words: title, summary, fix, evidence, and the place in the user's code.
 
-The cause has already been chosen (see `choosing`); nothing here changes it.
+The cause has already been chosen (see `causes.choosing`); nothing here changes it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from holdfast.core.events.event import Event
-from holdfast.explain import good_ends, observations, remarks
-from holdfast.explain.candidate import FALLBACKS, Candidate
-from holdfast.explain.case import Case
-from holdfast.explain.doubts import Doubt
+from holdfast.explain import observations
+from holdfast.explain.causes import good_ends
+from holdfast.explain.causes.candidate import FALLBACKS, Candidate
+from holdfast.explain.causes.case import Case
+from holdfast.explain.causes.doubts import Doubt
+from holdfast.explain.causes.ends import End
 from holdfast.explain.evidence import (
     Evidence,
     Frame,
@@ -23,10 +25,10 @@ from holdfast.explain.evidence import (
 )
 from holdfast.explain.exhibits import exhibits_of_training, first_line, quote
 from holdfast.explain.rules import all_rules
-from holdfast.explain.runtime_causes import End
-from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import endings
+from holdfast.explain.signatures.signature import Signature
 from holdfast.explain.verdict import Exhibit, Verdict
+from holdfast.explain.wording import remarks
 
 _MOST_EXHIBITS = 10
 _MOST_OF_A_CHAIN = 3

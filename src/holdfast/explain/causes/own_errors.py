@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from holdfast.explain.evidence import Statement
 from holdfast.explain.rules import Rule, all_rules
-from holdfast.explain.signature import Family, Signature
+from holdfast.explain.signatures.signature import Family, Signature
 
 _NAMED_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
 _FIX_OF_ERROR = re.compile(r"^Fix: (.+?)(?=\n\[H\d|\n\n|\Z)", re.MULTILINE | re.DOTALL)

@@ -11,8 +11,8 @@ from typing import Literal
 
 from holdfast.explain.evidence import Statement
 from holdfast.explain.rules import all_rules
-from holdfast.explain.signature import Family, Signature
 from holdfast.explain.signatures import endings
+from holdfast.explain.signatures.signature import Family, Signature
 
 
 class Tier(IntEnum):

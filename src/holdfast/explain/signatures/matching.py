@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from holdfast.explain.evidence import Frame, Statement, is_user_code
 from holdfast.explain.logs.quick import QuickPattern
-from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import all_signatures, kinds_of_unknown
+from holdfast.explain.signatures.signature import Signature
 
 # How many characters of a text are searched. An exception's message may list all keys of a state
 # dict; error lines in logs are shorter.
