@@ -14,8 +14,9 @@ from holdfast.explain.evidence import Ending, Evidence, GuardClosing
 from holdfast.explain.logs.keeping import Readable
 from holdfast.explain.logs.text import LogText, read_log
 from holdfast.explain.runs.attempts import collect_attempt
-from holdfast.explain.runs.curves import find_lost_training
-from holdfast.explain.runs.printed_losses import learning_from_output, lost_from_output
+from holdfast.explain.runs.divergence import find_lost_training, lost_from_output
+from holdfast.explain.runs.learning import learning_from_output
+from holdfast.explain.runs.recorded_steps import newest_step_of_guard
 from holdfast.explain.runs.recordings import Recordings, open_recordings, unreadable_error
 from holdfast.explain.runs.statements import already_tried, how_closed, statements_of_guards
 
@@ -125,7 +126,7 @@ def _collect_guard(recordings: Recordings) -> Evidence:
     for folder in folders:
         events += recordings.events(folder)
     events.sort(key=lambda event: event.unix_seconds)
-    marks = [recordings.newest_step(folder) for folder in folders]
+    marks = [newest_step_of_guard(folder) for folder in folders]
     newest = max(
         (mark for mark in marks if mark is not None),
         key=lambda mark: mark.unix_seconds,
