@@ -25,7 +25,8 @@ from holdfast.explain.evidence import Evidence
 from holdfast.explain.signatures import UNJUDGED, WELL, all_signatures, endings
 from holdfast.explain.signatures.signature import Signature
 from holdfast.explain.verdict import Verdict
-from holdfast.explain.wording.verdict_words import Judgement, in_words
+from holdfast.explain.wording.judgement import Judgement
+from holdfast.explain.wording.verdict_words import in_words
 
 # The highest confidence in a good end that is in doubt.
 _MOST_IN_DOUBT = 0.7
