@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from holdfast.core.text import sanitise
+from holdfast.explain.signatures import WELL
 from holdfast.explain.signatures.signature import FAMILIES, Family, Restart
 
 _MOST_CHARACTERS = 20_000
@@ -90,6 +91,14 @@ class Verdict:
         if self.family == "ended well":
             return 0
         return 10 + FAMILIES.index(self.family)
+
+    @property
+    def is_plain_success(self) -> bool:
+        """Return whether the run ended well without reservations.
+
+        A doubt about the exit status or a fault in the training has a title of its own.
+        """
+        return self.cause == WELL.id and self.title == WELL.title
 
     @property
     def names_an_exception(self) -> bool:

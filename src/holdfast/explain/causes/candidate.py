@@ -122,17 +122,14 @@ class Candidate:
         if signature.id == endings.ERROR_LINE:
             return "open line" if signature.family == "unknown" else "line"
         if signature.id == endings.UNCAUGHT:
-            return self._grounds_of_unknown_exception()
+            if signature.rank >= TYPE_RANK:
+                return "type"
+            return "open words" if signature.family == "unknown" else "words"
         if signature.role == "cascade":
             return "cascade"
         if signature.family in _SYMPTOMS:
             return "symptom"
         return "signature"
-
-    def _grounds_of_unknown_exception(self) -> Grounds:
-        if self.signature.rank >= TYPE_RANK:
-            return "type"
-        return "open words" if self.signature.family == "unknown" else "words"
 
     @property
     def confidence(self) -> float:

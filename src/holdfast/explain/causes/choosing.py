@@ -81,7 +81,9 @@ def choose(case: Case) -> Choice:
     """Return the first answer of the rules, or "unknown" if no rule has one."""
     choice = _first_answer(RULES_ON_ALL_EVIDENCE, case)
     if choice is None:
-        choice = _first_answer(RULES_ON_RELEVANT_EVIDENCE, _keep_relevant_candidates(case))
+        # Some candidates only repeat what another one says better.
+        relevant = _drop_aborts_after_a_failure(_drop_launcher_tables(case))
+        choice = _first_answer(RULES_ON_RELEVANT_EVIDENCE, relevant)
     if choice is None:
         choice = Choice(signature=all_signatures()[endings.UNKNOWN], confidence=0.0)
     return _clear_kernel_without_kills(case, _prefer_traced_leak(case, choice))
@@ -97,11 +99,6 @@ def _first_answer(rules: Iterable[ChoiceRule], case: Case) -> Choice | None:
 
 
 # --- Evidence -------------------------------------------------------------------------------------
-
-
-def _keep_relevant_candidates(case: Case) -> Case:
-    """Return the case without candidates that only repeat what another one says better."""
-    return _drop_aborts_after_a_failure(_drop_launcher_tables(case))
 
 
 def _drop_launcher_tables(case: Case) -> Case:

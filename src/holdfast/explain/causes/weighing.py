@@ -11,8 +11,9 @@ This module does not look at how processes ended (see `ends`), and it does not c
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from holdfast.explain.causes.candidate import GENERIC_RANK, TYPE_RANK, Candidate, Tier
@@ -21,7 +22,7 @@ from holdfast.explain.causes.own_errors import OwnError, find_own_error
 from holdfast.explain.causes.shadowing import find_shadowing_file
 from holdfast.explain.evidence import Evidence, Statement, is_user_code
 from holdfast.explain.signatures import all_signatures, endings
-from holdfast.explain.signatures.matching import Match, match_all, match_kinds
+from holdfast.explain.signatures.matching import SignatureMatch, best_kind, match_all
 from holdfast.explain.signatures.signature import Signature
 
 # Up to this rank (hardware, memory, device asserts), a failure is the root even if it wraps another
@@ -107,7 +108,11 @@ def _candidate_of(chain: tuple[Statement, ...]) -> Candidate | None:
         return _candidate_of_own_error(own_error, chain)
     if chain[0].kind == "line":
         return _candidate_of_line(chain[0])
-    return _candidate_of_exceptions(chain)
+    return (
+        _shadowed_module(chain)
+        or _known_exception(chain)
+        or _exception_that_no_signature_knows(chain)
+    )
 
 
 def _candidate_of_own_error(error: OwnError, chain: tuple[Statement, ...]) -> Candidate:
@@ -152,15 +157,6 @@ def _tier_of_exception(last: Statement) -> Tier:
     if last.frames and not last.logged:
         return Tier.NOT_CONTINUED
     return Tier.LAST_LINE
-
-
-def _candidate_of_exceptions(chain: tuple[Statement, ...]) -> Candidate | None:
-    """Return the candidate for a chain of exceptions, or None if it has none."""
-    return (
-        _shadowed_module(chain)
-        or _known_exception(chain)
-        or _exception_that_no_signature_knows(chain)
-    )
 
 
 def _shadowed_module(chain: tuple[Statement, ...]) -> Candidate | None:
@@ -217,7 +213,9 @@ def _known_exception(chain: tuple[Statement, ...]) -> Candidate | None:
     )
 
 
-def _other_signatures(matches: Iterable[Match], chosen: Signature) -> tuple[Signature, ...]:
+def _other_signatures(
+    matches: Iterable[SignatureMatch], chosen: Signature
+) -> tuple[Signature, ...]:
     """Return the other signatures that match, the best first, each once."""
     signatures: dict[str, Signature] = {}
     for match in sorted(matches, key=lambda match: match.order):
@@ -260,18 +258,14 @@ def _candidates_that_no_signature_knows(
         # Either nothing was found, or only that a process aborted, which does not say why.
         line = find_error_line(evidence.statements, only_certain=bool(relevant))
     elif any(candidate.signature.id == endings.NCCL_FAILED for candidate in candidates):
-        line = _first_unknown_warning_of_nccl(evidence.statements)
+        for statement in evidence.statements:
+            if "NCCL WARN" in statement.text and not match_all(statement):
+                line = statement
+                break
     if line is None:
         return []
     signature = _fallback_signature(line)
     return [Candidate(signature=signature, statement=line, tier=Tier.OTHER_LINE, chain=(line,))]
-
-
-def _first_unknown_warning_of_nccl(statements: Iterable[Statement]) -> Statement | None:
-    for statement in statements:
-        if "NCCL WARN" in statement.text and not match_all(statement):
-            return statement
-    return None
 
 
 def _fallback_signature(statement: Statement) -> Signature:
@@ -285,7 +279,7 @@ def _fallback_signature(statement: Statement) -> Signature:
     signature = all_signatures()[endings.UNCAUGHT if is_exception else endings.ERROR_LINE]
     signature = replace(signature, fix="")
     raised_in_own_code = bool(statement.frames) and is_user_code(statement.frames[-1])
-    kind = _kind_of(statement)
+    kind = best_kind(statement)
     if kind is not None and not (raised_in_own_code and kind.rank >= TYPE_RANK):
         return replace(
             signature,
@@ -297,12 +291,17 @@ def _fallback_signature(statement: Statement) -> Signature:
     return replace(signature, family="user code" if raised_in_own_code else "unknown")
 
 
-def _kind_of(statement: Statement) -> Signature | None:
-    kinds = match_kinds(statement)
-    return kinds[0].signature if kinds else None
-
-
 # --- Tracebacks before the one that ended a process -----------------------------------------------
+
+
+@dataclass(slots=True)
+class _LaterFailures:
+    """What a process printed after the traceback that is being judged."""
+
+    # The position of the earliest traceback that belongs to the end of the process.
+    position: int | None = None
+    # Whether a root is among them that the process may not have survived.
+    include_root: bool = False
 
 
 def _demote_earlier_tracebacks(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -313,42 +312,31 @@ def _demote_earlier_tracebacks(candidates: Sequence[Candidate]) -> list[Candidat
     between them. A traceback that is followed by progress can be the cause only if no root came
     later.
     """
-    # By rank: the position of the earliest traceback that belongs to the end of its process.
-    begins: dict[int | None, int] = {}
-    # Ranks for which a later root was seen.
-    ranks_with_root: set[int | None] = set()
+    later_by_rank: dict[int | None, _LaterFailures] = defaultdict(_LaterFailures)
     result = []
-    for original in reversed(candidates):
-        candidate = original
-        if _is_raised(candidate):
-            candidate = _demoted(candidate, begins, ranks_with_root)
-            rank = candidate.statement.rank
-            if candidate.tier == Tier.NOT_CONTINUED:
-                begins[rank] = candidate.statement.position
-            if not candidate.is_caught and candidate.signature.role == "root":
-                ranks_with_root.add(rank)
-        result.append(candidate)
+    for candidate in reversed(candidates):
+        statement = candidate.statement
+        if statement.kind == "line" or not statement.source:
+            result.append(candidate)
+            continue
+        later = later_by_rank[statement.rank]
+        judged = replace(candidate, tier=_tier_given_later_failures(candidate, later))
+        if judged.tier == Tier.NOT_CONTINUED:
+            later.position = statement.position
+        if not judged.is_caught and judged.signature.role == "root":
+            later.include_root = True
+        result.append(judged)
     result.reverse()
     return result
 
 
-def _is_raised(candidate: Candidate) -> bool:
-    statement = candidate.statement
-    return statement.kind == "exception" and bool(statement.source)
-
-
-def _demoted(
-    candidate: Candidate, begins: dict[int | None, int], ranks_with_root: set[int | None]
-) -> Candidate:
-    """Return a candidate with its tier adjusted for later tracebacks of its process."""
-    statement = candidate.statement
+def _tier_given_later_failures(candidate: Candidate, later: _LaterFailures) -> Tier:
     last = candidate.chain[-1]
-    root_came_later = statement.rank in ranks_with_root
     if candidate.tier == Tier.NOT_CONTINUED:
-        later = begins.get(statement.rank)
-        is_far = later is not None and later - statement.position > _BURST_LINES
-        if is_far or (last.resumed and root_came_later):
-            return replace(candidate, tier=Tier.CAUGHT)
-    elif last.overtaken and not root_came_later:
-        return replace(candidate, tier=Tier.OTHER_LINE)
-    return candidate
+        position = candidate.statement.position
+        is_far = later.position is not None and later.position - position > _BURST_LINES
+        continued = last.resumed and later.include_root
+        return Tier.CAUGHT if is_far or continued else candidate.tier
+    if last.overtaken and not later.include_root:
+        return Tier.OTHER_LINE
+    return candidate.tier
