@@ -18,7 +18,7 @@ from holdfast.cli.nvidia_smi import nvidia_smi
 from holdfast.cli.output import CHECK_FAILED, Json, failing_clearly, print_json, working
 from holdfast.core.control_groups import memory_available_bytes, read_fields
 from holdfast.core.text import as_json_value, size
-from holdfast.explain.hangs.blame import Diagnosis, describe_frame
+from holdfast.explain.hangs.blame import HangDiagnosis, describe_frame
 from holdfast.explain.hangs.evidence import Examined
 from holdfast.explain.hangs.frames import user_frame
 from holdfast.supervise.watch.inspection import (
@@ -105,7 +105,7 @@ def _print_as_json(pid: int, inspection: Inspection, rows: list[dict[str, Any]])
     print_json(as_json_value(content))
 
 
-def _verdict(diagnosis: Diagnosis) -> dict[str, Any]:
+def _verdict(diagnosis: HangDiagnosis) -> dict[str, Any]:
     return {
         "kind": diagnosis.kind,
         "pid": diagnosis.process.pid,

@@ -1,4 +1,4 @@
-"""`Candidate`: one possible cause of a failure, its grounds, and how certain they make it.
+"""`CandidateCause`: one possible cause of a failure, its grounds, and how certain they make it.
 
 `weighing` finds candidates, `choosing` picks one of them.
 """
@@ -85,7 +85,7 @@ FALLBACKS = frozenset({endings.UNCAUGHT, endings.ERROR_LINE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class CandidateCause:
     """One possible cause."""
 
     signature: Signature

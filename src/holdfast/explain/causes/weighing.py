@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from holdfast.explain.causes.candidate import GENERIC_RANK, TYPE_RANK, Candidate, Tier
+from holdfast.explain.causes.candidate import GENERIC_RANK, TYPE_RANK, CandidateCause, Tier
 from holdfast.explain.causes.error_lines import find_error_line
 from holdfast.explain.causes.own_errors import OwnError, find_own_error
 from holdfast.explain.causes.shadowing import find_shadowing_file
@@ -39,7 +39,7 @@ _REPETITIONS = frozenset(
 )
 
 
-def find_candidates(evidence: Evidence) -> list[Candidate]:
+def find_candidates(evidence: Evidence) -> list[CandidateCause]:
     """Return every candidate, in the order of the statements."""
     candidates = []
     for chain in _chains(evidence.statements):
@@ -50,7 +50,9 @@ def find_candidates(evidence: Evidence) -> list[Candidate]:
     return _demote_earlier_tracebacks(candidates)
 
 
-def order_candidates(candidates: Iterable[Candidate], *, first_rank: int | None) -> list[Candidate]:
+def order_candidates(
+    candidates: Iterable[CandidateCause], *, first_rank: int | None
+) -> list[CandidateCause]:
     """Return candidates of one role with the most likely cause first.
 
     Candidates are ordered by tier, then specific before generic signatures, then the rank that
@@ -67,7 +69,7 @@ def order_candidates(candidates: Iterable[Candidate], *, first_rank: int | None)
         if not candidate.is_caught
     )
 
-    def precedence(candidate: Candidate) -> tuple[float, ...]:
+    def precedence(candidate: CandidateCause) -> tuple[float, ...]:
         statement = candidate.statement
         elsewhere = (
             first_rank is not None and statement.rank is not None and statement.rank != first_rank
@@ -101,7 +103,7 @@ def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
     return chains
 
 
-def _candidate_of(chain: tuple[Statement, ...]) -> Candidate | None:
+def _candidate_of(chain: tuple[Statement, ...]) -> CandidateCause | None:
     """Return the candidate for a chain of exceptions or a line, or None."""
     own_error = find_own_error(chain)
     if own_error is not None:
@@ -115,7 +117,7 @@ def _candidate_of(chain: tuple[Statement, ...]) -> Candidate | None:
     )
 
 
-def _candidate_of_own_error(error: OwnError, chain: tuple[Statement, ...]) -> Candidate:
+def _candidate_of_own_error(error: OwnError, chain: tuple[Statement, ...]) -> CandidateCause:
     statement = error.statement
     if statement.fatal is False:
         tier = Tier.CAUGHT
@@ -125,15 +127,15 @@ def _candidate_of_own_error(error: OwnError, chain: tuple[Statement, ...]) -> Ca
         tier = Tier.ENDED_PROCESS
     else:
         tier = Tier.OTHER_LINE
-    return Candidate(signature=error.signature, statement=statement, tier=tier, chain=chain)
+    return CandidateCause(signature=error.signature, statement=statement, tier=tier, chain=chain)
 
 
-def _candidate_of_line(line: Statement) -> Candidate | None:
+def _candidate_of_line(line: Statement) -> CandidateCause | None:
     matches = match_all(line)
     if not matches:
         return None
     best, *others = [match.signature for match in matches]
-    return Candidate(
+    return CandidateCause(
         signature=best,
         statement=line,
         tier=_tier_of_line(line, best),
@@ -159,14 +161,14 @@ def _tier_of_exception(last: Statement) -> Tier:
     return Tier.LAST_LINE
 
 
-def _shadowed_module(chain: tuple[Statement, ...]) -> Candidate | None:
+def _shadowed_module(chain: tuple[Statement, ...]) -> CandidateCause | None:
     """Return the candidate for a user file that was imported in place of a module."""
     for statement in chain:
         file = find_shadowing_file(statement)
         if file:
             signature = all_signatures()[endings.SHADOWED]
             title = f"{signature.title}: {PurePath(file).name}"
-            return Candidate(
+            return CandidateCause(
                 signature=replace(signature, title=title),
                 statement=statement,
                 tier=_tier_of_exception(chain[-1]),
@@ -175,7 +177,7 @@ def _shadowed_module(chain: tuple[Statement, ...]) -> Candidate | None:
     return None
 
 
-def _known_exception(chain: tuple[Statement, ...]) -> Candidate | None:
+def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
     """Return the candidate for the exception in a chain with the best matching signature.
 
     None if no signature matches, or if the match is a cascade that may follow from an earlier
@@ -204,7 +206,7 @@ def _known_exception(chain: tuple[Statement, ...]) -> Candidate | None:
     follows_from_another = first is not None and first < index
     if signature.role != "root" and follows_from_another:
         return None
-    return Candidate(
+    return CandidateCause(
         signature=signature,
         statement=chain[index],
         tier=_tier_of_exception(chain[-1]),
@@ -224,12 +226,12 @@ def _other_signatures(
     return tuple(signatures.values())
 
 
-def _exception_that_no_signature_knows(chain: tuple[Statement, ...]) -> Candidate | None:
+def _exception_that_no_signature_knows(chain: tuple[Statement, ...]) -> CandidateCause | None:
     first = _first_original(chain)
     if first is None:
         return None
     statement = chain[first]
-    return Candidate(
+    return CandidateCause(
         signature=_fallback_signature(statement),
         statement=statement,
         tier=_tier_of_exception(chain[-1]),
@@ -249,8 +251,8 @@ def _first_original(chain: Sequence[Statement]) -> int | None:
 
 
 def _candidates_that_no_signature_knows(
-    evidence: Evidence, candidates: Sequence[Candidate]
-) -> list[Candidate]:
+    evidence: Evidence, candidates: Sequence[CandidateCause]
+) -> list[CandidateCause]:
     """Return a candidate for an error line, if signatures found nothing informative."""
     line = None
     relevant = [candidate for candidate in candidates if not candidate.is_caught]
@@ -265,7 +267,9 @@ def _candidates_that_no_signature_knows(
     if line is None:
         return []
     signature = _fallback_signature(line)
-    return [Candidate(signature=signature, statement=line, tier=Tier.OTHER_LINE, chain=(line,))]
+    return [
+        CandidateCause(signature=signature, statement=line, tier=Tier.OTHER_LINE, chain=(line,))
+    ]
 
 
 def _fallback_signature(statement: Statement) -> Signature:
@@ -304,7 +308,7 @@ class _LaterFailures:
     include_root: bool = False
 
 
-def _demote_earlier_tracebacks(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _demote_earlier_tracebacks(candidates: Sequence[CandidateCause]) -> list[CandidateCause]:
     """Demote tracebacks that come before the one that ended their process.
 
     If a process did not continue after either of two tracebacks, the later one ended it. The
@@ -330,7 +334,7 @@ def _demote_earlier_tracebacks(candidates: Sequence[Candidate]) -> list[Candidat
     return result
 
 
-def _tier_given_later_failures(candidate: Candidate, later: _LaterFailures) -> Tier:
+def _tier_given_later_failures(candidate: CandidateCause, later: _LaterFailures) -> Tier:
     last = candidate.chain[-1]
     if candidate.tier == Tier.NOT_CONTINUED:
         position = candidate.statement.position

@@ -27,7 +27,7 @@ _MOST_OF_A_REASON = 400  # characters
 _COMPARED = 120  # characters
 
 
-class _Remedy(NamedTuple):
+class _AppliedRemedy(NamedTuple):
     """A remedy that a guard applied."""
 
     # The rest of a sentence that begins with the guard.
@@ -38,15 +38,17 @@ class _Remedy(NamedTuple):
 
 # By event kind, in the order in which they are reported.
 _REMEDIES = {
-    "split": _Remedy("split the batch into smaller parts because memory ran out", "reason"),
-    "recompute": _Remedy("recomputed activations because memory ran out", "reason"),
-    "retry": _Remedy("retried the step after freeing memory", "reason"),
-    "skip_step": _Remedy("skipped the step", "reason"),
-    "roll_back": _Remedy("rolled back to a good checkpoint", "reason"),
-    "loader_healed": _Remedy("replaced the workers of the loader", "cause"),
-    "sample_quarantined": _Remedy("quarantined a sample that could not be loaded", "evidence"),
-    "samples_dropped": _Remedy("left out samples with bad values", "reason"),
-    "checkpoint_damaged": _Remedy("passed over a damaged checkpoint", "why"),
+    "split": _AppliedRemedy("split the batch into smaller parts because memory ran out", "reason"),
+    "recompute": _AppliedRemedy("recomputed activations because memory ran out", "reason"),
+    "retry": _AppliedRemedy("retried the step after freeing memory", "reason"),
+    "skip_step": _AppliedRemedy("skipped the step", "reason"),
+    "roll_back": _AppliedRemedy("rolled back to a good checkpoint", "reason"),
+    "loader_healed": _AppliedRemedy("replaced the workers of the loader", "cause"),
+    "sample_quarantined": _AppliedRemedy(
+        "quarantined a sample that could not be loaded", "evidence"
+    ),
+    "samples_dropped": _AppliedRemedy("left out samples with bad values", "reason"),
+    "checkpoint_damaged": _AppliedRemedy("passed over a damaged checkpoint", "why"),
 }
 
 # Events that a guard may record after the error that ends it and while it closes. Any other kind

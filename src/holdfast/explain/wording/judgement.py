@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from holdfast.core.events.event import Event
 from holdfast.explain import observations
-from holdfast.explain.causes.candidate import Candidate
+from holdfast.explain.causes.candidate import CandidateCause
 from holdfast.explain.causes.case import Case
 from holdfast.explain.causes.doubts import Doubt
 from holdfast.explain.causes.ends import End
@@ -32,7 +32,7 @@ class Judgement:
     signature: Signature
     confidence: float
     class_confidence: float
-    candidate: Candidate | None
+    candidate: CandidateCause | None
     doubt: Doubt | None
     runner_up: tuple[str, str, float] | None
 
@@ -86,7 +86,7 @@ class Judgement:
         return observations.newest_leak(self.evidence)
 
 
-def _decisive_frame(candidate: Candidate) -> Frame | None:
+def _decisive_frame(candidate: CandidateCause) -> Frame | None:
     """Return the frame to look at first, of the statement or of another one in its chain.
 
     An exception raised in a handler may have no frame of user code; then the frame of the exception

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from holdfast.core.text import counted
 from holdfast.explain import observations
 from holdfast.explain.causes import good_ends
-from holdfast.explain.causes.candidate import FALLBACKS, Candidate
+from holdfast.explain.causes.candidate import FALLBACKS, CandidateCause
 from holdfast.explain.evidence import Statement, is_user_code, library_file
 from holdfast.explain.exhibits import first_line
 from holdfast.explain.rules import all_rules
@@ -71,7 +71,7 @@ def _what_happened(judgement: Judgement) -> Iterator[str]:
         yield "The command still ended with status 0, which hid the failure."
 
 
-def _failure(candidate: Candidate, place: str) -> str:
+def _failure(candidate: CandidateCause, place: str) -> str:
     """Return where it failed and with which message, as a clause."""
     statement = candidate.statement
     words = first_line(statement)
@@ -137,7 +137,7 @@ def _what_else_was_seen(judgement: Judgement) -> Iterator[str]:
         yield f"Memory was kept alive at {observations.leak_place(judgement.leak)}."
 
 
-def _is_holdfast_error(candidate: Candidate) -> bool:
+def _is_holdfast_error(candidate: CandidateCause) -> bool:
     """Return whether a candidate quotes a holdfast error, which explains itself."""
     if candidate.signature.id not in all_rules():
         return False

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from holdfast.explain import observations
 from holdfast.explain.causes import good_ends
-from holdfast.explain.causes.candidate import FALLBACKS, Candidate
+from holdfast.explain.causes.candidate import FALLBACKS, CandidateCause
 from holdfast.explain.exhibits import exhibits_of_training, quote
 from holdfast.explain.signatures import endings
 from holdfast.explain.signatures.signature import Signature
@@ -105,7 +105,7 @@ def _exhibits(judgement: Judgement) -> list[Exhibit]:
     return list(dict.fromkeys(exhibits))[:_MOST_EXHIBITS]
 
 
-def _exhibits_of_cause(candidate: Candidate) -> Iterator[Exhibit]:
+def _exhibits_of_cause(candidate: CandidateCause) -> Iterator[Exhibit]:
     """Yield the statement that shows the cause, then the rest of its chain of exceptions."""
     yield quote(candidate.statement, candidate.signature.role)
     others = [statement for statement in candidate.chain if statement is not candidate.statement]
@@ -128,7 +128,7 @@ def _exhibits_of_other_candidates(judgement: Judgement) -> Iterator[Exhibit]:
         yield quote(candidate.statement, "cascade")
 
 
-def _confirms(candidate: Candidate, cause: Signature) -> bool:
+def _confirms(candidate: CandidateCause, cause: Signature) -> bool:
     """Return whether a candidate supports a cause: a root of the same family does."""
     if candidate.signature.id in FALLBACKS or candidate.is_caught:
         return False
