@@ -10,15 +10,15 @@ import math
 from pathlib import Path
 
 from holdfast.core.errors import RunDirectoryError
-from holdfast.explain.evidence import Ending, Evidence, GuardClosing
+from holdfast.explain.evidence import Ending, Evidence
 from holdfast.explain.logs.keeping import Readable
 from holdfast.explain.logs.text import LogText, read_log
 from holdfast.explain.runs.attempts import collect_attempt
 from holdfast.explain.runs.divergence import find_lost_training, lost_from_output
+from holdfast.explain.runs.guard_records import already_tried, how_closed, statements_of_guards
 from holdfast.explain.runs.learning import learning_from_output
 from holdfast.explain.runs.recorded_steps import newest_step_of_guard
 from holdfast.explain.runs.recordings import Recordings, open_recordings, unreadable_error
-from holdfast.explain.runs.statements import already_tried, how_closed, statements_of_guards
 
 _NO_STATUS = (
     "no exit status: a log does not contain it (pass the exit status of the command, `--status 0`"
@@ -154,5 +154,5 @@ def _collect_guard(recordings: Recordings) -> Evidence:
         tried=tuple(already_tried(events)),
         lost=lost,
         steps=newest.global_step if newest is not None else None,
-        guard_closing=GuardClosing(**closing) if closing is not None else None,
+        guard_closing=closing,
     )

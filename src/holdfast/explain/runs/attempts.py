@@ -23,6 +23,7 @@ from holdfast.explain.evidence import (
 )
 from holdfast.explain.logs.text import LogText, read_log
 from holdfast.explain.runs.divergence import find_lost_training, lost_from_output
+from holdfast.explain.runs.guard_records import already_tried, statements_of_guards
 from holdfast.explain.runs.learning import (
     learning_from_output,
     learning_of_run,
@@ -38,11 +39,9 @@ from holdfast.explain.runs.recorded_steps import (
 )
 from holdfast.explain.runs.recordings import Recordings
 from holdfast.explain.runs.statements import (
-    already_tried,
     exceptions_of_process,
     is_same_exception,
     merge_statements,
-    statements_of_guards,
 )
 from holdfast.explain.runs.supervision import (
     SupervisorRecord,
