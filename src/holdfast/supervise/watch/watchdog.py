@@ -22,7 +22,7 @@ from holdfast.core.events import process_events
 from holdfast.core.events.process_events import Hang, HangSuspected
 from holdfast.explain.hangs.blame import (
     SIGNATURES_OF,
-    Diagnosis,
+    HangDiagnosis,
     Remedy,
     describe_frame,
     diagnose_hang,
@@ -337,7 +337,7 @@ class Watchdog:
             text += "; --hang-limit moving=SECONDS changes that"
         self._watch.say(text)
 
-    def _make_hang(self, examination: _Examination, diagnosis: Diagnosis) -> Hang:
+    def _make_hang(self, examination: _Examination, diagnosis: HangDiagnosis) -> Hang:
         blamed = diagnosis.process
         dump = examination.dump
         # The stacks of the process to blame come first.
@@ -360,7 +360,7 @@ class Watchdog:
         )
 
     def _choose_remedy(
-        self, suspect: WatchedProcess, diagnosis: Diagnosis, seconds: float
+        self, suspect: WatchedProcess, diagnosis: HangDiagnosis, seconds: float
     ) -> Remedy:
         """Choose the cheapest remedy: ending a run that would recover costs more than waiting.
 

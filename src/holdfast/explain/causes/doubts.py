@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from holdfast.explain import observations
-from holdfast.explain.candidate import Candidate
-from holdfast.explain.case import Case
+from holdfast.explain.causes.candidate import CandidateCause
+from holdfast.explain.causes.case import Case
 from holdfast.explain.exhibits import first_line
 from holdfast.explain.signatures import endings
 
@@ -31,7 +31,7 @@ class Doubt:
     """
 
     words: str
-    candidate: Candidate | None = None
+    candidate: CandidateCause | None = None
 
 
 DoubtRule: TypeAlias = Callable[[Case], Doubt | None]
@@ -110,7 +110,7 @@ RULES: tuple[DoubtRule, ...] = (
 )
 
 
-def _candidates(case: Case) -> Iterator[Candidate]:
+def _candidates(case: Case) -> Iterator[CandidateCause]:
     """Yield the candidates that can be causes, the most likely first."""
     yield from case.roots
     yield from case.cascades

@@ -1,6 +1,6 @@
 """Sentences that a verdict's summary adds about events other than the cause.
 
-`observations` finds out what the events show; `choosing` chooses the cause.
+`observations` finds out what the events show; `causes.choosing` chooses the cause.
 """
 
 from __future__ import annotations

@@ -5,11 +5,10 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from holdfast.explain.evidence import Statement
 from holdfast.explain.logs.progress import is_progress
-from holdfast.explain.matching import match_all, match_kinds
+from holdfast.explain.signatures.matching import best_kind, match_all
 
 # Words that mark a line as an error, the most certain first.
 _WORDS_OF_ERRORS = (
@@ -57,27 +56,6 @@ _CLOSE_LINES = 150
 _LAST_SPECIFIC_RANK = 91
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ErrorLine:
-    """A line that reads like an error.
-
-    Attributes:
-        statement: The line.
-        is_warning: Whether the line calls itself a warning.
-        has_kind: Whether its wording shows what kind of failure it is.
-        certainty: Index of its words in `_WORDS_OF_ERRORS`; 0 is the most certain.
-    """
-
-    statement: Statement
-    is_warning: bool
-    has_kind: bool
-    certainty: int
-
-    def order(self) -> tuple[bool, bool, int]:
-        """Return the key by which lines are compared; the smallest is the most telling."""
-        return (self.is_warning, not self.has_kind, self.certainty)
-
-
 def find_error_line(statements: Sequence[Statement], *, only_certain: bool) -> Statement | None:
     """Return the line that reads most like an error, or None if none does.
 
@@ -87,40 +65,34 @@ def find_error_line(statements: Sequence[Statement], *, only_certain: bool) -> S
         statements: All statements of a log.
         only_certain: Consider only the most certain words, and no line that a logger printed.
     """
-    error_lines = _error_lines(statements, only_certain=only_certain)
-    if not error_lines:
-        return None
-    newest = error_lines[-1].statement.position
-    close = [line for line in error_lines if newest - line.statement.position <= _CLOSE_LINES]
-    return min(close, key=_ErrorLine.order).statement
-
-
-def _error_lines(statements: Sequence[Statement], *, only_certain: bool) -> list[_ErrorLine]:
     lines = [statement for statement in statements if statement.kind == "line"]
     frequencies = collections.Counter(_without_numbers(line.text) for line in lines)
     newest_exception = max(
         (statement.position for statement in statements if statement.kind == "exception"),
         default=-1,
     )
-    error_lines = []
+    # Each error line with its sort key: the most telling line has the smallest.
+    error_lines: list[tuple[tuple[bool, bool, int], Statement]] = []
     for line in lines:
         if line.position <= newest_exception or line.fatal is not None:
             continue
-        if line.logged and (only_certain or _is_known_warning(line)):
+        # Of the lines that a logger printed, only that CUDA is unavailable may be the cause.
+        says_no_cuda = _NO_CUDA.search(line.text) and not match_all(line)
+        if line.logged and (only_certain or not says_no_cuda):
             continue
         if frequencies[_without_numbers(line.text)] >= _LINES_OF_A_MEASURE:
             continue
         certainty = _certainty(line.text, only_certain=only_certain)
         if certainty is not None:
-            error_lines.append(
-                _ErrorLine(
-                    statement=line,
-                    is_warning=_WARNING.search(line.text) is not None,
-                    has_kind=_shows_its_kind(line),
-                    certainty=certainty,
-                )
-            )
-    return error_lines
+            is_warning = _WARNING.search(line.text) is not None
+            kind = best_kind(line)
+            has_kind = kind is not None and kind.rank <= _LAST_SPECIFIC_RANK
+            error_lines.append(((is_warning, not has_kind, certainty), line))
+    if not error_lines:
+        return None
+    newest = error_lines[-1][1].position
+    close = [entry for entry in error_lines if newest - entry[1].position <= _CLOSE_LINES]
+    return min(close, key=lambda entry: entry[0])[1]
 
 
 def _certainty(text: str, *, only_certain: bool) -> int | None:
@@ -132,15 +104,6 @@ def _certainty(text: str, *, only_certain: bool) -> int | None:
         if words.search(text):
             return index
     return None
-
-
-def _is_known_warning(line: Statement) -> bool:
-    """Return whether to ignore a logged line: every one except that CUDA is unavailable."""
-    return not _NO_CUDA.search(line.text) or bool(match_all(line))
-
-
-def _shows_its_kind(line: Statement) -> bool:
-    return any(match.signature.rank <= _LAST_SPECIFIC_RANK for match in match_kinds(line))
 
 
 def _without_numbers(text: str) -> str:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from holdfast.explain.evidence import Frame, Statement, is_user_code
 from holdfast.explain.logs.quick import QuickPattern
-from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import all_signatures, kinds_of_unknown
+from holdfast.explain.signatures.signature import Signature
 
 # How many characters of a text are searched. An exception's message may list all keys of a state
 # dict; error lines in logs are shorter.
@@ -25,7 +25,7 @@ _SEARCHED_OF_A_LINE = 4_000
 _MISSING_ATTRIBUTE = re.compile(r"\bhas no attribute '(\w+)'")
 
 
-class Match(NamedTuple):
+class SignatureMatch(NamedTuple):
     """One signature that matches a statement."""
 
     # The sort key of `_IndexedSignature.order`; the smallest is the best match.
@@ -40,37 +40,38 @@ class _Text(NamedTuple):
     lowered: str
 
 
-def match_all(statement: Statement) -> list[Match]:
+def match_all(statement: Statement) -> list[SignatureMatch]:
     """Return every signature that matches a statement, the best first."""
-    return _match(statement, _signature_index())
+    return _match(statement, _index_of_signatures())
 
 
-def match_kinds(statement: Statement) -> list[Match]:
-    """Return every kind of unknown failure that matches a statement, the best first.
+def best_kind(statement: Statement) -> Signature | None:
+    """Return the kind of unknown failure that matches a statement best, or None.
 
     A kind gives a class to an exception or to a line that no signature knows.
     """
-    return _match(statement, _kind_index())
+    matches = _match(statement, _index_of_kinds())
+    return matches[0].signature if matches else None
 
 
 @functools.cache
-def _signature_index() -> _Index:
+def _index_of_signatures() -> _Index:
     return _Index(all_signatures().values())
 
 
 @functools.cache
-def _kind_index() -> _Index:
+def _index_of_kinds() -> _Index:
     return _Index(kinds_of_unknown())
 
 
-def _match(statement: Statement, index: _Index) -> list[Match]:
+def _match(statement: Statement, index: _Index) -> list[SignatureMatch]:
     texts = _searched_texts(statement)
     places = _searched_places(statement)
     matches = []
     for candidate in index.possible_matches("\n".join(text.lowered for text in texts)):
         order = candidate.order(statement, texts, places)
         if order is not None:
-            matches.append(Match(order, candidate.signature))
+            matches.append(SignatureMatch(order, candidate.signature))
     return sorted(matches, key=lambda match: match.order)
 
 

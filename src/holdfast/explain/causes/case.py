@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.explain.candidate import Candidate
+from holdfast.explain.causes.candidate import CandidateCause
+from holdfast.explain.causes.ends import End, find_end
+from holdfast.explain.causes.weighing import find_candidates, order_candidates
 from holdfast.explain.evidence import Evidence
-from holdfast.explain.runtime_causes import End, find_end
-from holdfast.explain.weighing import find_candidates, order_candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,17 +24,17 @@ class Case:
 
     evidence: Evidence
     end: End
-    candidates: tuple[Candidate, ...]
-    roots: tuple[Candidate, ...]
-    cascades: tuple[Candidate, ...]
+    candidates: tuple[CandidateCause, ...]
+    roots: tuple[CandidateCause, ...]
+    cascades: tuple[CandidateCause, ...]
 
     @property
-    def root(self) -> Candidate | None:
+    def root(self) -> CandidateCause | None:
         """Return the most likely root, if there is one."""
         return self.roots[0] if self.roots else None
 
     @property
-    def cascade(self) -> Candidate | None:
+    def cascade(self) -> CandidateCause | None:
         """Return the most likely cascade, if there is one."""
         return self.cascades[0] if self.cascades else None
 
@@ -43,7 +43,7 @@ def open_case(evidence: Evidence) -> Case:
     """Return the case for what was collected about an attempt."""
     end = find_end(evidence)
     candidates = find_candidates(evidence)
-    by_role: dict[str, list[Candidate]] = {"root": [], "cascade": []}
+    by_role: dict[str, list[CandidateCause]] = {"root": [], "cascade": []}
     for candidate in candidates:
         by_role[candidate.signature.role].append(candidate)
     return Case(

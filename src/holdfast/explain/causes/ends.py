@@ -98,8 +98,8 @@ class End:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Signs:
-    """The signs of how an attempt ended, as input for the rules."""
+class ExitSigns:
+    """The signs of how an attempt ended: what the rules of this module decide from."""
 
     evidence: Evidence
     # How the command ended.
@@ -115,10 +115,21 @@ class _Signs:
 
     @property
     def first_rank(self) -> int | None:
+        """Return the rank that failed first, or None if unknown."""
         return self.first_failure.rank if self.first_failure is not None else None
 
+    @property
+    def stop_requested_at(self) -> float | None:
+        """Return when the user's signal reached the supervisor, or None."""
+        if self.evidence.stop_signal is None:
+            return None
+        for event in self.evidence.events:
+            if event.kind == "signal":
+                return event.unix_seconds
+        return None
 
-_EndRule: TypeAlias = Callable[[_Signs], End | None]
+
+_EndRule: TypeAlias = Callable[[ExitSigns], End | None]
 
 
 def find_end(evidence: Evidence) -> End:
@@ -137,13 +148,14 @@ def find_end(evidence: Evidence) -> End:
     return replace(end, exhibits=(*end.exhibits, *exhibits))
 
 
-def _collect_signs(evidence: Evidence) -> _Signs:
+def _collect_signs(evidence: Evidence) -> ExitSigns:
     command = None
     for ending in evidence.endings:
         if ending.pid is None and ending.role != "trainer":
             command = ending
-    first_failure = _first_failed_trainer(evidence.endings)
-    return _Signs(
+    failed = [ending for ending in evidence.endings if ending.role == "trainer" and ending.status]
+    first_failure = min(failed, key=lambda ending: ending.unix_seconds or 0.0, default=None)
+    return ExitSigns(
         evidence=evidence,
         command=command,
         first_failure=first_failure,
@@ -151,12 +163,6 @@ def _collect_signs(evidence: Evidence) -> _Signs:
         hang=_hang_that_ended_it(evidence.events, command),
         kernel_kills=observations.count_kernel_kills(evidence.endings),
     )
-
-
-def _first_failed_trainer(all_endings: Iterable[Ending]) -> Ending | None:
-    """Return the trainer that failed first, as a launcher or the supervisor saw it."""
-    failed = [ending for ending in all_endings if ending.role == "trainer" and ending.status]
-    return min(failed, key=lambda ending: ending.unix_seconds or 0.0, default=None)
 
 
 def _deciding_status(command: Ending | None, first_failure: Ending | None) -> int | None:
@@ -181,7 +187,7 @@ def _hang_that_ended_it(events: Iterable[Event], command: Ending | None) -> Even
     return hangs[-1] if hangs else None
 
 
-def _first_end(rules: Iterable[_EndRule], signs: _Signs) -> End:
+def _first_end(rules: Iterable[_EndRule], signs: ExitSigns) -> End:
     """Return the answer of the first rule that applies, or an empty `End`."""
     for rule in rules:
         end = rule(signs)
@@ -193,7 +199,7 @@ def _first_end(rules: Iterable[_EndRule], signs: _Signs) -> End:
 # --- Without an exit status -----------------------------------------------------------------------
 
 
-def _still_running(signs: _Signs) -> End | None:
+def _still_running(signs: ExitSigns) -> End | None:
     """A process of the run is alive."""
     pids = signs.evidence.living_pids
     if not pids:
@@ -207,7 +213,7 @@ def _still_running(signs: _Signs) -> End | None:
     )
 
 
-def _supervisor_was_killed(signs: _Signs) -> End | None:
+def _supervisor_was_killed(signs: ExitSigns) -> End | None:
     """The sentinel noticed that the supervisor was gone."""
     loss = signs.evidence.supervisor_loss
     if loss is None:
@@ -225,7 +231,7 @@ def _supervisor_was_killed(signs: _Signs) -> End | None:
     )
 
 
-def _guard_left_its_loop(signs: _Signs) -> End | None:
+def _guard_left_its_loop(signs: ExitSigns) -> End | None:
     """A Guard closed because its loop was left early, which does not say why."""
     closing = signs.evidence.guard_closing
     if closing is None or closing.how != "left":
@@ -236,7 +242,7 @@ def _guard_left_its_loop(signs: _Signs) -> End | None:
     return End(why=why, exhibits=(Exhibit(text=why, source="guard"),))
 
 
-def _guard_closed(signs: _Signs) -> End | None:
+def _guard_closed(signs: ExitSigns) -> End | None:
     """A Guard finished, or stopped on request."""
     closing = signs.evidence.guard_closing
     if closing is None:
@@ -252,7 +258,7 @@ def _guard_closed(signs: _Signs) -> End | None:
     return End(cause=cause, confidence=0.7, why=why, exhibits=(exhibit,))
 
 
-def _output_says_done(signs: _Signs) -> End | None:
+def _output_says_done(signs: ExitSigns) -> End | None:
     """The last lines of the output say that the training is done."""
     if not signs.evidence.output_says_done:
         return None
@@ -277,20 +283,20 @@ _RULES_WITHOUT_STATUS: tuple[_EndRule, ...] = (
 # --- After status 0 -------------------------------------------------------------------------------
 
 
-def _stopped_by_guard(signs: _Signs) -> End | None:
+def _stopped_by_guard(signs: ExitSigns) -> End | None:
     """A Guard stopped on request, and the script then ended with status 0."""
-    request = stop_requested(signs.evidence.events)
+    request = observations.stop_request(signs.evidence.events)
     if request is None:
         return None
     end = replace(_end_of_stop(request, status=0), well=True)
     user_sent_a_signal = signs.evidence.stop_signal is not None
-    if user_sent_a_signal or signal_of_stop(request) is not None:
+    if user_sent_a_signal or observations.signal_of_stop(request) is not None:
         return end
     # A stop that the program itself requests is part of a normal end.
     return replace(end, cause=endings.ENDED_WELL, stop_requested_at=None)
 
 
-def _stopped_by_user_with_status_0(signs: _Signs) -> End | None:
+def _stopped_by_user_with_status_0(signs: ExitSigns) -> End | None:
     """The user sent a signal, and the command then ended with status 0."""
     number = signs.evidence.stop_signal
     if number is None:
@@ -303,7 +309,7 @@ def _stopped_by_user_with_status_0(signs: _Signs) -> End | None:
     )
 
 
-def _hidden_failure(signs: _Signs) -> End | None:
+def _hidden_failure(signs: ExitSigns) -> End | None:
     """A training process died, but its shell or parent still ended with status 0."""
     for statement in signs.evidence.statements:
         if statement.fatal and statement.pid is not None:
@@ -311,7 +317,7 @@ def _hidden_failure(signs: _Signs) -> End | None:
     return None
 
 
-def _ended_well(_: _Signs) -> End | None:
+def _ended_well(_: ExitSigns) -> End | None:
     """Nothing contradicts the exit status."""
     return End(cause=endings.ENDED_WELL, confidence=0.97, why="it ended with status 0", well=True)
 
@@ -343,7 +349,7 @@ def _unless_result_is_lost(end: End, evidence: Evidence) -> End:
 # --- After a failure ------------------------------------------------------------------------------
 
 
-def _hung(signs: _Signs) -> End | None:
+def _hung(signs: ExitSigns) -> End | None:
     """The supervisor ended the attempt because it made no progress."""
     hang = signs.hang
     if hang is None:
@@ -362,11 +368,11 @@ def _hung(signs: _Signs) -> End | None:
         confidence=min(max(float(confidence), 0.05), 0.99),
         why=why,
         exhibits=(exhibit_of_hang(hang),),
-        stop_requested_at=_stop_requested_by_user(signs),
+        stop_requested_at=signs.stop_requested_at,
     )
 
 
-def _ended_by_another_host(signs: _Signs) -> End | None:
+def _ended_by_another_host(signs: ExitSigns) -> End | None:
     """Another host of the same training ended first, and no signal came from outside."""
     events = signs.evidence.events
     if any(event.kind == "signal" for event in events):
@@ -382,21 +388,21 @@ def _ended_by_another_host(signs: _Signs) -> End | None:
     return None
 
 
-def _stopped_on_request(signs: _Signs) -> End | None:
+def _stopped_on_request(signs: ExitSigns) -> End | None:
     """A Guard stopped as requested, and nothing failed after that.
 
     In this case, no exit code of the script or its launcher counts as a failure.
     """
     evidence = signs.evidence
-    request = stop_requested(evidence.events)
-    if request is None or not _closed_after(evidence.events, request):
+    request = observations.stop_request(evidence.events)
+    if request is None or not observations.closed_after(evidence.events, request):
         return None
     if _crashed(signs) or _failed_after(evidence, request.unix_seconds):
         return None
     return _end_of_stop(request, status=signs.status or 0)
 
 
-def _could_not_save(signs: _Signs) -> End | None:
+def _could_not_save(signs: ExitSigns) -> End | None:
     """A Guard exited with its code for a state that could not be saved."""
     if signs.status != os.EX_IOERR or observations.unsaved_steps(signs.evidence) is None:
         return None
@@ -404,11 +410,11 @@ def _could_not_save(signs: _Signs) -> End | None:
         cause=endings.NOT_SAVED,
         confidence=0.97,
         why=f"it ended with status {signs.status} because its Guard could not save",
-        stop_requested_at=_stop_requested_by_user(signs),
+        stop_requested_at=signs.stop_requested_at,
     )
 
 
-def _stopped_by_user(signs: _Signs) -> End | None:
+def _stopped_by_user(signs: ExitSigns) -> End | None:
     """The user sent a signal, which is the cause however the command ended after it."""
     number = signs.evidence.stop_signal
     if number is None:
@@ -421,11 +427,11 @@ def _stopped_by_user(signs: _Signs) -> End | None:
         cause=_CAUSE_BY_SIGNAL.get(number, endings.TERMINATED),
         confidence=0.95,
         why=f"the user sent {signal_name(number)}, and the command {how}",
-        stop_requested_at=_stop_requested_by_user(signs),
+        stop_requested_at=signs.stop_requested_at,
     )
 
 
-def _exit_code(signs: _Signs) -> End | None:
+def _exit_code(signs: ExitSigns) -> End | None:
     """An exit code does not say why the command failed, unless it was never started."""
     status = signs.status
     if status is None or status < 0:
@@ -436,38 +442,30 @@ def _exit_code(signs: _Signs) -> End | None:
     return End(cause=endings.STATUS_ONLY, confidence=0.5, why=why)
 
 
-def _killed_by_the_kernel_for_memory(signs: _Signs) -> End | None:
-    """The kernel counted an out-of-memory kill."""
-    if signs.status != -signal.SIGKILL or not signs.kernel_kills:
+def _killed(signs: ExitSigns) -> End | None:
+    """SIGKILL ended the process: the kernel sent it for memory, or a person or scheduler did."""
+    if signs.status != -signal.SIGKILL:
         return None
-    count = f"the kernel's counter of out-of-memory kills rose by {signs.kernel_kills}"
-    return End(
-        cause=endings.OUT_OF_MEMORY_KILL,
-        confidence=0.95,
-        why=f"{_which_signal_ended_it(signs)}, and {count}",
-    )
+    why = _which_signal_ended_it(signs)
+    if signs.kernel_kills:
+        count = f"the kernel's counter of out-of-memory kills rose by {signs.kernel_kills}"
+        return End(cause=endings.OUT_OF_MEMORY_KILL, confidence=0.95, why=f"{why}, and {count}")
+    if signs.kernel_kills == 0:
+        return End(cause=endings.KILLED, confidence=0.7, why=why)
+    # The counter could not be read.
+    if observations.host_memory_was_running_out(signs.evidence):
+        why += " while memory was running out"
+        return End(cause=endings.KILLED_UNCOUNTED, confidence=0.75, why=why)
+    return End(cause=endings.KILLED, confidence=0.5, why=why)
 
 
-def _killed_while_memory_ran_out(signs: _Signs) -> End | None:
-    """The kernel's counter could not be read, but host memory was running out."""
-    if signs.status != -signal.SIGKILL or signs.kernel_kills is not None:
-        return None
-    if not observations.host_memory_was_running_out(signs.evidence):
-        return None
-    why = f"{_which_signal_ended_it(signs)} while memory was running out"
-    return End(cause=endings.KILLED_UNCOUNTED, confidence=0.75, why=why)
-
-
-def _killed_by_a_signal(signs: _Signs) -> End | None:
-    """A signal ended the process. Only SIGKILL may have come from the kernel, for memory."""
+def _ended_by_a_signal(signs: ExitSigns) -> End | None:
+    """Another signal ended the process."""
     if signs.status is None or signs.status >= 0:
         return None
-    confidence = 0.75
-    if signs.status == -signal.SIGKILL:
-        confidence = 0.7 if signs.kernel_kills == 0 else 0.5
     return End(
         cause=_CAUSE_BY_SIGNAL.get(-signs.status, endings.OTHER_SIGNAL),
-        confidence=confidence,
+        confidence=0.75,
         why=_which_signal_ended_it(signs),
     )
 
@@ -479,13 +477,12 @@ _RULES_AFTER_FAILURE: tuple[_EndRule, ...] = (
     _could_not_save,
     _stopped_by_user,
     _exit_code,
-    _killed_by_the_kernel_for_memory,
-    _killed_while_memory_ran_out,
-    _killed_by_a_signal,
+    _killed,
+    _ended_by_a_signal,
 )
 
 
-def _which_signal_ended_it(signs: _Signs) -> str:
+def _which_signal_ended_it(signs: ExitSigns) -> str:
     """Return a clause about the signal that ended a process."""
     status = signs.status or 0
     name = signal_name(-status) or status_text(status)
@@ -494,44 +491,6 @@ def _which_signal_ended_it(signs: _Signs) -> str:
         return f"holdfast stopped it with {name}"
     who = "it" if signs.first_rank is None else f"rank {signs.first_rank}"
     return f"{who} was terminated by {name}"
-
-
-def _stop_requested_by_user(signs: _Signs) -> float | None:
-    """Return when the user's signal reached the supervisor, or None."""
-    if signs.evidence.stop_signal is None:
-        return None
-    for event in signs.evidence.events:
-        if event.kind == "signal":
-            return event.unix_seconds
-    return None
-
-
-# --- Stops on request -----------------------------------------------------------------------------
-
-
-def stop_requested(events: Iterable[Event]) -> Event | None:
-    """Return the newest request to stop a Guard.
-
-    None if there is none, or if a loop began after it.
-
-    Args:
-        events: Events in the order of their times.
-    """
-    request = None
-    for event in events:
-        if event.kind == "stop_requested":
-            request = event
-        elif event.kind in ("loop", "resumed"):
-            request = None
-    return request
-
-
-def signal_of_stop(request: Event) -> str | None:
-    """Return the name of the signal that requested a stop, or None if the program itself did."""
-    for value in (request.data.get("signal"), request.data.get("reason")):
-        if isinstance(value, str) and is_signal_name(value):
-            return value
-    return None
 
 
 def _end_of_stop(request: Event, *, status: int) -> End:
@@ -552,16 +511,7 @@ def _end_of_stop(request: Event, *, status: int) -> End:
     )
 
 
-def _closed_after(events: Iterable[Event], request: Event) -> bool:
-    """Return whether a Guard closed as requested after a request to stop."""
-    for event in events:
-        is_stop = event.kind == "closed" and event.data.get("how") == "stopped"
-        if is_stop and event.unix_seconds >= request.unix_seconds:
-            return True
-    return False
-
-
-def _crashed(signs: _Signs) -> bool:
+def _crashed(signs: ExitSigns) -> bool:
     """Return whether the process caused its own signal, or the kernel killed it for memory."""
     status = signs.status
     if status is None or status >= 0:

@@ -4,25 +4,26 @@ Every statement that matches a signature is a candidate, and so is every excepti
 none. A chain of exceptions yields one candidate. Its `Tier` says how certain it is that the
 candidate ended its process.
 
-This module does not look at how processes ended (see `runtime_causes`), and it does not choose
+This module does not look at how processes ended (see `ends`), and it does not choose
 (see `choosing`).
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from holdfast.explain.candidate import GENERIC_RANK, TYPE_RANK, Candidate, Tier
-from holdfast.explain.error_lines import find_error_line
+from holdfast.explain.causes.candidate import GENERIC_RANK, TYPE_RANK, CandidateCause, Tier
+from holdfast.explain.causes.error_lines import find_error_line
+from holdfast.explain.causes.own_errors import OwnError, find_own_error
+from holdfast.explain.causes.shadowing import find_shadowing_file
 from holdfast.explain.evidence import Evidence, Statement, is_user_code
-from holdfast.explain.matching import Match, match_all, match_kinds
-from holdfast.explain.own_errors import OwnError, find_own_error
-from holdfast.explain.shadowing import find_shadowing_file
-from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import all_signatures, endings
+from holdfast.explain.signatures.matching import SignatureMatch, best_kind, match_all
+from holdfast.explain.signatures.signature import Signature
 
 # Up to this rank (hardware, memory, device asserts), a failure is the root even if it wraps another
 # one.
@@ -38,7 +39,7 @@ _REPETITIONS = frozenset(
 )
 
 
-def find_candidates(evidence: Evidence) -> list[Candidate]:
+def find_candidates(evidence: Evidence) -> list[CandidateCause]:
     """Return every candidate, in the order of the statements."""
     candidates = []
     for chain in _chains(evidence.statements):
@@ -49,7 +50,9 @@ def find_candidates(evidence: Evidence) -> list[Candidate]:
     return _demote_earlier_tracebacks(candidates)
 
 
-def order_candidates(candidates: Iterable[Candidate], *, first_rank: int | None) -> list[Candidate]:
+def order_candidates(
+    candidates: Iterable[CandidateCause], *, first_rank: int | None
+) -> list[CandidateCause]:
     """Return candidates of one role with the most likely cause first.
 
     Candidates are ordered by tier, then specific before generic signatures, then the rank that
@@ -66,7 +69,7 @@ def order_candidates(candidates: Iterable[Candidate], *, first_rank: int | None)
         if not candidate.is_caught
     )
 
-    def precedence(candidate: Candidate) -> tuple[float, ...]:
+    def precedence(candidate: CandidateCause) -> tuple[float, ...]:
         statement = candidate.statement
         elsewhere = (
             first_rank is not None and statement.rank is not None and statement.rank != first_rank
@@ -100,17 +103,21 @@ def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
     return chains
 
 
-def _candidate_of(chain: tuple[Statement, ...]) -> Candidate | None:
+def _candidate_of(chain: tuple[Statement, ...]) -> CandidateCause | None:
     """Return the candidate for a chain of exceptions or a line, or None."""
     own_error = find_own_error(chain)
     if own_error is not None:
         return _candidate_of_own_error(own_error, chain)
     if chain[0].kind == "line":
         return _candidate_of_line(chain[0])
-    return _candidate_of_exceptions(chain)
+    return (
+        _shadowed_module(chain)
+        or _known_exception(chain)
+        or _exception_that_no_signature_knows(chain)
+    )
 
 
-def _candidate_of_own_error(error: OwnError, chain: tuple[Statement, ...]) -> Candidate:
+def _candidate_of_own_error(error: OwnError, chain: tuple[Statement, ...]) -> CandidateCause:
     statement = error.statement
     if statement.fatal is False:
         tier = Tier.CAUGHT
@@ -120,15 +127,15 @@ def _candidate_of_own_error(error: OwnError, chain: tuple[Statement, ...]) -> Ca
         tier = Tier.ENDED_PROCESS
     else:
         tier = Tier.OTHER_LINE
-    return Candidate(signature=error.signature, statement=statement, tier=tier, chain=chain)
+    return CandidateCause(signature=error.signature, statement=statement, tier=tier, chain=chain)
 
 
-def _candidate_of_line(line: Statement) -> Candidate | None:
+def _candidate_of_line(line: Statement) -> CandidateCause | None:
     matches = match_all(line)
     if not matches:
         return None
     best, *others = [match.signature for match in matches]
-    return Candidate(
+    return CandidateCause(
         signature=best,
         statement=line,
         tier=_tier_of_line(line, best),
@@ -154,23 +161,14 @@ def _tier_of_exception(last: Statement) -> Tier:
     return Tier.LAST_LINE
 
 
-def _candidate_of_exceptions(chain: tuple[Statement, ...]) -> Candidate | None:
-    """Return the candidate for a chain of exceptions, or None if it has none."""
-    return (
-        _shadowed_module(chain)
-        or _known_exception(chain)
-        or _exception_that_no_signature_knows(chain)
-    )
-
-
-def _shadowed_module(chain: tuple[Statement, ...]) -> Candidate | None:
+def _shadowed_module(chain: tuple[Statement, ...]) -> CandidateCause | None:
     """Return the candidate for a user file that was imported in place of a module."""
     for statement in chain:
         file = find_shadowing_file(statement)
         if file:
             signature = all_signatures()[endings.SHADOWED]
             title = f"{signature.title}: {PurePath(file).name}"
-            return Candidate(
+            return CandidateCause(
                 signature=replace(signature, title=title),
                 statement=statement,
                 tier=_tier_of_exception(chain[-1]),
@@ -179,7 +177,7 @@ def _shadowed_module(chain: tuple[Statement, ...]) -> Candidate | None:
     return None
 
 
-def _known_exception(chain: tuple[Statement, ...]) -> Candidate | None:
+def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
     """Return the candidate for the exception in a chain with the best matching signature.
 
     None if no signature matches, or if the match is a cascade that may follow from an earlier
@@ -208,7 +206,7 @@ def _known_exception(chain: tuple[Statement, ...]) -> Candidate | None:
     follows_from_another = first is not None and first < index
     if signature.role != "root" and follows_from_another:
         return None
-    return Candidate(
+    return CandidateCause(
         signature=signature,
         statement=chain[index],
         tier=_tier_of_exception(chain[-1]),
@@ -217,7 +215,9 @@ def _known_exception(chain: tuple[Statement, ...]) -> Candidate | None:
     )
 
 
-def _other_signatures(matches: Iterable[Match], chosen: Signature) -> tuple[Signature, ...]:
+def _other_signatures(
+    matches: Iterable[SignatureMatch], chosen: Signature
+) -> tuple[Signature, ...]:
     """Return the other signatures that match, the best first, each once."""
     signatures: dict[str, Signature] = {}
     for match in sorted(matches, key=lambda match: match.order):
@@ -226,12 +226,12 @@ def _other_signatures(matches: Iterable[Match], chosen: Signature) -> tuple[Sign
     return tuple(signatures.values())
 
 
-def _exception_that_no_signature_knows(chain: tuple[Statement, ...]) -> Candidate | None:
+def _exception_that_no_signature_knows(chain: tuple[Statement, ...]) -> CandidateCause | None:
     first = _first_original(chain)
     if first is None:
         return None
     statement = chain[first]
-    return Candidate(
+    return CandidateCause(
         signature=_fallback_signature(statement),
         statement=statement,
         tier=_tier_of_exception(chain[-1]),
@@ -251,8 +251,8 @@ def _first_original(chain: Sequence[Statement]) -> int | None:
 
 
 def _candidates_that_no_signature_knows(
-    evidence: Evidence, candidates: Sequence[Candidate]
-) -> list[Candidate]:
+    evidence: Evidence, candidates: Sequence[CandidateCause]
+) -> list[CandidateCause]:
     """Return a candidate for an error line, if signatures found nothing informative."""
     line = None
     relevant = [candidate for candidate in candidates if not candidate.is_caught]
@@ -260,18 +260,16 @@ def _candidates_that_no_signature_knows(
         # Either nothing was found, or only that a process aborted, which does not say why.
         line = find_error_line(evidence.statements, only_certain=bool(relevant))
     elif any(candidate.signature.id == endings.NCCL_FAILED for candidate in candidates):
-        line = _first_unknown_warning_of_nccl(evidence.statements)
+        for statement in evidence.statements:
+            if "NCCL WARN" in statement.text and not match_all(statement):
+                line = statement
+                break
     if line is None:
         return []
     signature = _fallback_signature(line)
-    return [Candidate(signature=signature, statement=line, tier=Tier.OTHER_LINE, chain=(line,))]
-
-
-def _first_unknown_warning_of_nccl(statements: Iterable[Statement]) -> Statement | None:
-    for statement in statements:
-        if "NCCL WARN" in statement.text and not match_all(statement):
-            return statement
-    return None
+    return [
+        CandidateCause(signature=signature, statement=line, tier=Tier.OTHER_LINE, chain=(line,))
+    ]
 
 
 def _fallback_signature(statement: Statement) -> Signature:
@@ -285,7 +283,7 @@ def _fallback_signature(statement: Statement) -> Signature:
     signature = all_signatures()[endings.UNCAUGHT if is_exception else endings.ERROR_LINE]
     signature = replace(signature, fix="")
     raised_in_own_code = bool(statement.frames) and is_user_code(statement.frames[-1])
-    kind = _kind_of(statement)
+    kind = best_kind(statement)
     if kind is not None and not (raised_in_own_code and kind.rank >= TYPE_RANK):
         return replace(
             signature,
@@ -297,15 +295,20 @@ def _fallback_signature(statement: Statement) -> Signature:
     return replace(signature, family="user code" if raised_in_own_code else "unknown")
 
 
-def _kind_of(statement: Statement) -> Signature | None:
-    kinds = match_kinds(statement)
-    return kinds[0].signature if kinds else None
-
-
 # --- Tracebacks before the one that ended a process -----------------------------------------------
 
 
-def _demote_earlier_tracebacks(candidates: Sequence[Candidate]) -> list[Candidate]:
+@dataclass(slots=True)
+class _LaterFailures:
+    """What a process printed after the traceback that is being judged."""
+
+    # The position of the earliest traceback that belongs to the end of the process.
+    position: int | None = None
+    # Whether a root is among them that the process may not have survived.
+    include_root: bool = False
+
+
+def _demote_earlier_tracebacks(candidates: Sequence[CandidateCause]) -> list[CandidateCause]:
     """Demote tracebacks that come before the one that ended their process.
 
     If a process did not continue after either of two tracebacks, the later one ended it. The
@@ -313,42 +316,31 @@ def _demote_earlier_tracebacks(candidates: Sequence[Candidate]) -> list[Candidat
     between them. A traceback that is followed by progress can be the cause only if no root came
     later.
     """
-    # By rank: the position of the earliest traceback that belongs to the end of its process.
-    begins: dict[int | None, int] = {}
-    # Ranks for which a later root was seen.
-    ranks_with_root: set[int | None] = set()
+    later_by_rank: dict[int | None, _LaterFailures] = defaultdict(_LaterFailures)
     result = []
-    for original in reversed(candidates):
-        candidate = original
-        if _is_raised(candidate):
-            candidate = _demoted(candidate, begins, ranks_with_root)
-            rank = candidate.statement.rank
-            if candidate.tier == Tier.NOT_CONTINUED:
-                begins[rank] = candidate.statement.position
-            if not candidate.is_caught and candidate.signature.role == "root":
-                ranks_with_root.add(rank)
-        result.append(candidate)
+    for candidate in reversed(candidates):
+        statement = candidate.statement
+        if statement.kind == "line" or not statement.source:
+            result.append(candidate)
+            continue
+        later = later_by_rank[statement.rank]
+        judged = replace(candidate, tier=_tier_given_later_failures(candidate, later))
+        if judged.tier == Tier.NOT_CONTINUED:
+            later.position = statement.position
+        if not judged.is_caught and judged.signature.role == "root":
+            later.include_root = True
+        result.append(judged)
     result.reverse()
     return result
 
 
-def _is_raised(candidate: Candidate) -> bool:
-    statement = candidate.statement
-    return statement.kind == "exception" and bool(statement.source)
-
-
-def _demoted(
-    candidate: Candidate, begins: dict[int | None, int], ranks_with_root: set[int | None]
-) -> Candidate:
-    """Return a candidate with its tier adjusted for later tracebacks of its process."""
-    statement = candidate.statement
+def _tier_given_later_failures(candidate: CandidateCause, later: _LaterFailures) -> Tier:
     last = candidate.chain[-1]
-    root_came_later = statement.rank in ranks_with_root
     if candidate.tier == Tier.NOT_CONTINUED:
-        later = begins.get(statement.rank)
-        is_far = later is not None and later - statement.position > _BURST_LINES
-        if is_far or (last.resumed and root_came_later):
-            return replace(candidate, tier=Tier.CAUGHT)
-    elif last.overtaken and not root_came_later:
-        return replace(candidate, tier=Tier.OTHER_LINE)
-    return candidate
+        position = candidate.statement.position
+        is_far = later.position is not None and later.position - position > _BURST_LINES
+        continued = last.resumed and later.include_root
+        return Tier.CAUGHT if is_far or continued else candidate.tier
+    if last.overtaken and not later.include_root:
+        return Tier.OTHER_LINE
+    return candidate.tier

@@ -1,6 +1,6 @@
 """Detect losses that diverged: not finite, or many orders of magnitude above their best level.
 
-What that means for the verdict is decided in ``explain.runtime_causes``.
+What that means for the verdict is decided in ``explain.causes.ends``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from holdfast.core.errors import HoldfastError
 from holdfast.explain.evidence import LostTraining
-from holdfast.recorder.progress import read_samples
-from holdfast.recorder.reader import read_steps
-from holdfast.recorder.run_files import SAMPLES_FILE, ProcessInfo
+from holdfast.explain.logs.text import LogText
+from holdfast.explain.runs.recorded_steps import samples_of_process, steps_of_guard
+from holdfast.recorder.run_files import ProcessInfo
 
 # A step number, or a line number in a log, and a value.
 Point = tuple[int, float]
@@ -48,13 +47,6 @@ _RISEN = 10.0
 _LEAST_RISEN_LEVEL = 0.1
 
 
-class _Curves(NamedTuple):
-    """What was recorded of one training process, oldest first."""
-
-    losses: list[Point]
-    norms: list[Point]
-
-
 def find_lost_training(
     folders: Iterable[tuple[Path, ProcessInfo]],
     guards: Iterable[Path],
@@ -75,47 +67,37 @@ def find_lost_training(
     newest: dict[int | None, Path] = {}
     for folder, info in sorted(folders, key=lambda pair: pair[1].started):
         newest[info.rank] = folder
-    curves = [_curves_of_process(folder / SAMPLES_FILE) for folder in newest.values()]
-    curves += [_curves_of_guard(folder, between) for folder in guards]
-    candidates = [
-        find_lost(curve.losses, curve.norms) or find_risen_loss(curve.losses) for curve in curves
-    ]
-    first = min(
-        (lost for lost in candidates if lost is not None),
-        key=lambda lost: (not lost.exploded, lost.since),
-        default=None,
-    )
-    return first, any(curve.losses for curve in curves)
+    began, until = between
+    # By process or Guard: the number, the loss and the gradient norm of each step.
+    recorded: list[list[tuple[int, float | None, float | None]]] = []
+    for folder in newest.values():
+        samples = samples_of_process(folder)
+        recorded.append([(sample.step, sample.loss, sample.grad_norm) for sample in samples])
+    for folder in guards:
+        steps = steps_of_guard(folder, began=began, until=until)
+        recorded.append([(step.global_step, step.loss, step.grad_norm) for step in steps])
+
+    any_loss = False
+    candidates = []
+    for steps_of_one in recorded:
+        losses = [(step, loss) for step, loss, _ in steps_of_one if loss is not None]
+        norms = [(step, norm) for step, _, norm in steps_of_one if norm is not None]
+        any_loss = any_loss or bool(losses)
+        lost = find_lost(losses, norms) or find_risen_loss(losses)
+        if lost is not None:
+            candidates.append(lost)
+    first = min(candidates, key=lambda lost: (not lost.exploded, lost.since), default=None)
+    return first, any_loss
 
 
-def _curves_of_process(path: Path) -> _Curves:
-    """Return the curves in a file of samples; empty ones if it is missing or damaged."""
-    try:
-        samples = read_samples(path) if path.exists() else []
-    except (HoldfastError, OSError, ValueError):
-        samples = []
-    return _curves((sample.step, sample.loss, sample.grad_norm) for sample in samples)
+def lost_from_output(log: LogText, *, name: str) -> LostTraining | None:
+    """Return how a training run diverged or ended far above its start, judged by its log.
 
-
-def _curves_of_guard(folder: Path, between: tuple[float, float]) -> _Curves:
-    """Return the curves of the steps of a guard; empty ones if they cannot be read."""
-    began, ended = between
-    try:
-        steps = [step for step in read_steps(folder) if began <= step.unix_seconds < ended]
-    except (HoldfastError, OSError, ValueError):
-        steps = []
-    return _curves((step.global_step, step.loss, step.grad_norm) for step in steps)
-
-
-def _curves(steps: Iterable[tuple[int, float | None, float | None]]) -> _Curves:
-    """Return the curves of steps, each given by its number, its loss and its gradient norm."""
-    curves = _Curves(losses=[], norms=[])
-    for step, loss, norm in steps:
-        if loss is not None:
-            curves.losses.append((step, loss))
-        if norm is not None:
-            curves.norms.append((step, norm))
-    return curves
+    Args:
+        log: The log.
+        name: The name of the log for sentences.
+    """
+    return find_lost(log.losses, log.norms, log=name) or find_risen_loss(log.losses, log=name)
 
 
 def find_lost(

@@ -1,4 +1,4 @@
-"""`Candidate`: one possible cause of a failure, its grounds, and how certain they make it.
+"""`CandidateCause`: one possible cause of a failure, its grounds, and how certain they make it.
 
 `weighing` finds candidates, `choosing` picks one of them.
 """
@@ -11,8 +11,8 @@ from typing import Literal
 
 from holdfast.explain.evidence import Statement
 from holdfast.explain.rules import all_rules
-from holdfast.explain.signature import Family, Signature
 from holdfast.explain.signatures import endings
+from holdfast.explain.signatures.signature import Family, Signature
 
 
 class Tier(IntEnum):
@@ -85,7 +85,7 @@ FALLBACKS = frozenset({endings.UNCAUGHT, endings.ERROR_LINE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class CandidateCause:
     """One possible cause."""
 
     signature: Signature
@@ -122,17 +122,14 @@ class Candidate:
         if signature.id == endings.ERROR_LINE:
             return "open line" if signature.family == "unknown" else "line"
         if signature.id == endings.UNCAUGHT:
-            return self._grounds_of_unknown_exception()
+            if signature.rank >= TYPE_RANK:
+                return "type"
+            return "open words" if signature.family == "unknown" else "words"
         if signature.role == "cascade":
             return "cascade"
         if signature.family in _SYMPTOMS:
             return "symptom"
         return "signature"
-
-    def _grounds_of_unknown_exception(self) -> Grounds:
-        if self.signature.rank >= TYPE_RANK:
-            return "type"
-        return "open words" if self.signature.family == "unknown" else "words"
 
     @property
     def confidence(self) -> float:

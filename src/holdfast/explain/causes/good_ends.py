@@ -16,8 +16,8 @@ from holdfast.core.text import duration
 from holdfast.explain import observations
 from holdfast.explain.evidence import Evidence
 from holdfast.explain.exhibits import exhibit_of_leak, exhibit_of_memory_trend, growth_text
-from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import UNJUDGED, all_signatures, endings
+from holdfast.explain.signatures.signature import Signature
 from holdfast.explain.verdict import Exhibit
 
 # The largest share of step time that a run may spend waiting for its loader.

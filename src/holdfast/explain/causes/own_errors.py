@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 
 from holdfast.explain.evidence import Statement
-from holdfast.explain.rules import Rule, all_rules
-from holdfast.explain.signature import Family, Signature
+from holdfast.explain.rules import RulePage, all_rules
+from holdfast.explain.signatures.signature import Family, Signature
 
 _NAMED_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
 _FIX_OF_ERROR = re.compile(r"^Fix: (.+?)(?=\n\[H\d|\n\n|\Z)", re.MULTILINE | re.DOTALL)
@@ -61,7 +61,7 @@ def _rule_id_in(statement: Statement) -> str:
     return named[1] if named is not None else ""
 
 
-def _signature_of(rule: Rule, statement: Statement) -> Signature:
+def _signature_of(rule: RulePage, statement: Statement) -> Signature:
     is_cascade = rule.id == _OTHER_RANK_FAILED
     return Signature(
         id=rule.id,

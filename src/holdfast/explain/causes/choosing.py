@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from holdfast.explain.candidate import Candidate, Tier
-from holdfast.explain.case import Case
+from holdfast.explain.causes.candidate import CandidateCause, Tier
+from holdfast.explain.causes.case import Case
+from holdfast.explain.causes.ends import End
 from holdfast.explain.exit_status import SIGNALS_FROM_OUTSIDE
 from holdfast.explain.observations import count_kernel_kills
-from holdfast.explain.runtime_causes import End
-from holdfast.explain.signature import Family, Signature
 from holdfast.explain.signatures import WELL, all_signatures, endings
+from holdfast.explain.signatures.signature import Family, Signature
 
 # How often a kill counted by the kernel was the cause, among the recorded failures.
 _KERNEL_KILL_CONFIDENCE = 0.93
@@ -71,7 +71,7 @@ class Choice:
 
     signature: Signature
     confidence: float
-    candidate: Candidate | None = None
+    candidate: CandidateCause | None = None
 
 
 ChoiceRule: TypeAlias = Callable[[Case], Choice | None]
@@ -81,7 +81,9 @@ def choose(case: Case) -> Choice:
     """Return the first answer of the rules, or "unknown" if no rule has one."""
     choice = _first_answer(RULES_ON_ALL_EVIDENCE, case)
     if choice is None:
-        choice = _first_answer(RULES_ON_RELEVANT_EVIDENCE, _keep_relevant_candidates(case))
+        # Some candidates only repeat what another one says better.
+        relevant = _drop_aborts_after_a_failure(_drop_launcher_tables(case))
+        choice = _first_answer(RULES_ON_RELEVANT_EVIDENCE, relevant)
     if choice is None:
         choice = Choice(signature=all_signatures()[endings.UNKNOWN], confidence=0.0)
     return _clear_kernel_without_kills(case, _prefer_traced_leak(case, choice))
@@ -97,11 +99,6 @@ def _first_answer(rules: Iterable[ChoiceRule], case: Case) -> Choice | None:
 
 
 # --- Evidence -------------------------------------------------------------------------------------
-
-
-def _keep_relevant_candidates(case: Case) -> Case:
-    """Return the case without candidates that only repeat what another one says better."""
-    return _drop_aborts_after_a_failure(_drop_launcher_tables(case))
 
 
 def _drop_launcher_tables(case: Case) -> Case:
@@ -278,7 +275,7 @@ RULES_ON_RELEVANT_EVIDENCE: tuple[ChoiceRule, ...] = (
 # --- Conditions used by the rules -----------------------------------------------------------------
 
 
-def _failed_before(root: Candidate | None, unix_seconds: float) -> bool:
+def _failed_before(root: CandidateCause | None, unix_seconds: float) -> bool:
     """Return whether a root ended a process before it was stopped for a hang or on request."""
     if root is None or root.tier > Tier.NOT_CONTINUED:
         return False
@@ -286,7 +283,7 @@ def _failed_before(root: Candidate | None, unix_seconds: float) -> bool:
     return failed_at is not None and failed_at < unix_seconds
 
 
-def _says_process_was_lost(root: Candidate) -> bool:
+def _says_process_was_lost(root: CandidateCause) -> bool:
     """Return whether a root only reports that a process died."""
     if root.signature.family not in _FAMILIES_OF_LOST_PROCESSES:
         return False
@@ -294,7 +291,7 @@ def _says_process_was_lost(root: Candidate) -> bool:
     return any(words in text for words in _WORDS_OF_LOST_PROCESSES)
 
 
-def _says_process_was_killed(candidate: Candidate) -> bool:
+def _says_process_was_killed(candidate: CandidateCause) -> bool:
     """Return whether a candidate reports that one process of the command was killed."""
     return (
         candidate.signature.id == endings.KILLED_UNCOUNTED
@@ -302,7 +299,7 @@ def _says_process_was_killed(candidate: Candidate) -> bool:
     )
 
 
-def _detailed_root(root: Candidate, roots: Iterable[Candidate]) -> Candidate | None:
+def _detailed_root(root: CandidateCause, roots: Iterable[CandidateCause]) -> CandidateCause | None:
     """Return the root of the same process that gives the details behind this one."""
     for other in roots:
         if root.signature.id not in other.signature.explains:
@@ -315,7 +312,7 @@ def _detailed_root(root: Candidate, roots: Iterable[Candidate]) -> Candidate | N
     return None
 
 
-def _explains_end(root: Candidate, end: End) -> bool:
+def _explains_end(root: CandidateCause, end: End) -> bool:
     """Return whether a root from a text explains the end better than the exit status alone."""
     if root.is_caught or _follows_from_a_kill(root, end):
         return False
@@ -330,7 +327,7 @@ def _explains_end(root: Candidate, end: End) -> bool:
     return is_exception or root.signature.family in _FAMILIES_EXPLAINING_A_SIGNAL
 
 
-def _follows_from_a_kill(root: Candidate, end: End) -> bool:
+def _follows_from_a_kill(root: CandidateCause, end: End) -> bool:
     """Return whether a root is the failure of another rank after one rank was killed."""
     if end.signal not in SIGNALS_FROM_OUTSIDE or end.first_rank is None:
         return False
@@ -338,7 +335,9 @@ def _follows_from_a_kill(root: Candidate, end: End) -> bool:
     return is_of_another_rank and root.signature.family in _FAMILIES_AFTER_A_KILL
 
 
-def _confidence_given_rivals(root: Candidate, end: End, rivals: Sequence[Candidate]) -> float:
+def _confidence_given_rivals(
+    root: CandidateCause, end: End, rivals: Sequence[CandidateCause]
+) -> float:
     """Return the confidence in a root, reduced if a signal or a rival could explain the end."""
     confidence = root.confidence
     explains_a_signal = root.signature.family in _FAMILIES_EXPLAINING_A_SIGNAL
@@ -349,7 +348,7 @@ def _confidence_given_rivals(root: Candidate, end: End, rivals: Sequence[Candida
     return confidence
 
 
-def _is_rival(other: Candidate, root: Candidate) -> bool:
+def _is_rival(other: CandidateCause, root: CandidateCause) -> bool:
     """Return whether another root is at least as certain, specific, and of another family."""
     return (
         other.tier <= root.tier

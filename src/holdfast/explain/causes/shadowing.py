@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
 from pathlib import PurePath
 
 from holdfast.explain.evidence import Frame, Statement, is_user_code
@@ -24,7 +23,8 @@ def find_shadowing_file(raised: Statement) -> str:
     for importer, imported in itertools.pairwise(frames):
         if importer.function != "<module>" or imported.function != "<module>":
             continue
-        if not is_user_code(imported) or not _is_beside_script(imported, frames):
+        is_beside_script = PurePath(imported.file).parent == PurePath(frames[0].file).parent
+        if not is_user_code(imported) or not is_beside_script:
             continue
         if importer.file == imported.file or not is_user_code(importer):
             return imported.file
@@ -38,8 +38,3 @@ def _importing_frames(raised: Statement) -> list[Frame]:
     if named is not None:
         frames.append(Frame(file=named[1] or named[2], line=0, function="<module>"))
     return frames
-
-
-def _is_beside_script(frame: Frame, frames: Sequence[Frame]) -> bool:
-    script = frames[0]
-    return PurePath(frame.file).parent == PurePath(script.file).parent
