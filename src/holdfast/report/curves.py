@@ -1,7 +1,7 @@
 """Curves over steps, thinned to what a screen can show.
 
 A curve has the mean of each stretch of steps and a band from its least to its greatest value, so
-that every peak stays visible however long the run was. ``step_figure`` draws the curves.
+that every peak stays visible however long the run was. ``page.figures.steps`` draws them.
 """
 
 from __future__ import annotations

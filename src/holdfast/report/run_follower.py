@@ -1,8 +1,8 @@
 """Follow a run: return what each process has recorded since the previous look.
 
 Processes and guards may appear at any time. In a run of many epochs, most process folders belong to
-loader workers that ended long ago; these are read to their end and then dropped. ``gathering`` and
-``watching`` turn the records into views.
+loader workers that ended long ago; these are read to their end and then dropped.
+``page.gathering`` and ``live.watching`` turn the records into views.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Records of what is known about a run at one moment, for `holdfast report`, `watch` and `metrics`.
 
-``gathering.gather`` fills in a `RunSnapshot` from everything that was recorded, for the page;
-``watching.Watched`` does so incrementally, for the live view and for metrics. Nothing is read here.
+``page.gathering`` fills in a `RunSnapshot` from everything that was recorded, for the page;
+``live.watching`` does so incrementally, for the live view and for metrics. Nothing is read here.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from holdfast.report.run_follower import News
 from holdfast.report.sources import RecordedEvent
 
 if TYPE_CHECKING:
-    # These modules import numpy, which takes a tenth of a second.
+    # This module imports numpy, which takes a tenth of a second.
     from holdfast.report.curves import Curve, StepTimes
-    from holdfast.report.images import PageImage
 
 State = Literal["running", "waits to restart", "ended"]
 
@@ -149,6 +148,17 @@ class RecordedStacks:
 
     name: str
     text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageImage:
+    """One image on the page: a complete PNG file, and its size in pixels."""
+
+    tag: str
+    global_step: int
+    png: bytes
+    width: int
+    height: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

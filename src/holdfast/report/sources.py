@@ -1,7 +1,7 @@
 """Find the recordings of a run: those of the supervisor, of each process, and of guards.
 
 This module finds the directories and gives them display names. Their contents are read by
-``run_follower``, ``gathering`` and ``lanes``.
+``run_follower``, and for a page by ``page.gathering`` and ``page.lanes``.
 """
 
 from __future__ import annotations

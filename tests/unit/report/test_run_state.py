@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.report.run_state import SILENT_SECONDS, Signs, decide_state
+from holdfast.report.live.run_state import SILENT_SECONDS, Signs, decide_state
 
 NOTHING = Signs(
     supervisor_event="",

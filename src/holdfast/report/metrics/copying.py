@@ -18,10 +18,10 @@ from holdfast.core.text import sanitise
 from holdfast.recorder.progress import StepSample
 from holdfast.recorder.run_files import read_optimizers
 from holdfast.recorder.scalars import Scalar
+from holdfast.report.live.watching import Watched
 from holdfast.report.run_follower import News
 from holdfast.report.run_snapshot import RunSnapshot
 from holdfast.report.sources import Source
-from holdfast.report.watching import Watched
 
 POLL_SECONDS = 1.0
 _MOST_ERROR_CHARACTERS = 300

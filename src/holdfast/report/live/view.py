@@ -22,11 +22,11 @@ from holdfast.core.text import duration, moment, sanitise, size
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.progress import Phase
 from holdfast.recorder.scalars import Scalar
+from holdfast.report.live.watching import Runs, Watched
 from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot
 from holdfast.report.severity import severity
 from holdfast.report.sources import RecordedEvent
 from holdfast.report.verdicts import how_sure, tone
-from holdfast.report.watching import Runs, Watched
 
 # One run, or several.
 Snapshots: TypeAlias = RunSnapshot | tuple[RunSnapshot, ...]

@@ -16,9 +16,9 @@ from typing import Any
 from holdfast.recorder.progress import Phase, read_board
 from holdfast.recorder.run_files import BOARD_FILE, SETTINGS_FILE, SUPERVISED_FILE
 from holdfast.recorder.start import START_FILE
-from holdfast.report.attachments import read_checkpoints, read_output, read_stacks
-from holdfast.report.images import read_images
-from holdfast.report.lanes import (
+from holdfast.report.page.attachments import read_checkpoints, read_output, read_stacks
+from holdfast.report.page.images import read_images
+from holdfast.report.page.lanes import (
     MOST_LANES,
     LaneReader,
     points_per_lane,

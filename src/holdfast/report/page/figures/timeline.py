@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.core.text import duration
-from holdfast.report.event_marks import Mark, mark_traces
-from holdfast.report.goodput import breaks
-from holdfast.report.plotly_values import Figure, date, label
+from holdfast.report.page.figures.event_marks import Mark, mark_traces
+from holdfast.report.page.figures.plotly_values import Figure, date, label
+from holdfast.report.page.goodput import breaks
 from holdfast.report.run_snapshot import Lane, ProcessSnapshot, RunSnapshot
 
 # The colour of each kind of bar, the same in both themes.

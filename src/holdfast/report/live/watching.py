@@ -30,16 +30,16 @@ from holdfast.recorder.run_files import (
 )
 from holdfast.recorder.scalars import Scalar
 from holdfast.recorder.start import START_FILE
-from holdfast.report.outlook import (
+from holdfast.report.live.outlook import (
     NO_GUARD,
     RATE_SAMPLES,
     LoopProgress,
     describe_outlook,
     loop_progress,
 )
+from holdfast.report.live.run_state import SILENT_SECONDS, Signs, decide_state
 from holdfast.report.run_follower import News, RunFollower
 from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot, State, visible_phase
-from holdfast.report.run_state import SILENT_SECONDS, Signs, decide_state
 from holdfast.report.sources import RecordedEvent, Source, ran_here, read_json, runs_in
 from holdfast.report.verdicts import verdict_from, verdict_of
 

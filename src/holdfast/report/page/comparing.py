@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from holdfast.report.curves import LOGGED, Curve, Numbers
-from holdfast.report.environment import COMMAND, environment
-from holdfast.report.offline_page import fill_page
-from holdfast.report.page import key_figures
+from holdfast.report.page.environment import COMMAND, environment
+from holdfast.report.page.figures.steps import step_figure
+from holdfast.report.page.offline_page import fill_page
+from holdfast.report.page.run_page import key_figures
 from holdfast.report.run_snapshot import Lane, RunSnapshot
-from holdfast.report.step_figure import step_figure
 from holdfast.report.verdicts import how_sure
 
 # Rows by name; each row has one value per run, in the order of the runs.

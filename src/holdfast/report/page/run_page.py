@@ -14,11 +14,13 @@ import numpy as np
 
 from holdfast.core.text import duration, moment, sanitise, size
 from holdfast.report.curves import Numbers, StepTimes
-from holdfast.report.environment import environment
-from holdfast.report.figures import figures
-from holdfast.report.goodput import COLOURS, goodput
-from holdfast.report.offline_page import fill_page
-from holdfast.report.outlook import three_digits
+from holdfast.report.live.outlook import three_digits
+from holdfast.report.page.environment import environment
+from holdfast.report.page.figures.plotly_values import Figure
+from holdfast.report.page.figures.steps import share_equal_curves, step_figure
+from holdfast.report.page.figures.timeline import timeline_figure
+from holdfast.report.page.goodput import COLOURS, goodput
+from holdfast.report.page.offline_page import fill_page
 from holdfast.report.run_snapshot import RunSnapshot
 from holdfast.report.sources import RecordedEvent
 from holdfast.report.verdicts import how_sure, tone
@@ -54,6 +56,15 @@ def render(run: RunSnapshot, *, now: datetime | None = None) -> str:
         facts_of=_facts_of,
         base64=_base64,
     )
+
+
+def figures(run: RunSnapshot) -> dict[str, Figure]:
+    """Return figures by the id of the element that each is drawn in; empty ones are left out."""
+    drawn = {
+        "timeline": timeline_figure(run),
+        "steps": step_figure(share_equal_curves(run.lanes), run.events),
+    }
+    return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def key_figures(run: RunSnapshot) -> dict[str, str]:

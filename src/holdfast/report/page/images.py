@@ -16,6 +16,7 @@ from pathlib import Path
 from holdfast.core.files import open_to_read
 from holdfast.core.text import sanitise
 from holdfast.guard.images import IMAGES_FOLDER, LONGEST_SIDE, MOST_FILE_BYTES, MOST_TAGS
+from holdfast.report.run_snapshot import PageImage
 
 _SHOWN_OF_A_TAG = 5
 # At most this many folder entries are examined; a guard writes at most 16 into each.
@@ -30,17 +31,6 @@ _MOST_DIGITS = 18
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _IHDR = struct.Struct(">8s4x4sII")
 _IEND = b"\x00\x00\x00\x00IEND\xaeB`\x82"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageImage:
-    """One image on the page: a complete PNG file, and its size in pixels."""
-
-    tag: str
-    global_step: int
-    png: bytes
-    width: int
-    height: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

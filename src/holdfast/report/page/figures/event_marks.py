@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.report.plotly_values import Figure, label
+from holdfast.report.page.figures.plotly_values import Figure, label
 from holdfast.report.severity import severity
 from holdfast.report.sources import RecordedEvent
 

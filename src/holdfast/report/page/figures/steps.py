@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from holdfast.report.curves import LOGGED, MOST_LOGGED, Band, Curve, Numbers
-from holdfast.report.event_marks import Mark, mark_traces
-from holdfast.report.plotly_values import Figure, json_numbers, label
+from holdfast.report.page.figures.event_marks import Mark, mark_traces
+from holdfast.report.page.figures.plotly_values import Figure, json_numbers, label
 from holdfast.report.run_snapshot import Lane
 from holdfast.report.severity import severity
 from holdfast.report.sources import RecordedEvent
