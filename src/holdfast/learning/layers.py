@@ -155,17 +155,13 @@ class LayerObserver:
                 _append(self._ratios.setdefault(name, []), step / weight)
         return any(step != 0 for step in step_norms)
 
-    def observations(self, *, windows: bool = True) -> dict[str, ObservedLayer]:
-        """Return the observations of each parameter, in the order of the model.
-
-        Medians are updated only if `windows` is true.
-        """
-        if windows:
-            for name, layer in self._layers.items():
-                ratios = self._ratios.get(name, [])
-                layer.ratio = median_or_none(ratios)
-                layer.largest_ratio = max(ratios[:FIRST_STEPS], default=None)
-                layer.gradient_rms = median_or_none(self._gradient_rms.get(name, []))
+    def observations(self) -> dict[str, ObservedLayer]:
+        """Return the observations of each parameter, in the order of the model."""
+        for name, layer in self._layers.items():
+            ratios = self._ratios.get(name, [])
+            layer.ratio = median_or_none(ratios)
+            layer.largest_ratio = max(ratios[:FIRST_STEPS], default=None)
+            layer.gradient_rms = median_or_none(self._gradient_rms.get(name, []))
         return dict(self._layers)
 
 

@@ -1,4 +1,4 @@
-"""Observe an optimizer: its steps, learning rates, losses and gradients."""
+"""Observe optimizers (steps, learning rates, losses, gradients) and learning-rate schedulers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from holdfast.learning.accumulation import AccumulationCheck
 from holdfast.learning.layers import Gradients
 from holdfast.learning.learning_rate import rate_of
-from holdfast.learning.observations import ObservedOptimizer
+from holdfast.learning.observations import ObservedOptimizer, ObservedScheduler
 
 # In how many sampled steps of each optimizer `AccumulationCheck` runs.
 CHECKED_STEPS = 8
@@ -185,3 +185,40 @@ class OptimizerObserver:
             (int(step), float(loss))
             for step, loss in zip(state["loss_steps"], state["losses"], strict=True)
         ]
+
+
+class SchedulerObserver:
+    """The observations of one scheduler: a torch scheduler, or any object with ``last_epoch``."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self._count_at_start = self._count()
+        self._count_at_last_step = self._count_at_start
+        self.observed = ObservedScheduler(
+            kind=type(scheduler).__name__,
+            patience=getattr(scheduler, "patience", None),
+            period=_period_of(scheduler),
+        )
+
+    def _count(self) -> int:
+        return int(getattr(self.scheduler, "last_epoch", 0))
+
+    def note_step(self) -> None:
+        """Count the advances since the previous optimizer step. Called before every step."""
+        count = self._count()
+        advances = count - self._count_at_last_step
+        if self.observed.optimizer_steps == 0:
+            self.observed.before_first = advances
+        elif advances == 1:
+            self.observed.advanced_once += 1
+        elif advances > 1:
+            self.observed.advanced_several += 1
+        self.observed.optimizer_steps += 1
+        self.observed.advanced = count - self._count_at_start
+        self._count_at_last_step = count
+
+
+def _period_of(scheduler: Any) -> int | None:
+    """Return the number of advances to the end of a cycle or to the next milestone."""
+    period = getattr(scheduler, "T_max", None) or getattr(scheduler, "step_size", None)
+    return period if isinstance(period, int) else None

@@ -35,17 +35,17 @@ MAX_NODES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class SourceOperation:
     """The operation that computed a tensor.
 
     Args:
-        operation: Such as ``"Softmax"`` or ``"Relu"``; ``""`` for a tensor without a graph.
+        name: Such as ``"Softmax"`` or ``"Relu"``; ``""`` for a tensor without a graph.
         dim: The dimension of a softmax; None if the axes were reordered afterwards.
         shape: Shape of the softmax's output.
         clamped: Whether the values were clamped afterwards.
     """
 
-    operation: str = ""
+    name: str = ""
     dim: int | None = None
     shape: tuple[int, ...] = ()
     clamped: bool = False
@@ -57,13 +57,13 @@ class Source:
         A square matrix does not count: it may hold the scores of pairs, as in CLIP, where both axes
         are valid.
         """
-        if self.operation not in SOFTMAXES or self.dim not in (0, -2) or len(self.shape) != 2:
+        if self.name not in SOFTMAXES or self.dim not in (0, -2) or len(self.shape) != 2:
             return False
         samples, classes = self.shape
         return samples > 1 and samples != classes
 
 
-def source_of(tensor: Tensor, *, behind_sums: bool = False) -> Source:
+def source_of(tensor: Tensor, *, behind_sums: bool = False) -> SourceOperation:
     """Return the operation that computed a tensor, passing through views, selections and clamps.
 
     Args:
@@ -80,8 +80,8 @@ def source_of(tensor: Tensor, *, behind_sums: bool = False) -> Source:
         operation = _operation_of(node)
         is_sum = operation == "Add" and behind_sums and _adds_a_number(node)
         if not is_sum and operation not in PASSED:
-            return Source(
-                operation=operation,
+            return SourceOperation(
+                name=operation,
                 dim=None if turned else _softmax_dim(node, operation),
                 shape=_softmax_shape(node, operation),
                 clamped=clamped,
@@ -89,7 +89,7 @@ def source_of(tensor: Tensor, *, behind_sums: bool = False) -> Source:
         turned = turned or operation in TURNS
         clamped = clamped or operation == "Clamp"
         node = node.next_functions[0][0] if node.next_functions else None
-    return Source(clamped=clamped)
+    return SourceOperation(clamped=clamped)
 
 
 def _operation_of(node: Any) -> str:

@@ -1,4 +1,4 @@
-"""Contract rules about parameters: which are optimized, which get a gradient, how they start."""
+"""Contract rules about models: which parameters learn, how they start, and the training mode."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations, ObservedModel, ObservedOptimizer
-from holdfast.learning.rules.registry import Rule, rule
+from holdfast.learning.rules.registry import LearningRule, rule
 
 # After this many steps, a missing gradient is no coincidence.
 SETTLED_STEPS = 3
@@ -15,10 +15,15 @@ NO_GRADIENT_STEPS = 10
 # After this many steps, and sampled steps that changed weights, equal units stay equal.
 SYMMETRIC_AFTER_STEPS = 20
 SYMMETRIC_AFTER_MOVES = 5
+# Training in evaluation mode is a fault from this many observed steps, and from this share of them.
+EVAL_STEPS = 5
+EVAL_SHARE = 0.1
+# How many evaluations are needed to judge their mode.
+MIN_VALIDATIONS = 2
 
 
 @rule("H808", tier="contract", severity="note", kind="cause", confidence=0.8)
-def parameters_in_no_optimizer(run: Observations, rule: Rule) -> Iterator[Finding]:
+def parameters_in_no_optimizer(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """Trainable parameters are in no optimizer."""
     if run.steps < SETTLED_STEPS:
         return
@@ -55,7 +60,7 @@ def _is_forgotten(model: ObservedModel) -> bool:
 
 
 @rule("H809", tier="contract", severity="error", kind="cause", confidence=0.95)
-def optimizer_of_other_parameters(run: Observations, rule: Rule) -> Iterator[Finding]:
+def optimizer_of_other_parameters(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """The optimizer holds parameters that the model does not have."""
     for name, optimizer in run.optimizers.items():
         # Parameters that left the model are proof; foreign ones may belong to an unobserved model.
@@ -80,7 +85,7 @@ def _foreign_get_no_gradient(run: Observations, optimizer: ObservedOptimizer) ->
 
 
 @rule("H810", tier="contract", severity="error", kind="cause", confidence=0.95)
-def only_frozen_parameters(run: Observations, rule: Rule) -> Iterator[Finding]:
+def only_frozen_parameters(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """Every parameter in the optimizer is frozen."""
     for name, optimizer in run.optimizers.items():
         if optimizer.tensors == 0 or optimizer.frozen < optimizer.tensors:
@@ -101,7 +106,7 @@ def _has_never_learnt(optimizer: ObservedOptimizer, run: Observations) -> bool:
 
 
 @rule("H814", tier="contract", severity="note", kind="cause", confidence=0.4)
-def parameters_without_gradient(run: Observations, rule: Rule) -> Iterator[Finding]:
+def parameters_without_gradient(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """Some parameters of the optimizer never get a gradient."""
     if any(
         optimizer.no_gradient_steps >= NO_GRADIENT_STEPS for optimizer in run.optimizers.values()
@@ -125,7 +130,7 @@ def parameters_without_gradient(run: Observations, rule: Rule) -> Iterator[Findi
 
 
 @rule("H822", tier="contract", severity="error", kind="cause", confidence=0.95)
-def identical_units(run: Observations, rule: Rule) -> Iterator[Finding]:
+def identical_units(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """All units of a layer are equal and stay equal."""
     moved = any(optimizer.moved >= SYMMETRIC_AFTER_MOVES for optimizer in run.optimizers.values())
     if not moved or run.steps < SYMMETRIC_AFTER_STEPS:
@@ -138,4 +143,25 @@ def identical_units(run: Observations, rule: Rule) -> Iterator[Finding]:
                 "start from random weights: with zeros or one constant every unit gets the same"
                 " gradient forever.",
                 name,
+            )
+
+
+@rule("H834", tier="contract", severity="advice", kind="cause", confidence=0.8)
+def wrong_mode(run: Observations, rule: LearningRule) -> Iterator[Finding]:
+    """A model trains in evaluation mode, or is evaluated in training mode."""
+    for name, model in run.models.items():
+        modules = ", ".join(model.mode_dependent)
+        if model.eval_steps >= EVAL_STEPS and model.eval_steps > EVAL_SHARE * model.observed:
+            yield rule.finding(
+                f"{model.eval_steps} of {model.observed} observed steps ran in evaluation"
+                f" mode, although {modules} behave(s) differently in training",
+                "call model.train() after each evaluation.",
+                name,
+            )
+        always = model.train_mode_validations == model.validations
+        if always and model.validations >= MIN_VALIDATIONS:
+            yield rule.finding(
+                f"all {model.validations} evaluations ran in training mode, with {modules} active",
+                "call model.eval() before an evaluation and model.train() after it.",
+                f"{name} in evaluation",
             )

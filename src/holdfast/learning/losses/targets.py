@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from holdfast.learning.loss_functions import BINARY_LOSSES, CLASS_LOSSES
+from holdfast.learning.losses.loss_functions import BINARY_LOSSES, CLASS_LOSSES
 from holdfast.learning.measures import append_newest, median
 
 # How many labels of a batch are counted.
@@ -30,10 +31,6 @@ class ConstantClassShares:
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
-
-    def takes(self, target: Tensor) -> bool:
-        """Return whether targets are class labels; class probabilities have no known constant."""
-        return not (target.is_floating_point() or target.dtype.is_complex)
 
     def add(self, labels: list[int]) -> float | None:
         """Count the labels of a batch; return their loss under the shares counted so far."""
@@ -57,62 +54,71 @@ class ConstantClassShares:
 
 
 class ConstantMean:
-    """For squared errors: predict the mean of each column. Its loss is the variance."""
+    """For squared errors and binary targets: predict the mean of each column.
 
-    def __init__(self) -> None:
-        self._moments = Moments()
+    Both losses follow from the mean and the mean square of the targets alone.
 
-    def takes(self, target: Tensor) -> bool:
-        """Return whether targets are real numbers."""
-        return not target.dtype.is_complex
+    Args:
+        loss_of: `squared_error` or `binary_cross_entropy`.
+    """
+
+    def __init__(self, loss_of: MeanLoss) -> None:
+        self._loss_of = loss_of
+        self._sum: Tensor | None = None
+        self._sum_of_squares: Tensor | None = None
+        self._rows = 0
+        # False once a batch had another number of columns.
+        self._has_one_width = True
 
     def add(self, target: Tensor) -> float | None:
-        """Add targets; return the mean squared distance from the mean so far."""
-        columns = self._moments.add(target)
-        if columns is None:
+        """Add targets; return their loss under the mean so far, or None if the width changed."""
+        columns = columns_of(target)
+        if self._sum is None or self._sum_of_squares is None:
+            self._sum = torch.zeros(columns.shape[1], dtype=columns.dtype)
+            self._sum_of_squares = torch.zeros_like(self._sum)
+        if columns.shape[1] != len(self._sum):
+            self._has_one_width = False
             return None
-        return float((columns - self._moments.mean()).square().mean())
+        self._sum += columns.sum(0)
+        self._sum_of_squares += columns.square().sum(0)
+        self._rows += columns.shape[0]
+        prediction = self._sum / self._rows
+        return float(self._loss_of(prediction, columns.mean(0), columns.square().mean(0)).mean())
 
     def loss(self) -> float | None:
-        """Return the variance of all targets."""
-        if not self._moments.known:
+        """Return the loss on all targets."""
+        if self._sum is None or self._sum_of_squares is None or not self._is_known:
             return None
-        return float(self._moments.variance().mean())
+        mean = self._sum / self._rows
+        mean_square = self._sum_of_squares / self._rows
+        return float(self._loss_of(mean, mean, mean_square).mean())
 
     def mean_square(self) -> float | None:
-        """Return the loss of predicting 0."""
-        if not self._moments.known:
+        """Return the mean square of all targets: the squared error of predicting 0."""
+        if self._sum_of_squares is None or not self._is_known:
             return None
-        return float(self._moments.mean_square().mean())
+        return float((self._sum_of_squares / self._rows).mean())
+
+    @property
+    def _is_known(self) -> bool:
+        return self._has_one_width and self._rows >= 2
 
 
-class ConstantProbability:
-    """For binary targets: predict the mean of each column. Its loss is the binary entropy."""
+# Returns the loss of predicting a constant for each column, given that constant and the columns'
+# means and mean squares.
+MeanLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-    def __init__(self) -> None:
-        self._moments = Moments()
 
-    def takes(self, target: Tensor) -> bool:
-        """Return whether targets are real numbers."""
-        return not target.dtype.is_complex
+def squared_error(prediction: Tensor, mean: Tensor, mean_square: Tensor) -> Tensor:
+    """Return the mean of ``(target - prediction)**2``, by column."""
+    return mean_square - 2 * prediction * mean + prediction.square()
 
-    def add(self, target: Tensor) -> float | None:
-        """Add targets; return their loss under the mean so far."""
-        columns = self._moments.add(target)
-        if columns is None:
-            return None
-        return self._cross_entropy(columns)
 
-    def loss(self) -> float | None:
-        """Return the binary entropy of the mean of all targets."""
-        if not self._moments.known:
-            return None
-        return self._cross_entropy(self._moments.mean())
-
-    def _cross_entropy(self, targets: Tensor) -> float:
-        probability = self._moments.mean().clamp(EPSILON, 1 - EPSILON)
-        likelihood = targets * probability.log() + (1 - targets) * (1 - probability).log()
-        return -float(likelihood.mean())
+def binary_cross_entropy(prediction: Tensor, mean: Tensor, mean_square: Tensor) -> Tensor:
+    """Return the mean binary cross entropy, which is linear in the targets, by column."""
+    del mean_square
+    probability = prediction.clamp(EPSILON, 1 - EPSILON)
+    return -(mean * probability.log() + (1 - mean) * (1 - probability).log())
 
 
 class ConstantMedian:
@@ -121,15 +127,9 @@ class ConstantMedian:
     def __init__(self) -> None:
         self._deviations: list[float] = []
 
-    def takes(self, target: Tensor) -> bool:
-        """Return whether targets are real numbers."""
-        return not target.dtype.is_complex
-
     def add(self, target: Tensor) -> None:
         """Add the mean deviation of a batch from its own median, which no constant could beat."""
         columns = columns_of(target)
-        if columns.shape[1] > MAX_COLUMNS:
-            columns = columns.reshape(-1, 1)
         self._deviations.append(float((columns - columns.median(0).values).abs().mean()))
 
     def loss(self) -> float | None:
@@ -139,7 +139,7 @@ class ConstantMedian:
         return sum(self._deviations) / len(self._deviations)
 
 
-BestConstant: TypeAlias = ConstantClassShares | ConstantMean | ConstantProbability | ConstantMedian
+BestConstant: TypeAlias = ConstantClassShares | ConstantMean | ConstantMedian
 
 
 def best_constant_for(function: str) -> BestConstant | None:
@@ -147,59 +147,12 @@ def best_constant_for(function: str) -> BestConstant | None:
     if function in CLASS_LOSSES:
         return ConstantClassShares()
     if function in BINARY_LOSSES:
-        return ConstantProbability()
+        return ConstantMean(binary_cross_entropy)
     if function == "mse_loss":
-        return ConstantMean()
+        return ConstantMean(squared_error)
     if function == "l1_loss":
         return ConstantMedian()
     return None
-
-
-class Moments:
-    """Running mean and mean square of targets, by column."""
-
-    def __init__(self) -> None:
-        self._sums: Tensor | None = None
-        self._squares: Tensor | None = None
-        self._rows = 0
-        self._fits = True
-
-    @property
-    def known(self) -> bool:
-        """Whether there were enough targets, all with the same number of columns."""
-        return self._fits and self._rows >= 2
-
-    def add(self, target: Tensor) -> Tensor | None:
-        """Add targets; return them as ``(rows, columns)``, or None if the width has changed."""
-        columns = columns_of(target)
-        other_width = self._sums is not None and columns.shape[1] != self._sums.shape[0]
-        if columns.shape[1] > MAX_COLUMNS or other_width:
-            columns = columns.reshape(-1, 1)
-        sums = columns.sum(0)
-        if self._sums is None or self._squares is None:
-            self._sums = torch.zeros_like(sums)
-            self._squares = torch.zeros_like(sums)
-        if sums.shape != self._sums.shape:
-            self._fits = False
-            return None
-        self._sums = self._sums + sums
-        self._squares = self._squares + columns.square().sum(0)
-        self._rows += columns.shape[0]
-        return columns
-
-    def mean(self) -> Tensor:
-        """Return the mean of each column."""
-        assert self._sums is not None
-        return self._sums / self._rows
-
-    def mean_square(self) -> Tensor:
-        """Return the mean square of each column."""
-        assert self._squares is not None
-        return self._squares / self._rows
-
-    def variance(self) -> Tensor:
-        """Return the variance of each column."""
-        return self.mean_square() - self.mean().square()
 
 
 class LabelMix:
@@ -252,7 +205,13 @@ def binary_labels_in(target: Tensor) -> list[float] | None:
 
 
 def columns_of(target: Tensor) -> Tensor:
-    """Return targets as float64 on the CPU, shape ``(rows, columns)``."""
-    values = target.detach()
+    """Return targets as float64 on the CPU, shape ``(rows, columns)``.
+
+    Targets with more than `MAX_COLUMNS` columns become a single column.
+    """
+    values = target.detach().double().cpu()
     rows = values.shape[0] if values.dim() else 1
-    return values.reshape(rows, -1).double().cpu()
+    columns = values.reshape(rows, -1)
+    if columns.shape[1] > MAX_COLUMNS:
+        return columns.reshape(-1, 1)
+    return columns

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from holdfast.learning.loss_functions import (
+from holdfast.learning.losses.loss_functions import (
     BINARY_LOSSES,
     REGRESSION_LOSSES,
     SCORE_LOSSES,
     TARGET_LOSSES,
 )
-from holdfast.learning.sources import Source, source_of
+from holdfast.learning.losses.sources import SourceOperation, source_of
 
 # How many rows of the scores are examined: enough for a yes or no, and cheap next to the loss
 # itself.
@@ -45,10 +45,11 @@ RANGES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreStatistics:
-    """Statistics of the scores and targets of one call.
+class LossArguments:
+    """What is known about the scores and targets of one call of a loss function.
 
     Args:
+        source: The operation that computed the scores.
         classes: Number of classes.
         elements: Number of scores examined.
         lowest: The lowest score.
@@ -60,6 +61,7 @@ class ScoreStatistics:
         target_highest: The highest target, 0 if targets are labels.
     """
 
+    source: SourceOperation
     classes: int
     elements: int
     lowest: float
@@ -71,62 +73,41 @@ class ScoreStatistics:
     target_highest: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossCall:
-    """One call of a loss function that compares scores with targets."""
-
-    function: str
-    scores: Tensor
-    target: Tensor
-    source: Source
-    statistics: ScoreStatistics
-
-
 def raised_flags(function: str, scores: Tensor, target: Tensor) -> list[str]:
     """Return the flags that a call of a loss function raises; one host sync."""
     if function in REGRESSION_LOSSES:
         return flags_beyond_range(scores, target)
-    call = LossCall(
-        function=function,
-        scores=scores,
-        target=target,
-        source=source_of(scores),
-        statistics=measure_scores(scores, target),
-    )
+    arguments = measure_arguments(scores, target)
     return [
-        check.flag for check in CHECKS if function in check.functions and check.is_raised_by(call)
+        check.flag
+        for check in CHECKS
+        if function in check.functions and check.is_raised_by(arguments)
     ]
 
 
-def measure_scores(scores: Tensor, target: Tensor) -> ScoreStatistics:
-    """Return the statistics of a call; one host sync."""
+def measure_arguments(scores: Tensor, target: Tensor) -> LossArguments:
+    """Measure the scores and targets of a call; one host sync."""
     rows = rows_of(scores).float()
     lowest, highest = rows.aminmax()
     target_lowest = rows.new_zeros(())
     target_highest = rows.new_zeros(())
     if target.is_floating_point():
         target_lowest, target_highest = target.detach().float().aminmax()
-    values = torch.stack(
-        [
-            lowest,
-            highest,
-            (rows.sum(-1) - 1).abs().max(),
-            rows.logsumexp(-1).abs().max(),
-            ((rows <= lowest) | (rows >= highest)).float().mean(),
-            target_lowest,
-            target_highest,
-        ]
-    ).tolist()
-    return ScoreStatistics(
+    statistics = {
+        "lowest": lowest,
+        "highest": highest,
+        "sum_error": (rows.sum(-1) - 1).abs().max(),
+        "log_sum_error": rows.logsumexp(-1).abs().max(),
+        "share_at_bounds": ((rows <= lowest) | (rows >= highest)).float().mean(),
+        "target_lowest": target_lowest,
+        "target_highest": target_highest,
+    }
+    values = torch.stack(list(statistics.values())).tolist()
+    return LossArguments(
+        source=source_of(scores),
         classes=rows.shape[-1],
         elements=rows.numel(),
-        lowest=values[0],
-        highest=values[1],
-        sum_error=values[2],
-        log_sum_error=values[3],
-        share_at_bounds=values[4],
-        target_lowest=values[5],
-        target_highest=values[6],
+        **dict(zip(statistics, values, strict=True)),
     )
 
 
@@ -143,7 +124,7 @@ def rows_of(scores: Tensor) -> Tensor:
 
 def flags_beyond_range(predicted: Tensor, target: Tensor) -> list[str]:
     """Return flags such as "beyond_tanh": targets outside the range of the last activation."""
-    operation = source_of(predicted).operation
+    operation = source_of(predicted).name
     if operation not in RANGES:
         return []
     lowest, highest = RANGES[operation]
@@ -163,91 +144,78 @@ def pairs_all_with_all(predicted: torch.Size, target: torch.Size) -> bool:
 # --- checks ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def is_given_probabilities(arguments: LossArguments) -> bool:
+    """The scores are probabilities from a softmax, or look exactly like them."""
+    if arguments.source.name == "Softmax":
+        return True
+    if arguments.classes < 2 or arguments.elements < MIN_VALUES:
+        return False
+    within_unit_range = arguments.lowest >= 0 and arguments.highest <= 1
+    return within_unit_range and arguments.sum_error < SUM_TOLERANCE
+
+
+def comes_from_sigmoid(arguments: LossArguments) -> bool:
+    """The scores are the output of a sigmoid."""
+    return arguments.source.name == "Sigmoid"
+
+
+def comes_from_tanh(arguments: LossArguments) -> bool:
+    """The scores are the output of a tanh."""
+    return arguments.source.name == "Tanh"
+
+
+def comes_from_relu(arguments: LossArguments) -> bool:
+    """The scores are the output of a ReLU."""
+    return arguments.source.name == "Relu"
+
+
+def is_normalized_over_batch(arguments: LossArguments) -> bool:
+    """The softmax before the loss ran over the samples instead of the classes."""
+    return arguments.source.is_softmax_over_batch
+
+
+def is_above_zero(arguments: LossArguments) -> bool:
+    """At least one log-probability is above 0."""
+    return arguments.highest > LOG_TOLERANCE
+
+
+def is_not_normalized(arguments: LossArguments) -> bool:
+    """The log-probabilities of a row describe probabilities that do not sum to 1."""
+    if arguments.classes < 2 or arguments.highest > LOG_TOLERANCE:
+        return False
+    return arguments.log_sum_error > LOG_SUM_TOLERANCE
+
+
+def is_clamped_into_range(arguments: LossArguments) -> bool:
+    """Unbounded scores were clamped to [0, 1], and many were cut off."""
+    source = arguments.source
+    if not source.clamped or source.name in ("Sigmoid", "Softmax", ""):
+        return False
+    return arguments.share_at_bounds > MAX_AT_BOUNDS
+
+
+def has_targets_outside_unit_range(arguments: LossArguments) -> bool:
+    """At least one target of a binary loss lies outside [0, 1]."""
+    return arguments.target_lowest < 0 or arguments.target_highest > 1
+
+
+@dataclass(frozen=True, slots=True)
 class ArgumentCheck:
     """A check of the arguments of certain loss functions."""
 
     flag: str
     functions: tuple[str, ...]
-    is_raised_by: Callable[[LossCall], bool]
-
-
-def is_given_probabilities(call: LossCall) -> bool:
-    """The scores are probabilities from a softmax, or look exactly like them."""
-    if call.source.operation == "Softmax":
-        return True
-    statistics = call.statistics
-    if statistics.classes < 2 or statistics.elements < MIN_VALUES:
-        return False
-    within_unit_range = statistics.lowest >= 0 and statistics.highest <= 1
-    return within_unit_range and statistics.sum_error < SUM_TOLERANCE
-
-
-def comes_from_sigmoid(call: LossCall) -> bool:
-    """The scores are the output of a sigmoid."""
-    return call.source.operation == "Sigmoid"
-
-
-def comes_from_tanh(call: LossCall) -> bool:
-    """The scores are the output of a tanh."""
-    return call.source.operation == "Tanh"
-
-
-def comes_from_relu(call: LossCall) -> bool:
-    """The scores are the output of a ReLU."""
-    return call.source.operation == "Relu"
-
-
-def is_normalized_over_batch(call: LossCall) -> bool:
-    """The softmax before the loss ran over the samples instead of the classes."""
-    return call.source.is_softmax_over_batch
-
-
-def is_above_zero(call: LossCall) -> bool:
-    """At least one log-probability is above 0."""
-    return call.statistics.highest > LOG_TOLERANCE
-
-
-def is_not_normalized(call: LossCall) -> bool:
-    """The log-probabilities of a row describe probabilities that do not sum to 1."""
-    statistics = call.statistics
-    if statistics.classes < 2 or statistics.highest > LOG_TOLERANCE:
-        return False
-    return statistics.log_sum_error > LOG_SUM_TOLERANCE
-
-
-def is_clamped_into_range(call: LossCall) -> bool:
-    """Unbounded scores were clamped to [0, 1], and many were cut off."""
-    if not call.source.clamped or call.source.operation in ("Sigmoid", "Softmax", ""):
-        return False
-    return call.statistics.share_at_bounds > MAX_AT_BOUNDS
-
-
-def has_targets_outside_unit_range(call: LossCall) -> bool:
-    """At least one target of a binary loss lies outside [0, 1]."""
-    return call.statistics.target_lowest < 0 or call.statistics.target_highest > 1
+    is_raised_by: Callable[[LossArguments], bool]
 
 
 CHECKS = (
-    ArgumentCheck(
-        flag="softmax_input", functions=SCORE_LOSSES, is_raised_by=is_given_probabilities
-    ),
-    ArgumentCheck(flag="sigmoid_source", functions=SCORE_LOSSES, is_raised_by=comes_from_sigmoid),
-    ArgumentCheck(flag="tanh_source", functions=SCORE_LOSSES, is_raised_by=comes_from_tanh),
-    ArgumentCheck(flag="relu_source", functions=SCORE_LOSSES, is_raised_by=comes_from_relu),
-    ArgumentCheck(
-        flag="batch_axis", functions=TARGET_LOSSES, is_raised_by=is_normalized_over_batch
-    ),
-    ArgumentCheck(flag="positive", functions=("nll_loss", "kl_div"), is_raised_by=is_above_zero),
-    ArgumentCheck(flag="not_normalised", functions=("nll_loss",), is_raised_by=is_not_normalized),
-    ArgumentCheck(
-        flag="clamped_scores",
-        functions=("binary_cross_entropy",),
-        is_raised_by=is_clamped_into_range,
-    ),
-    ArgumentCheck(
-        flag="target_out_of_range",
-        functions=BINARY_LOSSES,
-        is_raised_by=has_targets_outside_unit_range,
-    ),
+    ArgumentCheck("softmax_input", SCORE_LOSSES, is_given_probabilities),
+    ArgumentCheck("sigmoid_source", SCORE_LOSSES, comes_from_sigmoid),
+    ArgumentCheck("tanh_source", SCORE_LOSSES, comes_from_tanh),
+    ArgumentCheck("relu_source", SCORE_LOSSES, comes_from_relu),
+    ArgumentCheck("batch_axis", TARGET_LOSSES, is_normalized_over_batch),
+    ArgumentCheck("positive", ("nll_loss", "kl_div"), is_above_zero),
+    ArgumentCheck("not_normalised", ("nll_loss",), is_not_normalized),
+    ArgumentCheck("clamped_scores", ("binary_cross_entropy",), is_clamped_into_range),
+    ArgumentCheck("target_out_of_range", BINARY_LOSSES, has_targets_outside_unit_range),
 )

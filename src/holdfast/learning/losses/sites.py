@@ -8,17 +8,17 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from holdfast.learning.measures import append_newest
-from holdfast.learning.observations import ObservedLoss
-from holdfast.learning.targets import (
+from holdfast.learning.losses.loss_functions import BINARY_LOSSES
+from holdfast.learning.losses.targets import (
     ConstantClassShares,
     ConstantMean,
-    ConstantProbability,
     LabelMix,
     best_constant_for,
     binary_labels_in,
     labels_in,
 )
+from holdfast.learning.measures import append_newest
+from holdfast.learning.observations import ObservedLoss
 
 # How many calls of one function in a pass get a site of their own. Later calls share the last site,
 # so that a loss over a varying number of parts does not create ever more sites.
@@ -72,21 +72,30 @@ class LossSite:
     def note_targets(self, target: Tensor, *, ignore_index: int) -> None:
         """Add the targets of a call."""
         constant = self._constant
-        if constant is None or not constant.takes(target):
+        if constant is None or target.is_complex():
             self._comparable = False
         elif isinstance(constant, ConstantClassShares):
-            labels = labels_in(target, ignore_index)
-            self._constant_now = constant.add(labels)
-            if target.dim() == 1:
-                self._labels.add(labels)
+            self._note_class_labels(constant, target, ignore_index)
         else:
             self._constant_now = constant.add(target)
-            if isinstance(constant, ConstantProbability):
+            if self.observed.function in BINARY_LOSSES:
                 self._note_binary_labels(target)
 
+    def _note_class_labels(
+        self, constant: ConstantClassShares, target: Tensor, ignore_index: int
+    ) -> None:
+        # The best constant for targets that are probabilities of classes is not known.
+        if target.is_floating_point():
+            self._comparable = False
+            return
+        labels = labels_in(target, ignore_index)
+        self._constant_now = constant.add(labels)
+        if target.dim() == 1:
+            self._labels.add(labels)
+
     def _note_binary_labels(self, target: Tensor) -> None:
-        one_per_sample = target.dim() < 2 or target.shape[-1] == 1
-        labels = binary_labels_in(target) if one_per_sample else None
+        has_one_per_sample = target.dim() < 2 or target.shape[-1] == 1
+        labels = binary_labels_in(target) if has_one_per_sample else None
         if labels is not None:
             self._labels.add(labels)
 
@@ -98,7 +107,7 @@ class LossSite:
         self.observed.labelled_calls = self._labels.batches
         self.observed.distinct_labels = self._labels.mean_different()
         self.observed.expected_labels = self._labels.expected_different()
-        if isinstance(self._constant, ConstantMean):
+        if isinstance(self._constant, ConstantMean) and self.observed.function == "mse_loss":
             self.observed.target_scale = self._constant.mean_square()
         return self.observed
 
@@ -126,8 +135,6 @@ class LossSites:
         site.observed.examined += examine
         return site
 
-    def observations(self, *, windows: bool = True) -> dict[str, ObservedLoss]:
-        """Return the observations of each site; statistics only if `windows` is true."""
-        if windows:
-            return {name: site.observations() for name, site in self._sites.items()}
-        return {name: site.observed for name, site in self._sites.items()}
+    def observations(self) -> dict[str, ObservedLoss]:
+        """Return the observations of each site."""
+        return {name: site.observations() for name, site in self._sites.items()}

@@ -1,4 +1,4 @@
-"""`Progress`: judge from its losses whether a run makes progress.
+"""`LossProgress`: judge from its losses whether a run makes progress.
 
 The level of a loss means something only where the objective is to minimise one loss; otherwise the
 answer is ``"unknown"``. Thresholds alone fire on healthy runs (all but one of the published ones
@@ -16,7 +16,7 @@ from typing import Literal
 from holdfast.learning.measures import median
 from holdfast.learning.observations import Observations, ObservedLoss
 
-State = Literal["unknown", "learning", "flat", "constant", "diverged"]
+ProgressState = Literal["unknown", "learning", "flat", "constant", "diverged"]
 
 # How many losses are needed to judge a run.
 MIN_LOSSES = 24
@@ -45,7 +45,7 @@ MIN_BASELINE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class LossProgress:
     """How the loss developed.
 
     Args:
@@ -57,7 +57,7 @@ class Progress:
         best: Loss at that site.
     """
 
-    state: State
+    state: ProgressState
     start: float = 0.0
     end: float = 0.0
     baseline: float | None = None
@@ -86,28 +86,30 @@ class AgainstConstant:
     baseline: float
 
 
-def measure_progress(run: Observations) -> Progress:
+def measure_progress(run: Observations) -> LossProgress:
     """Return how the loss of a run has developed."""
     losses = driving_losses(run)
     if len(losses) < MIN_LOSSES:
-        return Progress(state="unknown")
+        return LossProgress(state="unknown")
     tail = newest_quarter(losses)
     start = median(losses[: max(5, len(losses) // 10)])
     end = median(tail)
     # Robust estimate of the loss's standard deviation at the end: single outliers do not affect it.
     noise = DEVIATION_OF_NORMAL * median([abs(loss - end) for loss in tail])
     diverged = start > 0 and end > DIVERGED_RATIO * start and end - start > 2 * noise
-    state: State = "diverged" if diverged else "learning"
+    state: ProgressState = "diverged" if diverged else "learning"
 
     against = best_against_constant(run)
     if against is None:
         is_flat = abs(start - end) < max(FLAT_CHANGE * abs(start), 0.5 * noise)
         if is_flat and not diverged:
             state = "flat"
-        return Progress(state=state, start=start, end=end)
+        return LossProgress(state=state, start=start, end=end)
     if not diverged and not has_learnt(run, against, losses, noise):
         state = "constant"
-    return Progress(state=state, start=start, end=end, baseline=against.baseline, best=against.loss)
+    return LossProgress(
+        state=state, start=start, end=end, baseline=against.baseline, best=against.loss
+    )
 
 
 def driving_losses(run: Observations) -> list[float]:

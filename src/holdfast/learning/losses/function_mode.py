@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from holdfast.learning.arguments import (
+from holdfast.learning.losses.arguments import (
     LOG_TOLERANCE,
     flags_beyond_range,
     pairs_all_with_all,
     raised_flags,
 )
-from holdfast.learning.loss_functions import (
+from holdfast.learning.losses.loss_functions import (
     CLASS_LOSSES,
     REGRESSION_LOSSES,
     SIGNED_TARGET_LOSSES,
     TARGET_LOSSES,
 )
-from holdfast.learning.losses import LossSite, LossSites
-from holdfast.learning.sources import source_of
+from holdfast.learning.losses.sites import LossSite, LossSites
+from holdfast.learning.losses.sources import source_of
 from holdfast.numerics.eager import is_symbolic
 
 LAYERS = frozenset(
@@ -200,7 +200,7 @@ class FunctionMode(TorchFunctionMode):
         scores = _argument(args, kwargs, 0, "input")
         if not isinstance(scores, Tensor):
             return
-        operation = source_of(scores).operation
+        operation = source_of(scores).name
         if operation == "Softmax":
             self._sites.enter(name).note_flags(["softmax_input"])
         # A softmax inside a model, as in attention, may legitimately follow a ReLU.
