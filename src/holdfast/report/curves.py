@@ -18,7 +18,7 @@ from holdfast.recorder.history import NAMES, Rows, at_most, rows_of
 from holdfast.recorder.ring import read_ring, slot_struct
 from holdfast.recorder.scalars import Scalar
 
-Numbers = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 # How many values each stretch has, as 32-bit integers; or whether it has a value, as booleans.
 Counts = NDArray[Any]
 
@@ -56,9 +56,9 @@ _SCALAR_ROW = np.dtype(
 class Band:
     """The area between the least and the greatest value of each stretch of steps."""
 
-    steps: Numbers
-    low: Numbers
-    high: Numbers
+    steps: FloatArray
+    low: FloatArray
+    high: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,19 +74,19 @@ class Curve:
         own_scale: Whether `steps` counts something other than optimizer steps, such as epochs.
     """
 
-    steps: Numbers
-    values: Numbers
-    nonfinite: Numbers
+    steps: FloatArray
+    values: FloatArray
+    nonfinite: FloatArray
     band: Band | None
     own_scale: bool = False
 
     @property
-    def finite(self) -> Numbers:
+    def finite(self) -> FloatArray:
         """Return all finite values, the least and greatest of each stretch included."""
         parts = [self.values]
         if self.band is not None:
             parts += [self.band.low, self.band.high]
-        values: Numbers = np.concatenate(parts)
+        values: FloatArray = np.concatenate(parts)
         return values[np.isfinite(values)]
 
 
@@ -102,15 +102,15 @@ class StepTimes:
             `counts`, because only the proportions between stretches are used.
     """
 
-    unix_seconds: Numbers
-    steps: Numbers
-    counts: Numbers
-    seconds: Numbers
+    unix_seconds: FloatArray
+    steps: FloatArray
+    counts: FloatArray
+    seconds: FloatArray
 
     @classmethod
     def none(cls) -> StepTimes:
         """Return the times of a process that recorded no step."""
-        empty: Numbers = np.array([])
+        empty: FloatArray = np.array([])
         return cls(unix_seconds=empty, steps=empty, counts=empty, seconds=empty)
 
     def __len__(self) -> int:
@@ -219,12 +219,12 @@ class _Stretches:
         high: The greatest of them.
     """
 
-    steps: Numbers
+    steps: FloatArray
     finite: Counts
     odd: Counts
-    mean: Numbers
-    low: Numbers
-    high: Numbers
+    mean: FloatArray
+    low: FloatArray
+    high: FloatArray
 
 
 def _stretches_of(rows: Rows, index: int | None = None) -> _Stretches:

@@ -31,7 +31,7 @@ from holdfast.recorder.run_files import (
 )
 from holdfast.recorder.scalars import SCALARS_FILE, Scalar, scalars_of
 from holdfast.report.sources import (
-    Source,
+    RunSource,
     find_sources,
     guard_run_of,
     guard_sources,
@@ -50,10 +50,10 @@ class News:
         samples: Steps. Steps that were overwritten before they could be read are replaced by means
             over many steps. A guard records only loss, gradient norm and duration.
         events: Events with a valid time and step.
-        scalars: Numbers that the script logged.
+        scalars: FloatArray that the script logged.
     """
 
-    source: Source
+    source: RunSource
     samples: list[StepSample]
     events: list[Event]
     scalars: list[Scalar]
@@ -80,8 +80,8 @@ class RunFollower:
         self._finished_workers: set[str] = set()
         self._followers: dict[Path, _SourceFollower] = {}
         # Guards that the run's processes opened elsewhere, by recording directory.
-        self._guards: dict[Path, Source] = {}
-        self.sources: list[Source] = []
+        self._guards: dict[Path, RunSource] = {}
+        self.sources: list[RunSource] = []
         self.problems: dict[str, str] = {}
         self.lost_steps: dict[str, str] = {}
 
@@ -137,7 +137,7 @@ class RunFollower:
                 processes.append((folder / name, info))
         return sorted(processes, key=lambda process: process[1].started)
 
-    def _read(self, source: Source, *, hold_back: bool) -> News | None:
+    def _read(self, source: RunSource, *, hold_back: bool) -> News | None:
         """Return the news of one source, or None if its recording cannot be read."""
         directory = source.directory
         if directory not in self._followers:
@@ -178,7 +178,7 @@ class RunFollower:
             del self._followers[directory]
 
 
-def _is_finished_worker(source: Source) -> bool:
+def _is_finished_worker(source: RunSource) -> bool:
     """Return whether a source is a loader worker that has ended.
 
     Finished trainers are kept, because views show them.
@@ -192,7 +192,7 @@ def _is_finished_worker(source: Source) -> bool:
 class _SourceFollower:
     """Follow the rings in the directory of one source."""
 
-    def __init__(self, source: Source, *, steps: bool) -> None:
+    def __init__(self, source: RunSource, *, steps: bool) -> None:
         directory = source.directory
         self._events = EventFollower(directory / EVENTS_FILE)
         self._scalars = RingFollower(directory / SCALARS_FILE)
@@ -208,7 +208,7 @@ class _SourceFollower:
         """Return how many steps were overwritten before they were read."""
         return 0 if self._samples is None else self._samples.lost
 
-    def new(self, source: Source, *, hold_back: bool) -> News:
+    def new(self, source: RunSource, *, hold_back: bool) -> News:
         """Return what is new; raise H305 for a damaged ring of steps or events."""
         samples = self._new_samples(hold_back=hold_back)
         events = [event for event in self._events.new() if is_sound_event(event)]

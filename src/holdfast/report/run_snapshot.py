@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     # This module imports numpy, which takes a tenth of a second.
     from holdfast.report.curves import Curve, StepTimes
 
-State = Literal["running", "waits to restart", "ended"]
+RunState = Literal["running", "waits to restart", "ended"]
+# Roles of processes in the order in which views list them.
+_ROLES = ("trainer", "launcher", "other", "loader worker")
+
+
+def role_order(role: str) -> int:
+    """Return the position of a role among the roles of a view; an unknown one counts as "other"."""
+    return _ROLES.index(role if role in _ROLES else "other")
 
 
 def visible_phase(standing: Standing | None, role: str) -> Phase | None:
@@ -69,7 +76,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSnapshot:
-    """One process. Numbers are None, NaN or 0 where they are unknown.
+    """One process. FloatArray are None, NaN or 0 where they are unknown.
 
     The field names are those of `holdfast watch --json`.
 
@@ -195,7 +202,7 @@ class RunSnapshot:
     path: Path
     start: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    state: State = "ended"
+    state: RunState = "ended"
     attempt: int = 0
     now: float = 0.0
     newest: float | None = None

@@ -74,7 +74,7 @@ def loop_progress(event: Event, previous: LoopProgress | None) -> LoopProgress |
     if event.kind == "epoch_ended":
         if previous is None:
             previous = LoopProgress(since=int(event.unix_seconds), step=event.global_step)
-        # Numbers that the event lacks are carried over from the previous epoch.
+        # FloatArray that the event lacks are carried over from the previous epoch.
         return replace(
             previous,
             step=event.global_step,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from holdfast.report.run_snapshot import State
+from holdfast.report.run_snapshot import RunState
 
 # A run has ended when its lock is free, its processes are gone, and nothing was recorded for this
 # long: a process that has just started may not have recorded anything yet.
@@ -17,7 +17,7 @@ SILENT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Signs:
+class RunSigns:
     """What can be observed about a run from the outside.
 
     Args:
@@ -42,7 +42,7 @@ class Signs:
         return self.lock_is_held is True or True in self.processes_alive
 
 
-def decide_state(signs: Signs) -> State:
+def decide_state(signs: RunSigns) -> RunState:
     """Return the answer of the first rule in `RULES` that has one, or "running"."""
     for rule in RULES:
         state = rule(signs)
@@ -51,36 +51,36 @@ def decide_state(signs: Signs) -> State:
     return "running"
 
 
-Rule: TypeAlias = Callable[[Signs], State | None]
+StateRule: TypeAlias = Callable[[RunSigns], RunState | None]
 
 
-def supervisor_waits_to_restart(signs: Signs) -> State | None:
+def supervisor_waits_to_restart(signs: RunSigns) -> RunState | None:
     """Between two attempts, no process runs, but the supervisor has announced the next one."""
     if signs.supervisor_event == "restart" and signs.lock_is_held is not False:
         return "waits to restart"
     return None
 
 
-def supervisor_or_process_is_alive(signs: Signs) -> State | None:
+def supervisor_or_process_is_alive(signs: RunSigns) -> RunState | None:
     """A live supervisor holds its lock, and live processes can be observed directly."""
     return "running" if signs.of_life else None
 
 
-def processes_are_elsewhere(signs: Signs) -> State | None:
+def processes_are_elsewhere(signs: RunSigns) -> RunState | None:
     """Processes on another machine cannot be observed, so they may be alive."""
     if None in signs.processes_alive and not signs.supervisor_is_lost:
         return "running"
     return None
 
 
-def end_was_recorded(signs: Signs) -> State | None:
+def end_was_recorded(signs: RunSigns) -> RunState | None:
     """The supervisor or the guard recorded the end of the run, or the supervisor was killed."""
     if signs.supervisor_event == "stopped" or signs.supervisor_is_lost or signs.closed:
         return "ended"
     return None
 
 
-def silent_for_too_long(signs: Signs) -> State | None:
+def silent_for_too_long(signs: RunSigns) -> RunState | None:
     """If all processes of a run were killed, its end was not recorded."""
     was_seen = bool(signs.processes_alive or signs.supervisor_event)
     return "ended" if was_seen and signs.silent_seconds >= SILENT_SECONDS else None
@@ -88,7 +88,7 @@ def silent_for_too_long(signs: Signs) -> State | None:
 
 # The first rule that has an answer wins. What can be observed now takes precedence over what was
 # recorded, and that over what is inferred from silence.
-RULES: tuple[Rule, ...] = (
+RULES: tuple[StateRule, ...] = (
     supervisor_waits_to_restart,
     supervisor_or_process_is_alive,
     processes_are_elsewhere,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.text import as_json_value, sanitise
-from holdfast.report.metrics.copying import CopiedEvent, Point
+from holdfast.report.metrics.copying import CopiedEvent, MetricPoint
 
 # TensorBoard tags of the values; TensorBoard groups tags by the part before the slash.
 _TAGS = {
@@ -53,7 +53,7 @@ class JsonLines:
         self._is_stdout = target == "-"
         self._file = sys.stdout if self._is_stdout else Path(target).open("a", encoding="utf-8")  # noqa: SIM115 - `close` closes it
 
-    def write(self, points: list[Point], events: list[CopiedEvent]) -> None:
+    def write(self, points: list[MetricPoint], events: list[CopiedEvent]) -> None:
         """Append lines and flush them."""
         for point in points:
             self._write_line(_point_as_json(point))
@@ -71,7 +71,7 @@ class JsonLines:
             self._file.close()
 
 
-def _point_as_json(point: Point) -> dict[str, Any]:
+def _point_as_json(point: MetricPoint) -> dict[str, Any]:
     values = {
         "kind": "step" if point.scalar is None else "scalar",
         "time": round(point.unix_seconds, 6),
@@ -125,7 +125,7 @@ class TensorBoard:
         # purpose.
         logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
 
-    def write(self, points: list[Point], events: list[CopiedEvent]) -> None:
+    def write(self, points: list[MetricPoint], events: list[CopiedEvent]) -> None:
         """Write and flush."""
         for point in points:
             writer = self._writer(point.process, point.attempt)
@@ -188,7 +188,7 @@ class WandbRun:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, points: list[Point], events: list[CopiedEvent]) -> None:
+    def write(self, points: list[MetricPoint], events: list[CopiedEvent]) -> None:
         """Log each step, and count events by kind."""
         for point in points:
             values = {

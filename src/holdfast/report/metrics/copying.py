@@ -21,7 +21,7 @@ from holdfast.recorder.scalars import Scalar
 from holdfast.report.live.watching import Watched
 from holdfast.report.run_follower import News
 from holdfast.report.run_snapshot import RunSnapshot
-from holdfast.report.sources import Source
+from holdfast.report.sources import RunSource
 
 POLL_SECONDS = 1.0
 _MOST_ERROR_CHARACTERS = 300
@@ -29,7 +29,7 @@ _log = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class MetricPoint:
     """What one process measured at one step.
 
     Args:
@@ -73,7 +73,7 @@ class Sink(Protocol):
 
     name: str
 
-    def write(self, points: list[Point], events: list[CopiedEvent]) -> None:
+    def write(self, points: list[MetricPoint], events: list[CopiedEvent]) -> None:
         """Write new points and events, oldest first for each process."""
 
     def close(self) -> None:
@@ -119,7 +119,11 @@ def follow(
     events_written = 0
     is_last_look = stop.is_set()
     while True:
-        snapshot = _look(watched, output, is_last_look=is_last_look)
+        try:
+            snapshot = watched.look(hold_back=not is_last_look)
+        except Exception as error:  # noqa: BLE001 - whatever lies in the run directory, the next look may succeed
+            output.note_unreadable_run(error)
+            snapshot = RunSnapshot(path=run, state="running")
         points = [point for news in snapshot.news for point in naming.points(news)]
         events = _copied_events(snapshot.news)
         output.write(points, events)
@@ -135,15 +139,6 @@ def follow(
         failures=tuple(output.failures),
         gone=watched.lost,
     )
-
-
-def _look(watched: Watched, output: _Output, *, is_last_look: bool) -> RunSnapshot:
-    """Return what is new; empty if the run directory cannot be read at the moment."""
-    try:
-        return watched.look(hold_back=not is_last_look)
-    except Exception as error:  # noqa: BLE001 - whatever lies in the run directory, the next look may succeed
-        output.note_unreadable_run(error)
-        return RunSnapshot(path=watched.run, state="running")
 
 
 def _copied_events(all_news: Sequence[News]) -> list[CopiedEvent]:
@@ -166,7 +161,7 @@ class _Output:
         self._open_sinks = list(sinks)
         self.failures: list[str] = []
 
-    def write(self, points: list[Point], events: list[CopiedEvent]) -> None:
+    def write(self, points: list[MetricPoint], events: list[CopiedEvent]) -> None:
         """Write to all sinks that have not failed yet."""
         if not points and not events:
             return
@@ -215,7 +210,7 @@ class _Naming:
         self._uses: dict[tuple[int, str, str], int] = {}
         self._steps_were_observed = False
 
-    def points(self, news: News) -> Iterator[Point]:
+    def points(self, news: News) -> Iterator[MetricPoint]:
         """Yield the points of a source.
 
         A guard's steps are skipped once an observed process has made steps: they are the same
@@ -228,7 +223,7 @@ class _Naming:
         if source.kind == "process" or not self._steps_were_observed:
             optimizers = read_optimizers(source.directory)
             for sample in news.samples:
-                yield Point(
+                yield MetricPoint(
                     process=name,
                     rank=source.rank,
                     attempt=source.attempt,
@@ -237,7 +232,7 @@ class _Naming:
                     values=_values(sample, _optimizer(sample, optimizers)),
                 )
         for scalar in news.scalars:
-            yield Point(
+            yield MetricPoint(
                 process=name,
                 rank=source.rank,
                 attempt=source.attempt,
@@ -247,7 +242,7 @@ class _Naming:
                 scalar=scalar,
             )
 
-    def _name(self, source: Source) -> str:
+    def _name(self, source: RunSource) -> str:
         """Return a name that is unique within the attempt; a guard shares that of its process."""
         if source.directory not in self._names:
             name = "trainer" if source.rank is None else f"rank {source.rank}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.report.curves import LOGGED, Curve, Numbers
+from holdfast.report.curves import LOGGED, Curve, FloatArray
 from holdfast.report.page.environment import COMMAND, environment
 from holdfast.report.page.figures.steps import step_figure
 from holdfast.report.page.offline_page import fill_page
@@ -183,5 +183,5 @@ def _joined_curve(curves: Sequence[Curve]) -> Curve:
     )
 
 
-def _concatenate_with_gaps(parts: Sequence[Numbers]) -> Numbers:
+def _concatenate_with_gaps(parts: Sequence[FloatArray]) -> FloatArray:
     return np.concatenate([np.append(part, np.nan) for part in parts])

@@ -8,7 +8,7 @@ here, curves in ``lanes``, and texts in ``attachments``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,12 @@ from holdfast.report.page.lanes import (
 from holdfast.report.problems import Problems
 from holdfast.report.run_follower import RunFollower
 from holdfast.report.run_snapshot import (
-    CheckpointSummary,
     Lane,
     ProcessSnapshot,
     RunSnapshot,
     visible_phase,
 )
-from holdfast.report.sources import RecordedEvent, Source, find_sources, read_json
+from holdfast.report.sources import RecordedEvent, RunSource, find_sources, read_json
 from holdfast.report.verdicts import verdict_of
 
 # If there are more events of a kind, only the first half and the last half of this many are shown.
@@ -55,14 +54,24 @@ def gather(run: Path) -> RunSnapshot:
 
     observed = [source for source in sources if source.info is not None]
     reader = LaneReader(problems, validations(events))
-    lanes_of_process = _lanes_of_processes(observed, reader)
-    lanes = _all_lanes(lanes_of_process.values(), guards, reader)
+    most_points = points_per_lane(len(observed))
+    # The lane of a process itself comes first, before those of its optimizers.
+    lanes_of_process = {
+        source.directory: reader.lanes_of(source, most_points) for source in observed
+    }
+    lanes = [lane for own_lanes in lanes_of_process.values() for lane in own_lanes]
+    lanes_of_guards = [lane for guard in guards for lane in reader.lanes_of(guard)]
+    lanes += without_observed_curves(lanes_of_guards, lanes)
     newest_events = {recorded.source: recorded.event.unix_seconds for recorded in events}
     processes = [
         _process(source, lanes_of_process[source.directory], newest_events, problems)
         for source in observed
     ]
-    drawn_lanes = _newest_lanes(lanes, problems)
+    if len(lanes) > MOST_LANES:
+        problems.add(
+            f"only the curves of the newest {MOST_LANES} of {len(lanes)} training processes are"
+            " drawn"
+        )
 
     # A guard records into ``recorder/rank0`` of its run directory.
     guard_runs = {guard.directory.parent.parent for guard in guards}
@@ -74,11 +83,15 @@ def gather(run: Path) -> RunSnapshot:
         settings=_settings([*sources, *guards]),
         attempt=_newest_attempt(sources, events, is_supervised=bool(supervised)),
         verdict=verdict_of(run, problems.sentences),
-        lanes=tuple(drawn_lanes),
+        lanes=tuple(lanes[-MOST_LANES:]),
         processes=tuple(_ended_with_their_attempts(processes, events)),
         events=tuple(shown_events),
         left_out_events=left_out_events,
-        checkpoints=tuple(_checkpoints(run_directories, problems)),
+        checkpoints=tuple(
+            checkpoint
+            for directory in run_directories
+            for checkpoint in problems.read(read_checkpoints, directory) or []
+        ),
         guards=tuple(sorted(guard_runs)),
         images=tuple(read_images(run_directories, problems.sentences)),
         stacks=tuple(read_stacks(run, [source.info for source in observed if source.info])),
@@ -88,7 +101,7 @@ def gather(run: Path) -> RunSnapshot:
     )
 
 
-def _read_events(run: Path, problems: Problems) -> tuple[list[RecordedEvent], list[Source]]:
+def _read_events(run: Path, problems: Problems) -> tuple[list[RecordedEvent], list[RunSource]]:
     """Return the events of a run in time order, and its guards.
 
     A guard may use a separate run directory, which its process names in an event.
@@ -105,36 +118,11 @@ def _read_events(run: Path, problems: Problems) -> tuple[list[RecordedEvent], li
     return events, [source for source in follower.sources if source.kind == "guard"]
 
 
-def _lanes_of_processes(observed: Sequence[Source], reader: LaneReader) -> dict[Path, list[Lane]]:
-    """Return the lanes of each process by directory; the process's own lane comes first."""
-    most_points = points_per_lane(len(observed))
-    return {source.directory: reader.lanes_of(source, most_points) for source in observed}
-
-
-def _all_lanes(
-    lanes_of_processes: Iterable[Sequence[Lane]], guards: Sequence[Source], reader: LaneReader
-) -> list[Lane]:
-    """Return the lanes of processes, then lanes of guards with anything beyond them."""
-    of_processes = [lane for lanes in lanes_of_processes for lane in lanes]
-    of_guards = [lane for guard in guards for lane in reader.lanes_of(guard)]
-    return [*of_processes, *without_observed_curves(of_guards, of_processes)]
-
-
-def _newest_lanes(lanes: Sequence[Lane], problems: Problems) -> Sequence[Lane]:
-    """Return the lanes to draw: the newest `MOST_LANES`."""
-    if len(lanes) > MOST_LANES:
-        problems.add(
-            f"only the curves of the newest {MOST_LANES} of {len(lanes)} training processes are"
-            " drawn"
-        )
-    return lanes[-MOST_LANES:]
-
-
 # --- processes
 
 
 def _process(
-    source: Source,
+    source: RunSource,
     lanes: Sequence[Lane],
     newest_events: Mapping[str, float],
     problems: Problems,
@@ -196,7 +184,7 @@ def _attempt(process: ProcessSnapshot) -> str:
 # --- how it was started
 
 
-def _first_start(sources: Sequence[Source]) -> dict[str, Any]:
+def _first_start(sources: Sequence[RunSource]) -> dict[str, Any]:
     """Return the start record of the first source that has one."""
     for source in sources:
         start = read_json(source.directory / START_FILE)
@@ -205,7 +193,7 @@ def _first_start(sources: Sequence[Source]) -> dict[str, Any]:
     return {}
 
 
-def _settings(sources: Sequence[Source]) -> dict[str, Any]:
+def _settings(sources: Sequence[RunSource]) -> dict[str, Any]:
     """Return the settings of all sources; later sources override earlier ones."""
     settings: dict[str, Any] = {}
     for source in sources:
@@ -214,7 +202,7 @@ def _settings(sources: Sequence[Source]) -> dict[str, Any]:
 
 
 def _newest_attempt(
-    sources: Sequence[Source], events: Sequence[RecordedEvent], *, is_supervised: bool
+    sources: Sequence[RunSource], events: Sequence[RecordedEvent], *, is_supervised: bool
 ) -> int:
     """Return the number of the newest attempt; the first is 0.
 
@@ -258,10 +246,3 @@ def _first_and_last(places: list[int]) -> list[int]:
         return places
     half = _MOST_EVENTS_OF_A_KIND // 2
     return places[:half] + places[-half:]
-
-
-def _checkpoints(run_directories: Sequence[Path], problems: Problems) -> list[CheckpointSummary]:
-    checkpoints: list[CheckpointSummary] = []
-    for directory in run_directories:
-        checkpoints += problems.read(read_checkpoints, directory) or []
-    return checkpoints

@@ -58,7 +58,7 @@ def goodput(run: RunSnapshot) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ObservedAttempt:
+class _AttemptTime:
     """The time of an attempt, as spent by one of its trainers.
 
     Args:
@@ -98,7 +98,7 @@ class _ObservedAttempt:
 
 def _seconds_of_attempts(run: RunSnapshot) -> dict[str, float]:
     """Return the seconds of all observed attempts by use; "steps" still includes repeated steps."""
-    attempts = _observed_attempts(run)
+    attempts = _attempt_times(run)
     lanes = [item.process.lane for item in attempts.values() if item.process.lane is not None]
     repeated_shares = _shares_repeated(run, lanes)
 
@@ -118,7 +118,7 @@ def _seconds_of_attempts(run: RunSnapshot) -> dict[str, float]:
     return seconds
 
 
-def _observed_attempts(run: RunSnapshot) -> dict[int, _ObservedAttempt]:
+def _attempt_times(run: RunSnapshot) -> dict[int, _AttemptTime]:
     """Return the attempts with a known breakdown of time, by number, oldest first.
 
     Each attempt is represented by its trainer with the lowest rank.
@@ -127,7 +127,7 @@ def _observed_attempts(run: RunSnapshot) -> dict[int, _ObservedAttempt]:
     for process in sorted(run.processes, key=_rank):
         if process.info is not None and process.role == "trainer" and any(process.spent):
             trainers.setdefault(process.info.attempt, process)
-    return {number: _observed_attempt(run, number, trainers[number]) for number in sorted(trainers)}
+    return {number: _attempt_time(run, number, trainers[number]) for number in sorted(trainers)}
 
 
 def _rank(process: ProcessSnapshot) -> int:
@@ -136,7 +136,7 @@ def _rank(process: ProcessSnapshot) -> int:
     return process.info.rank
 
 
-def _observed_attempt(run: RunSnapshot, number: int, process: ProcessSnapshot) -> _ObservedAttempt:
+def _attempt_time(run: RunSnapshot, number: int, process: ProcessSnapshot) -> _AttemptTime:
     assert process.info is not None
     started = process.info.started
     launched = _time_of(run, "attempt_started", number)
@@ -145,7 +145,7 @@ def _observed_attempt(run: RunSnapshot, number: int, process: ProcessSnapshot) -
     ended = _time_of(run, "attempt_ended", number)
     if ended is None:
         ended = process.ended or 0.0
-    return _ObservedAttempt(
+    return _AttemptTime(
         process=process,
         launched=started if launched is None else min(launched, started),
         started=started,
@@ -248,10 +248,10 @@ def _shares_repeated(run: RunSnapshot, lanes: Sequence[Lane]) -> dict[str, float
         for recorded in run.events
         if recorded.event.kind in ("resumed", "rolled_back")
     )
-    progress = _Progress(rewinds, has_guard=bool(run.guards))
+    tracker = _RepeatTracker(rewinds, has_guard=bool(run.guards))
     shares = {}
     for lane in lanes:
-        progress.begin_lane()
+        tracker.begin_lane()
         repeated_seconds = 0.0
         all_seconds = 0.0
         times = lane.times
@@ -262,13 +262,13 @@ def _shares_repeated(run: RunSnapshot, lanes: Sequence[Lane]) -> dict[str, float
             times.seconds.tolist(),
             strict=True,
         ):
-            repeated_seconds += seconds * progress.add(time, step, max(count, 1.0))
+            repeated_seconds += seconds * tracker.add(time, step, max(count, 1.0))
             all_seconds += seconds
         shares[lane.label] = repeated_seconds / all_seconds if all_seconds else 0.0
     return shares
 
 
-class _Progress:
+class _RepeatTracker:
     """Tracks how far a run has got, to tell which of its steps are repeated.
 
     Args:

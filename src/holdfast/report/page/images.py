@@ -34,10 +34,10 @@ _IEND = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class _Candidate:
+class _ImageFile:
     """An image file that may be shown.
 
-    Candidates sort by their place within the tag first, so that the newest image of every tag is
+    Files sort by their place within the tag first, so that the newest image of every tag is
     read before the second of any.
     """
 
@@ -57,14 +57,12 @@ def read_images(runs: Iterable[Path], problems: list[str]) -> list[PageImage]:
     images: list[PageImage] = []
     size = 0
     too_large = 0
-    for candidate in sorted(_candidates(runs, problems)):
+    for file in sorted(_files_to_show(runs, problems)):
         try:
-            image = _read_image(candidate)
+            image = _read_image(file)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            sentence = (
-                f"image {candidate.tag} of step {candidate.global_step} is left out: {reason}"
-            )
+            sentence = f"image {file.tag} of step {file.global_step} is left out: {reason}"
             problems.append(sanitise(sentence, most=300))
             continue
         if size + len(image.png) > _MOST_BYTES_IN_ALL:
@@ -102,7 +100,7 @@ def png_size(data: bytes) -> tuple[int, int]:
     return width, height
 
 
-def _candidates(runs: Iterable[Path], problems: list[str]) -> Iterator[_Candidate]:
+def _files_to_show(runs: Iterable[Path], problems: list[str]) -> Iterator[_ImageFile]:
     """Yield the image files that may be shown, without reading them."""
     runs_with_images = [run for run in runs if (run / IMAGES_FOLDER).is_dir()]
     for run in runs_with_images:
@@ -113,7 +111,7 @@ def _candidates(runs: Iterable[Path], problems: list[str]) -> Iterator[_Candidat
                     name = f"{name} of {run.name}"
                 tag = sanitise(name, most=160)
                 for place, (step, path) in enumerate(_spread(_image_files(folder))):
-                    yield _Candidate(place=place, tag=tag, global_step=step, path=path)
+                    yield _ImageFile(place=place, tag=tag, global_step=step, path=path)
         except OSError as error:
             sentence = f"the images cannot be listed: {error.strerror or error}"
             problems.append(sanitise(sentence, most=300))
@@ -145,14 +143,14 @@ def _spread(files: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
     return [files[round(place * distance)] for place in range(_SHOWN_OF_A_TAG)]
 
 
-def _read_image(candidate: _Candidate) -> PageImage:
+def _read_image(image_file: _ImageFile) -> PageImage:
     """Read one file, without following a link or waiting for a pipe."""
-    with open_to_read(candidate.path) as file:
+    with open_to_read(image_file.path) as file:
         png = file.read(MOST_FILE_BYTES + 1)
     width, height = png_size(png)
     return PageImage(
-        tag=candidate.tag,
-        global_step=candidate.global_step,
+        tag=image_file.tag,
+        global_step=image_file.global_step,
         png=png,
         width=width,
         height=height,

@@ -29,7 +29,7 @@ from holdfast.report.curves import (
 )
 from holdfast.report.problems import Problems
 from holdfast.report.run_snapshot import Lane
-from holdfast.report.sources import RecordedEvent, Source
+from holdfast.report.sources import RecordedEvent, RunSource
 
 # Lanes of a page: 48 curves of 2,000 points in each of seven panels are about 10 MB of JSON.
 MOST_LANES = 48
@@ -53,7 +53,7 @@ class LaneReader:
         self._problems = problems
         self._validated = validated
 
-    def lanes_of(self, source: Source, most_points: int = MOST_POINTS) -> list[Lane]:
+    def lanes_of(self, source: RunSource, most_points: int = MOST_POINTS) -> list[Lane]:
         """Return the lane of a source, plus one per optimizer if it has several.
 
         Args:
@@ -95,20 +95,20 @@ class LaneReader:
         ]
         return [lane, *lanes_of_optimizers]
 
-    def _lanes_without_steps(self, source: Source, most_points: int) -> list[Lane]:
+    def _lanes_without_steps(self, source: RunSource, most_points: int) -> list[Lane]:
         """Return the lane of a source that logged or validated something but made no step."""
         curves = self._logged_curves(source, StepTimes.none(), most_points)
         if not curves:
             return []
         return [Lane(label=source.label, curves=curves, times=StepTimes.none(), rank=source.rank)]
 
-    def _note_lost_steps(self, source: Source) -> None:
+    def _note_lost_steps(self, source: RunSource) -> None:
         sentence = self._problems.read(not_recorded_any_more, source.directory)
         if sentence:
             self._problems.add(f"{source.label}: {sentence}")
 
     def _logged_curves(
-        self, source: Source, times: StepTimes, most_points: int
+        self, source: RunSource, times: StepTimes, most_points: int
     ) -> dict[str, Curve]:
         """Return the curves of logged values and of validation results."""
         records = self._problems.read(read_ring, source.directory / SCALARS_FILE) or []

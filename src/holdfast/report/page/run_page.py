@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from holdfast.core.text import duration, moment, sanitise, size
-from holdfast.report.curves import Numbers, StepTimes
+from holdfast.report.curves import FloatArray, StepTimes
 from holdfast.report.live.outlook import three_digits
 from holdfast.report.page.environment import environment
 from holdfast.report.page.figures.plotly_values import Figure
@@ -129,7 +129,7 @@ def _throughput(run: RunSnapshot) -> dict[str, str]:
 
 def _median_rate(times_of_attempts: Iterable[StepTimes]) -> float | None:
     """Return the median of the steps per second, which ignores validation and breaks."""
-    rates: list[Numbers] = [np.array([])]
+    rates: list[FloatArray] = [np.array([])]
     for times in times_of_attempts:
         # A rollback repeats steps; the first time of each step counts.
         steps, first = np.unique(times.steps, return_index=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.core.text import moment, sanitise
-from holdfast.report.curves import Numbers
+from holdfast.report.curves import FloatArray
 
 # A figure, or a part of one, in the JSON schema of plotly.js.
 Figure = dict[str, Any]
@@ -28,7 +28,7 @@ def label(value: object, most: int = 120) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def json_numbers(numbers: Numbers) -> list[float | int | None]:
+def json_numbers(numbers: FloatArray) -> list[float | int | None]:
     """Round numbers to seven digits, about the precision of float32; None if not finite."""
     return [_json_number(number) for number in numbers.tolist()]
 

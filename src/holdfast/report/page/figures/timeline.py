@@ -9,12 +9,10 @@ from holdfast.core.text import duration
 from holdfast.report.page.figures.event_marks import Mark, mark_traces
 from holdfast.report.page.figures.plotly_values import Figure, date, label
 from holdfast.report.page.goodput import breaks
-from holdfast.report.run_snapshot import Lane, ProcessSnapshot, RunSnapshot
+from holdfast.report.run_snapshot import Lane, ProcessSnapshot, RunSnapshot, role_order
 
 # The colour of each kind of bar, the same in both themes.
 _COLOURS = {"starting": "#8fa3b8", "training": "#45a95a", "ending": "#b8a26b"}
-# Order of processes from top to bottom.
-_ROLES = ("trainer", "launcher", "other", "loader worker")
 _MOST_ROWS = 40
 _ROW_PIXELS = 34
 _MARGIN_PIXELS = 144
@@ -54,7 +52,7 @@ def _rows(run: RunSnapshot) -> list[str]:
     their ends are unknown.
     """
     sources = dict.fromkeys(recorded.source for recorded in run.events)
-    processes = sorted(run.processes, key=_order_of_roles)
+    processes = sorted(run.processes, key=lambda process: role_order(process.role))
     rows = ["supervisor"] if "supervisor" in sources else []
     rows += [
         process.label
@@ -64,11 +62,6 @@ def _rows(run: RunSnapshot) -> list[str]:
     rows += [lane.label for lane in run.lanes if lane.begun is not None]
     rows += sources
     return list(dict.fromkeys(rows))[:_MOST_ROWS]
-
-
-def _order_of_roles(process: ProcessSnapshot) -> int:
-    role = process.role if process.role in _ROLES else "other"
-    return _ROLES.index(role)
 
 
 def _bars(run: RunSnapshot) -> Iterator[_Bar]:
