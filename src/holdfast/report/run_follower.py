@@ -8,14 +8,13 @@ loader workers that ended long ago; these are read to their end and then dropped
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holdfast.core.errors import RunDirectoryError
-from holdfast.core.events.event import Event
 from holdfast.core.text import sanitise
 from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.following import EventFollower, RingFollower, SampleFollower
@@ -31,6 +30,7 @@ from holdfast.recorder.run_files import (
 )
 from holdfast.recorder.scalars import SCALARS_FILE, Scalar, scalars_of
 from holdfast.report.sources import (
+    RecordedEvent,
     RunSource,
     find_sources,
     guard_run_of,
@@ -55,8 +55,14 @@ class News:
 
     source: RunSource
     samples: list[StepSample]
-    events: list[Event]
+    events: list[RecordedEvent]
     scalars: list[Scalar]
+
+
+def events_in_time_order(all_news: Sequence[News]) -> list[RecordedEvent]:
+    """Return the events of all sources, oldest first."""
+    events = [recorded for news in all_news for recorded in news.events]
+    return sorted(events, key=lambda recorded: recorded.event.unix_seconds)
 
 
 class RunFollower:
@@ -161,8 +167,8 @@ class RunFollower:
         """Add the guards whose run directories a process names in its events."""
         if news.source.kind != "process":
             return
-        for event in news.events:
-            run = guard_run_of(event)
+        for recorded in news.events:
+            run = guard_run_of(recorded.event)
             if run is None:
                 continue
             for guard in guard_sources(run, attempt=news.source.attempt):
@@ -211,7 +217,11 @@ class _SourceFollower:
     def new(self, source: RunSource, *, hold_back: bool) -> News:
         """Return what is new; raise H305 for a damaged ring of steps or events."""
         samples = self._new_samples(hold_back=hold_back)
-        events = [event for event in self._events.new() if is_sound_event(event)]
+        events = [
+            RecordedEvent(source=source.label, event=event, attempt=source.attempt)
+            for event in self._events.new()
+            if is_sound_event(event)
+        ]
         return News(source=source, samples=samples, events=events, scalars=self._new_scalars())
 
     def _new_samples(self, *, hold_back: bool) -> list[StepSample]:

@@ -69,10 +69,11 @@ class RunSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedEvent:
-    """An event and the label of the source that recorded it."""
+    """An event, and the label and the attempt of the source that recorded it."""
 
     source: str
     event: Event
+    attempt: int = 0
 
 
 def check_run(run: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast.recorder.progress import StepSample
 from holdfast.recorder.scalars import Scalar
 from holdfast.report.live.outlook import LoopProgress, loop_progress
-from holdfast.report.run_follower import News
+from holdfast.report.run_follower import News, events_in_time_order
 from holdfast.report.sources import RecordedEvent, RunSource
 
 # More would not fit on a screen.
@@ -58,7 +58,6 @@ class RecentRecords:
         """
         for source in sources:
             self.attempt = max(self.attempt, source.attempt)
-        new_events: list[RecordedEvent] = []
         for news in all_news:
             self.newest = max(self.newest, newest_time(news))
             self._add_samples(news)
@@ -66,10 +65,7 @@ class RecentRecords:
             self._add_loop_events(news)
             if news.source.kind == "supervisor":
                 self._add_supervisor_events(news)
-            new_events += [
-                RecordedEvent(source=news.source.label, event=event) for event in news.events
-            ]
-        self.events.extend(sorted(new_events, key=lambda recorded: recorded.event.unix_seconds))
+        self.events.extend(events_in_time_order(all_news))
 
     def _add_samples(self, news: News) -> None:
         directory = news.source.directory
@@ -86,23 +82,23 @@ class RecentRecords:
 
     def _add_loop_events(self, news: News) -> None:
         directory = news.source.directory
-        for event in news.events:
-            progress = loop_progress(event, self.loops.get(directory))
+        for recorded in news.events:
+            progress = loop_progress(recorded.event, self.loops.get(directory))
             if progress is not None:
                 self.loops[directory] = progress
 
     def _add_supervisor_events(self, news: News) -> None:
-        for event in news.events:
-            self.supervisor_event = event.kind
-            attempt = event.data.get("attempt")
+        for recorded in news.events:
+            self.supervisor_event = recorded.event.kind
+            attempt = recorded.event.data.get("attempt")
             # A restart event only announces the attempt.
-            if isinstance(attempt, int) and event.kind != "restart":
+            if isinstance(attempt, int) and recorded.event.kind != "restart":
                 self.attempt = max(self.attempt, attempt)
 
 
 def newest_time(news: News) -> float:
     """Return the Unix time of the newest record of a source."""
     times = [sample.unix_seconds for sample in news.samples]
-    times += [event.unix_seconds for event in news.events]
+    times += [recorded.event.unix_seconds for recorded in news.events]
     times += [scalar.unix_seconds for scalar in news.scalars]
     return max(times, default=0.0)

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.core.clock import SystemClock
-from holdfast.core.events.event import Event
 from holdfast.core.text import sanitise
 from holdfast.recorder.progress import StepSample
 from holdfast.recorder.run_files import read_optimizers
 from holdfast.recorder.scalars import Scalar
 from holdfast.report.live.watching import Watched
-from holdfast.report.run_follower import News
+from holdfast.report.run_follower import News, events_in_time_order
 from holdfast.report.run_snapshot import RunSnapshot
-from holdfast.report.sources import RunSource
+from holdfast.report.sources import RecordedEvent, RunSource
 
 POLL_SECONDS = 1.0
 _MOST_ERROR_CHARACTERS = 300
@@ -53,15 +52,6 @@ class MetricPoint:
     scalar: Scalar | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopiedEvent:
-    """An event, and the process and attempt that recorded it."""
-
-    process: str
-    attempt: int
-    event: Event
-
-
 class Sink(Protocol):
     """Where points and events go.
 
@@ -73,7 +63,7 @@ class Sink(Protocol):
 
     name: str
 
-    def write(self, points: list[MetricPoint], events: list[CopiedEvent]) -> None:
+    def write(self, points: list[MetricPoint], events: list[RecordedEvent]) -> None:
         """Write new points and events, oldest first for each process."""
 
     def close(self) -> None:
@@ -125,7 +115,7 @@ def follow(
             output.note_unreadable_run(error)
             snapshot = RunSnapshot(path=run, state="running")
         points = [point for news in snapshot.news for point in naming.points(news)]
-        events = _copied_events(snapshot.news)
+        events = events_in_time_order(snapshot.news)
         output.write(points, events)
         points_written += sum(point.scalar is None for point in points)
         events_written += len(events)
@@ -141,15 +131,6 @@ def follow(
     )
 
 
-def _copied_events(all_news: Sequence[News]) -> list[CopiedEvent]:
-    events = [
-        CopiedEvent(process=news.source.label, attempt=news.source.attempt, event=event)
-        for news in all_news
-        for event in news.events
-    ]
-    return sorted(events, key=lambda copied: copied.event.unix_seconds)
-
-
 class _Output:
     """Writes to sinks, and closes those that fail.
 
@@ -161,7 +142,7 @@ class _Output:
         self._open_sinks = list(sinks)
         self.failures: list[str] = []
 
-    def write(self, points: list[MetricPoint], events: list[CopiedEvent]) -> None:
+    def write(self, points: list[MetricPoint], events: list[RecordedEvent]) -> None:
         """Write to all sinks that have not failed yet."""
         if not points and not events:
             return

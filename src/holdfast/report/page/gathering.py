@@ -26,7 +26,7 @@ from holdfast.report.page.lanes import (
     without_observed_curves,
 )
 from holdfast.report.problems import Problems
-from holdfast.report.run_follower import RunFollower
+from holdfast.report.run_follower import RunFollower, events_in_time_order
 from holdfast.report.run_snapshot import (
     Lane,
     ProcessSnapshot,
@@ -107,12 +107,7 @@ def _read_events(run: Path, problems: Problems) -> tuple[list[RecordedEvent], li
     A guard may use a separate run directory, which its process names in an event.
     """
     follower = RunFollower(run, steps=False)
-    events = [
-        RecordedEvent(source=news.source.label, event=event)
-        for news in follower.new()
-        for event in news.events
-    ]
-    events.sort(key=lambda recorded: recorded.event.unix_seconds)
+    events = events_in_time_order(follower.new())
     for sentence in follower.problems.values():
         problems.add(sentence)
     return events, [source for source in follower.sources if source.kind == "guard"]

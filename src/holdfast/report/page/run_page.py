@@ -5,14 +5,13 @@ This module decides what the page shows; ``templates/page.html`` decides how it 
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable
 from datetime import datetime
 from typing import cast
 
 import numpy as np
 
-from holdfast.core.text import duration, moment, sanitise, size
+from holdfast.core.text import duration, moment, size
 from holdfast.report.curves import FloatArray, StepTimes
 from holdfast.report.live.outlook import three_digits
 from holdfast.report.page.environment import environment
@@ -22,11 +21,7 @@ from holdfast.report.page.figures.timeline import timeline_figure
 from holdfast.report.page.goodput import COLOURS, goodput
 from holdfast.report.page.offline_page import fill_page
 from holdfast.report.run_snapshot import RunSnapshot
-from holdfast.report.sources import RecordedEvent
 from holdfast.report.verdicts import how_sure, tone
-
-# The maximum length of an event's sentence in the table of events.
-_MOST_CHARACTERS = 2000
 
 
 def render(run: RunSnapshot, *, now: datetime | None = None) -> str:
@@ -53,8 +48,6 @@ def render(run: RunSnapshot, *, now: datetime | None = None) -> str:
         goodput=goodput(run),
         colours=COLOURS,
         environment=environment(run),
-        facts_of=_facts_of,
-        base64=_base64,
     )
 
 
@@ -156,11 +149,3 @@ def _samples_per_step(run: RunSnapshot) -> float | None:
     batches, batch_size, steps = cast("list[int]", counts)
     world_size = 1 + max(lane.rank or 0 for lane in run.lanes)
     return batches * batch_size / steps * world_size
-
-
-def _facts_of(recorded: RecordedEvent) -> str:
-    return sanitise(recorded.event.sentence(), most=_MOST_CHARACTERS)
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()

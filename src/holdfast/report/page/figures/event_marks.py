@@ -38,18 +38,14 @@ def mark_traces(marks: Iterable[Mark], **options: Any) -> list[Figure]:
     """
     by_style: dict[str, list[Mark]] = {style: [] for style in _STYLES}
     for mark in marks:
-        by_style[_style(mark.recorded)].append(mark)
+        event = mark.recorded.event
+        style = "resumed" if event.kind == "resumed" else severity(event)
+        by_style[style].append(mark)
     return [
         _trace(style, marks_of_style) | options
         for style, marks_of_style in by_style.items()
         if marks_of_style
     ]
-
-
-def _style(recorded: RecordedEvent) -> str:
-    if recorded.event.kind == "resumed":
-        return "resumed"
-    return severity(recorded.event)
 
 
 def _trace(style: str, marks: list[Mark]) -> Figure:
@@ -62,10 +58,9 @@ def _trace(style: str, marks: list[Mark]) -> Figure:
         "x": [mark.x for mark in marks],
         "y": [mark.y for mark in marks],
         "marker": {"symbol": symbol, "size": 10, "color": colour},
-        "hovertext": [_hover_text(mark.recorded) for mark in marks],
+        "hovertext": [
+            label(f"{mark.recorded.source}, {mark.recorded.event}", _MOST_CHARACTERS)
+            for mark in marks
+        ],
         "hovertemplate": "%{hovertext}<extra></extra>",
     }
-
-
-def _hover_text(recorded: RecordedEvent) -> str:
-    return label(f"{recorded.source}, {recorded.event}", _MOST_CHARACTERS)
