@@ -100,7 +100,9 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
     reported = []
     for finding in unique.values():
         is_explained = not explaining.isdisjoint(EXPLAINED_BY.get(finding.rule, ()))
-        reported.append(_as_note(finding) if is_explained else finding)
+        if is_explained and finding.severity != "note":
+            finding = dataclasses.replace(finding, severity="note", kind="symptom")
+        reported.append(finding)
     return sorted(reported, key=_importance)
 
 
@@ -116,12 +118,6 @@ def _importance(finding: Finding) -> tuple[bool, str, int, float]:
         SEVERITIES.index(finding.severity),
         -finding.confidence,
     )
-
-
-def _as_note(finding: Finding) -> Finding:
-    if finding.severity == "note":
-        return finding
-    return dataclasses.replace(finding, severity="note", kind="symptom")
 
 
 def with_origin(finding: Finding, origin: str | None) -> Finding:

@@ -108,20 +108,7 @@ class OptimizerObserver:
             observed.first_nonfinite_gradient = observed.first_nonfinite_gradient or observed.steps
             observed.nonfinite_names = observed.nonfinite_names or gradients.nonfinite
         if self._accumulation is not None:
-            self._note_arrival(self._accumulation)
-
-    def _note_arrival(self, accumulation: AccumulationCheck) -> None:
-        """Count what the accumulation check saw in this step."""
-        arrival = accumulation.at_step()
-        if not arrival.arrived:
-            return
-        self.observed.checked += 1
-        if arrival.started_from_zero:
-            self.observed.leaks = 0
-        else:
-            self.observed.leaks += 1
-        self.observed.reversed += arrival.reversed
-        self.observed.zeroed += arrival.zeroed
+            self._accumulation.note_step(observed)
 
     def end_step(self, *, moved: bool, has_loss: bool) -> None:
         """End a step.
