@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.learning.eager_hooks import remove_all
-from holdfast.learning.measures import dense_gradient
+from holdfast.learning.measures import dense_gradient, streak
 from holdfast.learning.observations import ObservedOptimizer
 from holdfast.numerics.eager import is_symbolic
 
@@ -66,10 +66,7 @@ class AccumulationCheck:
         """Count what happened to the watched gradients since the last step, and start over."""
         if self._accumulated:
             observed.checked += 1
-            if self._started_from_zero:
-                observed.leaks = 0
-            else:
-                observed.leaks += 1
+            observed.leaks = streak(observed.leaks, continues=not self._started_from_zero)
             factors = self._factors()
             observed.reversed += bool(factors) and all(factor < 0 for factor in factors)
             observed.zeroed += bool(factors) and all(factor == 0 for factor in factors)

@@ -130,7 +130,9 @@ def with_origin(finding: Finding, origin: str | None) -> Finding:
     """
     if origin is None or finding.rule not in NONFINITE_RULES:
         return finding
-    look = f"look at the origin of the newest such step, from the event nonfinite_origin: {origin}."
+    place = f"the origin of the newest such step, from the event nonfinite_origin: {origin}."
+    fix = f"look at {place}"
     if finding.rule == "H806":
-        look = f"{finding.fix.rstrip('.')}. {look.capitalize()}"
-    return dataclasses.replace(finding, fix=look)
+        # Its fix says how to find and drop the samples, whatever the origin is.
+        fix = f"{finding.fix} Look at {place}"
+    return dataclasses.replace(finding, fix=fix)

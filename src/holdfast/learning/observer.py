@@ -24,7 +24,7 @@ from holdfast.learning.layers import LayerObserver
 from holdfast.learning.losses.function_mode import FunctionMode
 from holdfast.learning.losses.sites import LossSites
 from holdfast.learning.losses.sources import unscaled
-from holdfast.learning.measures import median_or_none
+from holdfast.learning.measures import median_or_none, streak
 from holdfast.learning.models import ModelObserver
 from holdfast.learning.observations import Observations
 from holdfast.learning.optimizers import OptimizerObserver, SchedulerObserver
@@ -352,10 +352,8 @@ class Observer:
 
     def _note_clipping(self) -> None:
         too_early = self.mode.clipped_too_early()
-        if too_early:
-            self._run.early_clips += 1
-        elif too_early is False:
-            self._run.early_clips = 0
+        if too_early is not None:
+            self._run.early_clips = streak(self._run.early_clips, continues=too_early)
 
     # --- judging --------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from holdfast.learning.accumulation import AccumulationCheck
 from holdfast.learning.layers import Gradients
 from holdfast.learning.learning_rate import rate_of
+from holdfast.learning.measures import append_bounded, streak
 from holdfast.learning.observations import ObservedOptimizer, ObservedScheduler
 
 # In how many sampled steps of each optimizer `AccumulationCheck` runs.
@@ -77,32 +78,24 @@ class OptimizerObserver:
         observed.uses_closure = observed.uses_closure or closure
         # A rate that lasted for a single step was an accident, or the step was rolled back.
         observed.largest_lr = max(observed.largest_lr, min(lr, observed.lr))
-        if lr <= NO_RATE * observed.largest_lr:
-            observed.zero_lr_steps += 1
-        else:
-            observed.zero_lr_steps = 0
-        if lr < LOW_RATE * observed.largest_lr:
-            observed.low_lr_steps += 1
-        else:
-            observed.low_lr_steps = 0
+        is_zero = lr <= NO_RATE * observed.largest_lr
+        is_low = lr < LOW_RATE * observed.largest_lr
+        observed.zero_lr_steps = streak(observed.zero_lr_steps, continues=is_zero)
+        observed.low_lr_steps = streak(observed.low_lr_steps, continues=is_low)
         observed.lr = lr
 
     def note_gradients(self, gradients: Gradients) -> None:
         """Record what was measured just before a sampled step."""
         observed = self.observed
         observed.observed += 1
-        if gradients.tensors > 0:
-            observed.with_gradient_steps += 1
-            observed.no_gradient_steps = 0
-        else:
-            observed.no_gradient_steps += 1
-        if gradients.tensors > 0 and gradients.total_norm == 0:
-            observed.zero_gradient_steps += 1
-        else:
-            observed.zero_gradient_steps = 0
-        observed.gradient_norms.append(gradients.total_norm)
-        if len(observed.gradient_norms) > MAX_NORMS:
-            del observed.gradient_norms[FIRST_NORMS]
+        has_gradient = gradients.tensors > 0
+        is_zero = has_gradient and gradients.total_norm == 0
+        observed.with_gradient_steps += has_gradient
+        observed.no_gradient_steps = streak(observed.no_gradient_steps, continues=not has_gradient)
+        observed.zero_gradient_steps = streak(observed.zero_gradient_steps, continues=is_zero)
+        append_bounded(
+            observed.gradient_norms, gradients.total_norm, first=FIRST_NORMS, most=MAX_NORMS
+        )
         if gradients.nonfinite:
             observed.nonfinite_gradients += 1
             observed.first_nonfinite_gradient = observed.first_nonfinite_gradient or observed.steps

@@ -37,17 +37,17 @@ MOST_LOGGED = 24
 _NEAR_STEPS = 10
 
 _INDEX_OF = {name: index for index, name in enumerate(NAMES)}
-# Like a row of ``recorder.history``, but with a single number instead of one for each of `NAMES`.
+# Like a row of ``recorder.history``, but for a single number instead of all of `NAMES`.
 _SCALAR_ROW = np.dtype(
     [
         ("number", "<u8"),
         ("optimizer", "u1"),
         ("step", "<f8"),
-        ("low", "<f8"),
-        ("mean", "<f8"),
-        ("high", "<f8"),
-        ("finite", "<u4"),
-        ("odd", "<u4"),
+        ("low", "<f8", (1,)),
+        ("mean", "<f8", (1,)),
+        ("high", "<f8", (1,)),
+        ("finite", "<u4", (1,)),
+        ("odd", "<u4", (1,)),
     ]
 )
 
@@ -175,7 +175,7 @@ def curves_of_scalars(
     curves = {}
     for name in list(by_name)[:MOST_LOGGED]:
         rows = at_most(_rows_of_scalars(by_name[name]), most // 2, finest=2)
-        curve = _curve(_stretches_of(rows))
+        curve = _curve(_stretches_of(rows, 0))
         if curve is not None:
             own_scale = not _counts_optimizer_steps(by_name[name][-1], times)
             curves[LOGGED + name] = replace(curve, own_scale=own_scale)
@@ -192,7 +192,7 @@ def _counts_optimizer_steps(scalar: Scalar, times: StepTimes) -> bool:
 
 def _rows_of_scalars(scalars: Sequence[Scalar]) -> Rows:
     """Return the values logged under one name as rows."""
-    values = np.array([scalar.value for scalar in scalars], np.float64)
+    values = np.array([[scalar.value] for scalar in scalars], np.float64)
     finite = np.isfinite(values)
     rows = np.zeros(len(values), _SCALAR_ROW)
     rows["number"] = np.arange(len(values))
@@ -227,20 +227,15 @@ class _Stretches:
     high: FloatArray
 
 
-def _stretches_of(rows: Rows, index: int | None = None) -> _Stretches:
-    """Return one number of the rows: the one at this index in `NAMES`, or the only one (None)."""
-
-    def column(name: str) -> NDArray[Any]:
-        values: NDArray[Any] = rows[name]
-        return values if index is None else values[:, index]
-
+def _stretches_of(rows: Rows, index: int) -> _Stretches:
+    """Return one number of the rows."""
     return _Stretches(
         steps=rows["step"].astype(np.float64),
-        finite=column("finite"),
-        odd=column("odd"),
-        mean=column("mean"),
-        low=column("low"),
-        high=column("high"),
+        finite=rows["finite"][:, index],
+        odd=rows["odd"][:, index],
+        mean=rows["mean"][:, index],
+        low=rows["low"][:, index],
+        high=rows["high"][:, index],
     )
 
 

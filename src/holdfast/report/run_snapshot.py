@@ -76,7 +76,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSnapshot:
-    """One process. FloatArray are None, NaN or 0 where they are unknown.
+    """One process. Numbers are None, NaN or 0 where they are unknown.
 
     The field names are those of `holdfast watch --json`.
 

@@ -153,8 +153,8 @@ def wrong_mode(run: Observations, rule: LearningRule) -> Iterator[Finding]:
         modules = ", ".join(model.mode_dependent)
         if model.eval_steps >= EVAL_STEPS and model.eval_steps > EVAL_SHARE * model.observed:
             yield rule.finding(
-                f"{model.eval_steps} of {model.observed} observed steps ran in evaluation"
-                f" mode, although {modules} behave(s) differently in training",
+                f"{model.eval_steps} of {model.observed} observed steps ran with {modules} in"
+                " evaluation mode",
                 "call model.train() after each evaluation.",
                 name,
             )

@@ -74,15 +74,15 @@ def loop_progress(event: Event, previous: LoopProgress | None) -> LoopProgress |
     if event.kind == "epoch_ended":
         if previous is None:
             previous = LoopProgress(since=int(event.unix_seconds), step=event.global_step)
-        # FloatArray that the event lacks are carried over from the previous epoch.
-        return replace(
-            previous,
-            step=event.global_step,
-            epochs=_or_previous(_count(event, "epochs"), previous.epochs),
-            epoch_steps=_or_previous(_count(event, "steps"), previous.epoch_steps),
-            epoch_batches=_or_previous(_count(event, "batches"), previous.epoch_batches),
-            batch_size=_or_previous(_count(event, "batch_size"), previous.batch_size),
-        )
+        counts = {
+            "epochs": _count(event, "epochs"),
+            "epoch_steps": _count(event, "steps"),
+            "epoch_batches": _count(event, "batches"),
+            "batch_size": _count(event, "batch_size"),
+        }
+        # Numbers that the event lacks are carried over from the previous epoch.
+        known_counts = {name: count for name, count in counts.items() if count is not None}
+        return replace(previous, step=event.global_step, **known_counts)
     return previous
 
 
@@ -90,10 +90,6 @@ def _count(event: Event, name: str) -> int | None:
     """Return a field of an event if it is a count, else None: recordings may be damaged."""
     value = event.data.get(name)
     return value if type(value) is int and value >= 0 else None
-
-
-def _or_previous(count: int | None, previous: int) -> int:
-    return previous if count is None else count
 
 
 def describe_outlook(
