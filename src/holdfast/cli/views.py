@@ -41,8 +41,8 @@ from holdfast.core.errors import PolicyError, RunDirectoryError
 from holdfast.core.text import as_json_value, sanitise
 
 if TYPE_CHECKING:
+    from holdfast.report.live.watching import Runs, Watched
     from holdfast.report.metrics.copying import CopySummary
-    from holdfast.report.watching import Runs, Watched
 
 # The page has this many colours for runs.
 _MAX_COMPARED = 10
@@ -59,7 +59,7 @@ def watch(
     between everything, processes, training and events; q quits. Without a terminal, print the view
     once and exit.
     """
-    from holdfast.report.live import draw, follow
+    from holdfast.report.live.view import draw, follow
 
     with failing_clearly(as_json=as_json):
         watched = _watched(run_dir)
@@ -77,8 +77,8 @@ def watch(
 
 def _watched(path: Path) -> Watched | Runs:
     """Return a single run to watch, or all runs in a directory."""
+    from holdfast.report.live.watching import Runs, Watched
     from holdfast.report.sources import check_run, runs_in
-    from holdfast.report.watching import Runs, Watched
 
     try:
         return Watched(check_run(path), SystemClock())
@@ -120,8 +120,8 @@ def report(
 ) -> None:
     """Write an HTML page that says why a run ended and how it went; it opens offline."""
     with failing_clearly(as_json=as_json):
-        from holdfast.report.gathering import gather
-        from holdfast.report.page import render
+        from holdfast.report.page.gathering import gather
+        from holdfast.report.page.run_page import render
         from holdfast.report.sources import check_run
 
         run_path = check_run(run_dir)
@@ -161,8 +161,8 @@ def compare(
 ) -> None:
     """Write an HTML page that compares runs: curves, different settings, and how each ended."""
     with failing_clearly(as_json=as_json):
-        from holdfast.report.comparing import Comparison
-        from holdfast.report.gathering import gather
+        from holdfast.report.page.comparing import Comparison
+        from holdfast.report.page.gathering import gather
         from holdfast.report.sources import check_run
 
         # A run that is named twice counts once.
