@@ -131,7 +131,7 @@ class _RecomputedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not _can_be_checkpointed():
             return self._forward(*args, **kwargs)
-        call = _Call(
+        call = _BlockCall(
             block=self._block,
             forward=self._forward,
             second_pass=_SecondPass(self._block, self._capture, self._restore),
@@ -166,7 +166,7 @@ def _can_be_checkpointed() -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Weight:
+class _WeightVersion:
     """A parameter, with the evidence of whether its values were changed."""
 
     tensor: torch.Tensor
@@ -176,7 +176,7 @@ class _Weight:
     storage: int
     offset: int
 
-    def is_same(self, other: _Weight) -> bool:
+    def is_same(self, other: _WeightVersion) -> bool:
         return (
             self.tensor is other.tensor
             and self.version == other.version
@@ -185,7 +185,7 @@ class _Weight:
         )
 
 
-def _weights_of(block: nn.Module) -> list[_Weight]:
+def _weights_of(block: nn.Module) -> list[_WeightVersion]:
     """Return a block's current parameters, or the tensors that `functional_call` put there."""
     weights = []
     for module in block.modules():
@@ -195,11 +195,11 @@ def _weights_of(block: nn.Module) -> list[_Weight]:
     return weights
 
 
-def _weight(tensor: torch.Tensor) -> _Weight:
+def _weight(tensor: torch.Tensor) -> _WeightVersion:
     (version,) = versions_of([tensor])
     if not has_storage(tensor):
-        return _Weight(tensor=tensor, version=version, storage=0, offset=0)
-    return _Weight(
+        return _WeightVersion(tensor=tensor, version=version, storage=0, offset=0)
+    return _WeightVersion(
         tensor=tensor,
         version=version,
         storage=tensor.untyped_storage()._cdata,
@@ -207,21 +207,21 @@ def _weight(tensor: torch.Tensor) -> _Weight:
     )
 
 
-def _are_same(weights: Sequence[_Weight], others: Sequence[_Weight]) -> bool:
+def _are_same(weights: Sequence[_WeightVersion], others: Sequence[_WeightVersion]) -> bool:
     if len(weights) != len(others):
         return False
     return all(weight.is_same(other) for weight, other in zip(weights, others, strict=True))
 
 
 @dataclass(slots=True, kw_only=True)
-class _Call:
+class _BlockCall:
     """One call of a block: the inputs of its first computation, and its outputs."""
 
     block: nn.Module
     forward: Callable[..., Any]
     second_pass: _SecondPass
     input_versions: list[int]
-    weights: list[_Weight]
+    weights: list[_WeightVersion]
     # One fingerprint per output of the first computation, or None if outputs are not compared.
     fingerprints: list[torch.Tensor] | None
 

@@ -48,7 +48,7 @@ NOTHING_SAVES = (
 
 
 @dataclass(slots=True, kw_only=True)
-class _Call:
+class _ModuleCall:
     """One call of a module. It made the saves ``[begin, end)`` of the pass."""
 
     name: str
@@ -64,7 +64,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Save:
+class _SavedTensor:
     """One tensor that autograd saved: its storage, and the innermost call at that time."""
 
     storage: int
@@ -78,8 +78,8 @@ class Measurement:
     Calls are numbered in order. A storage is identified by torch's `StorageImpl` pointer.
     """
 
-    calls: list[_Call] = field(default_factory=list)
-    saves: list[_Save] = field(default_factory=list)
+    calls: list[_ModuleCall] = field(default_factory=list)
+    saves: list[_SavedTensor] = field(default_factory=list)
     # Bytes of each storage.
     sizes: dict[int, int] = field(default_factory=dict)
 
@@ -116,7 +116,7 @@ class Measurement:
             peaks.append(kept_until[self._end(call)] + self.bytes_inside(call, kept_from))
         return max(peaks)
 
-    def bytes_inside(self, call: _Call, kept: Collection[int] = ()) -> int:
+    def bytes_inside(self, call: _ModuleCall, kept: Collection[int] = ()) -> int:
         """Return the bytes that a call saved beyond its inputs and the storages in `kept`."""
         storages = {save.storage for save in self.saves[call.begin : self._end(call)]}
         storages.difference_update(call.inputs)
@@ -135,7 +135,9 @@ class Measurement:
             owners.append(owner)
         return owners
 
-    def _kept_from(self, owners: Sequence[int], recomputed: Iterable[_Call]) -> dict[int, int]:
+    def _kept_from(
+        self, owners: Sequence[int], recomputed: Iterable[_ModuleCall]
+    ) -> dict[int, int]:
         """Return the storages that the forward pass keeps, each with its first save.
 
         Kept are storages that are saved outside of all recomputed calls, and the inputs of
@@ -154,7 +156,7 @@ class Measurement:
                 kept_from[storage] = min(call.begin, kept_from.get(storage, call.begin))
         return kept_from
 
-    def _end(self, call: _Call) -> int:
+    def _end(self, call: _ModuleCall) -> int:
         return len(self.saves) if call.end is None else call.end
 
 
@@ -356,7 +358,7 @@ class _Recorder:
         if storage is not None and storage not in self._excluded:
             self._begin_pass_after_backward()
             self._record_size(storage, tensor)
-            self._current.saves.append(_Save(storage=storage, call=self._innermost_call()))
+            self._current.saves.append(_SavedTensor(storage=storage, call=self._innermost_call()))
         # Detached, because an output that its own graph node saves would keep itself alive.
         return tensor.detach()
 
@@ -403,7 +405,7 @@ class _Recorder:
                 self._record_size(storage, tensor)
                 inputs.append(storage)
         number = len(self._current.calls)
-        call = _Call(
+        call = _ModuleCall(
             name=name,
             parent=self._innermost_call(),
             begin=len(self._current.saves),
