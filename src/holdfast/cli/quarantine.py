@@ -23,7 +23,7 @@ from holdfast.cli.output import Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
 from holdfast.core.text import moment, sanitise
 from holdfast.guard.directory import RunDirectory
-from holdfast.loader.quarantine import FILE_NAME, Ledger, Quarantined, last_line, plain
+from holdfast.loader.quarantine import FILE_NAME, Quarantined, QuarantineLedger, last_line, plain
 
 # Samples that a message names.
 _MOST_NAMED = 10
@@ -87,10 +87,10 @@ def _locked(run_dir: Path) -> Iterator[None]:
         directory.release()
 
 
-def _open_ledger(run_dir: Path) -> Ledger:
+def _open_ledger(run_dir: Path) -> QuarantineLedger:
     """Return the ledger of a run, which writes changes to the run directory."""
     # How many samples the run may quarantine does not matter here.
-    ledger = Ledger(sys.maxsize, None, time.time)
+    ledger = QuarantineLedger(sys.maxsize, None, time.time)
     ledger.keep_in(run_dir / FILE_NAME)
     return ledger
 

@@ -23,10 +23,9 @@ from holdfast.guard.handed_out import HandedOut
 from holdfast.guard.parts import Stateful
 from holdfast.guard.state.trees import copied, same
 from holdfast.loader.generators import sources_of_state
-from holdfast.loader.given_order import digest_order
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.random_state import RandomState, capture, restore
-from holdfast.loader.samplers import is_stateful, set_epoch, torch_loader_of
+from holdfast.loader.samplers import digest_order, is_stateful, set_epoch, torch_loader_of
 from holdfast.loader.torch_workers import has_workers, match_workers
 
 # Marks that an iterator has ended.

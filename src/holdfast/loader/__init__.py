@@ -6,8 +6,7 @@ Entry points:
 - `splitting`: cuts a batch into micro-batches.
 - `random_state`: captures and restores the random state of the process.
 - `foreign`: what a resume can promise for a loader that is not holdfast's. `samplers`,
-  `generators`, `torch_workers` and `given_order` find what such a loader carries from epoch to
-  epoch.
+  `generators` and `torch_workers` find what such a loader carries from epoch to epoch.
 
 Where things are:
 

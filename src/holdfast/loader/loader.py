@@ -36,9 +36,9 @@ from holdfast.loader.device import find_copy_target, move_to_device
 from holdfast.loader.machine import Load, Machine, concerns
 from holdfast.loader.order.host_epochs import HostEpochs
 from holdfast.loader.order.ranks import ranks_now, steps_left
-from holdfast.loader.order.sampled import Drawn, Sampled
+from holdfast.loader.order.sampler_order import Drawn, SamplerOrder
 from holdfast.loader.position import LoaderPosition
-from holdfast.loader.quarantine import FILE_NAME, Ledger
+from holdfast.loader.quarantine import FILE_NAME, QuarantineLedger
 from holdfast.loader.random_state import SeededGenerator
 from holdfast.loader.samplers import is_stateful
 from holdfast.loader.seeds import derive_seed
@@ -229,7 +229,7 @@ class DataLoader(TorchDataLoader[Any]):
                 self._length = len(dataset)
 
         # Samples that are quarantined, with the evidence.
-        self.ledger = Ledger(quarantine, self._length, time.time)
+        self.ledger = QuarantineLedger(quarantine, self._length, time.time)
         self._replaces_bad_samples = quarantine > 0
         # Whether samples draw from python's or numpy's generator, as far as is known.
         self._draws = False
@@ -380,7 +380,7 @@ class DataLoader(TorchDataLoader[Any]):
             )
 
     @property
-    def _sampler(self) -> Sampled | None:
+    def _sampler(self) -> SamplerOrder | None:
         return None if self._epoch_batches is None else self._epoch_batches.sampler
 
     def _receive_batches(

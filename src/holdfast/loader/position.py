@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdfast.loader.order.sampled import Drawn
+from holdfast.loader.order.sampler_order import Drawn
 from holdfast.loader.streams.stream import StreamPosition
 
 

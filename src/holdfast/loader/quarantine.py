@@ -57,7 +57,7 @@ class Quarantined:
     released: bool = False
 
 
-class Ledger:
+class QuarantineLedger:
     """The samples that are quarantined.
 
     Args:

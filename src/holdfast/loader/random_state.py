@@ -139,14 +139,14 @@ def isolated() -> Iterator[None]:
 # --- reading the states quickly -------------------------------------------------------------------
 
 
-class _Reading(NamedTuple):
+class _CachedState(NamedTuple):
     """A state, with the raw memory of the generator when it was read."""
 
     memory: Any
     state: Any
 
 
-_NO_READING = _Reading(None, None)
+_NO_READING = _CachedState(None, None)
 
 # The generator behind ``random.random()``.
 _PYTHON_GENERATOR: Any = random._inst
@@ -183,7 +183,7 @@ def _python_state() -> Any:
     # The second half of a pair of normal numbers is an attribute, outside this memory.
     memory = (_python_memory.raw, _PYTHON_GENERATOR.gauss_next)
     if memory != _python_reading.memory:
-        _python_reading = _Reading(memory, random.getstate())
+        _python_reading = _CachedState(memory, random.getstate())
     return _python_reading.state
 
 
@@ -201,7 +201,7 @@ def _numpy_state() -> Any:
     # one is always read again; its fourth field says so.
     holds_normal = _numpy_reading.state is not None and _numpy_reading.state[3]
     if memory != _numpy_reading.memory or holds_normal:
-        _numpy_reading = _Reading(memory, np.random.get_state())
+        _numpy_reading = _CachedState(memory, np.random.get_state())
     return _numpy_reading.state
 
 

@@ -176,11 +176,6 @@ def leaves_of(batch: Any) -> Iterator[tuple[str, Any]]:
         yield path, leaf
 
 
-def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return autograd's counters of in-place changes; -1 for a tensor that has none."""
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
 def fresh(batch: Any) -> Any:
     """Return the batch in new containers and with arrays copied, so that a loss function may change
     both.

@@ -65,9 +65,9 @@ from holdfast.loader.splitting import (
     copied,
     micro_batches,
     tensors_in,
-    versions_of,
 )
 from holdfast.memory.ladder import Remedies
+from holdfast.memory.tensors import versions_of
 
 LossFunction: TypeAlias = Callable[[Any], Any]
 _PIECES = 8  # into which a batch is cut to see whether it tells weightings apart

@@ -43,8 +43,8 @@ from holdfast.loader.workers.board import (
     Cells,
     show_batch_done,
 )
-from holdfast.loader.workers.map_source import Source
-from holdfast.loader.workers.report import PASSED_TURN, Report, as_failure, find_shortage
+from holdfast.loader.workers.map_source import BatchSource
+from holdfast.loader.workers.report import PASSED_TURN, BatchReport, as_failure, find_shortage
 
 # In place of a state: there were items, but they are in no batch, because of `drop_last`.
 _LEFT_OUT = "left out"
@@ -145,7 +145,7 @@ class _WorkerShare:
     shard: int
 
 
-class Stream(IterableDataset[Any]):
+class BatchStream(IterableDataset[Any]):
     """Batches with reports from an iterable dataset, for one worker or the main process.
 
     Args:
@@ -180,7 +180,7 @@ class Stream(IterableDataset[Any]):
         share = self._find_share()
         position = self._positions.get(share.shard, StreamPosition())
         if share.worker < self._turn:
-            yield None, tuple(Report(PASSED_TURN))
+            yield None, tuple(BatchReport(PASSED_TURN))
         if position.ended:
             return
         position = initial_state.complete(position)
@@ -232,11 +232,11 @@ class Stream(IterableDataset[Any]):
         except StreamError as error:
             shortage = find_shortage(error.cause)
             if shortage is None:
-                report = Report(share.worker, fatal=as_failure(items.number, error.cause))
+                report = BatchReport(share.worker, fatal=as_failure(items.number, error.cause))
             elif self._board is None:
                 raise error.cause from None
             else:
-                report = Report(share.worker, shortage=shortage)
+                report = BatchReport(share.worker, shortage=shortage)
             yield None, tuple(report)
             return False
         finally:
@@ -267,7 +267,7 @@ class Stream(IterableDataset[Any]):
 
     def _make_batch(
         self, group: list[Any], worker: int, cells: Cells, items: Items
-    ) -> tuple[Any, Report]:
+    ) -> tuple[Any, BatchReport]:
         """Return the batch of this rank's part of one step, and its report.
 
         Raises:
@@ -283,7 +283,7 @@ class Stream(IterableDataset[Any]):
             drop_last=settings.drop_last,
         )
         if share is None:
-            return None, Report(PASSED_TURN, state=_LEFT_OUT)
+            return None, BatchReport(PASSED_TURN, state=_LEFT_OUT)
         samples = group[share.start : share.stop]
         _show(cells, items.number, COLLATING)
         try:
@@ -296,7 +296,7 @@ class Stream(IterableDataset[Any]):
         state = (items.number, items.state(), items.ended)
         if cells is not None:
             show_batch_done(cells)
-        return batch, Report(worker, state=state)
+        return batch, BatchReport(worker, state=state)
 
 
 def _show(cells: Cells, number: int, place: int) -> None:
@@ -305,13 +305,13 @@ def _show(cells: Cells, number: int, place: int) -> None:
         cells[PLACE] = place
 
 
-class StreamSource(Source):
+class StreamSource(BatchSource):
     """The rest of an epoch of an iterable dataset.
 
     Args:
         settings: What the stream is.
-        positions: As `Stream`. They are updated as batches are handed out.
-        turn: As `Stream`, also updated.
+        positions: As `BatchStream`. They are updated as batches are handed out.
+        turn: As `BatchStream`, also updated.
         workers: Number of workers, at least 1.
     """
 
@@ -330,11 +330,11 @@ class StreamSource(Source):
         self._has_items = bool(positions)
         self.needs_all_workers = settings.sharded
 
-    def dataset(self, board: Board | None) -> Stream:
+    def dataset(self, board: Board | None) -> BatchStream:
         """Return the stream from the position on."""
-        return Stream(self._settings, dict(self.positions), self.turn, board)
+        return BatchStream(self._settings, dict(self.positions), self.turn, board)
 
-    def delivered(self, report: Report) -> None:
+    def delivered(self, report: BatchReport) -> None:
         """Note that a batch, or an error in its place, is handed out."""
         if report.is_passed_turn:
             if report.state == _LEFT_OUT:

@@ -10,13 +10,13 @@ from typing import Any
 
 from holdfast.core.events.data import EventData
 from holdfast.loader.order.batches import BatchRequest, EpochBatches
-from holdfast.loader.quarantine import Ledger, key_of
+from holdfast.loader.quarantine import QuarantineLedger, key_of
 from holdfast.loader.workers.board import Board, WorkerStatus
 from holdfast.loader.workers.fetch import Fetcher
-from holdfast.loader.workers.report import Report
+from holdfast.loader.workers.report import BatchReport
 
 
-class Source:
+class BatchSource:
     """The rest of an epoch.
 
     The methods that are written out here fit a source whose samples are not known beforehand, such
@@ -40,11 +40,11 @@ class Source:
         del after_loss, suspect
         return iter(())
 
-    def complete(self, report: Report) -> Report:
+    def complete(self, report: BatchReport) -> BatchReport:
         """Return a report with what a worker need not send."""
         return report
 
-    def delivered(self, report: Report) -> None:
+    def delivered(self, report: BatchReport) -> None:
         """Note that a batch is handed out."""
         raise NotImplementedError
 
@@ -67,7 +67,7 @@ class Source:
         """Leave a sample out from now on."""
 
 
-class MapSource(Source):
+class MapSource(BatchSource):
     """The rest of an epoch of a map-style dataset.
 
     Args:
@@ -84,7 +84,7 @@ class MapSource(Source):
         batches: EpochBatches,
         epoch: int,
         start: int,
-        ledger: Ledger,
+        ledger: QuarantineLedger,
         make_fetcher: Callable[[Board | None], Fetcher],
         emit: Callable[[EventData], None],
     ) -> None:
@@ -142,7 +142,7 @@ class MapSource(Source):
             return None
         return places[self._losses % len(places)]
 
-    def complete(self, report: Report) -> Report:
+    def complete(self, report: BatchReport) -> BatchReport:
         """Return a report with the indices of its batch, which a worker only sends if they differ
         from those of the request.
         """
@@ -151,7 +151,7 @@ class MapSource(Source):
         request, _ = self._pending[report.number]
         return report._replace(indices=request.indices)
 
-    def delivered(self, report: Report) -> None:
+    def delivered(self, report: BatchReport) -> None:
         """Note that a batch is handed out, and quarantine its bad samples.
 
         If no sample could replace a bad one, none is quarantined: a drive that is missing must not

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from holdfast.core.warned import ignore_warnings
 from holdfast.loader.signalled import let_through
 from holdfast.loader.workers.board import IDLE, PLACE, PREPARING, Board
-from holdfast.loader.workers.child_signals import WorkerLostError, undisturbed
+from holdfast.loader.workers.child_signals import WaitInterruptedError, undisturbed
 from holdfast.loader.workers.ending import drop, kill
 from holdfast.loader.workers.fetch import as_is
 from holdfast.loader.workers.processes import (
@@ -27,7 +27,7 @@ from holdfast.loader.workers.processes import (
     UnreadableError,
     recording_context,
 )
-from holdfast.loader.workers.report import Report, find_shortage
+from holdfast.loader.workers.report import BatchReport, find_shortage
 from holdfast.loader.workers.watch import WorkerLoss, WorkerWatch
 
 # A connection that breaks because a worker dies may break a moment before the death is noticed.
@@ -207,7 +207,7 @@ class WorkerPool:
             # A loader that nobody refers to leaves no thread behind.
             weakref.finalize(self, self._watch.end).atexit = False
 
-    def next(self) -> tuple[Any, Report]:
+    def next(self) -> tuple[Any, BatchReport]:
         """Return the next batch and its report.
 
         Raises:
@@ -221,7 +221,7 @@ class WorkerPool:
             self._is_waiting = False
             raise
         self._is_waiting = False
-        return batch, Report(*fields)
+        return batch, BatchReport(*fields)
 
     def _call_torch(self, call: Callable[[], Any]) -> Any:
         """Return what torch's loader returns.
@@ -239,7 +239,7 @@ class WorkerPool:
                 return call()
         except StopIteration:
             raise
-        except WorkerLostError:
+        except WaitInterruptedError:
             assert watch is not None
             loss = watch.loss()
         except UnreadableError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ _SHARED_MEMORY_FOLDER = "/dev/shm/"  # noqa: S108
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class LoadFailure:
     """A sample that could not be read, or a batch that could not be made.
 
     Args:
@@ -41,7 +40,7 @@ class Failure:
     error: bytes | None = None
 
 
-class Report(NamedTuple):
+class BatchReport(NamedTuple):
     """What happened while a batch was made.
 
     Args:
@@ -60,8 +59,8 @@ class Report(NamedTuple):
 
     number: int
     indices: tuple[Any, ...] | None = None
-    failures: tuple[Failure, ...] = ()
-    fatal: Failure | None = None
+    failures: tuple[LoadFailure, ...] = ()
+    fatal: LoadFailure | None = None
     shortage: str | None = None
     seconds: float = 0.0
     state: Any = None
@@ -78,18 +77,18 @@ class Report(NamedTuple):
         return self.number == PASSED_TURN
 
 
-def as_failure(index: Any, error: BaseException) -> Failure:
-    """Return an exception as a `Failure`, which can always be pickled."""
+def as_failure(index: Any, error: BaseException) -> LoadFailure:
+    """Return an exception as a `LoadFailure`, which can always be pickled."""
     text = "".join(traceback.format_exception(error))
     try:
         pickled = bytes(ForkingPickler.dumps(error))
         survives = type(ForkingPickler.loads(pickled)) is type(error)
     except Exception:  # noqa: BLE001 - an exception class may do anything here
         survives = False
-    return Failure(index=index, text=text, error=pickled if survives else None)
+    return LoadFailure(index=index, text=text, error=pickled if survives else None)
 
 
-def as_error(failure: Failure, report: Report) -> Exception:
+def as_error(failure: LoadFailure, report: BatchReport) -> Exception:
     """Return the exception to raise for a batch that could not be made.
 
     It is the worker's own exception if that could be sent, otherwise a `LoaderError` (H613). Notes
@@ -119,88 +118,34 @@ def as_error(failure: Failure, report: Report) -> Exception:
     return error
 
 
-# --- shortages ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ErrorFacts:
-    """What an error says.
-
-    Args:
-        error: The error.
-        number: Its ``errno``, if it has one.
-        path: Its file, or "".
-        system_text: Its text if the system or torch has written it, otherwise "". The text of any
-            other error may be anything, such as a key.
-        torch_text: Its text if torch may have written it, otherwise "". The text of an ``OSError``
-            may contain the path of a sample.
-    """
-
-    error: BaseException
-    number: int | None
-    path: str
-    system_text: str
-    torch_text: str
-
-
 def find_shortage(error: BaseException) -> str | None:
-    """Return what the machine is short of if an error says so, or None.
+    """Return what the machine is short of if an error says so, as `BatchReport.shortage`.
 
     Such an error is not the fault of the sample that was being read.
     """
-    facts = _read_facts(error)
-    if facts is None:
-        return None
-    for shortage, applies in _SHORTAGES:
-        if applies(facts):
-            return shortage
-    return None
-
-
-def _read_facts(error: BaseException) -> _ErrorFacts | None:
     try:
         text = str(error)
         number = getattr(error, "errno", None)
         path = str(getattr(error, "filename", None) or "")
     except Exception:  # noqa: BLE001 - an exception class may do anything here
         return None
-    return _ErrorFacts(
-        error=error,
-        number=number if isinstance(number, int) else None,
-        path=path,
-        system_text=text if isinstance(error, (OSError, RuntimeError)) else "",
-        torch_text=text if isinstance(error, RuntimeError) else "",
-    )
+    if not isinstance(number, int):
+        number = None
+    # Only texts that the system or torch may have written are searched: that of a KeyError, for
+    # instance, may be anything.
+    is_of_torch = isinstance(error, RuntimeError)
+    torch_text = text if is_of_torch else ""
+    system_text = text if is_of_torch or isinstance(error, OSError) else ""
 
-
-def _is_out_of_descriptors(facts: _ErrorFacts) -> bool:
-    return (
-        facts.number in _OUT_OF_DESCRIPTORS
-        or "Too many open files" in facts.system_text
-        # torch, when it receives a tensor without its descriptor.
-        or "ancdata" in facts.torch_text
-    )
-
-
-def _is_out_of_shared_memory(facts: _ErrorFacts) -> bool:
-    if "shared memory" in facts.torch_text or "</torch_" in facts.torch_text:
-        return True
-    if facts.number != errno.ENOSPC:
-        return False
+    # torch says "ancdata" when it receives a tensor without its descriptor.
+    has_no_descriptor = "Too many open files" in system_text or "ancdata" in torch_text
+    if has_no_descriptor or number in _OUT_OF_DESCRIPTORS:
+        return "file descriptors"
     # With another path a disk is full, which fewer workers do not cure.
-    return facts.path == "" or facts.path.startswith(_SHARED_MEMORY_FOLDER)
-
-
-def _is_out_of_memory(facts: _ErrorFacts) -> bool:
-    return (
-        isinstance(facts.error, MemoryError)
-        or facts.number == errno.ENOMEM
-        or "can't allocate memory" in facts.torch_text
-    )
-
-
-_SHORTAGES: tuple[tuple[str, Callable[[_ErrorFacts], bool]], ...] = (
-    ("file descriptors", _is_out_of_descriptors),
-    ("shared memory", _is_out_of_shared_memory),
-    ("memory", _is_out_of_memory),
-)
+    is_full = number == errno.ENOSPC and (path == "" or path.startswith(_SHARED_MEMORY_FOLDER))
+    if is_full or "shared memory" in torch_text or "</torch_" in torch_text:
+        return "shared memory"
+    has_no_memory = number == errno.ENOMEM or "can't allocate memory" in torch_text
+    if has_no_memory or isinstance(error, MemoryError):
+        return "memory"
+    return None

@@ -20,7 +20,11 @@ from typing import Any
 
 from holdfast.core.threads import start_thread
 from holdfast.loader.workers.board import PREPARING, Board, WorkerStatus
-from holdfast.loader.workers.child_signals import WorkerLostError, wake_main_thread, wake_on_loss
+from holdfast.loader.workers.child_signals import (
+    WaitInterruptedError,
+    wake_main_thread,
+    wake_on_loss,
+)
 from holdfast.loader.workers.ending import (
     exit_code,
     how_it_ended,
@@ -37,7 +41,7 @@ _TICK_SECONDS = 0.25
 _WAKE_SECONDS = 0.01
 
 # A worker is stuck after this multiple of the longest that any sample has taken.
-_LONGEST_FACTOR = 8.0
+LONGEST_FACTOR = 8.0
 
 # The start of a worker may take this multiple of the limit for a sample: imports, and what the user
 # does in ``worker_init_fn``, have nothing to do with samples.
@@ -143,12 +147,12 @@ class WorkerWatch:
             kill(self._processes)
 
     def __enter__(self) -> None:
-        """Let a loss interrupt what the main thread waits for inside, with `WorkerLostError`."""
+        """Let a loss interrupt the main thread's wait in this context: `WaitInterruptedError`."""
         self._waits += 1
         self.waiting_thread = threading.get_ident()
         if self.lost:
             self.waiting_thread = 0
-            raise WorkerLostError
+            raise WaitInterruptedError
 
     def __exit__(self, *error: object) -> None:
         """Interrupt nothing from now on."""
@@ -268,7 +272,7 @@ class WorkerWatch:
     def _look_at_workers(self, passed_seconds: float) -> WorkerLoss | None:
         has_changed = self._update_statuses(passed_seconds)
         self._update_wait(passed_seconds, has_changed=has_changed)
-        limit_seconds = max(self._limit_seconds, _LONGEST_FACTOR * self.longest_seconds)
+        limit_seconds = max(self._limit_seconds, LONGEST_FACTOR * self.longest_seconds)
         return (
             self._find_stopped_worker()
             or self._find_stuck_worker(limit_seconds)
