@@ -90,6 +90,10 @@ class Measurement:
     def peak(self, chosen: Collection[str], bytes_of_active: Mapping[str, int]) -> int:
         """Return the most bytes that the pass would keep if the chosen modules were recomputed.
 
+        Time is counted in saves. At the end of the forward pass, everything exists that is kept.
+        While a call is recomputed in the backward pass, what was kept until the end of that call
+        exists, and all that the call itself saves.
+
         Args:
             chosen: Names of the modules.
             bytes_of_active: Modules that this pass already recomputed, each with the bytes that one
@@ -138,10 +142,11 @@ class Measurement:
     def _kept_from(
         self, owners: Sequence[int], recomputed: Iterable[_ModuleCall]
     ) -> dict[int, int]:
-        """Return the storages that the forward pass keeps, each with its first save.
+        """Return the storages that the forward pass keeps, each with the save that it is kept from.
 
-        Kept are storages that are saved outside of all recomputed calls, and the inputs of
-        recomputed calls. A save is given by its index in `saves`.
+        Kept are storages that are saved outside of all recomputed calls, from their first such save
+        on, and the inputs of a recomputed call, from its beginning on. A save is given by its index
+        in `saves`.
 
         Args:
             owners: The recomputed call that each call belongs to, or `_NO_CALL`.
@@ -464,7 +469,7 @@ def _state_of(module: nn.Module) -> dict[tuple[str, int], int]:
     state: dict[tuple[str, int], int] = {}
     for name, value in vars(module).items():
         if isinstance(value, torch.Tensor):
-            (state[name, id(value)],) = versions_of([value])
+            state[name, id(value)] = versions_of([value])[0]
         elif isinstance(value, (list, dict, set, deque)) and name not in OWN_ATTRIBUTES:
             state[name, id(value)] = len(value)
     return state
