@@ -159,7 +159,8 @@ def read_tensors(
         rows_by_name: dict[str, list[_SavedRows]] = {}
         for path in paths:
             file = files.enter_context(open_to_read(path))
-            for place in tensor_places(path):
+            _, places = tensor_places(path)
+            for place in places:
                 rows = _SavedRows(
                     file=file,
                     begin=place.begin,
