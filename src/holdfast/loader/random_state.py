@@ -21,6 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+# The random generators that a user's program may hold.
+GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
 # The Mersenne Twister MT19937: 624 words of 4 bytes, and the position in them.
 _MT19937_BYTES = 624 * 4 + 4
 
