@@ -10,7 +10,8 @@ Entry points:
 
 Where things are:
 
-- `loader`, `arguments`, `position`: the loader, its arguments, and where it is in the data.
+- `loader`, `arguments`, `epoch`, `position`: the loader, its arguments, the iterator over the
+  batches of an epoch, and where it is in the data.
 - `order`: which sample is at which position of an epoch, and in which batch.
 - `workers`: how batches are made in worker processes. **How a lost worker is replaced:**
   `workers/recovery.py` notices the loss and starts new workers; what changes before that, such as

@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-import weakref
 from collections.abc import Callable, Generator, Iterator, Sized
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -33,6 +32,7 @@ from holdfast.loader.arguments import (
     why_not_divided,
 )
 from holdfast.loader.device import find_copy_target, move_to_device
+from holdfast.loader.epoch import Epoch, FailedBatch
 from holdfast.loader.machine import Load, Machine, concerns
 from holdfast.loader.order.host_epochs import HostEpochs
 from holdfast.loader.order.ranks import ranks_now, steps_left
@@ -54,72 +54,6 @@ from holdfast.loader.workers.recovery import WorkerRecovery
 from holdfast.loader.workers.report import as_error
 
 _log = logging.getLogger("holdfast")
-
-
-class _FailedBatch(NamedTuple):
-    """An error in the place of a batch.
-
-    It is raised by `Epoch`, because an exception would end the generators below it.
-    """
-
-    error: Exception
-
-
-class Epoch:
-    """The iterator over the batches of an epoch.
-
-    As with torch, it continues after it has raised an error in the place of a batch.
-    """
-
-    # Iterators that have handed out a batch since `take_unkept_loaders`, and have not reached their
-    # end. One that nobody refers to disappears from the set.
-    under_way: ClassVar[weakref.WeakSet[Epoch]] = weakref.WeakSet()
-
-    # Batches that all loaders of this process have handed out.
-    handed_out: ClassVar[int] = 0
-
-    def __init__(self, batches: Generator[Any], loader: DataLoader) -> None:
-        self._batches = batches
-        self.loader = loader
-
-    def __len__(self) -> int:
-        """Return the batches of a whole epoch, as an iterator of torch's."""
-        return len(self.loader)
-
-    def __iter__(self) -> Epoch:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self.under_way.discard(self)
-            raise
-        self.under_way.add(self)
-        Epoch.handed_out += 1
-        if isinstance(batch, _FailedBatch):
-            raise batch.error
-        return batch
-
-    def close(self) -> None:
-        """Give up the rest of the epoch."""
-        self.under_way.discard(self)
-        self._batches.close()
-
-
-def batches_handed_out() -> int:
-    """Return how many batches all `DataLoader` of this process have handed out so far."""
-    return Epoch.handed_out
-
-
-def take_unkept_loaders() -> list[DataLoader]:
-    """Return the loaders in the middle of an epoch whose position nobody saves.
-
-    Only loaders that have handed out a batch since the last call are returned.
-    """
-    epochs = list(Epoch.under_way)
-    Epoch.under_way.clear()
-    return [epoch.loader for epoch in epochs if not epoch.loader.is_kept]
 
 
 class DataLoader(TorchDataLoader[Any]):
@@ -241,7 +175,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._host_epochs = HostEpochs(self)
         # Whether the batch that was handed out last is also one of another rank, because fewer
         # samples were left than there are ranks.
-        self.repeats = False
+        self.batch_is_repeated = False
         self._initial_state = InitialState()
 
         # Whether a guard iterates this loader, or somebody has asked for its `state_dict`.
@@ -320,7 +254,12 @@ class DataLoader(TorchDataLoader[Any]):
             drawn = self._sampler.check_drawn(epoch, self._position.drawn)
         self._report_changed_sampler()
         self._worker_seeds.manual_seed(derive_seed(self.seed, epoch, "workers"))
-        source = self._stream_source() if self._iterable else self._map_source()
+        source: MapSource | StreamSource
+        if self._iterable:
+            self._warn_about_stream()
+            source = self._stream_source()
+        else:
+            source = self._map_source()
         target = find_copy_target(self.device)
         with contextlib.closing(self._receive_batches(source, drawn)) as batches:
             for batch, position in batches:
@@ -342,7 +281,7 @@ class DataLoader(TorchDataLoader[Any]):
             self._epoch = epoch
             self._under_way = True
         if self._epoch_batches is not None:
-            self.repeats = self._epoch_batches.is_repeated(epoch, self._position.consumed)
+            self.batch_is_repeated = self._epoch_batches.is_repeated(epoch, self._position.consumed)
         self._position = position
 
     def _go_to_next_epoch(self) -> None:
@@ -397,7 +336,7 @@ class DataLoader(TorchDataLoader[Any]):
             for batch, report in received:
                 consumed_batches += 1
                 if report.fatal is not None:
-                    yield _FailedBatch(as_error(report.fatal, report)), None
+                    yield FailedBatch(as_error(report.fatal, report)), None
                     continue
                 if self._machine_is_unchecked:
                     # The size of a batch is known only now.
@@ -475,6 +414,11 @@ class DataLoader(TorchDataLoader[Any]):
             world_size=world_size,
             initial_state=self._initial_state,
         )
+        workers = max(1, self.num_workers)
+        return StreamSource(settings, dict(self._position.stream), self._position.turn, workers)
+
+    def _warn_about_stream(self) -> None:
+        """Warn if items are read again, or if every rank gets all of them."""
         if self._position.stream and not is_stateful(self.dataset):
             why = (
                 "the dataset has no state_dict and load_state_dict: what comes before the position"
@@ -485,8 +429,6 @@ class DataLoader(TorchDataLoader[Any]):
         _, world_size_now = ranks_now((0, 1))
         if self._why_not_divided and world_size_now > 1:
             self._emit(run_events.RanksNotDivided(why=self._why_not_divided))
-        workers = max(1, self.num_workers)
-        return StreamSource(settings, dict(self._position.stream), self._position.turn, workers)
 
     def __len__(self) -> int:
         """Return the batches of an epoch, of this rank."""

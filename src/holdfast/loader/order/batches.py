@@ -39,7 +39,7 @@ class BatchRequest(NamedTuple):
         first_position: Position of the first sample if an index may come more than once in an
             epoch: its random numbers then depend on its position too. None otherwise.
         is_single_sample: Whether this is a sample without a batch dimension (``batch_size=None``).
-        control_place: Place among `indices` and `spares` of a sample that a new worker reads first,
+        control_place: Place among the `candidates` of a sample that a new worker reads first,
             to show that it can.
     """
 
@@ -51,6 +51,11 @@ class BatchRequest(NamedTuple):
     first_position: int | None = None
     is_single_sample: bool = False
     control_place: int | None = None
+
+    @property
+    def candidates(self) -> tuple[Any, ...]:
+        """The indices and the spares. A place above the batch is that of a spare."""
+        return (*self.indices, *self.spares)
 
 
 @final

@@ -156,7 +156,7 @@ class Fetcher(Dataset[Any]):
         if place is None or WorkerStatus(*cells).has_worked:
             return
         cells[PLACE] = place
-        index = (*request.indices, *request.spares)[place]
+        index = request.candidates[place]
         with contextlib.suppress(Exception, SystemExit):
             self._read(request, place, index)
         show_batch_done(cells)
@@ -283,13 +283,16 @@ class Fetcher(Dataset[Any]):
                 bad_samples.failures.append(failure)
                 bad_samples.keys.add(key_of(candidate))
         index = request.indices[place]
-        return _SampleResult(index, failure=failure or _no_replacement_for(index))
+        if failure is None:
+            text = f"every sample that could replace sample {index!r} is bad too"
+            failure = LoadFailure(index=index, text=text)
+        return _SampleResult(index, failure=failure)
 
     def _candidates(self, request: BatchRequest, place: int) -> Iterator[tuple[int, Any]]:
         """Yield the samples that may be used at a place of the batch, each with its own place."""
         indices = request.indices[place : place + 1]
         if self.replaces:
-            indices = (*request.indices[place:], *request.spares)
+            indices = request.candidates[place:]
         yield from enumerate(indices, start=place)
 
     def _try(self, request: BatchRequest, place: int, index: Any, tries: int) -> _SampleResult:
@@ -313,8 +316,3 @@ class Fetcher(Dataset[Any]):
             return self._seeds.of_sample(request.epoch, index)
         # The sample may come more than once in an epoch, so its position counts too.
         return self._seeds.of_sample(request.epoch, (index, request.first_position + place))
-
-
-def _no_replacement_for(index: Any) -> LoadFailure:
-    text = f"every sample that could replace sample {index!r} is bad too"
-    return LoadFailure(index=index, text=text)

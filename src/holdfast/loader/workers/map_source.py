@@ -113,19 +113,14 @@ class MapSource(BatchSource):
         for number in sorted(self._pending):
             request, position_after = self._pending[number]
             control_place = self._control_place(request, suspect) if after_loss else None
-            request = request._replace(
-                bad=self._bad_samples_of(request), control_place=control_place
-            )
+            bad = tuple(index for index in request.candidates if key_of(index) in self._bad_keys)
+            request = request._replace(bad=bad, control_place=control_place)
             self._pending[number] = (request, position_after)
             yield request
         for request, position_after in self._upcoming:
             self._pending[request.number] = (request, position_after)
             yield request
         self._has_upcoming = False
-
-    def _bad_samples_of(self, request: BatchRequest) -> tuple[Any, ...]:
-        samples = (*request.indices, *request.spares)
-        return tuple(index for index in samples if key_of(index) in self._bad_keys)
 
     def _control_place(self, request: BatchRequest, suspect: Any) -> int | None:
         """Return the place of a sample that a new worker reads first, another one each time.
@@ -135,7 +130,7 @@ class MapSource(BatchSource):
         avoided_keys = self._bad_keys | {key_of(suspect)}
         places = [
             place
-            for place, index in enumerate((*request.indices, *request.spares))
+            for place, index in enumerate(request.candidates)
             if key_of(index) not in avoided_keys
         ]
         if not places:
@@ -188,7 +183,6 @@ class MapSource(BatchSource):
         if pending is None or status.place < 0:
             return None
         request, _ = pending
-        samples = (*request.indices, *request.spares)
-        if status.place >= len(samples):
+        if status.place >= len(request.candidates):
             return None
-        return samples[status.place]
+        return request.candidates[status.place]

@@ -123,7 +123,16 @@ class WorkerPool:
         self._watch: WorkerWatch | None = None
         self._board: Board | None = None
         if self.num_workers:
-            options = self._options_with_workers(settings)
+            context = recording_context(
+                settings.method, self._processes, share_by_file=settings.share_by_file
+            )
+            self._board = Board(context, self.num_workers)
+            options = {
+                **settings.options,
+                "num_workers": self.num_workers,
+                "multiprocessing_context": context,
+                "worker_init_fn": _WorkerInit(self._board, settings.options.get("worker_init_fn")),
+            }
         else:
             options = {
                 name: value
@@ -148,18 +157,6 @@ class WorkerPool:
         self._torch_iterator: list[Any] = []
         # Whether a batch was requested and has not arrived. Half of it may have been received.
         self._is_waiting = False
-
-    def _options_with_workers(self, settings: WorkerSettings) -> dict[str, Any]:
-        context = recording_context(
-            settings.method, self._processes, share_by_file=settings.share_by_file
-        )
-        self._board = Board(context, self.num_workers)
-        return {
-            **settings.options,
-            "num_workers": self.num_workers,
-            "multiprocessing_context": context,
-            "worker_init_fn": _WorkerInit(self._board, settings.options.get("worker_init_fn")),
-        }
 
     @property
     def longest_seconds(self) -> float:
