@@ -72,7 +72,7 @@ def seal(checkpoint: Path, *, global_step: int, unix_seconds: float) -> None:
     """Flush every file of a checkpoint, a folder or a file, and write the digests of all of them.
 
     Raises:
-        OSError: The disk is full or fails. Then there is no manifest.
+        OSError: The disk is full or fails. In that case, no manifest is written.
     """
     manifest_path = manifest_of(checkpoint)
     manifest_path.unlink(missing_ok=True)

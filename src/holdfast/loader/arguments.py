@@ -58,7 +58,7 @@ def _check_options(arguments: Arguments) -> None:
     if not isinstance(workers, int):
         raise _unusable(
             f"num_workers={workers!r}",
-            limit="it is a number",
+            limit="num_workers must be a whole number",
             fix="pass one; H630 says when it is too many.",
         )
     prefetch_factor = arguments.get("prefetch_factor")
@@ -79,7 +79,7 @@ def _check_options(arguments: Arguments) -> None:
     if generator is not None and not isinstance(generator, torch.Generator):
         raise _unusable(
             f"generator={generator!r}",
-            limit="it is a torch.Generator",
+            limit="a generator must be a torch.Generator",
             fix="pass seed= for a number.",
         )
 
@@ -108,12 +108,14 @@ def _check_samplers(arguments: Arguments) -> None:
 def _check_own_arguments(seed: Any, quarantine: Any) -> None:
     """Check the arguments that torch's loader does not have."""
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise _unusable(f"seed={seed!r}", limit="it is a whole number", fix="pass one, such as 0.")
+        raise _unusable(
+            f"seed={seed!r}", limit="a seed is a whole number", fix="pass one, such as 0."
+        )
     is_number = isinstance(quarantine, (int, float)) and not isinstance(quarantine, bool)
     if not is_number or not 0 <= quarantine < math.inf:
         raise _unusable(
             f"quarantine={quarantine!r}",
-            limit="it is a share or a number of samples",
+            limit="it must be a share or a number of samples",
             fix="pass 0.001, 5, or 0 for none.",
         )
 
@@ -304,7 +306,7 @@ def check_position(identity: dict[str, Any], state: dict[str, Any]) -> None:
         state: What `DataLoader.state_dict` returned.
 
     Raises:
-        LoaderError: H604 if it is no position, or one in another order.
+        LoaderError: H604 if it is not a position, or is one in another order.
     """
     problems = [f"no {name}" for name in ("epoch", "consumed", "order") if name not in state]
     if not problems:

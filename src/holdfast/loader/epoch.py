@@ -38,7 +38,7 @@ class Epoch:
         self.loader = loader
 
     def __len__(self) -> int:
-        """Return the batches of a whole epoch, as an iterator of torch's."""
+        """Return the number of batches in a whole epoch, as torch's iterators do."""
         return len(self.loader)
 
     def __iter__(self) -> Epoch:

@@ -23,7 +23,7 @@ import torch
 from holdfast.loader.random_state import GENERATOR_TYPES
 from holdfast.loader.samplers import is_stateful, samplers_of, torch_loader_of
 
-# Limits of the search. Objects that are deeper, or in longer containers, are data.
+# Limits of the search. Objects that are nested deeper, or held by longer containers, are data.
 _MOST_LEVELS = 6
 _LONGEST_CONTAINER = 64
 _MOST_OBJECTS = 2000

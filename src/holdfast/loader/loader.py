@@ -57,49 +57,48 @@ _log = logging.getLogger("holdfast")
 
 
 class DataLoader(TorchDataLoader[Any]):
-    """A drop-in `torch.utils.data.DataLoader` that resumes exactly and replaces its workers when
-    they are lost.
+    """A drop-in `torch.utils.data.DataLoader` that resumes exactly and replaces lost workers.
 
     Each ``iter()`` is one epoch, as with torch; the position is in `state_dict`. Workers that die,
-    are stopped or hang are replaced, and the batches go on as if nothing had happened. A sample
-    that cannot be read is tried again and then quarantined: the next readable one of the epoch's
-    order takes its place.
+    are stopped or hang are replaced, and the loop gets the same batches as without the loss. A
+    sample that cannot be read is tried once more and then quarantined: the next readable sample in
+    the epoch's order takes its place.
 
-    Under ``torch.distributed`` the samples are divided among the ranks, as they are when an epoch
-    begins, unless you give a ``batch_sampler`` or a ``sampler`` of your own, which says itself what
-    this rank gets. Its ``set_epoch`` is called for each epoch. If you have called it, and its
-    attribute ``epoch`` shows that, the epoch you named comes next: not if `load_state_dict` or
-    `go_to` was called since, and in the middle of an epoch only a later one.
+    Under ``torch.distributed`` the samples are divided among the ranks that exist when an epoch
+    begins. A ``batch_sampler`` or ``sampler`` of your own decides itself what this rank gets. Its
+    ``set_epoch`` is called for each epoch. If you call it too, and its attribute ``epoch`` shows
+    that, the next epoch is the one that you named; in the middle of an epoch, only a later one. A
+    call before `load_state_dict` or `go_to` does not count.
 
     Args:
-        dataset: As torch. An ``IterableDataset`` that does not divide its items among workers is
-            divided here, and continues by its own ``state_dict`` if it has one, else by reading
-            over. A map-style one is read by ``__getitem__``, also if it has ``__getitems__``: each
-            sample has random numbers of its own. To read many at once, pass ``batch_size=None`` and
-            a sampler of lists, such as a ``BatchSampler``. One that you have divided among ranks
-            yourself, such as a ``Subset``, is divided again unless you pass ``rank=0`` and
-            ``world_size=1``.
-        *args: As torch.
+        dataset: As in torch. The items of an ``IterableDataset`` are divided among workers, unless
+            it does that itself. It resumes through its own ``state_dict`` if it has one, otherwise
+            by reading everything before the position again. A map-style dataset is read through
+            ``__getitem__`` even if it has ``__getitems__``, because each sample has random numbers
+            of its own. To read many at once, pass ``batch_size=None`` and a sampler of lists, such
+            as a ``BatchSampler``. A dataset that you have divided among ranks yourself, such as a
+            ``Subset``, is divided again unless you pass ``rank=0`` and ``world_size=1``.
+        *args: As in torch.
         seed: Decides the order of every epoch and the random numbers of every sample;
-            ``torch.manual_seed`` does not. If torch's ``generator`` is given, its initial seed is
-            used instead. Two loaders that are zipped need different seeds, or equal lengths are
-            shuffled alike.
-        quarantine: Most samples that may be quarantined: a share of the dataset below 1, which
-            allows at least one, or a number. 0: none, the sample's own exception ends the epoch.
-        repeats: Whether your sampler may yield an index more than once an epoch; None: only if it
-            says that it draws with replacement.
-        sharded: Whether an ``IterableDataset`` divides its items among workers itself; None: as its
-            code shows. Such items, and those of a dataset that asks for ranks, are divided among
-            ranks only if you pass ``rank``.
-        rank: Which rank this is; None: as ``torch.distributed`` says.
-        world_size: Number of ranks; None: as ``torch.distributed`` says.
-        device: Where each batch is copied to when it is asked for; best with ``pin_memory=True``,
-            so that the host does not wait. None leaves them on the host.
-        **kwargs: As torch. ``timeout`` is how long the loop waits for a batch before workers are
-            replaced; also without it a worker that is stuck is found, after a minute or eight times
+            ``torch.manual_seed`` does not. If you pass torch's ``generator``, its initial seed is
+            used instead. Give two loaders that are zipped different seeds: with equal lengths they
+            would be shuffled alike.
+        quarantine: The most samples that may be quarantined: a number, or a share of the dataset
+            below 1, which allows at least one. With 0, the exception of a sample ends the epoch.
+        repeats: Whether your sampler may yield an index more than once per epoch. With None, only
+            if it says that it draws with replacement.
+        sharded: Whether an ``IterableDataset`` divides its items among workers itself. With None,
+            its code decides. The items of such a dataset, and of one whose code asks for a rank,
+            are divided among ranks only if you pass ``rank``.
+        rank: This rank. With None, as ``torch.distributed`` says.
+        world_size: The number of ranks. With None, as ``torch.distributed`` says.
+        device: The device to which a batch is copied when it is requested, best with
+            ``pin_memory=True``, so that the host does not wait. None leaves batches on the host.
+        **kwargs: As in torch. ``timeout`` is how long the loop waits for a batch before the workers
+            are replaced. Even without it, a worker counts as stuck after a minute, or eight times
             the longest sample so far. Its start and ``worker_init_fn`` may take ten times as long.
             Batches always come in order, since a position is one number: ``in_order=False`` is
-            taken as True.
+            ignored.
 
     Raises:
         LoaderError: H603 for a sampler without a length, H607 for arguments that cannot be used,
@@ -525,7 +524,7 @@ class DataLoader(TorchDataLoader[Any]):
         """Continue from a position at the next ``iter()``.
 
         Raises:
-            LoaderError: H604 if it is no position, or would mean other samples in this loader.
+            LoaderError: H604 if it is not a position, or would mean other samples in this loader.
         """
         check_position(self._identity(), state)
         position = LoaderPosition.from_state(state)

@@ -33,7 +33,7 @@ class LoaderPosition(NamedTuple):
     def dataset_indices(self) -> list[int] | None:
         """Return the dataset indices of the samples in the batch before this position.
 
-        Returns None if they are not known or are no numbers.
+        Returns None if they are not known or not numbers.
         """
         if not self.indices:
             return None

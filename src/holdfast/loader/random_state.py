@@ -66,10 +66,10 @@ class RandomState:
         """Return the state that `to_tree` has returned, after trying whether it can be restored.
 
         Raises:
-            KeyError, TypeError, ValueError: The tree is no random state.
+            KeyError, TypeError, ValueError: The tree is not a random state.
         """
         random.Random().setstate(tree["python"])  # noqa: S311 - nothing is drawn
-        # A dict holds the state of another generator than numpy's default one.
+        # A dict is the state of a generator other than NumPy's default one.
         if not isinstance(tree["numpy"], dict):
             np.random.RandomState().set_state(tree["numpy"])
         try:
@@ -82,8 +82,8 @@ class RandomState:
 def capture(devices: Sequence[torch.device] = ()) -> RandomState:
     """Return the random state of this process, without waiting for a device.
 
-    This takes about 5 microseconds, and 40 more if the generators of python and numpy were used
-    since the last call.
+    This takes about 5 microseconds, plus 40 if the generators of Python or NumPy were used since
+    the last call.
 
     Args:
         devices: Accelerators whose state is included.

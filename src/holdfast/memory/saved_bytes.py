@@ -144,9 +144,9 @@ class Measurement:
     ) -> dict[int, int]:
         """Return the storages that the forward pass keeps, each with the save that it is kept from.
 
-        Kept are storages that are saved outside of all recomputed calls, from their first such save
-        on, and the inputs of a recomputed call, from its beginning on. A save is given by its index
-        in `saves`.
+        A storage that is saved outside of all recomputed calls is kept from its first such save. An
+        input of a recomputed call is kept from the beginning of that call. Saves are given by their
+        index in `saves`.
 
         Args:
             owners: The recomputed call that each call belongs to, or `_NO_CALL`.
@@ -217,9 +217,9 @@ class SavedBytes:
     def choose(self, active: Sequence[str]) -> tuple[str, ...]:
         """Return the modules to recompute from now on: the active ones and further ones.
 
-        Groups of modules are added greedily, the one that lowers the peak most first, until the
-        next would lower it by less than 5 %. Of these, the smallest number is taken that reaches
-        half of their total reduction.
+        Groups of modules are added greedily, starting with the one that lowers the peak most, until
+        the next one would lower it by less than 5 %. Only as many of them are chosen as reach half
+        of their total reduction.
 
         Args:
             active: Modules that were recomputed in the measured pass.

@@ -15,8 +15,8 @@ from holdfast.loader.order.ranks import rank_positions, steps_left
 from holdfast.loader.order.sampler_order import SamplerOrder
 from holdfast.loader.quarantine import key_of
 
-# Samples that may replace bad ones of a batch. If more than these are bad in a row, it is no matter
-# of samples: a folder is missing.
+# The number of samples that may replace the bad ones of a batch. If even more are bad in a row, the
+# samples are not the problem: a folder is missing.
 SPARES = 16
 
 # Positions that are looked up together when some samples are quarantined, so that more than

@@ -35,11 +35,12 @@ from holdfast.loader.quarantine import key_of
 from holdfast.loader.random_state import isolated
 from holdfast.loader.samplers import is_stateful
 
-# Entries of an epoch: they are held in memory, at 40 bytes each.
+# The most entries in an epoch. They are held in memory, at 40 bytes each.
 _MOST_ENTRIES = 10**8
 
-# Epochs whose entries are held. There are two, because another iterator may draw another epoch, and
-# a sampler whose source of randomness is unknown would draw a different order when asked again.
+# The number of epochs whose entries are held. One is not enough: a second iterator may draw another
+# epoch, and a sampler whose source of randomness is unknown would then draw a different order when
+# the first epoch is needed again.
 _EPOCHS_HELD = 2
 
 
@@ -92,14 +93,13 @@ class SamplerOrder:
         self._digests: dict[int, str] = {}
         self._state_before: dict[int, Any] = {}
 
-        # The sampler's attribute `epoch` when it was last looked at. Samplers of torch begin with
-        # 0.
+        # The sampler's attribute `epoch` when it was last read. torch's samplers start at 0.
         self._epoch_seen = 0
         # The outermost sampler that has ``state_dict`` and ``load_state_dict``, or None.
         self._stateful: Any = next(
             (candidate for candidate in self._samplers() if is_stateful(candidate)), None
         )
-        # What is known of a sampler that has not.
+        # For a sampler that has neither.
         self._history = SamplerHistory(sampler, seed, dataset)
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class SamplerOrder:
     def count(self, epoch: int) -> int:
         """Return how many entries the sampler yields in an epoch.
 
-        This may differ from its length. Like torch, the loader takes what is yielded.
+        This may differ from its length. Like torch, the loader uses whatever it yields.
         """
         return len(self.drawn(epoch))
 
@@ -130,7 +130,7 @@ class SamplerOrder:
         """Whether an index may come more than once in an epoch."""
         if self._repeats is not None:
             return self._repeats
-        # Samplers of torch that draw with replacement say so. Its `DistributedSampler` repeats a
+        # torch's samplers say whether they draw with replacement. `DistributedSampler` repeats a
         # few samples to make the ranks equal.
         return any(
             getattr(sampler, "replacement", False) or hasattr(sampler, "num_replicas")
@@ -166,7 +166,7 @@ class SamplerOrder:
             with isolated():
                 begin_epoch(self._samplers(), self._seed, epoch)
                 entries = list(self._sampler)
-        # Drawing has set the epoch on the sampler, which is no wish of the user.
+        # Drawing has set the epoch on the sampler. That was not the user.
         self.take_epoch_set()
         if not self.repeats:
             _check_once(entries, type(self._sampler).__name__, batches=self._batches)

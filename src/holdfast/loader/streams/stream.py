@@ -46,7 +46,7 @@ from holdfast.loader.workers.board import (
 from holdfast.loader.workers.map_source import BatchSource
 from holdfast.loader.workers.report import PASSED_TURN, BatchReport, as_failure, find_shortage
 
-# In place of a state: there were items, but they are in no batch, because of `drop_last`.
+# Stands for a state where items were read but make no batch, because of `drop_last`.
 _LEFT_OUT = "left out"
 
 

@@ -36,8 +36,8 @@ _previous_handler: Any = None
 _undisturbed_blocks = 0
 
 
-# This runs before the exit function of multiprocessing, which would wait for ever for a worker that
-# is stopped.
+# This runs before the exit function of multiprocessing, which would wait forever for a stopped
+# worker.
 @atexit.register
 def _kill_all_workers() -> None:
     for watch in list(_watches):
@@ -59,7 +59,7 @@ def handle_child_signals(processes: Sequence[Any]) -> None:
         return
     if _previous_handler is not None:
         # Only once: a handler that was installed after ours may call ours. If ours called it in
-        # turn, they would call each other for ever.
+        # turn, they would call each other forever.
         return
     # Otherwise torch would install its handler around ours when it starts the first workers.
     signal_handling._set_SIGCHLD_handler()

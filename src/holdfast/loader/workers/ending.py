@@ -26,7 +26,7 @@ _GRACE_SECONDS = 1.0
 _EXIT_CODE_LOOKS = 50
 _EXIT_CODE_LOOK_SECONDS = 0.01
 
-# The process that torch starts to keep files of shared tensors. The kernel shortens names.
+# The process that keeps the files of torch's shared tensors. The kernel may show a shortened name.
 _TORCH_FILE_KEEPER = "torch_shm_manager"
 
 # Iterators for which no thread could be started. They are never cleaned up.
@@ -34,7 +34,7 @@ _left_iterators: list[list[Any]] = []
 
 
 def kill(processes: Sequence[Any]) -> None:
-    """Kill processes, including stopped ones, with what they have started, and reap them."""
+    """Kill processes, even stopped ones, and all processes that they have started; reap them."""
     started = [process for process in processes if process.pid is not None]
     for process in started:
         kill_with_offspring(process)

@@ -31,7 +31,7 @@ from holdfast.loader.workers.board import (
 )
 from holdfast.loader.workers.report import BatchReport, LoadFailure, as_failure, find_shortage
 
-# A drive that stumbles gets a second chance.
+# Reading is tried a second time, because a drive may fail only for a moment.
 _TRIES = 2
 
 # Collate functions that are known to draw no random numbers, so that nothing is seeded for them.
@@ -276,7 +276,7 @@ class Fetcher(Dataset[Any]):
             if reading.failure is None:
                 return reading
             if reading.shortage is not None and cells is not None:
-                # It is no fault of the sample: with fewer workers there may be enough.
+                # The sample is not at fault: with fewer workers there may be enough.
                 return reading
             failure = reading.failure
             if self.replaces:

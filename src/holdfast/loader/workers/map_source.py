@@ -34,14 +34,14 @@ class BatchSource:
         """Yield requests for the batches that were not handed out yet.
 
         Args:
-            after_loss: Whether workers were lost meanwhile.
-            suspect: Dataset index of the sample that one of them was reading.
+            after_loss: Whether workers were lost since the last call.
+            suspect: Dataset index of the sample that a lost worker was reading.
         """
         del after_loss, suspect
         return iter(())
 
     def complete(self, report: BatchReport) -> BatchReport:
-        """Return a report with what a worker need not send."""
+        """Return a report, completed by what a worker does not send."""
         return report
 
     def delivered(self, report: BatchReport) -> None:
@@ -138,8 +138,9 @@ class MapSource(BatchSource):
         return places[self._losses % len(places)]
 
     def complete(self, report: BatchReport) -> BatchReport:
-        """Return a report with the indices of its batch, which a worker only sends if they differ
-        from those of the request.
+        """Return a report with the indices of its batch.
+
+        A worker sends them only if they differ from those of the request.
         """
         if report.indices is not None:
             return report

@@ -33,7 +33,7 @@ from holdfast.loader.workers.watch import WorkerLoss, WorkerWatch
 # A connection that breaks because a worker dies may break a moment before the death is noticed.
 _DEATH_PATIENCE_SECONDS = 0.25
 
-# The options of torch's loader that mean something without workers.
+# The options of torch's loader that have a meaning without workers.
 _OPTIONS_WITHOUT_WORKERS = ("generator", "pin_memory", "pin_memory_device")
 
 

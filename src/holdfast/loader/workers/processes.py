@@ -125,7 +125,7 @@ class LoaderQueue(Queue):  # type: ignore[type-arg] # it is not generic at run t
     """A queue whose reader is told when something cannot be pickled.
 
     Every multiprocessing queue pickles in a thread of its own. If that fails, the standard one only
-    prints the error, and the loop would wait for ever (pytorch#142884). ``concurrent.futures`` uses
+    prints the error, and the loop would wait forever (pytorch#142884). ``concurrent.futures`` uses
     the same hook.
     """
 
@@ -164,8 +164,8 @@ def _report_unpicklable(report: BatchReport, error: Exception) -> BatchReport:
 class _Parcel:
     """What a worker that is not forked is sent: its target and arguments, which arrive as a tuple.
 
-    They are put into a file in memory. A pipe is full after 64 KiB, and whoever writes more waits
-    for ever if the reader has died.
+    They are put into a file in memory. A pipe is full after 64 KiB, and a process that writes more
+    waits forever if the reader has died.
     """
 
     def __init__(self, target: Callable[..., Any], args: Sequence[Any]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from holdfast.core.events import run_events
@@ -72,30 +72,20 @@ class WorkerRecovery:
             LoaderError: H614 if workers are lost again and again and no remedy is left.
         """
         pool = self._take_kept_pool() or self._start_pool(source)
-        is_begun = False
-        is_replacement = False
+        # Given to each pool once.
+        requests: Iterator[Any] | None = source.requests(after_loss=False)
         self._losses_in_a_row = 0
         self._time_losses_in_a_row = 0
         try:
             while True:
-                loss: WorkerLoss | None = None
-                try:
-                    if not is_begun:
-                        pool.begin(
-                            source.requests(after_loss=is_replacement, suspect=self._last_suspect)
-                        )
-                        is_begun = True
-                    received = self._receive(pool, source)
-                except WorkersLostError as error:
-                    # Handled below, where the exception no longer holds parts of the lost pool.
-                    loss = error.loss
-                if loss is not None:
-                    pool = self._replace(pool, loss, source)
-                    is_begun = False
-                    is_replacement = True
-                    continue
+                received = self._receive(pool, source, requests)
+                requests = None
                 if received is None:
                     return
+                if isinstance(received, WorkerLoss):
+                    pool = self._replace(pool, received, source)
+                    requests = source.requests(after_loss=True, suspect=self._last_suspect)
+                    continue
                 batch, report = received
                 self._note_arrival(report)
                 source.delivered(report)
@@ -104,28 +94,35 @@ class WorkerRecovery:
         finally:
             self._keep_or_close(pool)
 
-    def _receive(self, pool: WorkerPool, source: BatchSource) -> tuple[Any, BatchReport] | None:
-        """Return the next batch with its report, or None at the end of the epoch.
+    def _receive(
+        self, pool: WorkerPool, source: BatchSource, requests: Iterator[Any] | None
+    ) -> tuple[Any, BatchReport] | WorkerLoss | None:
+        """Return the next batch with its report, or why this pool makes no more batches.
 
-        Raises:
-            WorkersLostError: This pool makes no more batches.
+        Returns None at the end of the epoch.
+
+        Args:
+            pool: The pool.
+            source: Where its batches come from.
+            requests: What a pool that has not begun is asked for; None for one that has.
         """
-        if source.is_finished():
-            return None
-        self._asked_at = time.monotonic()
         try:
+            if requests is not None:
+                pool.begin(requests)
+            if source.is_finished():
+                return None
+            self._asked_at = time.monotonic()
             batch, report = pool.next()
         except StopIteration:
-            if not source.is_short():
-                return None
-            loss = WorkerLoss(cause="the workers ended before the epoch did", kind="machinery")
-            raise WorkersLostError(loss) from None
+            if source.is_short():
+                return WorkerLoss(cause="the workers ended before the epoch did", kind="machinery")
+            return None
+        except WorkersLostError as error:
+            return error.loss
         report = source.complete(report)
         if report.shortage is not None:
             cause = f"a worker ran out of {report.shortage}"
-            raise WorkersLostError(
-                WorkerLoss(cause=cause, kind="machinery", shortage=report.shortage)
-            )
+            return WorkerLoss(cause=cause, kind="machinery", shortage=report.shortage)
         return batch, report
 
     def _note_arrival(self, report: BatchReport) -> None:

@@ -134,7 +134,7 @@ def use_fewer_workers_in_a_shortage(case: LossCase) -> WorkerRemedy | None:
 
 
 def stop_pinning_memory(case: LossCase) -> WorkerRemedy | None:
-    """The thread of torch that pins memory failed twice."""
+    """Torch's thread that pins memory has failed twice."""
     if "Pin memory" not in case.loss.cause or not case.is_repeated:
         return None
     return WorkerRemedy(text="memory is no longer pinned", stop_pinning=True)

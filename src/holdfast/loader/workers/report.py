@@ -1,7 +1,7 @@
 """What a worker reports beside each batch: samples that failed, shortages, the time it took.
 
-Whatever goes wrong with a sample arrives as a report and never as an exception. An exception could
-end the epoch (``StopIteration``), be impossible to pickle, so that the parent would wait for ever
+Whatever goes wrong with a sample arrives as a report, never as an exception. An exception could end
+the epoch (``StopIteration``), make the parent wait forever because it cannot be pickled
 (pytorch#142884), or lose the index of the sample.
 """
 

@@ -88,7 +88,7 @@ class WorkerWatch:
         limit_seconds: Time at one sample after which a worker is stuck; raised to eight times the
             longest that one has taken so far. A start, which includes the user's
             ``worker_init_fn``, may take ten times this limit, or ten times `timeout_seconds` if
-            that is less: a lock that was held at the fork blocks it for ever.
+            that is less: a lock that was held at the fork blocks it forever.
         timeout_seconds: How long the loop may wait for a batch, without the time that workers need
             to start; 0 for no limit.
         may_end: Whether a worker that exits with code 0 has done its work.
@@ -116,7 +116,7 @@ class WorkerWatch:
         self._unchanged_seconds = [0.0] * len(processes)
         # Workers that were stopped at the last tick.
         self._stopped: set[int] = set()
-        # Waits of the loop so far, and their number at the last tick.
+        # How often the loop has waited for a batch so far, and how often at the last tick.
         self._waits = 0
         self._waits_at_last_tick = 0
         # How long the loop has waited for the batch that it waits for now, and how much of that
@@ -176,7 +176,7 @@ class WorkerWatch:
         workers = self._workers_by_sentinel()
         dead = wait(list(workers), timeout=patience_seconds)
         if self._loss is not None:
-            # The watch has found a stuck worker meanwhile, and killed it.
+            # In the meantime, the watch has found a stuck worker and killed it.
             return self._loss
         if not dead:
             return WorkerLoss(cause="the connection to the workers broke", kind="machinery")
