@@ -24,6 +24,7 @@ from holdfast.core.events.data import EventData
 from holdfast.core.policy.kinds import check
 from holdfast.core.policy.policy import Policy, fields
 from holdfast.core.policy.sources import PREFIX, from_environment
+from holdfast.core.text import counted
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.guard import Guard, evaluating
 from holdfast.guard.record import End
@@ -263,7 +264,7 @@ class HostedGuard(Guard):
         names, count = nonfinite_tensors(self._session.must_be_finite())
         if not count:
             return None
-        return f"{count} tensor(s) hold NaN or Inf: {', '.join(names)}"
+        return f"NaN or Inf in {counted(count, 'tensor')}: {', '.join(names)}"
 
     def return_from(self, why: str) -> None:
         """Return to the last good state after `nonfinite_state` has found something.

@@ -75,9 +75,9 @@ def _wait_for_loss(watch: WorkerWatch, *, waiting: bool = True) -> worker_watch.
     """Wait, as a loop does that waits for a batch, until the watch interrupts it."""
     if waiting:
         with pytest.raises(WaitInterruptedError), watch:
-            threading.Event().wait(20)
+            threading.Event().wait(120)
     else:
-        for _ in range(2000):
+        for _ in range(12_000):
             if watch.lost:
                 break
             time.sleep(0.01)
@@ -231,7 +231,7 @@ def test_a_loss_waits_until_another_loader_is_closed(
     watch, _, _ = start(dies)
     with pytest.raises(WaitInterruptedError), watch:
         dropped.clear()  # the last reference: its workers are ended here
-        threading.Event().wait(20)
+        threading.Event().wait(120)
     assert not unheard
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

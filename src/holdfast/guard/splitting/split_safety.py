@@ -34,6 +34,7 @@ from holdfast.core.events.data import Promise
 from holdfast.core.forked import NoAnswer, backward_works_in_a_copy
 from holdfast.core.policy.kinds import SplitHazard
 from holdfast.core.policy.policy import Policy
+from holdfast.core.text import counted
 from holdfast.guard.parts import Parts
 from holdfast.guard.precision import autocast
 from holdfast.guard.record import RunRecord
@@ -430,9 +431,10 @@ class SplitSafety:
         found: dict[SplitHazard, str] = {}
         norms = self._mixing_layers()  # as they are now: in evaluation one is no hazard
         if norms:
+            layers = counted(len(norms), f"{type(norms[0]).__name__} layer")
             found["batch_norm"] = (
-                f"{len(norms)} {type(norms[0]).__name__} layer(s) in training mode take statistics"
-                " over the samples of one forward pass"
+                f"in training mode, the statistics of {layers} are taken over the samples of one"
+                " forward pass"
             )
         changed = self._buffers.mutable_outside_norms()
         changed += (
