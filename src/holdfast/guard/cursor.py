@@ -25,7 +25,7 @@ from holdfast.guard.loader_positions import (
     position_in,
 )
 from holdfast.guard.parts import Stateful
-from holdfast.loader.foreign import EXACT, keeps_by_state_dict, resume_promise
+from holdfast.loader.foreign.promises import EXACT, keeps_by_state_dict, resume_promise
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.random_state import RandomState, capture
 

@@ -5,8 +5,8 @@ Entry points:
 - `loader.DataLoader`: a drop-in for torch's loader that resumes exactly.
 - `splitting`: cuts a batch into micro-batches.
 - `random_state`: captures and restores the random state of the process.
-- `foreign`: what a resume can promise for a loader that is not holdfast's. `samplers`,
-  `generators` and `torch_workers` find what such a loader carries from epoch to epoch.
+- `foreign`: loaders that are not holdfast's: what a resume can promise for one, and what it carries
+  from epoch to epoch.
 
 Where things are:
 
@@ -17,6 +17,7 @@ Where things are:
   `workers/recovery.py` notices the loss and starts new workers; what changes before that, such as
   fewer workers or a quarantined sample, is the table in `workers/remedies.py`.
 - `streams`: iterable datasets.
+- `samplers`: the samplers of any loader.
 - `quarantine`: the samples that are left out because they cannot be read.
 - `seeds`, `random_state`: where the random numbers of samples and batches come from.
 - `machine`, `device`, `signalled`: what the machine has room for, the copy to an accelerator, and

@@ -16,8 +16,6 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from holdfast.loader.order.sampler_state import fingerprint
-
 # The order that these samplers return depends only on the random numbers and the epoch that they
 # are given.
 _SAMPLERS_WITHOUT_STATE = (
@@ -96,26 +94,3 @@ def set_epoch(loader: object, epoch: int) -> None:
     for sampler in unique_samplers.values():
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-
-
-def digest_order(loader: object) -> bytes | None:
-    """Return a digest of what decides the order of an epoch and only the script can change.
-
-    This is a list of batches, or what torch's own samplers were given, such as weights. What
-    ``set_epoch`` changes is left out. Returns None if there is nothing of the kind.
-    """
-    if isinstance(loader, (list, tuple)):
-        return repr([id(entry) for entry in loader]).encode()
-    torch_loader = torch_loader_of(loader)
-    if torch_loader is None:
-        return None
-    # A BatchSampler is covered by the sampler inside it.
-    samplers = [
-        sampler for sampler in samplers_of(torch_loader) if type(sampler) is not BatchSampler
-    ]
-    if not samplers:
-        return None
-    if any(hasattr(sampler, "set_epoch") or not has_no_state(sampler) for sampler in samplers):
-        return None
-    arguments = fingerprint(samplers, torch_loader.dataset)
-    return arguments.digest if arguments.is_complete else None

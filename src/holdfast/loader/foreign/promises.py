@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from holdfast.loader.foreign.torch_workers import keeps_workers
 from holdfast.loader.samplers import (
     PLAIN_SEQUENCES,
     has_no_state,
@@ -18,7 +19,6 @@ from holdfast.loader.samplers import (
     samplers_of,
     torch_loader_of,
 )
-from holdfast.loader.torch_workers import keeps_workers
 
 EXACT = "bit-exact"
 

@@ -1,8 +1,7 @@
-"""Finds the random generators that a loader which is not holdfast's uses, so that a checkpoint can
-hold their states.
+"""What a loader that is not holdfast's carries from epoch to epoch, for a checkpoint to hold.
 
-A dataset usually holds its generator itself, or in a transform. Some take it from a global variable
-of their module. So there are two searches, both up to a limit:
+Mostly these are random generators. A dataset usually holds its generator itself, or in a transform;
+some take it from a global variable of their module. So there are two searches, both up to a limit:
 
 1. `_reachable`: through attributes and containers, from the loader's parts on.
 2. `_generators_in_globals`: through the functions that the first search meets, such as the methods
@@ -19,9 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import BatchSampler
 
+from holdfast.loader.order.sampler_state import fingerprint
 from holdfast.loader.random_state import GENERATOR_TYPES
-from holdfast.loader.samplers import is_stateful, samplers_of, torch_loader_of
+from holdfast.loader.samplers import has_no_state, is_stateful, samplers_of, torch_loader_of
 
 # Limits of the search. Objects that are nested deeper, or held by longer containers, are data.
 _MOST_LEVELS = 6
@@ -58,6 +59,29 @@ def sources_of_state(loader: object) -> list[Any]:
         sources += _generators_in_globals(_reachable(parts))
     # Without repetitions of the same object.
     return list({id(source): source for source in sources}.values())
+
+
+def digest_order(loader: object) -> bytes | None:
+    """Return a digest of what decides the order of an epoch and only the script can change.
+
+    This is a list of batches, or what torch's own samplers were given, such as weights. What
+    ``set_epoch`` changes is left out. Returns None if there is nothing of the kind.
+    """
+    if isinstance(loader, (list, tuple)):
+        return repr([id(entry) for entry in loader]).encode()
+    torch_loader = torch_loader_of(loader)
+    if torch_loader is None:
+        return None
+    # A BatchSampler is covered by the sampler inside it.
+    samplers = [
+        sampler for sampler in samplers_of(torch_loader) if type(sampler) is not BatchSampler
+    ]
+    if not samplers:
+        return None
+    if any(hasattr(sampler, "set_epoch") or not has_no_state(sampler) for sampler in samplers):
+        return None
+    arguments = fingerprint(samplers, torch_loader.dataset)
+    return arguments.digest if arguments.is_complete else None
 
 
 def _generators_in_globals(values: Iterable[Any]) -> list[Any]:
