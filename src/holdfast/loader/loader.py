@@ -126,13 +126,11 @@ class DataLoader(TorchDataLoader[Any]):
     ) -> None:
         arguments = check_arguments(dataset, args, kwargs, seed=seed, quarantine=quarantine)
         self._iterable = isinstance(dataset, IterableDataset)
-        # Whether a stream divides its items among workers itself, and whether the user says so.
-        self.sharded = False
-        self._sharding_was_passed = sharded is not None
+        # Whether a stream divides its items among workers itself.
+        self.sharded = self._iterable and bool(sharded)
         if self._iterable and sharded is None:
             self.sharded = shards_itself(dataset, arguments.get("worker_init_fn"))
-        elif self._iterable:
-            self.sharded = bool(sharded)
+        self._hides_worker = sharded is None and not self.sharded
         super().__init__(**arguments)
         self.seed = int(seed) if self.generator is None else self.generator.initial_seed()
         self.device = device
@@ -408,7 +406,7 @@ class DataLoader(TorchDataLoader[Any]):
             batch_size=self.batch_size,
             drop_last=self.drop_last,
             sharded=self.sharded,
-            sharding_was_passed=self._sharding_was_passed,
+            hides_worker=self._hides_worker,
             rank=rank,
             world_size=world_size,
             initial_state=self._initial_state,

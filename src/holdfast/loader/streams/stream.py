@@ -110,7 +110,8 @@ class StreamSettings:
         batch_size: Items in a batch of one rank; None for single items without a batch dimension.
         drop_last: Whether a last batch that is not full is left out.
         sharded: Whether the dataset divides its items among workers itself.
-        sharding_was_passed: Whether the user has said so.
+        hides_worker: Whether ``get_worker_info()`` returns None in a worker, as in one process, so
+            that a dataset that asks for it does not divide its items as well.
         rank: This rank.
         world_size: How many ranks share the items.
         initial_state: The state of the dataset before it was read.
@@ -123,7 +124,7 @@ class StreamSettings:
     batch_size: int | None
     drop_last: bool
     sharded: bool
-    sharding_was_passed: bool
+    hides_worker: bool
     rank: int
     world_size: int
     initial_state: InitialState
@@ -213,8 +214,7 @@ class BatchStream(IterableDataset[Any]):
             keeps_state=is_stateful(settings.dataset),
             show=lambda number: _show(cells, number, 0),
         )
-        if not settings.sharded and not settings.sharding_was_passed and cells is not None:
-            # Otherwise a dataset that asks which worker it is in would divide its items as well.
+        if settings.hides_worker and cells is not None:
             _torch_worker._worker_info = None
         items_of_all_ranks = (settings.batch_size or 1) * settings.world_size
         turn = 0

@@ -19,7 +19,22 @@ from holdfast.loader.quarantine import last_line
 # The number in the report of a stream's worker that has no batch when it is its turn.
 PASSED_TURN = -1
 
-_OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
+# What an error says by its number.
+_SHORTAGES_BY_NUMBER = {
+    errno.EMFILE: "file descriptors",
+    errno.ENFILE: "file descriptors",
+    errno.ENOMEM: "memory",
+}
+
+# What an error of torch says by a part of its text.
+_SHORTAGES_BY_TEXT = {
+    "Too many open files": "file descriptors",
+    # A tensor was received without its descriptor.
+    "ancdata": "file descriptors",
+    "shared memory": "shared memory",
+    "</torch_": "shared memory",
+    "can't allocate memory": "memory",
+}
 
 # Where shared memory is. No file is made here.
 _SHARED_MEMORY_FOLDER = "/dev/shm/"  # noqa: S108
@@ -123,29 +138,25 @@ def find_shortage(error: BaseException) -> str | None:
 
     Such an error is not the fault of the sample that was being read.
     """
+    if isinstance(error, MemoryError):
+        return "memory"
     try:
         text = str(error)
         number = getattr(error, "errno", None)
         path = str(getattr(error, "filename", None) or "")
     except Exception:  # noqa: BLE001 - an exception class may do anything here
         return None
-    if not isinstance(number, int):
-        number = None
-    # Only texts that the system or torch may have written are searched: that of a KeyError, for
-    # instance, may be anything.
-    is_of_torch = isinstance(error, RuntimeError)
-    torch_text = text if is_of_torch else ""
-    system_text = text if is_of_torch or isinstance(error, OSError) else ""
-
-    # torch says "ancdata" when it receives a tensor without its descriptor.
-    has_no_descriptor = "Too many open files" in system_text or "ancdata" in torch_text
-    if has_no_descriptor or number in _OUT_OF_DESCRIPTORS:
-        return "file descriptors"
+    if isinstance(number, int) and number in _SHORTAGES_BY_NUMBER:
+        return _SHORTAGES_BY_NUMBER[number]
     # With another path a disk is full, which fewer workers do not cure.
-    is_full = number == errno.ENOSPC and (path == "" or path.startswith(_SHARED_MEMORY_FOLDER))
-    if is_full or "shared memory" in torch_text or "</torch_" in torch_text:
+    if number == errno.ENOSPC and (path == "" or path.startswith(_SHARED_MEMORY_FOLDER)):
         return "shared memory"
-    has_no_memory = number == errno.ENOMEM or "can't allocate memory" in torch_text
-    if has_no_memory or isinstance(error, MemoryError):
-        return "memory"
+    # Some libraries raise it without the number.
+    if isinstance(error, OSError) and "Too many open files" in text:
+        return "file descriptors"
+    # The text of any other error may be anything, such as a key.
+    if isinstance(error, RuntimeError):
+        for part, shortage in _SHORTAGES_BY_TEXT.items():
+            if part in text:
+                return shortage
     return None
