@@ -230,19 +230,26 @@ class BatchStream(IterableDataset[Any]):
                     report = report._replace(seconds=time.perf_counter() - began)
                     yield batch, tuple(report)
         except StreamError as error:
-            shortage = find_shortage(error.cause)
-            if shortage is None:
-                report = BatchReport(share.worker, fatal=as_failure(items.number, error.cause))
-            elif self._board is None:
-                raise error.cause from None
-            else:
-                report = BatchReport(share.worker, shortage=shortage)
-            yield None, tuple(report)
+            yield None, tuple(self._report_error(error.cause, share.worker, items))
             return False
         finally:
             # The loop may still wait for other workers.
             _show(cells, items.number, IDLE)
         return True
+
+    def _report_error(self, error: BaseException, worker: int, items: Items) -> BatchReport:
+        """Return the report in the place of a batch.
+
+        Raises:
+            BaseException: The error itself, if this is a shortage in the main process, which has no
+                workers to do without.
+        """
+        shortage = find_shortage(error)
+        if shortage is None:
+            return BatchReport(worker, fatal=as_failure(items.number, error))
+        if self._board is None:
+            raise error from None
+        return BatchReport(worker, shortage=shortage)
 
     def _read_group(self, items: Items, size: int, cells: Cells, *, is_mine: bool) -> list[Any]:
         """Return the items of one step of all ranks; none of them if it is another worker's turn.

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from holdfast.core.control_groups import read_fields
 from holdfast.core.threads import start_thread
 
 # How long a killed process is waited for.
@@ -116,11 +117,7 @@ def oom_kills() -> int:
 
     Returns 0 if that is unknown.
     """
-    with suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
+    return read_fields(Path("/proc/vmstat")).get("oom_kill", 0)
 
 
 def exit_code(process: Any) -> int | None:
