@@ -23,7 +23,7 @@ from holdfast.cli.output import Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
 from holdfast.core.text import listed, moment, sanitise
 from holdfast.guard.directory import RunDirectory
-from holdfast.loader.quarantine import FILE_NAME, Ledger, Quarantined, last_line, plain
+from holdfast.loader.quarantine import FILE_NAME, Quarantined, QuarantineLedger, last_line, plain
 
 # Samples that a message names.
 _MOST_NAMED = 10
@@ -57,7 +57,7 @@ def run(
         changes_ledger = bool(release) or release_all
         with _locked(run_dir) if changes_ledger else contextlib.nullcontext():
             # How many samples the run may quarantine does not matter here.
-            ledger = Ledger(sys.maxsize, None, time.time)
+            ledger = QuarantineLedger(sys.maxsize, None, time.time)
             ledger.keep_in(run_dir / FILE_NAME)
             held = [sample for sample in ledger if not sample.released]
             if release_all:

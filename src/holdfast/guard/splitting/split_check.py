@@ -52,10 +52,10 @@ from holdfast.loader.splitting import (
     micro_batches,
     select,
     tensors_in,
-    versions_of,
 )
 from holdfast.memory import onednn
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory
+from holdfast.memory.tensors import versions_of
 from holdfast.numerics.eager import eager
 from holdfast.numerics.loss import Terms, read_loss, without_graph
 

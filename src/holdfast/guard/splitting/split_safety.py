@@ -66,9 +66,9 @@ from holdfast.loader.splitting import (
     copied,
     micro_batches,
     tensors_in,
-    versions_of,
 )
 from holdfast.memory.ladder import Remedies
+from holdfast.memory.tensors import versions_of
 
 LossFunction: TypeAlias = Callable[[Any], Any]
 # A batch is cut into this many pieces to find out whether it tells weightings apart.

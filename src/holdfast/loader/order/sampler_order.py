@@ -6,7 +6,7 @@ Some samplers carry state from epoch to epoch, such as counters or lists that ar
 then. How a resume restores it depends on the sampler:
 
 - It has ``state_dict`` and ``load_state_dict``: its state is part of the position.
-- It has neither: a resume draws the earlier epochs again, in the same order.
+- It has neither: a resume draws the earlier epochs again, in the same order (`SamplerHistory`).
 - The loop changes it, for example its weights: drawing again cannot restore that, so the resume is
   refused (H604).
 """
@@ -24,24 +24,23 @@ import torch
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.order.host_epochs import sets_epoch
-from holdfast.loader.order.sampler_state import (
-    Fingerprint,
-    as_ranges,
-    copy_sampler,
-    fingerprint,
-    from_ranges,
-    same_state,
+from holdfast.loader.order.sampler_history import (
+    SamplerHistory,
+    begin_epoch,
+    cannot_restore,
+    with_inner_sampler,
 )
+from holdfast.loader.order.sampler_state import as_ranges, from_ranges, same_state
 from holdfast.loader.quarantine import key_of
-from holdfast.loader.random_state import isolated, seed_cpu
-from holdfast.loader.samplers import has_no_state, is_stateful
-from holdfast.loader.seeds import derive_seed
+from holdfast.loader.random_state import isolated
+from holdfast.loader.samplers import is_stateful
 
-# Entries of an epoch: they are held in memory, at 40 bytes each.
+# The most entries in an epoch. They are held in memory, at 40 bytes each.
 _MOST_ENTRIES = 10**8
 
-# Epochs whose entries are held. There are two, because another iterator may draw another epoch, and
-# a sampler whose source of randomness is unknown would draw a different order when asked again.
+# The number of epochs whose entries are held. One is not enough: a second iterator may draw another
+# epoch, and a sampler whose source of randomness is unknown would then draw a different order when
+# the first epoch is needed again.
 _EPOCHS_HELD = 2
 
 
@@ -57,7 +56,7 @@ class Drawn(NamedTuple):
     rank: int | None
 
 
-class Sampled:
+class SamplerOrder:
     """The order of a user's sampler.
 
     Args:
@@ -88,34 +87,20 @@ class Sampled:
         self._repeats = repeats
         self._batches = batches
         self._samples = samples
-        self._dataset = dataset
 
         # By epoch: all entries, their digest, and the state_dict of a stateful sampler before them.
         self._entries: dict[int, list[Any]] = {}
         self._digests: dict[int, str] = {}
         self._state_before: dict[int, Any] = {}
 
-        # The sampler's attribute `epoch` when it was last looked at. Samplers of torch begin with
-        # 0.
+        # The sampler's attribute `epoch` when it was last read. torch's samplers start at 0.
         self._epoch_seen = 0
         # The outermost sampler that has ``state_dict`` and ``load_state_dict``, or None.
         self._stateful: Any = next(
-            (sampler for sampler in self._samplers() if is_stateful(sampler)), None
+            (candidate for candidate in self._samplers() if is_stateful(candidate)), None
         )
-        # The epochs that were drawn since the sampler was passed in, in this order.
-        self._history: list[int] = []
-        # Whether drawing an epoch changes the orders of later ones; None before the first draw has
-        # shown it.
-        self._carries_state: bool | None = None
-        if self._stateful is not None or self._needs_no_state():
-            self._carries_state = False
-        # A copy of the sampler before the first draw, unless it carries nothing.
-        self._as_passed: Any | None = None
-        # The fingerprint of the sampler after the newest draw.
-        self._left_as: Fingerprint | None = None
-        # Whether the loop has changed a sampler without ``state_dict`` between epochs, so that no
-        # resume is possible.
-        self.changed_by_others = False
+        # For a sampler that has neither.
+        self._history = SamplerHistory(sampler, seed, dataset)
 
     def __len__(self) -> int:
         """Return the entries of an epoch, as the sampler states."""
@@ -124,7 +109,7 @@ class Sampled:
     def count(self, epoch: int) -> int:
         """Return how many entries the sampler yields in an epoch.
 
-        This may differ from its length. Like torch, the loader takes what is yielded.
+        This may differ from its length. Like torch, the loader uses whatever it yields.
         """
         return len(self.drawn(epoch))
 
@@ -145,15 +130,23 @@ class Sampled:
         """Whether an index may come more than once in an epoch."""
         if self._repeats is not None:
             return self._repeats
-        # Samplers of torch that draw with replacement say so. Its `DistributedSampler` repeats a
+        # torch's samplers say whether they draw with replacement. `DistributedSampler` repeats a
         # few samples to make the ranks equal.
         return any(
             getattr(sampler, "replacement", False) or hasattr(sampler, "num_replicas")
             for sampler in self._samplers()
         )
 
+    @property
+    def changed_by_others(self) -> bool:
+        """Whether the loop has changed the sampler between epochs, so that no resume is possible.
+
+        This is not asked of a sampler with ``state_dict``, which holds such a change.
+        """
+        return self._history.changed_by_others
+
     def _samplers(self) -> list[Any]:
-        return _with_inner_sampler(self._sampler)
+        return with_inner_sampler(self._sampler)
 
     # --- drawing ----------------------------------------------------------------------------------
 
@@ -166,19 +159,15 @@ class Sampled:
         entries = self._entries.get(epoch)
         if entries is not None:
             return entries
-        self._note_changes()
-        if self._stateful is not None:
+        if self._stateful is None:
+            entries = self._history.draw(epoch)
+        else:
             self._state_before[epoch] = copy.deepcopy(self._stateful.state_dict())
-        elif self._carries_state is None and not self._history:
-            self._as_passed = copy_sampler(self._sampler, self._dataset)
-        entries = self._draw(epoch)
-        self._history.append(epoch)
-        # Drawing has set the epoch on the sampler, which is no wish of the user.
+            with isolated():
+                begin_epoch(self._samplers(), self._seed, epoch)
+                entries = list(self._sampler)
+        # Drawing has set the epoch on the sampler. That was not the user.
         self.take_epoch_set()
-        if self._carries_state is None:
-            self._carries_state = self._changes_itself(epoch, entries)
-        if not self._carries_state:
-            self._as_passed = None
         if not self.repeats:
             _check_once(entries, type(self._sampler).__name__, batches=self._batches)
         for old_epoch in list(self._entries)[: 1 - _EPOCHS_HELD]:
@@ -191,81 +180,23 @@ class Sampled:
         self._digests.pop(epoch, None)
         self._state_before.pop(epoch, None)
 
-    def _draw(self, epoch: int) -> list[Any]:
-        """Return the entries of an epoch, and note the sampler's state afterwards."""
-        with isolated():
-            self._begin_epoch(self._samplers(), epoch)
-            before = self._fingerprint()
-            entries = list(self._sampler)
-        self._left_as = self._fingerprint()
-        if self._carries_state is None and before == self._left_as and before.is_complete:
-            self._carries_state = False
-        return entries
-
-    def _begin_epoch(self, samplers: Iterable[Any], epoch: int) -> None:
-        """Seed everything that samplers may draw from, and set their epoch."""
-        seed = derive_seed(self._seed, epoch, "order")
-        seed_cpu(seed)
-        for sampler in samplers:
-            generator = getattr(sampler, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(seed)
-            if sets_epoch(sampler):
-                sampler.set_epoch(epoch)
-
     # --- what is carried from epoch to epoch ------------------------------------------------------
-
-    def _needs_no_state(self) -> bool:
-        """Return whether all samplers are known to carry nothing from epoch to epoch."""
-        return all(has_no_state(sampler) for sampler in self._samplers())
-
-    def _fingerprint(self) -> Fingerprint:
-        return fingerprint(self._samplers(), self._dataset)
-
-    def _changes_itself(self, epoch: int, entries: list[Any]) -> bool:
-        """Return whether drawing an epoch changes the orders that the sampler yields afterwards.
-
-        To find out, a copy of the sampler draws the same epoch again. Some samplers only store the
-        order in an attribute, which does not change later ones. If the sampler cannot be copied,
-        the answer is True.
-        """
-        sampler_copy = copy_sampler(self._sampler, self._dataset)
-        if sampler_copy is None or self._left_as is None or not self._left_as.is_complete:
-            return True
-        copies = _with_inner_sampler(sampler_copy)
-        with isolated():
-            self._begin_epoch(copies, epoch)
-            entries_again = list(sampler_copy)
-        if key_of(entries_again) != key_of(entries):
-            return True
-        return fingerprint(copies, self._dataset) != self._left_as
-
-    def _note_changes(self) -> None:
-        """Notice whether the sampler was changed since the newest draw."""
-        if self._stateful is not None or self._left_as is None:
-            return
-        if any(sets_epoch(sampler) for sampler in self._samplers()):
-            # The loop may call `set_epoch`, and the next draw sets the epoch anyway.
-            return
-        if self._left_as.is_complete and self._fingerprint() != self._left_as:
-            self.changed_by_others = True
 
     def state_dict(self, epoch: int) -> dict[str, Any] | None:
         """Return the state of the sampler for a position in an epoch, or None if it has none."""
         if self._stateful is not None:
-            before = None
-            if self._history[-1:] == [epoch]:
-                before = self._state_before.get(epoch)
+            # The state before an epoch leads to a position in it only if no other epoch was drawn
+            # since.
+            newest_epoch = next(reversed(self._state_before), None)
+            before = self._state_before[epoch] if epoch == newest_epoch else None
             return {"before": before, "now": copy.deepcopy(self._stateful.state_dict())}
         if self.changed_by_others:
             return {"changed_by_others": True}
-        if self._carries_state is False:
+        if self._history.carries_state is False:
             return None
-        drawn = None
-        if self._history:
-            newest_epoch = self._history[-1]
-            drawn = list(self.check_drawn(newest_epoch, None))
-        return {"epochs": as_ranges(self._history), "drawn": drawn}
+        epochs = self._history.epochs
+        drawn = list(self.check_drawn(epochs[-1], None)) if epochs else None
+        return {"epochs": as_ranges(epochs), "drawn": drawn}
 
     def load_state_dict(self, state: dict[str, Any] | None, epoch: int) -> None:
         """Restore the sampler at a position in an epoch.
@@ -280,18 +211,16 @@ class Sampled:
         if state is None:
             return
         if "epochs" in state:
-            if self._carries_state is False:
-                # The position was saved before the first draw had shown that the sampler carries
-                # nothing.
-                return
-            self._draw_again(from_ranges(state["epochs"]), state["drawn"])
+            self._load_history(state)
         elif "changed_by_others" in state:
-            raise self._cannot_restore(
-                "was changed between epochs by the loop, and no checkpoint holds such a change"
+            raise cannot_restore(
+                self._sampler,
+                "was changed between epochs by the loop, and no checkpoint holds such a change",
             )
         elif self._stateful is None:
-            raise self._cannot_restore(
-                "has no state_dict and load_state_dict, and had them when the position was saved"
+            raise cannot_restore(
+                self._sampler,
+                "has no state_dict and load_state_dict, and had them when the position was saved",
             )
         else:
             if state["before"] is not None:
@@ -301,54 +230,27 @@ class Sampled:
             if not same_state(self._stateful.state_dict(), state["now"]):
                 self._stateful.load_state_dict(copy.deepcopy(state["now"]))
 
-    def _draw_again(self, epochs: list[int], drawn: list[Any] | None) -> None:
-        """Draw epochs in their original order.
-
-        Args:
-            epochs: The epochs.
-            drawn: The fields of `Drawn` for the last one, if they were saved.
+    def _load_history(self, state: dict[str, Any]) -> None:
+        """Draw the epochs of a saved history that were not drawn yet, in their original order.
 
         Raises:
             LoaderError: H604 if the order of the last one differs from the original.
         """
-        if self._history != epochs[: len(self._history)]:
-            self._return_to_beginning()
-        for epoch in epochs[len(self._history) :]:
+        if self._stateful is not None or self._history.carries_state is False:
+            # The position was saved before the first draw had shown that nothing is carried.
+            return
+        epochs = from_ranges(state["epochs"])
+        drawn_epochs = len(self._history.epochs)
+        if self._history.epochs != epochs[:drawn_epochs]:
+            self._history.return_to_beginning()
+            drawn_epochs = 0
+            for held_epoch in list(self._entries):
+                self._forget(held_epoch)
+        for epoch in epochs[drawn_epochs:]:
             self._forget(epoch)
             self.drawn(epoch)
-        if drawn is not None:
-            self.check_drawn(epochs[-1], Drawn(*drawn))
-
-    def _return_to_beginning(self) -> None:
-        """Bring the sampler back to where it was when it was passed in.
-
-        Raises:
-            LoaderError: H604 if it cannot be copied.
-        """
-        as_passed = None
-        if self._as_passed is not None:
-            as_passed = copy_sampler(self._as_passed, self._dataset)
-        if as_passed is None:
-            raise self._cannot_restore(
-                "cannot be copied, so it cannot be returned to an earlier epoch in this process"
-            )
-        vars(self._sampler).clear()
-        vars(self._sampler).update(vars(as_passed))
-        for epoch in list(self._entries):
-            self._forget(epoch)
-        self._history = []
-        self._left_as = None
-
-    def _cannot_restore(self, why: str) -> LoaderError:
-        return LoaderError(
-            f"{type(self._sampler).__name__} {why}",
-            limit="the batches that follow depend on it",
-            fix=(
-                "give the sampler state_dict and load_state_dict, which are saved with the"
-                " position, and start in a new run directory."
-            ),
-            rule="H604",
-        )
+        if state["drawn"] is not None:
+            self.check_drawn(epochs[-1], Drawn(*state["drawn"]))
 
     # --- epochs -----------------------------------------------------------------------------------
 
@@ -400,14 +302,6 @@ class Sampled:
             if isinstance(rank, Integral):
                 return int(rank)
         return None
-
-
-def _with_inner_sampler(sampler: Any) -> list[Any]:
-    """Return a sampler, and the one that a sampler of batches takes its indices from."""
-    inner_sampler = getattr(sampler, "sampler", None)
-    if inner_sampler is None:
-        return [sampler]
-    return [sampler, inner_sampler]
 
 
 def _check_length(sampler: Any) -> None:

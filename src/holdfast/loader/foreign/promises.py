@@ -6,11 +6,12 @@ user what to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from holdfast.loader.foreign.torch_workers import keeps_workers
 from holdfast.loader.samplers import (
     PLAIN_SEQUENCES,
     has_no_state,
@@ -18,46 +19,22 @@ from holdfast.loader.samplers import (
     samplers_of,
     torch_loader_of,
 )
-from holdfast.loader.torch_workers import keeps_workers
 
 EXACT = "bit-exact"
 
 
 def resume_promise(loader: object) -> str:
-    """Return the promise for a loader: that of the first rule in `_RULES` that has one."""
-    for rule in _RULES:
-        promise = rule(loader)
-        if promise is not None:
-            return promise
-    return (
-        f"not known, because {type(loader).__name__} makes its batches in its own way. A resume"
-        " reads and drops batches up to the position, which is exact if each is made only when it"
-        " is requested, from global random numbers or generators that are attributes of the"
-        " loader. Otherwise give it state_dict and load_state_dict"
-    )
-
-
-def _promise_for_iterator(loader: object) -> str | None:
+    """Return what a resume can promise for a loader. The first condition that applies decides."""
     if isinstance(loader, Iterator):
         return (
             "none, because an iterator cannot be restarted: a resume can only drop as many batches"
             " of a new one. Pass the iterable that it was made from"
         )
-    return None
-
-
-def _promise_for_own_state(loader: object) -> str | None:
     if is_stateful(loader):
         return (
             "not known, because the loader's own state_dict and load_state_dict decide it; "
             "holdfast.testing.check_resumable tries them"
         )
-    return None
-
-
-def _promise_for_sequence(loader: object) -> str | None:
-    if not isinstance(loader, PLAIN_SEQUENCES):
-        return None
     if isinstance(loader, (list, tuple)) and any(
         isinstance(entry, (DataLoader, Iterator)) for entry in loader
     ):
@@ -66,38 +43,29 @@ def _promise_for_sequence(loader: object) -> str | None:
             " them. Pass one as loader=, and the others as holdfast.DataLoader in"
             ' state={"labelled": loader}'
         )
-    return EXACT
+    if isinstance(loader, PLAIN_SEQUENCES):
+        return EXACT
+    torch_loader = torch_loader_of(loader)
+    if torch_loader is not None:
+        return _promise_for_torch_loader(torch_loader)
+    return (
+        f"not known, because {type(loader).__name__} makes its batches in its own way. A resume"
+        " reads and drops batches up to the position, which is exact if each is made only when it"
+        " is requested, from global random numbers or generators that are attributes of the"
+        " loader. Otherwise give it state_dict and load_state_dict"
+    )
 
 
-def _promise_for_torch_loader(loader: object) -> str | None:
-    inner = torch_loader_of(loader)
-    if inner is None:
-        return None
-    for rule in _TORCH_RULES:
-        promise = rule(inner)
-        if promise is not None:
-            return promise
-    return EXACT
-
-
-def _promise_for_subclass(loader: DataLoader[Any]) -> str | None:
+def _promise_for_torch_loader(loader: DataLoader[Any]) -> str:
     if type(loader).__iter__ is not DataLoader.__iter__:
         return (
             f"not known, because {type(loader).__name__} overrides __iter__ of torch's DataLoader"
         )
-    return None
-
-
-def _promise_out_of_order(loader: DataLoader[Any]) -> str | None:
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
         return (
             "none, because in_order=False returns batches in the order in which workers finish"
             " them, which differs from run to run"
         )
-    return None
-
-
-def _promise_for_stream(loader: DataLoader[Any]) -> str | None:
     if isinstance(loader.dataset, IterableDataset):
         return (
             "not known, because the samples come from an IterableDataset"
@@ -105,10 +73,6 @@ def _promise_for_stream(loader: DataLoader[Any]) -> str | None:
             " epoch to epoch. A resume reads and drops batches up to the position;"
             " holdfast.DataLoader saves the dataset's state_dict instead"
         )
-    return None
-
-
-def _promise_for_sampler(loader: DataLoader[Any]) -> str | None:
     for sampler in samplers_of(loader):
         name = type(sampler).__name__
         if is_stateful(sampler):
@@ -121,10 +85,6 @@ def _promise_for_sampler(loader: DataLoader[Any]) -> str | None:
                 f"not known, because {name} may carry state from epoch to epoch, and has no"
                 " state_dict and load_state_dict for a checkpoint"
             )
-    return None
-
-
-def _promise_for_persistent_workers(loader: DataLoader[Any]) -> str | None:
     if keeps_workers(loader):
         return (
             "not known, because with persistent_workers=True the workers carry random numbers from"
@@ -132,22 +92,7 @@ def _promise_for_persistent_workers(loader: DataLoader[Any]) -> str | None:
             " the order is exact, but random augmentation in the workers is not."
             " holdfast.DataLoader restores both"
         )
-    return None
-
-
-_RULES: tuple[Callable[[object], str | None], ...] = (
-    _promise_for_iterator,
-    _promise_for_own_state,
-    _promise_for_sequence,
-    _promise_for_torch_loader,
-)
-_TORCH_RULES: tuple[Callable[[DataLoader[Any]], str | None], ...] = (
-    _promise_for_subclass,
-    _promise_out_of_order,
-    _promise_for_stream,
-    _promise_for_sampler,
-    _promise_for_persistent_workers,
-)
+    return EXACT
 
 
 def keeps_by_state_dict(loader: object) -> bool:

@@ -1,31 +1,30 @@
-"""Finds the random generators that a loader which is not holdfast's uses, so that a checkpoint can
-hold their states.
+"""What a loader that is not holdfast's carries from epoch to epoch, for a checkpoint to hold.
 
-A dataset usually holds its generator itself, or in a transform. Some take it from a global variable
-of their module. So there are two searches:
+Mostly these are random generators. A dataset usually holds its generator itself, or in a transform;
+some take it from a global variable of their module. So there are two searches, both up to a limit:
 
-1. `generators_in`: through attributes and containers, from the loader's parts on.
-2. `generators_in_globals`: through the functions that the first search meets, such as the methods
+1. `_reachable`: through attributes and containers, from the loader's parts on.
+2. `_generators_in_globals`: through the functions that the first search meets, such as the methods
    of the dataset's class, and the global variables that their code names.
 
-Both stop at a limit. A resume does not restore a generator that they miss.
+A resume does not restore a generator that they miss.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import BatchSampler
 
-from holdfast.loader.samplers import is_stateful, samplers_of, torch_loader_of
+from holdfast.loader.order.sampler_state import fingerprint
+from holdfast.loader.random_state import GENERATOR_TYPES
+from holdfast.loader.samplers import has_no_state, is_stateful, samplers_of, torch_loader_of
 
-_GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-# Limits of the search. Objects that are deeper, or in longer containers, are data.
+# Limits of the search. Objects that are nested deeper, or held by longer containers, are data.
 _MOST_LEVELS = 6
 _LONGEST_CONTAINER = 64
 _MOST_OBJECTS = 2000
@@ -49,57 +48,67 @@ def sources_of_state(loader: object) -> list[Any]:
 
     Two loaders that were built in the same way return them in the same order.
     """
-    sources: list[Any] = []
-    for holder in (
-        loader,
-        getattr(loader, "sampler", None),
-        getattr(loader, "batch_sampler", None),
-    ):
-        sources += [value for value in _attributes(holder) if _is_generator(value)]
+    holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    sources = _generators_among([value for holder in holders for value in _attributes(holder)])
     torch_loader = torch_loader_of(loader)
     if torch_loader is not None:
         samplers = samplers_of(torch_loader)
         parts = [*samplers, torch_loader.dataset, torch_loader.collate_fn]
-        sources += generators_in([torch_loader.generator, *parts])
+        sources += _generators_among(_reachable([torch_loader.generator, *parts]))
         sources += [sampler for sampler in samplers if is_stateful(sampler)]
-        sources += generators_in_globals(parts)
-    return _unique(sources)
+        sources += _generators_in_globals(_reachable(parts))
+    # Without repetitions of the same object.
+    return list({id(source): source for source in sources}.values())
 
 
-def generators_in(values: Iterable[Any]) -> list[Any]:
-    """Return the random generators among values, their attributes and the containers they hold."""
-    return [value for value in _reachable(values) if _is_generator(value)]
+def digest_order(loader: object) -> bytes | None:
+    """Return a digest of what decides the order of an epoch and only the script can change.
+
+    This is a list of batches, or what torch's own samplers were given, such as weights. What
+    ``set_epoch`` changes is left out. Returns None if there is nothing of the kind.
+    """
+    if isinstance(loader, (list, tuple)):
+        return repr([id(entry) for entry in loader]).encode()
+    torch_loader = torch_loader_of(loader)
+    if torch_loader is None:
+        return None
+    # A BatchSampler is covered by the sampler inside it.
+    samplers = [
+        sampler for sampler in samplers_of(torch_loader) if type(sampler) is not BatchSampler
+    ]
+    if not samplers:
+        return None
+    if any(hasattr(sampler, "set_epoch") or not has_no_state(sampler) for sampler in samplers):
+        return None
+    arguments = fingerprint(samplers, torch_loader.dataset)
+    return arguments.digest if arguments.is_complete else None
 
 
-def generators_in_globals(values: Iterable[Any]) -> list[Any]:
+def _generators_in_globals(values: Iterable[Any]) -> list[Any]:
     """Return the random generators in global variables that are named by functions.
 
     The functions are those among values, the methods of values, and the functions that any of these
     calls by a global name.
     """
-    waiting = [function for value in _reachable(values) for function in _functions_of(value)]
-    searched: dict[int, FunctionType] = {}
+    waiting = [function for value in values for function in _functions_of(value)]
+    searched: set[int] = set()
     generators: list[Any] = []
     while waiting and len(searched) < _MOST_OBJECTS:
         function = waiting.pop()
         if id(function) in searched or _is_of_library(function.__module__):
             continue
-        searched[id(function)] = function
-        for value in _globals_named_by(function):
-            if _is_generator(value):
+        searched.add(id(function))
+        for name in sorted(_names_in(function.__code__)):
+            value = function.__globals__.get(name)
+            if isinstance(value, GENERATOR_TYPES):
                 generators.append(value)
             elif isinstance(value, FunctionType):
                 waiting.append(value)
-    return _unique(generators)
+    return generators
 
 
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, _GENERATOR_TYPES)
-
-
-def _unique(values: Iterable[Any]) -> list[Any]:
-    """Return values without repetitions of the same object."""
-    return list({id(value): value for value in values}.values())
+def _generators_among(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if isinstance(value, GENERATOR_TYPES)]
 
 
 # --- objects that hold others ---------------------------------------------------------------------
@@ -173,12 +182,6 @@ def _functions_of(value: Any) -> list[FunctionType]:
 
 def _is_of_library(module: str | None) -> bool:
     return str(module).split(".")[0] in _LIBRARIES
-
-
-def _globals_named_by(function: FunctionType) -> list[Any]:
-    """Return the values of the global variables that a function's code names, by name."""
-    names = sorted(_names_in(function.__code__))
-    return [function.__globals__.get(name) for name in names]
 
 
 def _names_in(code: CodeType) -> set[str]:
