@@ -44,7 +44,7 @@ from holdfast.explain.runs.statements import (
     merge_statements,
     statements_of_guards,
 )
-from holdfast.recorder.progress import Phase, Standing
+from holdfast.recorder.progress import ProcessPhase, Standing
 from holdfast.recorder.run_files import OUTPUT_FILE, ProcessInfo, process_lives
 
 # Sixteen times what `holdfast run` keeps. A sparse file can claim any size.
@@ -127,7 +127,7 @@ class _Process:
 
     @property
     def finished(self) -> bool:
-        return self.standing is not None and self.standing.phase is Phase.ENDING
+        return self.standing is not None and self.standing.phase is ProcessPhase.ENDING
 
     def exit(self) -> _Exit:
         """Return how it exited.

@@ -74,7 +74,7 @@ _PAYLOAD_OFFSET = 16
 _CAPACITY = 32_768
 
 
-class Phase(IntEnum):
+class ProcessPhase(IntEnum):
     """What a training process is doing, as far as can be observed."""
 
     # Importing and building; nothing was trained yet.
@@ -98,7 +98,7 @@ class Standing(NamedTuple):
     """What a board shows of a process."""
 
     pid: int
-    phase: Phase
+    phase: ProcessPhase
     # When the phase began, on the system's monotonic clock, which all processes share.
     since_seconds: float
     # Counts phases, micro-steps and steps. It stays the same while nothing moves.
@@ -108,7 +108,7 @@ class Standing(NamedTuple):
     # Number of backward calls.
     micro_step: int
     # Optimizer steps in this process, modulo 2**32.
-    made: int = 0
+    steps_made: int = 0
     # Seconds in each phase, by its number, without the current one.
     spent: tuple[float, ...] = ()
 
@@ -127,18 +127,18 @@ class ProgressBoard:
         self._map = _new_map(path)
         self._pack_into = _STANDING.pack_into
         self.progress = 0
-        self.phase = Phase.STARTING
+        self.phase = ProcessPhase.STARTING
         self.step = 0
-        self.made = 0
+        self.steps_made = 0
         self.micro_step = 0
         self._spent = [0] * _PHASE_COUNT
         self._since = _now()
         # When the times per phase are written next.
         self._spent_due = 0
-        self.enter(Phase.STARTING)
+        self.enter(ProcessPhase.STARTING)
         _HEADER.pack_into(self._map, _HEADER_OFFSET, _MAGIC, VERSION, os.getpid())
 
-    def enter(self, phase: Phase) -> int:
+    def enter(self, phase: ProcessPhase) -> int:
         """Show that a phase begins. Entering the current phase again also counts as progress.
 
         Returns: The current time in monotonic nanoseconds.
@@ -157,7 +157,7 @@ class ProgressBoard:
             _STANDING_OFFSET,
             progress,
             phase,
-            self.made,
+            self.steps_made,
             now,
             self.step,
             self.micro_step,
@@ -200,20 +200,20 @@ def read_board(path: Path) -> Standing | None:
         return None
     if version > VERSION:
         raise newer(path, f"version {version}")
-    progress, phase, made, since, step, micro_step, progress_at_end = _STANDING.unpack_from(
+    progress, phase, steps_made, since, step, micro_step, progress_at_end = _STANDING.unpack_from(
         data, _STANDING_OFFSET
     )
-    if progress != progress_at_end or phase not in set(Phase):
+    if progress != progress_at_end or phase not in set(ProcessPhase):
         return None
     spent_nanoseconds = _SPENT.unpack_from(data, _SPENT_OFFSET)
     return Standing(
         pid=pid,
-        phase=Phase(phase),
+        phase=ProcessPhase(phase),
         since_seconds=since / 1e9,
         progress=progress,
         step=step,
         micro_step=micro_step,
-        made=made,
+        steps_made=steps_made,
         spent=tuple(nanoseconds / 1e9 for nanoseconds in spent_nanoseconds),
     )
 

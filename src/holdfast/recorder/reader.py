@@ -79,7 +79,7 @@ def step_record_in(record: Record) -> StepRecord | None:
     )
 
 
-def not_recorded_any_more(directory: Path) -> str:
+def describe_lost_steps(directory: Path) -> str:
     """Describe in one clause which steps of a process are no longer recorded.
 
     Empty if all are recorded, at least in the history.

@@ -31,7 +31,7 @@ _NO_EPOCH = -1
 _MOST_STEPS = 2**62
 
 # Checked names and values.
-Found = list[tuple[bytes, float]]
+CheckedScalars = list[tuple[bytes, float]]
 
 # What records in this process, the newest last: each has ``log(found, step)``, where a step of None
 # is the current one. A forked process starts without.
@@ -68,7 +68,7 @@ class Scalars:
         self._lock = RLock()
         self._process = os.getpid()
 
-    def write(self, found: Found, step: int, epoch: int | None) -> None:
+    def write(self, found: CheckedScalars, step: int, epoch: int | None) -> None:
         """Record values, in about 1 microsecond each.
 
         If there is no space for the ring, one event says so and nothing is recorded.
@@ -85,7 +85,7 @@ class Scalars:
                 self._cannot_record = True
                 self._emit(ScalarsNotRecorded(error=error.strerror or str(error)))
 
-    def _append(self, found: Found, step: int, epoch: int) -> None:
+    def _append(self, found: CheckedScalars, step: int, epoch: int) -> None:
         if self._ring is None:
             path = self._folder() / SCALARS_FILE
             self._ring = RingWriter(path, payload_bytes=_RECORD.size, capacity=_CAPACITY)
@@ -117,7 +117,7 @@ def scalars_of(records: list[Record]) -> list[Scalar]:
     return scalars
 
 
-def checked(values: Any, split: str, more: Mapping[str, Any]) -> Found:
+def checked(values: Any, split: str, more: Mapping[str, Any]) -> CheckedScalars:
     """Return the names and values in the arguments of `log`.
 
     Raises:

@@ -62,7 +62,7 @@ from holdfast.memory.host_memory import available_bytes
 from holdfast.numerics.gradients import local
 from holdfast.numerics.spikes import SpikeDetector
 from holdfast.recorder.run_files import announce_recording, guarded
-from holdfast.recorder.scalars import Found, outlets
+from holdfast.recorder.scalars import CheckedScalars, outlets
 
 _OPEN = contextlib.nullcontext()  # made once: `log` is called in each step
 _MOST_NAMES = 10  # in one event
@@ -254,7 +254,7 @@ class Session:
                 self.record.open()
             yield
 
-    def log(self, found: Found, step: int | None = None) -> None:
+    def log(self, found: CheckedScalars, step: int | None = None) -> None:
         """Record scalars at the present step or at their own.
 
         H301 if this is closed and another run goes on.

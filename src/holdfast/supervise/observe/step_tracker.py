@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVarTuple
 
 from holdfast.core.events.process_events import StepsNotRecorded
-from holdfast.recorder.progress import Phase, SampleRing
+from holdfast.recorder.progress import ProcessPhase, SampleRing
 from holdfast.recorder.run_files import guarded
 from holdfast.supervise.observe.optimizer_facts import (
     only_creates_state,
@@ -57,10 +57,10 @@ _MAX_BACKWARDS_WITHOUT_STEP = 256
 _STEPS_ALL_READ = 1000
 _READ_PAUSE_NANOSECONDS = 2_000_000
 # The board has 32 bits for the number of steps.
-_MADE_MASK = 0xFFFFFFFF
+_STEPS_MADE_MASK = 0xFFFFFFFF
 # Looking up a member of an enumeration is slow, so these are kept as module constants.
-_DATA_WAIT = Phase.DATA_WAIT
-_OPTIMIZER = Phase.OPTIMIZER
+_DATA_WAIT = ProcessPhase.DATA_WAIT
+_OPTIMIZER = ProcessPhase.OPTIMIZER
 
 
 class ObservedProcess(Protocol):
@@ -173,11 +173,11 @@ class StepTracker:
         # The observer's board, cached here on first use.
         self._board: ProgressBoard | None = None
         # The phase that forward and backward belong to: the first step is a phase of its own.
-        self._training_phase = Phase.FIRST_STEP
+        self._training_phase = ProcessPhase.FIRST_STEP
         # The phases to return to afterwards.
-        self._phase_before_aside = Phase.STARTING
-        self._phase_before_compiling = Phase.STARTING
-        self._phase_before_optimizer = Phase.STARTING
+        self._phase_before_aside = ProcessPhase.STARTING
+        self._phase_before_compiling = ProcessPhase.STARTING
+        self._phase_before_optimizer = ProcessPhase.STARTING
         # The samples, and the values that complete them later.
         self._samples: SampleRing | None = None
         self._cannot_record = False
@@ -220,7 +220,7 @@ class StepTracker:
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
             self.observer.note_error(error)
 
-    def wait_ends(self, phase: Phase | None) -> None:
+    def wait_ends(self, phase: ProcessPhase | None) -> None:
         """The loader has returned a batch, or is exhausted.
 
         Args:
@@ -244,9 +244,9 @@ class StepTracker:
     def evaluation_begins(self) -> None:
         """A module was switched to eval mode, which may be the only sign of an evaluation."""
         board = self.observer.board
-        trains = board.phase in (Phase.FORWARD_BACKWARD, Phase.END_OF_EPOCH)
-        if board.made > 0 and trains:
-            board.enter(Phase.EVALUATION)
+        trains = board.phase in (ProcessPhase.FORWARD_BACKWARD, ProcessPhase.END_OF_EPOCH)
+        if board.steps_made > 0 and trains:
+            board.enter(ProcessPhase.EVALUATION)
 
     # --- backward ---
 
@@ -318,7 +318,7 @@ class StepTracker:
             if no_optimizer_steps and board.micro_step > self._max_backwards_without_step:
                 # Every backward is a step.
                 self._end_step(board, None)
-            elif self._in_optimizer and board.made > 0:
+            elif self._in_optimizer and board.steps_made > 0:
                 # The closure of an optimizer called backward; its step continues.
                 board.enter(_OPTIMIZER)
             else:
@@ -369,7 +369,7 @@ class StepTracker:
             self._phase_before_optimizer = board.phase
             if (len(args) > 1 or kwargs) and _has_closure(args, kwargs):
                 board.enter(self._training_phase)
-            elif board.made > 0:
+            elif board.steps_made > 0:
                 board.enter(_OPTIMIZER)
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
             self.observer.note_error(error)
@@ -400,7 +400,7 @@ class StepTracker:
         another optimizer after the same backward. For these, the phase is restored here. Any other
         one counts, since the script computed its gradients without calling backward.
         """
-        is_before_training = board.made == 0 and board.micro_step == 0
+        is_before_training = board.steps_made == 0 and board.micro_step == 0
         if only_creates_state(optimizer, self._values, is_before_training=is_before_training):
             board.enter(self._phase_before_optimizer)
             return True
@@ -439,7 +439,7 @@ class StepTracker:
         samples = self._samples or self._open_samples()
         if samples is not None:
             self._write_sample(samples, ended, memory, learning_rate, optimizer)
-        self._reads_values = board.made < _STEPS_ALL_READ or now >= self._next_read
+        self._reads_values = board.steps_made < _STEPS_ALL_READ or now >= self._next_read
         if self._reads_values:
             self._next_read = now + _READ_PAUSE_NANOSECONDS
         # A trace is requested because of the memory readings taken here, so check after those only.
@@ -448,7 +448,7 @@ class StepTracker:
 
     def _count_step(self, board: ProgressBoard, optimizer: Any) -> None:
         """Count a step, and give it the number in the training's own count."""
-        board.made = (board.made + 1) & _MADE_MASK
+        board.steps_made = (board.steps_made + 1) & _STEPS_MADE_MASK
         guard_entry = guarded.get(id(optimizer))
         guard = None if guard_entry is None else guard_entry[1]()
         if guard is not None:
@@ -458,11 +458,11 @@ class StepTracker:
             is_new = id(optimizer) not in self._optimizer_numbers
             # Only while every optimizer so far has made exactly one step: an optimizer that appears
             # later was created during training, not resumed.
-            if is_new and board.made == len(self._optimizer_numbers) + 1:
+            if is_new and board.steps_made == len(self._optimizer_numbers) + 1:
                 board.step += steps_before_this(optimizer, self._read)
             board.step += 1
-        if board.made == 1:
-            self._training_phase = Phase.FORWARD_BACKWARD
+        if board.steps_made == 1:
+            self._training_phase = ProcessPhase.FORWARD_BACKWARD
 
     def _write_sample(
         self,
@@ -561,7 +561,7 @@ class StepTracker:
     # --- saving, compiling ---
 
     @_noted
-    def aside_begins(self, phase: Phase) -> None:
+    def aside_begins(self, phase: ProcessPhase) -> None:
         """Something other than training begins, such as saving."""
         self._phase_before_aside = self.observer.board.phase
         self.observer.board.enter(phase)
@@ -574,22 +574,22 @@ class StepTracker:
     @_noted
     def compile_begins(self) -> None:
         """A part of the model is about to be compiled by torch."""
-        self._training_phase = Phase.FIRST_STEP
+        self._training_phase = ProcessPhase.FIRST_STEP
         board = self.observer.board
-        if board.phase not in (Phase.DATA_WAIT, Phase.SAVING, Phase.ENDING):
+        if board.phase not in (ProcessPhase.DATA_WAIT, ProcessPhase.SAVING, ProcessPhase.ENDING):
             self._phase_before_compiling = board.phase
-            board.enter(Phase.FIRST_STEP)
+            board.enter(ProcessPhase.FIRST_STEP)
 
     @_noted
     def compile_ends(self) -> None:
         """The compilation has finished."""
         board = self.observer.board
-        if board.made > 0:
-            self._training_phase = Phase.FORWARD_BACKWARD
-        if board.phase is not Phase.FIRST_STEP:
+        if board.steps_made > 0:
+            self._training_phase = ProcessPhase.FORWARD_BACKWARD
+        if board.phase is not ProcessPhase.FIRST_STEP:
             return
-        if self._phase_before_compiling is Phase.STARTING:
-            board.enter(Phase.FIRST_STEP)
+        if self._phase_before_compiling is ProcessPhase.STARTING:
+            board.enter(ProcessPhase.FIRST_STEP)
         else:
             board.enter(self._phase_before_compiling)
 
