@@ -17,17 +17,20 @@ import struct
 from enum import IntEnum
 from pathlib import Path
 from time import monotonic_ns as _now
-from time import time_ns
 from typing import NamedTuple
 
 from holdfast.core.files import create_file, open_to_write, read_file
 from holdfast.recorder.ring import (
     HEADER_BYTES,
+    LOSS_IS_READ,
+    NORM_IS_READ,
+    OPTIMIZER_SHIFT,
+    RATE_IS_READ,
     VERSION,
     Record,
     RingWriter,
-    newer,
     read_ring,
+    unreadable,
     value_or_none,
 )
 from holdfast.recorder.run_files import Optimizers
@@ -54,16 +57,9 @@ _SPENT_OFFSET = 320
 _SPENT_INTERVAL = 20_000_000
 
 # --- The layout of a sample: step, micro-steps, flags, loss, gradient norm, learning rate, seconds,
-# seconds of waiting, and four sizes in bytes. The low byte of the flags says which of loss, norm
-# and rate are values, even if they are NaN; the next byte is the number of the optimizer.
+# seconds of waiting, and four sizes in bytes.
 
 _SAMPLE = struct.Struct("<QIIdddddQQQQ")
-# The same as a slot of a ring, see `slot_struct`.
-_pack_slot_into = struct.Struct(f"<QQ{_SAMPLE.format[1:]}Q").pack_into
-LOSS_IS_READ = 1
-NORM_IS_READ = 2
-RATE_IS_READ = 4
-OPTIMIZER_SHIFT = 8
 _FLOAT = struct.Struct("<d")
 # Offsets in a sample.
 _FLAGS_OFFSET = 12
@@ -199,7 +195,7 @@ def read_board(path: Path) -> Standing | None:
     if magic != _MAGIC:
         return None
     if version > VERSION:
-        raise newer(path, f"version {version}")
+        raise unreadable(path, f"version {version}")
     progress, phase, steps_made, since, step, micro_step, progress_at_end = _STANDING.unpack_from(
         data, _STANDING_OFFSET
     )
@@ -274,11 +270,6 @@ class SampleRing(RingWriter):
         self.optimizers = Optimizers(path.parent)
         super().__init__(path, payload_bytes=_SAMPLE.size, capacity=_CAPACITY, has_history=True)
 
-    def append(self, sample: StepSample) -> None:  # type: ignore[override]
-        """Write one sample."""
-        # The last two fields are the time, which the ring sets, and the optimizer.
-        self.write(*sample[:-2], optimizer=sample.optimizer)
-
     def write(
         self,
         step: int,
@@ -316,25 +307,9 @@ class SampleRing(RingWriter):
             learning_rate = math.nan
         else:
             flags |= RATE_IS_READ
-        number = self._sequence + 1
-        if number == self._next_half:
-            self._summarize_next_half()
-        _pack_slot_into(
-            self._map,
-            HEADER_BYTES + (number % self._capacity) * self._slot_bytes,
-            number,
-            time_ns(),
-            step,
-            micro_steps,
-            flags,
-            loss,
-            grad_norm,
-            learning_rate,
-            *others,
-            number,
-        )
-        self._sequence = number
-        return number
+        payload = _SAMPLE.pack(step, micro_steps, flags, loss, grad_norm, learning_rate, *others)
+        self.append(payload)
+        return self._sequence
 
     def amend(
         self, number: int, *, loss: float | None = None, grad_norm: float | None = None

@@ -11,18 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.events.event import Event
-from holdfast.recorder.black_box import (
-    EVENTS_FILE,
+from holdfast.recorder.black_box import EVENTS_FILE, PART, STEP, STEPS_FILE, StepMark
+from holdfast.recorder.progress import sample_of
+from holdfast.recorder.ring import (
     LOSS_IS_READ,
     NORM_IS_READ,
     OPTIMIZER_SHIFT,
-    PART,
-    STEP,
-    STEPS_FILE,
-    StepMark,
+    Record,
+    read_ring,
+    value_or_none,
 )
-from holdfast.recorder.progress import sample_of
-from holdfast.recorder.ring import Record, read_ring, value_or_none
 from holdfast.recorder.run_files import SAMPLES_FILE
 
 _MARKS = frozenset(StepMark)

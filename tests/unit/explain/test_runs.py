@@ -98,7 +98,7 @@ class SupervisedRun:
         board.close()
         ring = SampleRing(folder / SAMPLES_FILE)
         for step, loss in enumerate(losses, start=1):
-            ring.append(SAMPLE._replace(step=step, loss=loss))
+            ring.write(*SAMPLE._replace(step=step, loss=loss)[:-2])
         ring.close()
         self.write(folder, *events)
         return folder
