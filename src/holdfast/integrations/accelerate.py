@@ -295,7 +295,9 @@ class PreparedLoader:
 
         None if Accelerate decides their order.
         """
-        return self._inner_loader()
+        if type(self._loader).__name__ != "DataLoaderShard" or self._loader.skip_batches:
+            return None
+        return getattr(self._loader, "base_dataloader", None)
 
     def __len__(self) -> int:
         """Return the windows of an epoch."""
@@ -314,8 +316,8 @@ class PreparedLoader:
             yield Window(window)
 
     def _batches(self) -> Iterator[Any]:
-        inner = self._inner_loader()
-        if inner is None:
+        torch_loader = self.torch_loader
+        if torch_loader is None:
             # Such as a dispatcher, which has an order of its own.
             yield from self._loader
             return
@@ -325,13 +327,8 @@ class PreparedLoader:
                 self._loader.rng_types, self._loader.synchronized_generator
             )
         self._loader.set_epoch(self._loader.iteration)
-        yield from inner
+        yield from torch_loader
         self._loader.iteration += 1
-
-    def _inner_loader(self) -> Any:
-        if type(self._loader).__name__ != "DataLoaderShard" or self._loader.skip_batches:
-            return None
-        return getattr(self._loader, "base_dataloader", None)
 
 
 class _EpochOrder:

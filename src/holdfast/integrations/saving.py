@@ -82,7 +82,7 @@ def should_save(guard: HostedGuard | None) -> bool:
     if why is None:
         return True
     guard.emit(run_events.SaveRefused(why=why))
-    guard.return_from(why)
+    guard.roll_back(why)
     return False
 
 

@@ -194,10 +194,10 @@ def _existing_tensors(
     tensors += [NamedTensor("parameter", name, tensor) for name, tensor in parameters]
     for key, model in models.items():
         prefix = "" if key == "model" else f"{key}."
-        for name, tensor in model.named_parameters():
-            tensors.append(NamedTensor("parameter", prefix + name, tensor))
-        for name, tensor in model.named_buffers():
-            tensors.append(NamedTensor("buffer", prefix + name, tensor))
+        for name, parameter in model.named_parameters():
+            tensors.append(NamedTensor("parameter", prefix + name, parameter))
+        for name, buffer in model.named_buffers():
+            tensors.append(NamedTensor("buffer", prefix + name, buffer))
     return tensors
 
 

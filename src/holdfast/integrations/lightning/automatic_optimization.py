@@ -1,31 +1,26 @@
-"""The steps of one ``fit``: they connect Lightning's hooks with a guard.
+"""Automatic optimization: Lightning makes the steps, and here they become steps of a guard.
 
-- *Automatic optimization*: Lightning gives the optimizer a closure. Here it becomes the loss
-  function of the guard's step: it runs ``training_step`` with its hooks on the batch, or on a part
-  of it, without a backward pass.
-- *Accumulation*: for the batches before the last one of a window, Lightning calls its closure
-  without an optimizer. Their part of the step is made within ``training_step``.
-- *Manual optimization*: the module calls `TrainerSteps.manual_step`.
+Lightning gives the optimizer a closure. It becomes the loss function of the guard's step: it runs
+``training_step`` with its hooks on the batch, or on a part of it, without a backward pass.
 
-What is logged meanwhile is in ``step_logs``.
+For the batches before the last one of a window, Lightning calls its closure without an optimizer.
+Their part of the step is made within ``training_step``.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from holdfast.core.events import run_events
-from holdfast.guard.accumulation import Accumulation, divided
+from holdfast.guard.accumulation import divided
 from holdfast.guard.hosted import HostedGuard
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
-from holdfast.integrations.lightning.step_logs import StepLogs
+from holdfast.integrations.lightning.optimization import Optimization
 from holdfast.integrations.refusals import load, unsupported
-from holdfast.loader.splitting import Split, batch_size
+from holdfast.loader.splitting import Split
 
 load("lightning.pytorch")
 from lightning.pytorch.loops.optimization.closure import AbstractClosure  # noqa: E402
@@ -34,14 +29,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E40
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # noqa: E402
 
 
-class TrainerSteps:
-    """Makes the steps of one trainer.
+class AutomaticOptimization(Optimization):
+    """Makes the steps that Lightning asks for.
 
     Args:
-        module: The ``LightningModule``.
-        guard: The guard of the run.
-        optimizers: The optimizers of the trainer.
-        split: Where the batch dimension is, as `Guard` takes it.
+        module: As for `Optimization`.
+        guard: Likewise.
+        optimizers: Likewise.
+        split: Likewise.
         run_training_step: Runs ``training_step`` as Lightning's own strategy does.
     """
 
@@ -53,28 +48,15 @@ class TrainerSteps:
         split: Split,
         run_training_step: Callable[..., Any],
     ) -> None:
-        self._module = module
-        self._trainer = module.trainer
-        self._guard = guard
-        self._split = split
+        super().__init__(module, guard, optimizers, split)
         self._run_training_step = run_training_step
-        self._optimizers = optimizers
-        self._logs = StepLogs(module, self._trainer)
         self._optimizer_hooks = [
             optimizer.register_step_pre_hook(self._before_optimizer) for optimizer in optimizers
         ]
         self._takes_batch_index = is_param_in_hook_signature(
             module.training_step, "batch_idx", min_args=2
         )
-        # Gradients of the batches of a window, between them.
-        self.accumulation = Accumulation(guard, self._begin_attempt)
-        # Whether the guard is calling ``training_step`` right now.
-        self.is_called_by_guard = False
-        # Whether the last step has left the weights as they were.
-        self.skipped = False
-
-        # The batch of the step, and the arguments of ``training_step`` after it.
-        self._batch: Any = None
+        # Arguments of ``training_step`` after the batch.
         self._further_args: tuple[Any, ...] = ()
         # The closure of the optimizer step that is being made.
         self._closure: Callable[[], Any] | None = None
@@ -83,18 +65,14 @@ class TrainerSteps:
         self._loss: torch.Tensor | None = None
         # What ``training_step``, or Lightning's closure around it, returned in this attempt.
         self._output: Any = None
-        # Whether manual optimization goes through the guard. None until its first batch is over.
-        self._manual_is_guarded: bool | None = None
 
     @property
-    def lightning_optimizes(self) -> bool:
-        """Return whether Lightning makes steps of this batch.
+    def makes_steps(self) -> bool:
+        """Return whether steps are made of this batch.
 
-        It does not if the module optimizes manually, nor while a callback only shows batches to the
-        model. ``StochasticWeightAveraging`` does so with the averaged weights, for BatchNorm.
+        They are not while a callback only shows batches to the model: with the averaged weights of
+        ``StochasticWeightAveraging``, for BatchNorm.
         """
-        if not self._module.automatic_optimization:
-            return False
         return not self._trainer.fit_loop._skip_backward
 
     @property
@@ -107,11 +85,11 @@ class TrainerSteps:
         for hook in self._optimizer_hooks:
             hook.remove()
 
-    # --- Automatic optimization ---
+    # --- Steps ---
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """Keep the batch, since a step may need it several times."""
-        self._batch = batch
+        super().begin_batch(batch, batch_idx)
         self._further_args = (batch_idx,) if self._takes_batch_index else ()
         if batch_idx % self._batches_per_step == 0:
             # Here Lightning resets the gradients. The module's own ``optimizer_step`` may have left
@@ -173,8 +151,8 @@ class TrainerSteps:
         return result, output
 
     def _begin_attempt(self) -> None:
+        super()._begin_attempt()
         self._output = None
-        self._logs.undo_attempt()
 
     def _loss_of_part(self, part: Any) -> torch.Tensor:
         """Return the loss of the batch, or of a part of it, with its graph: the loss function."""
@@ -184,28 +162,20 @@ class TrainerSteps:
         try:
             with self._logging_part(part) as is_attempt:
                 self._call_training_step(part, is_attempt=is_attempt)
-            return divided(self._require_loss(), self._batches_per_step)
+            if self._loss is None:
+                raise unsupported(
+                    "training_step returned None",
+                    reason="a guarded step needs a loss",
+                    fix=(
+                        "return a loss, and leave batches out in the loader; steps with NaN are"
+                        " skipped automatically."
+                    ),
+                )
+            return divided(self._loss, self._batches_per_step)
         finally:
             self._loss = None
             self._part = None
             self.is_called_by_guard = False
-
-    def _require_loss(self) -> torch.Tensor:
-        """Return the loss of the call that was just made.
-
-        Raises:
-            PolicyError: H111 if there is none.
-        """
-        if self._loss is None:
-            raise unsupported(
-                "training_step returned None",
-                reason="a guarded step needs a loss",
-                fix=(
-                    "return a loss, and leave batches out in the loader; steps with NaN are"
-                    " skipped automatically."
-                ),
-            )
-        return self._loss
 
     def _call_training_step(self, part: Any, *, is_attempt: bool) -> None:
         if is_attempt and self._closure is not None:
@@ -237,37 +207,6 @@ class TrainerSteps:
                 parameters.extend(group["params"])
         return parameters
 
-    @contextlib.contextmanager
-    def _logging_part(self, part: Any) -> Iterator[bool]:
-        """Return a context in which a part of the batch passes through the model.
-
-        It yields whether this is an attempt. Otherwise it is a trial of a split, or a replay that
-        looks for a cause, and what is logged in it is undone.
-        """
-        if self.accumulation.attempting:
-            self._logs.begin_part(part, self._batch)
-            yield True
-            self._logs.end_part(self._count_samples(part))
-        else:
-            with self._logs.discarded():
-                yield False
-
-    def _count_samples(self, part: Any) -> int:
-        """Return the weight of a part in what is logged."""
-        if part is self._batch or callable(self._split):
-            return 1
-        return batch_size(part, self._split)
-
-    @contextlib.contextmanager
-    def _within_training_step(self) -> Iterator[None]:
-        """Let ``self.log`` see that it is called in ``training_step``."""
-        before = self._module._current_fx_name
-        self._module._current_fx_name = "training_step"
-        try:
-            yield
-        finally:
-            self._module._current_fx_name = before
-
     # --- Hooks ---
 
     def call_backward_hooks(self) -> None:
@@ -296,80 +235,6 @@ class TrainerSteps:
         call._call_callback_hooks(self._trainer, name, *args)
         call._call_lightning_module_hook(self._trainer, name, *args)
 
-    # --- Manual optimization ---
-
-    def manual_step(
-        self, batch: Any, loss_fn: LossFunction, optimizer: Any, split: Split | None
-    ) -> StepResult:
-        """Make one step; see `HoldfastStrategy.guarded_step`."""
-        numbers = self._optimizer_numbers(optimizer)
-        names = optimizer_names(self._optimizers)
-        wrappers = self._trainer.strategy._lightning_optimizers
-        batch_before = self._batch
-        self._batch = batch
-        self._manual_is_guarded = True
-        self._logs.begin_step()
-        for number in numbers:
-            wrappers[number]._on_before_step()
-        try:
-            result = self._guard.step(
-                batch,
-                _ManualLoss(self, loss_fn),
-                optimizer=[names[number] for number in numbers],
-                split=split,
-            )
-        finally:
-            self._logs.end_step(batch_before)
-            self._batch = batch_before
-        for number in numbers:
-            wrappers[number]._on_after_step()
-        return result
-
-    def _optimizer_numbers(self, optimizer: Any) -> list[int]:
-        """Return the positions of an optimizer, of several, or for None of all of them.
-
-        Each may be wrapped in a ``LightningOptimizer``.
-        """
-        if optimizer is None:
-            return list(range(len(self._optimizers)))
-        requested = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-        unwrapped = [getattr(wrapper, "optimizer", wrapper) for wrapper in requested]
-        return [
-            number
-            for number, own in enumerate(self._optimizers)
-            if any(own is candidate for candidate in unwrapped)
-        ]
-
-    def note_unguarded_steps(self) -> None:
-        """Record once that the first batch of manual optimization went past the guard."""
-        if self._module.automatic_optimization or self._manual_is_guarded is not None:
-            return
-        self._manual_is_guarded = False
-        why = (
-            "the module optimizes manually, and training_step called no guarded_step for its first"
-            " batch. Fix: self.trainer.strategy.guarded_step(batch, loss_fn, optimizer=...)"
-        )
-        self._guard.emit(run_events.OwnSteps(why=why))
-
-    def compute_manual_loss(self, part: Any, loss_fn: LossFunction) -> Any:
-        """Call a loss function of manual optimization, and keep what it logs right."""
-        with self._logging_part(part), self._within_training_step():
-            return loss_fn(part)
-
-
-class _ManualLoss:
-    """A loss function of manual optimization.
-
-    The guard recognises it from step to step by its attribute `loss_fn`.
-    """
-
-    def __init__(self, steps: TrainerSteps, loss_fn: LossFunction) -> None:
-        self._steps = steps
-        self.loss_fn = loss_fn
-
-    def __call__(self, part: Any) -> Any:
-        return self._steps.compute_manual_loss(part, self.loss_fn)
-
 
 def _without_graph(output: Any) -> Any:
     """Return what ``training_step`` returned, with a detached loss.
@@ -381,13 +246,6 @@ def _without_graph(output: Any) -> Any:
     if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
         return {**output, "loss": output["loss"].detach()}
     return output
-
-
-def optimizer_names(optimizers: Sequence[Any]) -> list[str]:
-    """Return what the guard calls these optimizers."""
-    if len(optimizers) == 1:
-        return ["optimizer"]
-    return [f"optimizer_{number}" for number in range(len(optimizers))]
 
 
 def lightning_clips(module: Any) -> bool:
