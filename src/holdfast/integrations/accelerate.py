@@ -44,7 +44,7 @@ from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.splitting.window import Window
 from holdfast.integrations.refusals import check_accelerator, load, unsupported
 from holdfast.loader.loader import DataLoader
-from holdfast.recorder.scalars import recorded_too
+from holdfast.recorder.scalars import with_recording
 
 # Arguments of `Guard` that may be given among the fields of the policy.
 _GUARD_ARGUMENTS = ("state", "split", "clock")
@@ -99,7 +99,7 @@ def accelerate_guard(
     if not isinstance(loader, DataLoader):
         guard._batches_per_step = accelerator.gradient_accumulation_steps
     take_scale(guard, accelerator.scaler)
-    accelerator.log = recorded_too(accelerator.log, _logged_values)
+    accelerator.log = with_recording(accelerator.log, _logged_values)
     return guard
 
 

@@ -117,7 +117,7 @@ def read_history(path: Path) -> History:
     return History(np.frombuffer(data, _ROW, count, _HEADER.size), newest, missing)
 
 
-def extend(path: Path, slots: bytes, slot_bytes: int, first: int) -> None:
+def extend_history(path: Path, slots: bytes, slot_bytes: int, first: int) -> None:
     """Add half of a ring to its history. Cost: about 3 ms for 16,384 records.
 
     Args:
@@ -136,13 +136,13 @@ def extend(path: Path, slots: bytes, slot_bytes: int, first: int) -> None:
         history = History(_empty_rows())
     due = np.arange(first, last + 1, dtype=np.uint64)
     new_rows, recorded = rows_of(slots, slot_bytes, due, history.newest, _FINEST)
-    rows = at_most(np.concatenate([history.rows, new_rows]), _MOST_ROWS)
+    rows = merge_rows(np.concatenate([history.rows, new_rows]), _MOST_ROWS)
     missing = history.missing + last - history.newest - recorded
     header = _HEADER.pack(_MAGIC, _VERSION, _ROW.itemsize, last, missing)
     swap_in(path.with_name(path.name + SUFFIX), header + rows.tobytes())
 
 
-def at_most(rows: Rows, most: int, finest: int = 2 * _FINEST) -> Rows:
+def merge_rows(rows: Rows, most: int, finest: int = 2 * _FINEST) -> Rows:
     """Merge neighboring rows until there are at most `most`.
 
     Args:

@@ -139,11 +139,11 @@ class RingWriter:
             return
         # On a full disk, or without numpy, recording continues without a history.
         with suppress(Exception):
-            from holdfast.recorder.history import extend
+            from holdfast.recorder.history import extend_history
 
             start = HEADER_BYTES + (first_new % self._capacity) * self._slot_bytes
             slots = self._map[start : start + self._half * self._slot_bytes]
-            extend(self._path, slots, self._slot_bytes, first_new - self._capacity)
+            extend_history(self._path, slots, self._slot_bytes, first_new - self._capacity)
 
     def close(self) -> None:
         """Unmap the file. Nothing may be appended afterwards."""

@@ -157,7 +157,6 @@ class AutomaticOptimization(Optimization):
     def _loss_of_part(self, part: Any) -> torch.Tensor:
         """Return the loss of the batch, or of a part of it, with its graph: the loss function."""
         self._part = part
-        self._loss = None
         self.is_called_by_guard = True
         try:
             with self._logging_part(part) as is_attempt:

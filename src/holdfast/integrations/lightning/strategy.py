@@ -45,7 +45,7 @@ from holdfast.integrations.lightning.unsupported import check_module, check_rank
 from holdfast.integrations.refusals import check_one_process, load, unsupported
 from holdfast.integrations.saving import on_all_ranks, should_save
 from holdfast.loader.splitting import Split
-from holdfast.recorder.scalars import recorded_too
+from holdfast.recorder.scalars import with_recording
 from holdfast.supervise.observe.logged_scalars import read_lightning_log
 
 load("lightning.pytorch")
@@ -175,7 +175,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         ]
         self._hold_schedulers_after_skips(module, optimization)
         connector = trainer._logger_connector
-        connector.log_metrics = recorded_too(
+        connector.log_metrics = with_recording(
             connector.log_metrics, partial(read_lightning_log, connector)
         )
 

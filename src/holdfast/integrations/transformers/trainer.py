@@ -35,7 +35,7 @@ from holdfast.integrations.transformers.window_loss import WindowLoss
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.splitting import Split
 from holdfast.memory.oom import find_out_of_memory
-from holdfast.recorder.scalars import recorded_too
+from holdfast.recorder.scalars import with_recording
 from holdfast.supervise.observe.logged_scalars import read_trainer_log
 
 # Counters of the guard that are logged beside the loss once they are above 0.
@@ -338,7 +338,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         if not math.isfinite(logs.get("loss", 0.0)):
             # The Trainer subtracts what it has logged, and NaN minus NaN would stay NaN forever.
             self._tr_loss.zero_()
-        log_and_record = recorded_too(super().log, partial(read_trainer_log, self))
+        log_and_record = with_recording(super().log, partial(read_trainer_log, self))
         log_and_record(logs, *rest, **named)
 
     def _finalize_training(self, *rest: Any, **named: Any) -> Any:
