@@ -195,42 +195,37 @@ def put_together(parts: Sequence[tuple[int | None, Mapping[str, Any] | None]]) -
     Args:
         parts: The samples of each part (None if unknown), and its extra results.
     """
-    merged: dict[str, list[_PartResult]] = {}
+    values: dict[str, list[Any]] = {}
+    sizes: dict[str, list[int | None]] = {}
     for samples, extra in parts:
         for name, value in (extra or {}).items():
-            merged.setdefault(name, []).append(_PartResult(samples, value))
-    return {name: _joined(results) for name, results in merged.items()}
+            values.setdefault(name, []).append(value)
+            sizes.setdefault(name, []).append(samples)
+    return {name: _joined(values[name], sizes[name]) for name in values}
 
 
-@dataclass(frozen=True, slots=True)
-class _PartResult:
-    """An extra result of one part of a batch."""
-
-    # Samples in the part, or None if unknown.
-    samples: int | None
-    value: Any
-
-    def has_a_row_per_sample(self) -> bool:
-        is_tensor = isinstance(self.value, torch.Tensor) and self.value.dim() > 0
-        return is_tensor and len(self.value) == self.samples
-
-    def is_number(self) -> bool:
-        if isinstance(self.value, torch.Tensor):
-            return self.value.numel() == 1
-        return isinstance(self.value, (int, float))
-
-
-def _joined(results: list[_PartResult]) -> Any:
-    """Return the results of all parts as one: concatenated, averaged, or as a list."""
-    if len(results) == 1:
-        return results[0].value
-    if all(result.has_a_row_per_sample() for result in results):
-        return torch.cat([result.value for result in results])
-    if all(result.is_number() for result in results):
-        weights = [result.samples or 1 for result in results]
-        weighted = [weight * result.value for weight, result in zip(weights, results, strict=True)]
+def _joined(values: list[Any], sizes: list[int | None]) -> Any:
+    """Return the values of all parts as one: concatenated, averaged, or as a list."""
+    if len(values) == 1:
+        return values[0]
+    if all(_has_rows(value, samples) for value, samples in zip(values, sizes, strict=True)):
+        return torch.cat(values)
+    if all(_is_number(value) for value in values):
+        weights = [samples or 1 for samples in sizes]
+        weighted = [weight * value for weight, value in zip(weights, values, strict=True)]
         return sum(weighted) / sum(weights)
-    return [result.value for result in results]
+    return values
+
+
+def _has_rows(value: Any, samples: int | None) -> bool:
+    """Return whether this is a tensor with one row per sample."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == samples
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float))
 
 
 def without_graph(run: Callable[[], _T]) -> _T:

@@ -190,21 +190,15 @@ class AutomaticOptimization(Optimization):
         """Call Lightning's closure, but keep the gradients of earlier parts, which it resets."""
         parameters: list[torch.Tensor] = []
         if self._logs.num_parts:
-            parameters = self._parameters()
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    parameters.extend(group["params"])
         gradients = [parameter.grad for parameter in parameters]
         closure()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         if isinstance(closure, AbstractClosure):
             self._output = closure.consume_result()
-
-    def _parameters(self) -> list[torch.Tensor]:
-        """Return all parameters of the optimizers."""
-        parameters: list[torch.Tensor] = []
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                parameters.extend(group["params"])
-        return parameters
 
     # --- Hooks ---
 

@@ -99,23 +99,18 @@ def _choose_checkpoint(requested: Any, output_dir: str, run_dir: str | None) -> 
     if not path.is_dir() and not path.is_symlink():
         # The Trainer says what is wrong with it.
         return requested
-    checkpoint = _this_or_an_older_one(path)
-    if checkpoint is None:
-        _warn_of_new_start(requested)
-    elif Path(checkpoint) != path:
-        _log.warning("resuming from %s", checkpoint)
-    return checkpoint
-
-
-def _this_or_an_older_one(path: Path) -> str | None:
-    """Return the newest checkpoint that verifies, from this one back."""
     older = [
         checkpoint
         for checkpoint in _newest_first(path.parent)
         if _step_number(checkpoint) < _step_number(path)
     ]
-    checkpoint = newest_checkpoint([path, *older])
-    return None if checkpoint is None else str(checkpoint)
+    newest = newest_checkpoint([path, *older])
+    if newest is None:
+        _warn_of_new_start(requested)
+        return None
+    if newest != path:
+        _log.warning("resuming from %s", newest)
+    return str(newest)
 
 
 def _warn_of_new_start(folder: str) -> None:
