@@ -234,7 +234,9 @@ class _AsPrepared:
 
 
 def _guarded_loader(loader: Any, accelerator: Any) -> Any:
-    """Return the loader as the guard shall iterate it; what is none is left for it to refuse.
+    """Return the loader that the guard will iterate.
+
+    Anything that cannot be iterated is returned unchanged: the guard refuses it.
 
     Raises:
         PolicyError: H111 for a loader whose position or accumulation cannot be guarded.

@@ -319,7 +319,7 @@ def _is_on_purpose(suspect: Suspect) -> bool:
 def _first_that_breaks(
     mask: _ChainLink, successors: Mapping[_ChainLink, _ChainLink | None]
 ) -> Suspect:
-    """Return the first operation after a mask that computes with its Inf, not just passes it on."""
+    """Return the first operation after a mask that computes with its Inf instead of moving it."""
     link = mask
     successor = successors[link]
     while successor is not None:

@@ -329,7 +329,7 @@ class _LossMonitor:
         if len(window) < _LEAST_WINDOW:
             return
         if self.loss is None:
-            # The new level can be determined by now.
+            # The suspicion lasted until the new level was known, which it is now.
             self.suspected_since = None
         self.loss = UsualValues.of([loss for _, loss, _ in window], LOSS_FLOOR)
         self.norm = UsualValues.of([norm for _, _, norm in window], NORM_FLOOR)

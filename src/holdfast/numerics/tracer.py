@@ -279,8 +279,8 @@ class OriginTracer(TorchDispatchMode):
         self._running.append(module)
 
     def _end_module(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        # Modules above it on the stack were left by an exception, with which checkpointing stops a
-        # recomputation early.
+        # Inner modules that have not ended were left by an exception, with which checkpointing
+        # stops a recomputation early.
         for depth in range(len(self._running) - 1, -1, -1):
             if self._running[depth] is module:
                 del self._running[depth:]

@@ -322,7 +322,7 @@ class SampleRing(RingWriter):
             grad_norm: Likewise.
         """
         if number <= self._sequence - self._capacity:
-            # The slot belongs to another record by now.
+            # A newer record has taken the slot.
             return
         slot = HEADER_BYTES + (number % self._capacity) * self._slot_bytes
         payload = slot + _PAYLOAD_OFFSET

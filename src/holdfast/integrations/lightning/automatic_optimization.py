@@ -32,11 +32,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 class AutomaticOptimization(Optimization):
     """Makes the steps that Lightning asks for.
 
+    It takes the arguments of `Optimization` and one more.
+
     Args:
-        module: As for `Optimization`.
-        guard: Likewise.
-        optimizers: Likewise.
-        split: Likewise.
         run_training_step: Runs ``training_step`` as Lightning's own strategy does.
     """
 
@@ -77,7 +75,7 @@ class AutomaticOptimization(Optimization):
 
     @property
     def _batches_per_step(self) -> int:
-        """Return the number now; ``GradientAccumulationScheduler`` changes it between epochs."""
+        # Not a constant: ``GradientAccumulationScheduler`` changes it between epochs.
         return int(self._trainer.accumulate_grad_batches)
 
     def close(self) -> None:
@@ -211,8 +209,9 @@ class AutomaticOptimization(Optimization):
             self._call_hooks("on_after_backward")
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Call the hooks between the backward pass and the step of an optimizer."""
+        """Call Lightning's hooks between the backward pass and the step of an optimizer."""
         if self._closure is None:
+            # The optimizer is stepped by somebody else, not in a step of Lightning's.
             return
         self._call_hooks("on_after_backward")
         self._call_hooks("on_before_optimizer_step", optimizer)

@@ -61,7 +61,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E40
 # From Lightning's names of precisions to those of `Policy.precision`. All others are guarded like
 # fp32: there is no loss scale.
 _PRECISIONS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
-# The key of the carried state in a checkpoint of Lightning's.
+# The key of the carried state in Lightning's checkpoints.
 _CARRIED_KEY = "holdfast"
 
 
@@ -164,7 +164,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         return limit
 
     def _connect(self, module: Any, guard: HostedGuard, optimization: Optimization) -> None:
-        """Connect checkpoints, schedulers and logs of Lightning with the guard."""
+        """Connect Lightning's checkpoints, schedulers and logs to the guard."""
         trainer = module.trainer
         if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
             self.checkpoint_io.emit = guard.emit
@@ -261,7 +261,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
     # --- Batches and steps ---
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return the loader as it is.
+        """Return the loader unchanged.
 
         If the checkpoint is from the end of an epoch, restore the random state first: the loader
         draws the order of the next epoch from it.
@@ -525,8 +525,8 @@ class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
 def _reset_finished_epoch(fit_loop: Any) -> None:
     """Let an epoch that follows a checkpoint of the last batch begin like any other.
 
-    Lightning would leave out its beginning, and then mistake checkpoints of this epoch for such of
-    its end.
+    Otherwise Lightning would skip its beginning, and then mistake checkpoints from within this
+    epoch for those of its end.
     """
     progress = fit_loop.epoch_progress.current
     if fit_loop.restarted_mid_epoch and progress.ready == progress.processed:

@@ -274,6 +274,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         stepped = should_step and not result.skipped
         if stepped:
             self.optimizer_step += 1
+        # If the batch was split, the hook gets the last part and the outputs of that.
         part, outputs = self._holdfast_last_part or (batch, None)
         self._holdfast_last_part = None
         self.on_fit_batch_end(part, outputs, result.loss, stepped)

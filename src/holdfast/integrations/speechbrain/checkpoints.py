@@ -73,7 +73,7 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         return checkpoint if saved else None
 
     def delete_checkpoints(self, **kwargs: Any) -> None:
-        """Delete as asked, but keep two at least, and all of them if the newest save failed."""
+        """Delete as requested, but keep at least two, and all of them if the newest save failed."""
         if self._newest_save_failed:
             return
         num_to_keep = kwargs.get("num_to_keep", 1)

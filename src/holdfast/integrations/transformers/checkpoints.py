@@ -65,7 +65,7 @@ def last_good_checkpoint(
 
 
 def verified_checkpoint(trainer: Any, requested: Any, run_dir: str | None = None) -> Any:
-    """Return what the Trainer shall resume from.
+    """Return what the Trainer should resume from.
 
     Args:
         trainer: The Trainer, on every rank.
@@ -74,7 +74,7 @@ def verified_checkpoint(trainer: Any, requested: Any, run_dir: str | None = None
 
     Returns:
         The requested checkpoint if it verifies, otherwise the newest older one that does, or None
-        for a new start. What the Trainer itself must judge is returned as it is.
+        for a new start. A path that does not exist is returned unchanged: the Trainer reports it.
     """
     if not requested:
         return requested
@@ -195,7 +195,7 @@ def read_carried_state(checkpoint: Any) -> dict[str, Any] | None:
     """Return the carried state of a checkpoint.
 
     Args:
-        checkpoint: Its path. Anything else is no checkpoint.
+        checkpoint: Its path. Any other value means that there is no checkpoint.
 
     Returns:
         None if there is no checkpoint, or it was written without holdfast.

@@ -117,7 +117,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         self._holdfast_run_dir = holdfast_run_dir
         self._holdfast_split = holdfast_split
         self._holdfast = _LoopState(loss_sum=torch.zeros((), dtype=torch.float64))
-        # An attribute ``step`` that someone had put on the optimizer before the guard was opened.
+        # An attribute ``step`` that the optimizer already had before the guard was opened.
         self._holdfast_own_step: Any = None
         self.args.logging_nan_inf_filter = False
         callback_class = type(
@@ -411,7 +411,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, *rest: Any, **named: Any
     ) -> None:
-        """Log, evaluate and save as the Trainer does, but at an epoch's end save last.
+        """Log, evaluate and save as the Trainer does, but save last at the end of an epoch.
 
         The Trainer calls this after the last step of an epoch, and again after the epoch. A save
         between the two would be resumed at the beginning of the next epoch, and the evaluation at
