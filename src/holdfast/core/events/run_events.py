@@ -30,9 +30,10 @@ class _Failure(EventData):
 # --- a run starts, is observed, and ends ----------------------------------------------------------
 
 
-class Loop(EventData):
+class LoopStarted(EventData):
     """A training loop started: who drives it (`by`), and what a resume promises."""
 
+    kind: ClassVar[str] = "loop"
     by: str = "guard"
     resume_promise: str | None = None
     epoch: int | None = None
@@ -837,9 +838,10 @@ class SnapshotsDoNotFit(EventData):
 # --- diagnosis of learning ------------------------------------------------------------------------
 
 
-class Finding(EventData):
+class FindingReported(EventData):
     """A diagnosis rule applies; `about` says whether it names a cause or a symptom."""
 
+    kind: ClassVar[str] = "finding"
     rule: str
     severity: str
     what: str
@@ -858,8 +860,10 @@ class Finding(EventData):
         return text
 
 
-class Note(Finding):
+class NoteReported(FindingReported):
     """A diagnosis rule reports something worth knowing that is often intended."""
+
+    kind: ClassVar[str] = "note"
 
 
 class DiagnosisLimited(_Why):
