@@ -118,7 +118,7 @@ class SettingsKept(EventData):
 
     def __str__(self) -> str:
         changes = "; ".join(self.changed)
-        return f"settings in the script are ignored: {changes}. {_capitalised(self.why)}"
+        return f"settings in the script are ignored ({changes}), because {self.why}"
 
 
 class GroupsChanged(EventData):
@@ -1034,11 +1034,6 @@ class ItemsIgnored(_Why):
 
 
 # --- parts of sentences ---------------------------------------------------------------------------
-
-
-def _capitalised(clause: str) -> str:
-    """Return a clause with a capital first letter, to begin a sentence."""
-    return clause[:1].upper() + clause[1:]
 
 
 def _checkpoint(name: str | None) -> str:

@@ -42,15 +42,12 @@ def _layered(cls: type[_Class]) -> type[_Class]:
         _check_contradictions(self, values)
 
     layered_class.__init__ = __init__  # type: ignore[assignment, method-assign]
-    layered_class.__doc__ = _with_meanings(cls)
-    return layered_class
-
-
-def _with_meanings(cls: type[Any]) -> str:
-    """Return the docstring of a class with the meaning of each field as an argument."""
     meanings = sources.meanings_of(Path(__file__), cls.__name__)
     arguments = [f"    {name}: {' '.join(text.split())}" for name, text in meanings.items()]
-    return "\n".join([cls.__doc__ or "", "    Args, one for each field:", *arguments, ""])
+    layered_class.__doc__ = "\n".join(
+        [cls.__doc__ or "", "    Args, one for each field:", *arguments, ""]
+    )
+    return layered_class
 
 
 @functools.cache
@@ -76,8 +73,8 @@ def _with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
         return own_values
     preset = find_preset(name, sources.describe_sources(given_name))
     preset_values = {
-        field: sources.SourcedValue(value, f"preset {name}")
-        for field, value in preset.values().items()
+        field: sources.SourcedValue(setting.value, f"preset {name}")
+        for field, setting in preset.settings.items()
     }
     return {**preset_values, **own_values}
 
