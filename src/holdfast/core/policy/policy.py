@@ -36,7 +36,7 @@ def _layered(cls: type[_Class]) -> type[_Class]:
     def __init__(self: Any, /, **arguments: Any) -> None:  # noqa: N807
         values = _with_preset({**sources.from_environment(), **arguments})
         checked_values = {
-            name: kinds.check(name, fields()[name], value) for name, value in values.items()
+            name: kinds.check(name, field_kinds()[name], value) for name, value in values.items()
         }
         plain_init(self, **checked_values)
         _check_contradictions(self, values)
@@ -51,7 +51,7 @@ def _layered(cls: type[_Class]) -> type[_Class]:
 
 
 @functools.cache
-def fields() -> dict[str, Any]:
+def field_kinds() -> dict[str, Any]:
     """Return the type of each field, for `kinds.check`."""
     return get_type_hints(Policy, include_extras=True)
 
@@ -63,7 +63,7 @@ def _with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
         PolicyError: H101 for a key that is neither a field nor ``"preset"``, H110 for an unknown
             preset.
     """
-    sources.check_keys(values, fields())
+    sources.check_keys(values, field_kinds())
     own_values = dict(values)
     given_name = own_values.pop(sources.PRESET, None)
     name = given_name
@@ -286,7 +286,7 @@ class Policy:
             >>> policy.max_grad_norm, policy.keep_latest_k
             (1.0, 2)
         """
-        file, values = sources.from_options(namespace, fields())
+        file, values = sources.from_options(namespace, field_kinds())
         return cls.of(file, **values)
 
     @classmethod
