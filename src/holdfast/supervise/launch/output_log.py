@@ -7,11 +7,11 @@ the beginning and the end of a run are what explains a failure.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.core.durable import free_bytes
 from holdfast.core.files import close_descriptor, create_file, open_file, open_to_read
 from holdfast.recorder.run_files import ATTEMPT_LINE
 
@@ -92,7 +92,7 @@ class OutputLog:
         if lost_bytes == 0:
             return True
         with suppress(OSError):
-            if free_bytes(self._path.parent) < _MIN_FREE_BYTES:
+            if shutil.disk_usage(self._path.parent).free < _MIN_FREE_BYTES:
                 return False
         self.lost_bytes = 0
         self._append(b"\n--- holdfast: %d bytes could not be written ---\n" % lost_bytes)
