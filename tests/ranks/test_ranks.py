@@ -662,10 +662,10 @@ def refusals(rank, run):
         "is sharded in part only": lambda: guarded(
             sharded(both := small(), ignored_params={both.bias})
         ),
-        "is spread as": lambda: guarded(
+        "is sharded as": lambda: guarded(
             sharded(small(), shard_placement_fn=lambda p: Shard(p.ndim - 1))
         ),
-        "is spread over 1 of the ranks": lambda: guarded(
+        "is sharded over 1 of the ranks": lambda: guarded(
             sharded(small(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"])
         ),
         "averaged= is given": lambda: guarded(sharded(small()), averaged=AveragedModel(small())),

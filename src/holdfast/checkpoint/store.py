@@ -90,11 +90,6 @@ class Store:
         Raises:
             HoldfastError: As `holdfast.checkpoint.newest.newest_good`.
         """
-
-        def report(path: Path, why: str) -> None:
-            if on_damaged is not None:
-                on_damaged(path, why)
-
         entries = {entry.path: entry for entry in self.entries()}
         if before_step is not None:
             entries = {
@@ -103,7 +98,7 @@ class Store:
         elif not entries:
             self._check_none_were_moved_aside()
         try:
-            path = newest_good(entries, report, complete=True, renames=on_damaged is not None)
+            path = newest_good(entries, on_damaged, complete=True, renames=on_damaged is not None)
         except CheckpointError:
             if before_step is None:
                 raise

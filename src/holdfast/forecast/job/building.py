@@ -8,8 +8,9 @@ A factory returns a dict::
                                                                    f(guard, batch) is a step
     {"model": ..., "optimizer": ..., "step": f}                    f(batch_size) is a step
 
-Models and optimizers may be dicts of several. Other keys, such as ``scheduler``, are ignored. A
-factory with a parameter ``micro_batch_size`` or ``batch_size`` is called with it.
+Models and optimizers may be dicts of several. The size of the batch is inferred, or given as
+``batch_size``. Other keys, such as ``scheduler``, are ignored. A factory with a parameter
+``micro_batch_size`` or ``batch_size`` is called with it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,6 @@ class BuiltJob:
         batch: The sample batch.
         has_batch: Whether there is a batch; a step may create its own.
         batch_size: Samples of the batch, if the factory received or returned this number.
-        split: The dimension of the samples.
     """
 
     models: dict[str, nn.Module]
@@ -65,7 +65,6 @@ class BuiltJob:
     batch: Any
     has_batch: bool
     batch_size: int | None = None
-    split: int = 0
 
 
 def load_factory(name: str) -> Function:
@@ -160,21 +159,6 @@ class _Reader:
     def read(self, returned: Any) -> BuiltJob:
         if not isinstance(returned, Mapping):
             raise self._refusal(f"a {type(returned).__name__}")
-        self._check_keys(returned)
-        size = returned.get("batch_size")
-        split = returned.get("split", 0)
-        return BuiltJob(
-            models=self._by_name(returned["model"], "model", nn.Module),
-            optimizers=self._by_name(returned["optimizer"], "optimizer", Optimizer),
-            function=self._function(returned),
-            is_step="step" in returned,
-            batch=returned.get("batch"),
-            has_batch="batch" in returned,
-            batch_size=size if isinstance(size, int) else None,
-            split=split if isinstance(split, int) else 0,
-        )
-
-    def _check_keys(self, returned: Mapping[str, Any]) -> None:
         needed = ["model", "optimizer"]
         if "step" not in returned:
             needed.append("batch")
@@ -182,7 +166,16 @@ class _Reader:
         if missing:
             keys = ", ".join(map(repr, returned))
             raise self._refusal(f"a dict with {keys}, without {' and '.join(missing)}")
-        self._function(returned)
+        size = returned.get("batch_size")
+        return BuiltJob(
+            function=self._function(returned),
+            models=self._by_name(returned["model"], "model", nn.Module),
+            optimizers=self._by_name(returned["optimizer"], "optimizer", Optimizer),
+            is_step="step" in returned,
+            batch=returned.get("batch"),
+            has_batch="batch" in returned,
+            batch_size=size if isinstance(size, int) else None,
+        )
 
     def _function(self, returned: Mapping[str, Any]) -> Function:
         key = "step" if "step" in returned else "loss_fn"

@@ -23,7 +23,7 @@ from holdfast.guard.run.steps import Recovery
 from holdfast.guard.saving.unkept import UnkeptNumbers
 from holdfast.guard.saving.unsaved import watch
 from holdfast.guard.stop import Interrupted, StopRequest
-from holdfast.loader.loader import take_unkept_loaders
+from holdfast.loader.epoch import take_unkept_loaders
 from holdfast.memory.oom import naming_lack_of_memory
 
 # A scheduler that needs a metric is reported if it has received none in this many epochs. The

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.background import Job, nonfinite_copies
+from holdfast.checkpoint.background import BackgroundJob, nonfinite_copies
 from holdfast.checkpoint.buffers import HostBuffers, needed_bytes
 from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.interval import IntervalChooser
@@ -142,7 +142,7 @@ class Saving:
         self._tried_at_step: int | None = None
         # The time of the last check of whether the directory is still locked by this run.
         self._held_at = clock.monotonic_seconds()
-        self._job: Job[_Save | None] | None = None
+        self._job: BackgroundJob[_Save | None] | None = None
         self._buffers: HostBuffers | None = None
         self._in_background = policy.async_save and self._every is not None
         # Whether the buffers were prepared before the first save was due.
@@ -413,7 +413,7 @@ class Saving:
             self._take_in(save)
         else:
             try:
-                self._job = Job(
+                self._job = BackgroundJob(
                     lambda: self._carry_out(save, nonfinite_copies), self._directory.path
                 )
             except (MemoryError, RuntimeError) as error:
@@ -595,7 +595,7 @@ class Saving:
         try:
             buffers = HostBuffers(size, cuda=self._cuda)
             if size > _SMALL_BYTES:
-                self._job = Job(buffers.touch, self._directory.path)
+                self._job = BackgroundJob(buffers.touch, self._directory.path)
         except (OSError, RuntimeError) as error:
             # There is no memory, or no thread can be started.
             self._stop_background(f"{size} bytes for copies of the state were refused ({error})")

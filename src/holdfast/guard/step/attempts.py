@@ -32,12 +32,13 @@ from holdfast.guard.state.states import StateKeeper, kept_states
 from holdfast.guard.state.work import Work
 from holdfast.guard.step.passes import LossScale, Passes
 from holdfast.loader.random_state import capture, restore
-from holdfast.loader.splitting import Split, micro_batches, tensors_in, versions_of
+from holdfast.loader.splitting import Split, micro_batches, tensors_in
 from holdfast.memory.blocks import find_blocks, named_submodules
 from holdfast.memory.ladder import StepPlan
 from holdfast.memory.oom import is_sticky
 from holdfast.memory.recompute import RecomputeDiffersError, recomputing
 from holdfast.memory.saved_bytes import SavedBytes
+from holdfast.memory.tensors import versions_of
 from holdfast.numerics.eager import anything_compiled
 from holdfast.numerics.gradients import Group, inspect, local
 from holdfast.numerics.loss import check_count

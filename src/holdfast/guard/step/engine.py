@@ -42,7 +42,7 @@ from holdfast.guard.state.work import Work
 from holdfast.guard.step.attempts import Attempts
 from holdfast.guard.step.passes import EmptyPartError
 from holdfast.guard.step.replay import Replay
-from holdfast.loader.splitting import Split, versions_of
+from holdfast.loader.splitting import Split
 from holdfast.memory.host_memory import trim_heap
 from holdfast.memory.ladder import MemoryLadder, Remedies
 from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken, switch_off_if_unsafe
@@ -54,6 +54,7 @@ from holdfast.memory.oom import (
 )
 from holdfast.memory.recompute import COMPILED, may_be_caused_by_recomputing
 from holdfast.memory.saved_bytes import NOTHING_SAVES
+from holdfast.memory.tensors import versions_of
 from holdfast.numerics.gradients import Group, clip, nonfinite_gradients
 
 # The first steps create optimizer state and choose kernels, which needs memory only once.

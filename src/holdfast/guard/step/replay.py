@@ -18,9 +18,10 @@ from holdfast.guard.result import Provenance
 from holdfast.guard.splitting.window import samples_of, selected
 from holdfast.guard.state.work import Work
 from holdfast.guard.step.attempts import Attempts
-from holdfast.loader.splitting import tensors_in, versions_of
+from holdfast.loader.splitting import tensors_in
 from holdfast.memory.ladder import StepPlan
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, release_memory
+from holdfast.memory.tensors import versions_of
 from holdfast.numerics.bad_samples import find_bad_samples
 from holdfast.numerics.eager import eager
 from holdfast.numerics.provenance import NeedsOtherRanksError, UntraceableError, find_nan, trace
