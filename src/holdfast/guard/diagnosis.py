@@ -107,7 +107,9 @@ class Diagnosis:
         for finding in findings:
             fields = asdict(with_origin(finding, self._origin))
             about = fields.pop("kind")
-            event = run_events.Note if finding.severity == "note" else run_events.Finding
+            event = run_events.FindingReported
+            if finding.severity == "note":
+                event = run_events.NoteReported
             self._record.emit(event(about=about, **fields))
 
     def state_dict(self) -> dict[str, Any] | None:

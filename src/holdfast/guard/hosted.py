@@ -22,7 +22,7 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.events import run_events
 from holdfast.core.events.data import EventData
 from holdfast.core.policy.kinds import check
-from holdfast.core.policy.policy import Policy, fields
+from holdfast.core.policy.policy import Policy, field_kinds
 from holdfast.core.policy.sources import PREFIX, from_environment
 from holdfast.core.text import counted
 from holdfast.guard.cursor import Cursor
@@ -101,7 +101,7 @@ def _is_from_variable(name: str, value: Any) -> bool:
     variables = from_environment()
     if name not in variables:
         return False
-    return bool(check(name, fields()[name], variables[name]) == value)
+    return bool(check(name, field_kinds()[name], variables[name]) == value)
 
 
 # --- the guard
