@@ -157,7 +157,8 @@ class MemoryLadder:
             return Stop(reason=reason, promise="bit-exact")
         half = (samples + 1) // 2
         self.plan = replace(self.plan, micro_batch_size=max(self._remedies.smallest, half))
-        return self._as_decision(f"{samples} samples at a time do not fit", batch_size)
+        reason = f"micro-batches of {counted(samples, 'sample')} do not fit"
+        return self._as_decision(reason, batch_size)
 
     def without_split(self) -> None:
         """Note that batches must not be split after all."""
