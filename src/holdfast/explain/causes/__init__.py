@@ -1,4 +1,4 @@
-"""From evidence to the one cause of an end. Nothing here puts anything into words.
+"""From evidence to the one cause of an end.
 
 In reading order: ``candidate`` and ``weighing``, the possible causes found in statements, and how
 certain each one is, with the special cases ``own_errors``, ``shadowing`` and ``error_lines``;

@@ -336,19 +336,18 @@ class _ProcessReader:
 
         left_main_module = bool(raised.frames) and raised.frames[0].function == "<module>"
         looks_uncaught = left_main_module and not logged
-        last_index = self._index_after(raised.number, next_index) - 1
+        class_index = self._index_after(raised.number, next_index) - 1
         # A shell script may print that it is done although the program that it started has failed.
         # Such lines are no progress after an uncaught exception.
-        only_end_follows = looks_uncaught and self._progress.only_completion_after(last_index)
-        progress = 0 if only_end_follows else self._progress.count_after(next_index - 1)
-
-        # Code that logs an exception has caught it, so one line of progress is convincing.
-        progress_needed = 1 if logged else _CONTINUED
-        if progress >= progress_needed:
-            overtaken = looks_uncaught and self._progress_may_be_buffered(first, progress)
-            return _Fate(fatal=False, logged=logged, overtaken=overtaken)
-        nothing_follows = last_index > self._newest_sign or only_end_follows
-        return _Fate(fatal=None, logged=logged, last=bool(raised.frames) and nothing_follows)
+        only_end_follows = looks_uncaught and self._progress.only_completion_after(class_index)
+        if not only_end_follows:
+            progress = self._progress.count_after(next_index - 1)
+            # Code that logs an exception has caught it, so one line of progress is convincing.
+            if progress >= (1 if logged else _CONTINUED):
+                overtaken = looks_uncaught and self._progress_may_be_buffered(first, progress)
+                return _Fate(fatal=False, logged=logged, overtaken=overtaken)
+        no_sign_of_life = only_end_follows or class_index > self._newest_sign
+        return _Fate(fatal=None, logged=logged, last=bool(raised.frames) and no_sign_of_life)
 
     def _progress_may_be_buffered(self, first: int, progress: int) -> bool:
         """Return whether the progress after an exception may have been made before it.

@@ -147,7 +147,7 @@ def _exploded(points: Sequence[Point]) -> LostTraining | None:
 
 
 def _best_level(losses: Sequence[float]) -> float:
-    """Return the lowest level of a loss: of its beginning, or of any block.
+    """Return the lowest level that a loss had, at its beginning or in any block.
 
     The beginning counts with its first and its second smallest value, because a loss may explode
     immediately.
