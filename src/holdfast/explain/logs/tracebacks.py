@@ -338,7 +338,9 @@ class TracebackReader:
         """Return whether the message before a line has ended."""
         line = self._lines[index]
         text = line.text
-        if line.level is not None or self._has_other_time(index):
+        time_before = self._lines[index - 1].unix_seconds
+        has_other_time = line.unix_seconds not in (None, time_before)
+        if line.level is not None or has_other_time:
             return True
         if HEADER.search(text) or _LINK.match(text) or _ENDS_MESSAGE.match(text):
             return True
@@ -349,11 +351,6 @@ class TracebackReader:
         # A holdfast error continues with its fix, which may quote a metric.
         continues = text[0] in " \t" or text.startswith("Fix: ")
         return not continues and is_progress(text)
-
-    def _has_other_time(self, index: int) -> bool:
-        """Return whether a line has a different timestamp from the line before it."""
-        seconds = self._lines[index].unix_seconds
-        return seconds is not None and seconds != self._lines[index - 1].unix_seconds
 
     def _message_ends_at_gap(self, index: int) -> bool:
         """Return whether a message ends at an empty line, unless an indented line follows."""
@@ -376,7 +373,7 @@ class TracebackReader:
             if match is not None:
                 indent = len(match[1])
                 frames.append(_frame_from(match))
-            elif frames and _indentation(text) > indent:
+            elif frames and len(text) - len(text.lstrip()) > indent:
                 frames[-1] = _with_code(frames[-1], text.strip())
             elif not is_gap and not _REPEATED.match(text):
                 break
@@ -403,10 +400,6 @@ def _is_class_after_frames(match: re.Match[str]) -> bool:
 
 def _frame_from(match: re.Match[str]) -> Frame:
     return Frame(file=match[2], line=int(match[3]), function=match[4] or "")
-
-
-def _indentation(text: str) -> int:
-    return len(text) - len(text.lstrip())
 
 
 def _with_code(frame: Frame, code: str) -> Frame:
@@ -444,10 +437,9 @@ def without_margins(lines: Sequence[CleanLine]) -> list[CleanLine]:
     for line in lines:
         continues_group = in_group and re.match(r"\s*[|+]", line.text) is not None
         in_group = continues_group or "Exception Group Traceback" in line.text
-        plain_lines.append(_without_margin(line) if in_group else line)
+        if in_group:
+            is_separator = _GROUP_SEPARATOR.match(line.text) is not None
+            text = "" if is_separator else _GROUP_MARGIN.sub("", line.text)
+            line = replace(line, text=text, shown=text)
+        plain_lines.append(line)
     return plain_lines
-
-
-def _without_margin(line: CleanLine) -> CleanLine:
-    text = "" if _GROUP_SEPARATOR.match(line.text) else _GROUP_MARGIN.sub("", line.text)
-    return replace(line, text=text, shown=text)
