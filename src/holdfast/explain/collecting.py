@@ -80,7 +80,7 @@ def collect_stream(stream: Readable, *, name: str, status: int | None = None) ->
         lost=lost_from_output(log, name=name),
         learning=learning_from_output(log) if status == 0 else None,
         printed_losses=len(log.losses),
-        output_says_done=log.ended_well,
+        output_says_done=log.says_done,
     )
 
 

@@ -131,7 +131,7 @@ class _Collector:
             exit_call=exit_of_trainer.call,
             exit_message=exit_of_trainer.message,
             last_output_line=self._last_line_of_failure(),
-            output_says_done=self._log is not None and self._log.ended_well,
+            output_says_done=self._log is not None and self._log.says_done,
             living_pids=tuple(
                 process.info.pid
                 for process in self._processes
