@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from holdfast.core.text import counted
 from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations
-from holdfast.learning.rules.registry import Rule, rule
+from holdfast.learning.rules.registry import LearningRule, rule
 
 # How many names a finding lists.
 MAX_NAMES = 5
 
 
 @rule("H801", tier="contract", severity="error", kind="symptom", confidence=0.95)
-def nonfinite_loss(run: Observations, rule: Rule) -> Iterator[Finding]:
+def nonfinite_loss(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """A loss was NaN or Inf."""
     for name, optimizer in run.optimizers.items():
         if optimizer.nonfinite_losses:
+            steps = counted(optimizer.nonfinite_losses, "observed step")
             yield rule.finding(
-                f"the loss was NaN or Inf in {optimizer.nonfinite_losses} observed step(s)",
+                f"the loss was NaN or Inf in {steps}",
                 "look for log(0), a division by 0, an overflow, or too high a learning rate.",
                 name,
                 severity="note" if optimizer.gradient_failed_first else "error",
@@ -26,12 +28,13 @@ def nonfinite_loss(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H802", tier="contract", severity="error", kind="symptom", confidence=0.95)
-def nonfinite_gradient(run: Observations, rule: Rule) -> Iterator[Finding]:
+def nonfinite_gradient(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """The optimizer stepped with NaN or Inf in a gradient."""
     for name, optimizer in run.optimizers.items():
         if not optimizer.nonfinite_gradients:
             continue
-        message = f"{optimizer.nonfinite_gradients} observed step(s) used NaN or Inf as a gradient"
+        steps = counted(optimizer.nonfinite_gradients, "observed step")
+        message = f"{steps} used NaN or Inf as a gradient"
         if optimizer.nonfinite_names:
             message += f", first in {', '.join(optimizer.nonfinite_names)}"
         yield rule.finding(
@@ -43,7 +46,7 @@ def nonfinite_gradient(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H804", tier="contract", severity="error", kind="symptom", confidence=0.95)
-def nonfinite_weights(run: Observations, rule: Rule) -> Iterator[Finding]:
+def nonfinite_weights(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """Weights or running statistics hold NaN or Inf."""
     names = [name for name, layer in run.layers.items() if layer.nonfinite]
     for model in run.models.values():
@@ -56,12 +59,12 @@ def nonfinite_weights(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H806", tier="contract", severity="error", kind="cause", confidence=0.9)
-def nonfinite_input(run: Observations, rule: Rule) -> Iterator[Finding]:
+def nonfinite_input(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """A batch held NaN or Inf."""
     for name, inputs in run.inputs.items():
         if inputs.nonfinite:
             yield rule.finding(
-                f"{inputs.nonfinite} observed batch(es) given to the model held NaN or Inf",
+                f"{counted(inputs.nonfinite, 'observed batch')} given to the model held NaN or Inf",
                 "find and drop these samples; with Policy(drop_nonfinite_samples=True) a guard"
                 " makes the steps without them.",
                 name,
