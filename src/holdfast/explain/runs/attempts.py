@@ -277,7 +277,8 @@ class _Collector:
         lost, is_known = find_lost_training(
             [(process.folder, process.info) for process in self._trainers],
             self._guards,
-            (self._record.began, self._record.until),
+            began=self._record.began,
+            until=self._record.until,
         )
         if lost is not None and not lost.exploded and self._trains_by_reward():
             return None
