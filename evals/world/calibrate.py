@@ -1,4 +1,4 @@
-"""The table of confidences in ``explain.candidate``.
+"""The table of confidences in ``explain.causes.candidate``.
 
 How often each kind of grounds was right on reports not yet seen.
 

@@ -6,7 +6,6 @@ here judges. Attempts of supervised runs are collected in `attempts`.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from holdfast.core.errors import RunDirectoryError
@@ -17,7 +16,7 @@ from holdfast.explain.runs.attempts import collect_attempt
 from holdfast.explain.runs.divergence import find_lost_training, lost_from_output
 from holdfast.explain.runs.guard_records import already_tried, how_closed, statements_of_guards
 from holdfast.explain.runs.learning import learning_from_output
-from holdfast.explain.runs.recorded_steps import newest_step_of_guard
+from holdfast.explain.runs.recorded_steps import steps_of_guard
 from holdfast.explain.runs.recordings import Recordings, open_recordings, unreadable_error
 
 _NO_STATUS = (
@@ -80,7 +79,7 @@ def collect_stream(stream: Readable, *, name: str, status: int | None = None) ->
         lost=lost_from_output(log, name=name),
         learning=learning_from_output(log) if status == 0 else None,
         printed_losses=len(log.losses),
-        output_says_done=log.ended_well,
+        output_says_done=log.says_done,
     )
 
 
@@ -126,12 +125,8 @@ def _collect_guard(recordings: Recordings) -> Evidence:
     for folder in folders:
         events += recordings.events(folder)
     events.sort(key=lambda event: event.unix_seconds)
-    marks = [newest_step_of_guard(folder) for folder in folders]
-    newest = max(
-        (mark for mark in marks if mark is not None),
-        key=lambda mark: mark.unix_seconds,
-        default=None,
-    )
+    steps = [step for folder in folders for step in steps_of_guard(folder)]
+    newest = max(steps, key=lambda step: step.unix_seconds, default=None)
     statements = statements_of_guards(
         events, last_step=newest.unix_seconds if newest is not None else 0.0
     )
@@ -145,7 +140,7 @@ def _collect_guard(recordings: Recordings) -> Evidence:
             "no record of a Guard closing: the run was cut off, or its script does not call"
             " `guard.close()`"
         )
-    lost, _ = find_lost_training([], folders, (0.0, math.inf))
+    lost, _ = find_lost_training([], folders)
     return Evidence(
         source=str(recordings.run),
         missing=tuple(missing),

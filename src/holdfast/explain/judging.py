@@ -124,24 +124,21 @@ def _runner_up(case: Case, choice: Choice) -> tuple[str, str, float] | None:
 def _other_causes(case: Case, choice: Choice) -> Iterator[tuple[Signature, float]]:
     """Yield other causes that the evidence suggests, with the confidence in each."""
     left = 1.0 - choice.confidence
-    yield from _other_candidates(case, choice)
+    for candidate in (*case.roots, *case.cascades):
+        if candidate is not choice.candidate:
+            yield candidate.signature, candidate.confidence * _SHARE_OF_OTHERS
     if choice.candidate is not None:
         for signature in choice.candidate.also:
             yield signature, left * _SHARE_OF_OTHERS
     yield from _other_killers(case, choice)
-    if choice.signature.family != "hardware" and _kernel_logged_a_hardware_error(case.evidence):
+    logged_by_kernel = any("NVRM: Xid" in line.text for line in case.evidence.statements)
+    if choice.signature.family != "hardware" and logged_by_kernel:
         yield all_signatures()[endings.XID], left * _SHARE_OF_XID
     lost = case.evidence.lost
     if choice.signature.family != "numerics" and lost is not None and lost.exploded:
         yield all_signatures()[endings.TRAINING_LOST], left * _SHARE_OF_LOST_TRAINING
     if case.end.cause is not None and case.end.cause != endings.STATUS_ONLY:
         yield all_signatures()[case.end.cause], case.end.confidence * _SHARE_OF_OTHERS
-
-
-def _other_candidates(case: Case, choice: Choice) -> Iterator[tuple[Signature, float]]:
-    for candidate in (*case.roots, *case.cascades):
-        if candidate is not choice.candidate:
-            yield candidate.signature, candidate.confidence * _SHARE_OF_OTHERS
 
 
 def _other_killers(case: Case, choice: Choice) -> Iterator[tuple[Signature, float]]:
@@ -152,7 +149,3 @@ def _other_killers(case: Case, choice: Choice) -> Iterator[tuple[Signature, floa
     kills = observations.count_kernel_kills(case.evidence.endings)
     if choice.signature.id == endings.KILLED and kills is None:
         yield all_signatures()[endings.KILLED_UNCOUNTED], left
-
-
-def _kernel_logged_a_hardware_error(evidence: Evidence) -> bool:
-    return any("NVRM: Xid" in statement.text for statement in evidence.statements)

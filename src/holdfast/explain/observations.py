@@ -114,6 +114,10 @@ class UnsavedSteps:
             return "nothing was saved"
         return f"its newest checkpoint is from step {self.newest_checkpoint}"
 
+    def state_and_reason(self) -> str:
+        """Return which checkpoint exists and, if known, why there is no newer one."""
+        return f"{self.state()} ({self.reason})" if self.reason else self.state()
+
     def sentence(self) -> str:
         """Return this as a clause without a capital letter and without a full stop."""
         return (

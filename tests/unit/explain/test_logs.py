@@ -190,7 +190,7 @@ def test_long_lines_of_digits_are_read_in_linear_time():
     limit.
     """
     found = read_log(io.BytesIO((b"01" * 4000 + b"\n") * 50), name="run.log")
-    assert not found.ended_well
+    assert not found.says_done
 
 
 def test_one_endless_line_is_cut():

@@ -19,11 +19,11 @@ from typing import TypeAlias
 
 from holdfast.core.events.event import Event
 from holdfast.explain import observations
-from holdfast.explain.evidence import Ending, Evidence
+from holdfast.explain.causes.exit_signs import ExitSigns, collect_signs
+from holdfast.explain.evidence import Evidence
 from holdfast.explain.exhibits import exhibit_of_hang, exhibits_of_end
 from holdfast.explain.exit_status import (
     SIGNALS_FROM_OUTSIDE,
-    as_signal,
     is_signal_name,
     signal_name,
     status_text,
@@ -97,44 +97,12 @@ class End:
         return -self.status
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExitSigns:
-    """The signs of how an attempt ended: what the rules of this module decide from."""
-
-    evidence: Evidence
-    # How the command ended.
-    command: Ending | None
-    # How the first process that failed ended.
-    first_failure: Ending | None
-    # The decisive status, negative for a signal.
-    status: int | None
-    # The hang for which the supervisor ended the attempt.
-    hang: Event | None
-    # By how much the kernel's out-of-memory kill counter rose; None if it was not read.
-    kernel_kills: int | None
-
-    @property
-    def first_rank(self) -> int | None:
-        """Return the rank that failed first, or None if unknown."""
-        return self.first_failure.rank if self.first_failure is not None else None
-
-    @property
-    def stop_requested_at(self) -> float | None:
-        """Return when the user's signal reached the supervisor, or None."""
-        if self.evidence.stop_signal is None:
-            return None
-        for event in self.evidence.events:
-            if event.kind == "signal":
-                return event.unix_seconds
-        return None
-
-
 _EndRule: TypeAlias = Callable[[ExitSigns], End | None]
 
 
 def find_end(evidence: Evidence) -> End:
     """Return how an attempt ended."""
-    signs = _collect_signs(evidence)
+    signs = collect_signs(evidence)
     if signs.status is None:
         end = _first_end(_RULES_WITHOUT_STATUS, signs)
     elif signs.status == 0 and signs.hang is None:
@@ -146,45 +114,6 @@ def find_end(evidence: Evidence) -> End:
         end = _unless_result_is_lost(end, evidence)
     exhibits = exhibits_of_end(evidence, signs.command, signs.first_failure)
     return replace(end, exhibits=(*end.exhibits, *exhibits))
-
-
-def _collect_signs(evidence: Evidence) -> ExitSigns:
-    command = None
-    for ending in evidence.endings:
-        if ending.pid is None and ending.role != "trainer":
-            command = ending
-    failed = [ending for ending in evidence.endings if ending.role == "trainer" and ending.status]
-    first_failure = min(failed, key=lambda ending: ending.unix_seconds or 0.0, default=None)
-    return ExitSigns(
-        evidence=evidence,
-        command=command,
-        first_failure=first_failure,
-        status=_deciding_status(command, first_failure),
-        hang=_hang_that_ended_it(evidence.events, command),
-        kernel_kills=observations.count_kernel_kills(evidence.endings),
-    )
-
-
-def _deciding_status(command: Ending | None, first_failure: Ending | None) -> int | None:
-    """Return the status of the command, or of the trainer that failed first.
-
-    The trainer's status takes precedence if the command's is unknown or an exit code, since that
-    may come from a launcher.
-    """
-    status = as_signal(command.status) if command is not None else None
-    if first_failure is not None and (status is None or status > 0):
-        return as_signal(first_failure.status)
-    return status
-
-
-def _hang_that_ended_it(events: Iterable[Event], command: Ending | None) -> Event | None:
-    """Return the newest hang for which the supervisor ended the attempt, or None."""
-    if command is None or command.sent_by != "supervisor":
-        return None
-    hangs = [
-        event for event in events if event.kind == "hang" and event.data.get("remedy") != "wait"
-    ]
-    return hangs[-1] if hangs else None
 
 
 def _first_end(rules: Iterable[_EndRule], signs: ExitSigns) -> End:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from holdfast.explain.evidence import Statement
 from holdfast.explain.logs.progress import is_progress
@@ -65,23 +65,9 @@ def find_error_line(statements: Sequence[Statement], *, only_certain: bool) -> S
         statements: All statements of a log.
         only_certain: Consider only the most certain words, and no line that a logger printed.
     """
-    lines = [statement for statement in statements if statement.kind == "line"]
-    frequencies = collections.Counter(_without_numbers(line.text) for line in lines)
-    newest_exception = max(
-        (statement.position for statement in statements if statement.kind == "exception"),
-        default=-1,
-    )
     # Each error line with its sort key: the most telling line has the smallest.
     error_lines: list[tuple[tuple[bool, bool, int], Statement]] = []
-    for line in lines:
-        if line.position <= newest_exception or line.fatal is not None:
-            continue
-        # Of the lines that a logger printed, only that CUDA is unavailable may be the cause.
-        says_no_cuda = _NO_CUDA.search(line.text) and not match_all(line)
-        if line.logged and (only_certain or not says_no_cuda):
-            continue
-        if frequencies[_without_numbers(line.text)] >= _LINES_OF_A_MEASURE:
-            continue
+    for line in _possible_errors(statements, only_certain=only_certain):
         certainty = _certainty(line.text, only_certain=only_certain)
         if certainty is not None:
             is_warning = _WARNING.search(line.text) is not None
@@ -93,6 +79,24 @@ def find_error_line(statements: Sequence[Statement], *, only_certain: bool) -> S
     newest = error_lines[-1][1].position
     close = [entry for entry in error_lines if newest - entry[1].position <= _CLOSE_LINES]
     return min(close, key=lambda entry: entry[0])[1]
+
+
+def _possible_errors(statements: Sequence[Statement], *, only_certain: bool) -> Iterator[Statement]:
+    """Yield the lines after the newest exception that may report what ended the run."""
+    lines = [statement for statement in statements if statement.kind == "line"]
+    frequencies = collections.Counter(_without_numbers(line.text) for line in lines)
+    exceptions = [statement for statement in statements if statement.kind == "exception"]
+    newest_exception = max((exception.position for exception in exceptions), default=-1)
+    for line in lines:
+        if line.position <= newest_exception or line.fatal is not None:
+            continue
+        if line.logged:
+            # Of the lines that a logger printed, only that CUDA is unavailable may be the cause.
+            says_no_cuda = _NO_CUDA.search(line.text) and not match_all(line)
+            if only_certain or not says_no_cuda:
+                continue
+        if frequencies[_without_numbers(line.text)] < _LINES_OF_A_MEASURE:
+            yield line
 
 
 def _certainty(text: str, *, only_certain: bool) -> int | None:

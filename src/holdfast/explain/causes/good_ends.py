@@ -33,14 +33,14 @@ class Shortfall:
     Attributes:
         id: The id of its signature.
         title: A short description with the numbers.
-        sentence: The sentence for the verdict's summary; empty if the summary covers it elsewhere.
+        sentence: The sentence for the verdict's summary.
         confidence: The confidence of the verdict, from 0 to 1.
         exhibits: The evidence.
     """
 
     id: str
     title: str
-    sentence: str = ""
+    sentence: str
     confidence: float = _CONFIDENCE_IN_MEASUREMENTS
     exhibits: tuple[Exhibit, ...] = ()
 
@@ -94,14 +94,26 @@ def memory_grew(evidence: Evidence) -> Shortfall | None:
     cause = event.data.get("signature")
     if not isinstance(cause, str) or cause not in all_signatures():
         cause = endings.MEMORY_GREW
+    if leak is None:
+        sentence = f"But {event.data.get('what', 'host')} memory grew from step to step."
+    else:
+        place = observations.leak_place(leak)
+        where = f" at {place}" if place else ""
+        sentence = f"But memory leaked: {leak.data.get('what', 'objects')} are kept alive{where}."
     if trend is None:
-        exhibit = exhibit_of_leak(event)
-        return Shortfall(id=cause, title="finished, but memory leaked", exhibits=(exhibit,))
+        return Shortfall(
+            id=cause,
+            title="finished, but memory leaked",
+            sentence=sentence,
+            exhibits=(exhibit_of_leak(event),),
+        )
     kind = "memory of the device" if trend.data.get("what") == "device" else "memory"
     title = f"finished, but its {kind} grew until the end"
     if isinstance(trend.data["bytes_per_step"], (int, float)):
         title += f", by {growth_text(trend)}"
-    return Shortfall(id=cause, title=title, exhibits=(exhibit_of_memory_trend(trend),))
+    return Shortfall(
+        id=cause, title=title, sentence=sentence, exhibits=(exhibit_of_memory_trend(trend),)
+    )
 
 
 def waited_for_loader(evidence: Evidence) -> Shortfall | None:
@@ -152,8 +164,7 @@ RULES: tuple[Callable[[Evidence], Shortfall | None], ...] = (
 def sentences(evidence: Evidence) -> Iterator[str]:
     """Yield the sentences of the summary about the shortfalls, or about the loss if it fell."""
     for shortfall in find_shortfalls(evidence):
-        if shortfall.sentence:
-            yield shortfall.sentence
+        yield shortfall.sentence
     if evidence.learning is not None and evidence.learning.outcome == "fell":
         sentence = evidence.learning.sentence()
         yield f"{sentence[:1].upper()}{sentence[1:]}."

@@ -12,39 +12,71 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import resources
-from typing import Any
-
-import yaml
+from typing import Literal
 
 from holdfast.core.text import sanitise
 from holdfast.explain.evidence import Frame
 
-# What a thread waits for: one of the names in ``kernel.yaml``, "running", "openmp", or "" if that
-# is unknown.
-Waits = str
+# What a thread waits for; "" if that is unknown.
+Waits = Literal[
+    "",
+    "running",
+    "openmp",
+    "futex",
+    "sleep",
+    "child",
+    "pipe read",
+    "pipe write",
+    "socket",
+    "poll",
+    "file",
+    "file lock",
+    "device",
+    "signal",
+]
 
 _LONGEST_NAME = 300
 _READS = ("read", "readv")
 _WRITES = ("write", "writev")
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b")
-
-
-def _read_kernel_table() -> dict[str, Any]:
-    text = resources.files(__package__).joinpath("kernel.yaml").read_text(encoding="utf-8")
-    # libyaml, where it is installed, is ten times as fast. Both loaders are safe.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    table: dict[str, Any] = yaml.load(text, loader)  # noqa: S506
-    return table
-
-
-_KERNEL = _read_kernel_table()
+# The system calls in which a thread waits for something.
+_SYSTEM_CALLS: dict[Waits, str] = {
+    "futex": "futex futex_waitv",
+    "sleep": "nanosleep clock_nanosleep",
+    "child": "wait4 waitid",
+    "socket": "connect accept accept4 sendto recvfrom sendmsg recvmsg",
+    "poll": "poll ppoll select pselect6 epoll_wait epoll_pwait",
+    "file": (
+        "open openat close fsync fdatasync pread64 pwrite64 statx newfstatat getdents64 sendfile"
+        " rename"
+    ),
+    "file lock": "flock fcntl",
+    "device": "ioctl",
+    "signal": "pause rt_sigsuspend rt_sigtimedwait",
+}
 _WAITS_OF_SYSTEM_CALL: dict[str, Waits] = {
     system_call: waits
-    for waits, system_calls in _KERNEL["system calls"].items()
+    for waits, system_calls in _SYSTEM_CALLS.items()
     for system_call in system_calls.split()
 }
-_KERNEL_FUNCTIONS: dict[Waits, str] = _KERNEL["kernel functions"]
+# The kernel functions in which a thread waits for something, as patterns on the names in
+# ``/proc/<pid>/wchan``, on Linux 5.10 to 6.18. The first pattern that matches wins.
+_KERNEL_FUNCTIONS: dict[Waits, str] = {
+    "futex": "futex",
+    "sleep": "nanosleep|hrtimer",
+    "child": "do_wait$|wait_consider|kernel_wait4|do_wait_pid",
+    "pipe read": "pipe_read",
+    "pipe write": "pipe_write",
+    "socket": "unix_stream|sk_|inet_|tcp_|sock_|skb_|wait_woken",
+    "file lock": "lock_inode|flock",
+    "poll": "poll|select|ep_",
+    "file": (
+        "wait_for_partner|fifo_open|io_schedule|folio_|nfs|rpc_|request_wait_answer|jbd2|ext4|xfs"
+        "|fuse"
+    ),
+    "device": "nvidia|nv_|amdgpu|kfd_",
+    "signal": "sigsuspend|sigtimedwait|do_pause",
+}
 
 
 def clean(text: str) -> str:

@@ -106,14 +106,6 @@ class _Passage(NamedTuple):
     next_index: int
 
 
-class _Chain(NamedTuple):
-    """The range of a chain of exceptions in the list of statements, and the line after it."""
-
-    first: int
-    end: int
-    next_index: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fate:
     """What happened to a process after an exception, as the fields of a `Statement`."""
@@ -144,30 +136,30 @@ class _ProcessReader:
 
     def read_statements(self) -> list[Statement]:
         """Return all statements, in order."""
-        statements: list[Statement] = []
-        newest_chain: _Chain | None = None
+        passages: list[_Passage] = []
+        # The newest passage with exceptions, and the index of the line after their last class.
+        newest: _Passage | None = None
+        index_after_newest = 0
         index = 0
         while index < len(self._lines):
             passage = self._read_at(index)
-            made = passage.statements
-            if made and made[0].kind == "exception":
-                if newest_chain is not None and self._resumed_between(newest_chain, index):
-                    for place in range(newest_chain.first, newest_chain.end):
-                        statements[place] = replace(statements[place], resumed=True)
-                newest_chain = _Chain(
-                    first=len(statements),
-                    end=len(statements) + len(made),
-                    next_index=self._index_after(made[-1].position, passage.next_index),
-                )
-            statements += made
+            if passage.statements and passage.statements[0].kind == "exception":
+                if newest is not None and self._resumed_between(index_after_newest, index):
+                    newest.statements[:] = [
+                        replace(statement, resumed=True) for statement in newest.statements
+                    ]
+                newest = passage
+                position = passage.statements[-1].position
+                index_after_newest = self._index_after(position, passage.next_index)
+            passages.append(passage)
             index = max(passage.next_index, index + 1)
-        return statements
+        return [statement for passage in passages for statement in passage.statements]
 
-    def _resumed_between(self, chain: _Chain, index: int) -> bool:
-        """Return whether the process made progress or retried between a chain and a line."""
-        if self._progress.any_between(chain.next_index, index):
+    def _resumed_between(self, first: int, end: int) -> bool:
+        """Return whether the process made progress or retried in a range of lines."""
+        if self._progress.any_between(first, end):
             return True
-        return any(_RETRY.search(line.text) for line in self._lines[chain.next_index : index])
+        return any(_RETRY.search(line.text) for line in self._lines[first:end])
 
     def _index_after(self, number: int, index: int) -> int:
         """Return the index of the line after the line with this number.
@@ -336,19 +328,18 @@ class _ProcessReader:
 
         left_main_module = bool(raised.frames) and raised.frames[0].function == "<module>"
         looks_uncaught = left_main_module and not logged
-        last_index = self._index_after(raised.number, next_index) - 1
+        class_index = self._index_after(raised.number, next_index) - 1
         # A shell script may print that it is done although the program that it started has failed.
         # Such lines are no progress after an uncaught exception.
-        only_end_follows = looks_uncaught and self._progress.only_completion_after(last_index)
-        progress = 0 if only_end_follows else self._progress.count_after(next_index - 1)
-
-        # Code that logs an exception has caught it, so one line of progress is convincing.
-        progress_needed = 1 if logged else _CONTINUED
-        if progress >= progress_needed:
-            overtaken = looks_uncaught and self._progress_may_be_buffered(first, progress)
-            return _Fate(fatal=False, logged=logged, overtaken=overtaken)
-        nothing_follows = last_index > self._newest_sign or only_end_follows
-        return _Fate(fatal=None, logged=logged, last=bool(raised.frames) and nothing_follows)
+        only_end_follows = looks_uncaught and self._progress.only_completion_after(class_index)
+        if not only_end_follows:
+            progress = self._progress.count_after(next_index - 1)
+            # Code that logs an exception has caught it, so one line of progress is convincing.
+            if progress >= (1 if logged else _CONTINUED):
+                overtaken = looks_uncaught and self._progress_may_be_buffered(first, progress)
+                return _Fate(fatal=False, logged=logged, overtaken=overtaken)
+        no_sign_of_life = only_end_follows or class_index > self._newest_sign
+        return _Fate(fatal=None, logged=logged, last=bool(raised.frames) and no_sign_of_life)
 
     def _progress_may_be_buffered(self, first: int, progress: int) -> bool:
         """Return whether the progress after an exception may have been made before it.

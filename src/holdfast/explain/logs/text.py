@@ -38,7 +38,7 @@ class LogText:
     # How ranks ended, according to launchers.
     endings: tuple[Ending, ...]
     # Whether its last lines say that the training is done.
-    ended_well: bool
+    says_done: bool
     # How many lines the whole log has.
     total_lines: int
     # Whether all of them were read closely.
@@ -74,7 +74,7 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1, alone: bool 
     return LogText(
         statements=tuple(_without_middle(_in_order(processes, lines))),
         endings=tuple(ending for process in processes for ending in process.endings),
-        ended_well=context.says_done,
+        says_done=context.says_done,
         total_lines=kept.total_lines,
         complete=kept.complete,
         losses=printed_losses(numbered),

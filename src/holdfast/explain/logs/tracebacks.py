@@ -206,22 +206,19 @@ class TracebackReader:
             bare: Whether there was no traceback before it. Then only indented lines, and lower-case
                 continuations of a wrapped line, belong to the message.
         """
-        kept = [first]
+        lines = [first]
+        nested: Raised | None = None
         index = at + 1
         while index < len(self._text) and index <= at + _MOST_MESSAGE_LINES:
-            nested_start = self._nested_traceback(index)
-            if nested_start is not None:
-                nested, index = self.read(nested_start)
-                return Message("\n".join(kept).strip(), nested, index)
-            match = EXCEPTION.match(self._text[index])
-            if match is not None and self._introduces_exception(kept[-1], index):
-                nested, index = self._exception(index, match, ())
-                return Message("\n".join(kept).strip(), nested, index)
+            exception_and_next = self._nested_exception(index, lines[-1])
+            if exception_and_next is not None:
+                nested, index = exception_and_next
+                break
             if self._ends_message(index) or (bare and not self._continues_line(index)):
                 break
-            kept.append(self._text[index])
+            lines.append(self._text[index])
             index += 1
-        return Message("\n".join(kept).strip(), None, index)
+        return Message("\n".join(lines).strip(), nested, index)
 
     def fatal_error(self, at: int) -> tuple[tuple[Frame, ...], int]:
         """Return the frames of the current thread in a faulthandler dump, and the next line's
@@ -282,6 +279,25 @@ class TracebackReader:
                 return index
         return None
 
+    def _nested_exception(self, index: int, before: str) -> tuple[Raised | None, int] | None:
+        """Return the exception nested in a message at a line, and the index of the next line.
+
+        It has a traceback, or follows a line such as ``backend='inductor' raised:``. None if no
+        exception begins there; the exception is None if its traceback is cut off.
+
+        Args:
+            index: The index of the line.
+            before: The line of the message before it.
+        """
+        start = self._nested_traceback(index)
+        if start is not None:
+            return self.read(start)
+        match = EXCEPTION.match(self._text[index])
+        is_introduced = before.endswith(":") and split_exception(self._text[index]) is not None
+        if match is not None and is_introduced:
+            return self._exception(index, match, ())
+        return None
+
     def _nested_traceback(self, index: int) -> int | None:
         """Return the index of the traceback nested in a message at this line, or None."""
         text = self._text[index]
@@ -293,10 +309,6 @@ class TracebackReader:
             if HEADER.search(self._text[start]):
                 return start
         return None
-
-    def _introduces_exception(self, before: str, index: int) -> bool:
-        """Return whether an exception follows a line such as ``backend='inductor' raised:``."""
-        return before.endswith(":") and split_exception(self._text[index]) is not None
 
     def _exception(
         self, at: int, match: re.Match[str], frames: tuple[Frame, ...]
@@ -326,7 +338,9 @@ class TracebackReader:
         """Return whether the message before a line has ended."""
         line = self._lines[index]
         text = line.text
-        if line.level is not None or self._has_other_time(index):
+        time_before = self._lines[index - 1].unix_seconds
+        has_other_time = line.unix_seconds not in (None, time_before)
+        if line.level is not None or has_other_time:
             return True
         if HEADER.search(text) or _LINK.match(text) or _ENDS_MESSAGE.match(text):
             return True
@@ -337,11 +351,6 @@ class TracebackReader:
         # A holdfast error continues with its fix, which may quote a metric.
         continues = text[0] in " \t" or text.startswith("Fix: ")
         return not continues and is_progress(text)
-
-    def _has_other_time(self, index: int) -> bool:
-        """Return whether a line has a different timestamp from the line before it."""
-        seconds = self._lines[index].unix_seconds
-        return seconds is not None and seconds != self._lines[index - 1].unix_seconds
 
     def _message_ends_at_gap(self, index: int) -> bool:
         """Return whether a message ends at an empty line, unless an indented line follows."""
@@ -359,16 +368,15 @@ class TracebackReader:
         while index < len(self._text):
             text = self._text[index]
             match = _FRAME.match(text)
+            # In pasted tracebacks, an empty line may follow the first frame.
+            is_gap = bool(frames) and not text.strip() and index == at + 1
             if match is not None:
                 indent = len(match[1])
                 frames.append(_frame_from(match))
-            elif frames and _indentation(text) > indent:
+            elif frames and len(text) - len(text.lstrip()) > indent:
                 frames[-1] = _with_code(frames[-1], text.strip())
-            elif not _REPEATED.match(text):
-                # In pasted tracebacks, an empty line may follow the first frame.
-                is_gap = frames and not text.strip() and index == at + 1
-                if not is_gap:
-                    break
+            elif not is_gap and not _REPEATED.match(text):
+                break
             index += 1
         return _without_middle(frames), index
 
@@ -392,10 +400,6 @@ def _is_class_after_frames(match: re.Match[str]) -> bool:
 
 def _frame_from(match: re.Match[str]) -> Frame:
     return Frame(file=match[2], line=int(match[3]), function=match[4] or "")
-
-
-def _indentation(text: str) -> int:
-    return len(text) - len(text.lstrip())
 
 
 def _with_code(frame: Frame, code: str) -> Frame:
@@ -433,10 +437,9 @@ def without_margins(lines: Sequence[CleanLine]) -> list[CleanLine]:
     for line in lines:
         continues_group = in_group and re.match(r"\s*[|+]", line.text) is not None
         in_group = continues_group or "Exception Group Traceback" in line.text
-        plain_lines.append(_without_margin(line) if in_group else line)
+        if in_group:
+            is_separator = _GROUP_SEPARATOR.match(line.text) is not None
+            text = "" if is_separator else _GROUP_MARGIN.sub("", line.text)
+            line = replace(line, text=text, shown=text)
+        plain_lines.append(line)
     return plain_lines
-
-
-def _without_margin(line: CleanLine) -> CleanLine:
-    text = "" if _GROUP_SEPARATOR.match(line.text) else _GROUP_MARGIN.sub("", line.text)
-    return replace(line, text=text, shown=text)

@@ -131,7 +131,7 @@ class _Collector:
             exit_call=exit_of_trainer.call,
             exit_message=exit_of_trainer.message,
             last_output_line=self._last_line_of_failure(),
-            output_says_done=self._log is not None and self._log.ended_well,
+            output_says_done=self._log is not None and self._log.says_done,
             living_pids=tuple(
                 process.info.pid
                 for process in self._processes
@@ -277,7 +277,8 @@ class _Collector:
         lost, is_known = find_lost_training(
             [(process.folder, process.info) for process in self._trainers],
             self._guards,
-            (self._record.began, self._record.until),
+            began=self._record.began,
+            until=self._record.until,
         )
         if lost is not None and not lost.exploded and self._trains_by_reward():
             return None

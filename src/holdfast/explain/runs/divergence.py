@@ -50,7 +50,9 @@ _LEAST_RISEN_LEVEL = 0.1
 def find_lost_training(
     folders: Iterable[tuple[Path, ProcessInfo]],
     guards: Iterable[Path],
-    between: tuple[float, float],
+    *,
+    began: float = 0.0,
+    until: float = math.inf,
 ) -> tuple[LostTraining | None, bool]:
     """Return how the training of a run diverged, and whether any loss was recorded.
 
@@ -58,7 +60,8 @@ def find_lost_training(
         folders: The processes that trained. For each rank only the newest counts; older ones belong
             to an earlier launch or an earlier training run.
         guards: The folders of guards. Their rings hold all attempts.
-        between: The Unix times between which steps of guards count.
+        began: The Unix time from which on steps of guards count.
+        until: The Unix time up to which they count.
 
     Returns:
         The loss that exploded first, or else the first doubtful one, or None; and whether any loss
@@ -67,7 +70,6 @@ def find_lost_training(
     newest: dict[int | None, Path] = {}
     for folder, info in sorted(folders, key=lambda pair: pair[1].started):
         newest[info.rank] = folder
-    began, until = between
     # By process or Guard: the number, the loss and the gradient norm of each step.
     recorded: list[list[tuple[int, float | None, float | None]]] = []
     for folder in newest.values():
@@ -147,7 +149,7 @@ def _exploded(points: Sequence[Point]) -> LostTraining | None:
 
 
 def _best_level(losses: Sequence[float]) -> float:
-    """Return the lowest level of a loss: of its beginning, or of any block.
+    """Return the lowest level that a loss had, at its beginning or in any block.
 
     The beginning counts with its first and its second smallest value, because a loss may explode
     immediately.

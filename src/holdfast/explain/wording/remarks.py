@@ -33,7 +33,6 @@ def on_good_end(evidence: Evidence) -> Iterator[str]:
             "None of its processes could be observed (as with `python -I`), so nothing shows how"
             " the run went."
         )
-    yield from _remark_on_memory(evidence)
     faults = observations.training_faults(evidence)
     if faults:
         words = f"{finding_text(faults[0], 'what')} [{faults[0].data['rule']}]"
@@ -46,20 +45,6 @@ def on_good_end(evidence: Evidence) -> Iterator[str]:
         )
     elif any(statement.kind == "exception" for statement in evidence.statements):
         yield "The errors that it printed were caught: the run continued after them."
-
-
-def _remark_on_memory(evidence: Evidence) -> Iterator[str]:
-    leak = observations.newest_leak(evidence)
-    if leak is not None:
-        words = f"But memory leaked: {leak.data.get('what', 'objects')} are kept alive"
-        place = observations.leak_place(leak)
-        if place:
-            words += f" at {place}"
-        yield f"{words}."
-        return
-    trend = observations.newest_memory_trend(evidence)
-    if trend is not None:
-        yield f"But {trend.data.get('what', 'host')} memory grew from step to step."
 
 
 def fix_of_training(evidence: Evidence) -> str:

@@ -31,8 +31,7 @@ def title(judgement: Judgement) -> str:
         return f"{ended}, but {evidence.lost.sentence()}"
     unsaved = observations.unsaved_steps(evidence)
     if signature.id == endings.NOT_SAVED and unsaved is not None:
-        reason = f" ({unsaved.reason})" if unsaved.reason else ""
-        return _cut(f"{signature.title}: {unsaved.state()}{reason}", _SHORT_QUOTE)
+        return _cut(f"{signature.title}: {unsaved.state_and_reason()}", _SHORT_QUOTE)
     if signature.id == endings.ENDED_WELL and observations.training_faults(evidence):
         return _title_of_training_fault(judgement)
     if judgement.is_good_end and judgement.doubt is not None:

@@ -83,7 +83,7 @@ class ThreadWait:
     """What a thread waits for.
 
     Args:
-        waits: A name from ``kernel.yaml`` of ``explain.hangs``; empty if unknown.
+        waits: As the kernel says; empty if unknown.
         target: The file, pipe or socket that it waits for, if any.
     """
 
