@@ -201,7 +201,7 @@ def test_a_static_graph_that_torch_has_half_learned_ends_all(tmp_path):
     for end in run_ranks(
         undisturbed_and, 2, tmp_path, "static", [{(0, 1, 0): ("backward", 2)}], EXACT
     ):
-        assert "torch was learning the static graph" in end.output, end
+        assert "the static graph" in end.output, end
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("buffers", 3), ("resharded", 2), ("resharded", 3)])

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from holdfast.checkpoint.manifest import FILE_NAME, Manifest
 from holdfast.checkpoint.newest import newest_good, nothing_verifies, paths_in
 from holdfast.checkpoint.read_errors import DAMAGED
 from holdfast.checkpoint.verify import verify
-from holdfast.core.durable import free_bytes, rename_directory, write_file
+from holdfast.core.durable import rename_directory, write_file
 from holdfast.core.errors import CheckpointError
 from holdfast.core.files import remove
 
@@ -121,7 +122,7 @@ class Store:
             OSError: Fewer bytes than needed are free, or the folder cannot be created.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        free = free_bytes(self.directory)
+        free = shutil.disk_usage(self.directory).free
         if free < needed_bytes:
             raise OSError(
                 f"No space left on device: the checkpoint needs {needed_bytes} bytes and {free} are"

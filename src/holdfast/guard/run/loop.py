@@ -126,7 +126,7 @@ class Loop:
             return enough or self._stop.reason is not None
 
         self._state.in_loop = True
-        begun = run_events.Loop(
+        begun = run_events.LoopStarted(
             resume_promise=cursor.promise,
             epoch=cursor.epoch,
             batches=cursor.batches,

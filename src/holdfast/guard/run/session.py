@@ -61,7 +61,7 @@ from holdfast.memory.host_memory import available_bytes
 from holdfast.numerics.gradients import local
 from holdfast.numerics.spikes import SpikeDetector
 from holdfast.recorder.run_files import announce_recording, guarded
-from holdfast.recorder.scalars import Found, outlets
+from holdfast.recorder.scalars import CheckedScalars, outlets
 
 # Created once, since `log` is called in every step.
 _OPEN = contextlib.nullcontext()
@@ -167,27 +167,23 @@ class Session:
         self.state.open()
         self.ranks.open()
         outlets[self] = None
-        guarded.update(
-            {
-                id(each): (name, weakref.ref(self.record))
-                for name, each in self.parts.optimizers.items()
-            }
-        )
+        for name, optimizer in self.parts.optimizers.items():
+            guarded[id(optimizer)] = (name, weakref.ref(self.record))
 
     def _describe(self) -> None:
-        """Record the settings of the run: the optimizers, and policy fields without defaults."""
-        own = {
-            f"policy.{each.name}": getattr(self.policy, each.name) for each in fields(self.policy)
-        }
-        usual = {f"policy.{each.name}": each.default for each in fields(self.policy)}
-        classes = {name: type(each).__name__ for name, each in self.parts.optimizers.items()}
-        found = (
-            {name: value for name, value in own.items() if value != usual[name]}
-            | classes
-            | self._settings
-        )
-        size = None if self.cursor is None else self.cursor.batch_size
-        self.record.describe(found if size is None else {**found, "batch_size": size})
+        """Record the settings of the run, such as optimizers and the policy's changed fields."""
+        settings: dict[str, Any] = {}
+        for field in fields(self.policy):
+            value = getattr(self.policy, field.name)
+            if value != field.default:
+                settings[f"policy.{field.name}"] = value
+        for name, optimizer in self.parts.optimizers.items():
+            settings[name] = type(optimizer).__name__
+        settings |= self._settings
+        batch_size = None if self.cursor is None else self.cursor.batch_size
+        if batch_size is not None:
+            settings["batch_size"] = batch_size
+        self.record.describe(settings)
 
     def check_not_in_step(self) -> None:
         """Raise H209 within a loss function, and H105 while averaged weights are in the models."""
@@ -250,8 +246,8 @@ class Session:
             self.ranks.close(in_order=how != "failed" and sys.exception() is None)
         finally:
             outlets.pop(self, None)
-            for each in self.parts.optimizers.values():
-                guarded.pop(id(each), None)
+            for optimizer in self.parts.optimizers.values():
+                guarded.pop(id(optimizer), None)
             self.state.close()
             self._directory.release()
 
@@ -277,7 +273,7 @@ class Session:
                 self.record.open()
             yield
 
-    def log(self, found: Found, step: int | None = None) -> None:
+    def log(self, found: CheckedScalars, step: int | None = None) -> None:
         """Record numbers.
 
         Args:
@@ -699,17 +695,16 @@ class Session:
             )
 
     def _same_for_all(self) -> dict[str, Any]:
+        """Return the facts that must be the same on all ranks."""
         shapes = {name: list(parameter.shape) for name, parameter in self.parts.named_parameters()}
-        policy = {
-            f"policy.{each.name}": repr(getattr(self.policy, each.name))
-            for each in fields(self.policy)
-        }
-        facts = {
+        facts: dict[str, Any] = {
             "run directory": self._directory.run_id,
             "state": list(self.parts.states),
             "model": shapes,
         }
-        return {**facts, **policy, **self.parts.settings()}
+        for field in fields(self.policy):
+            facts[f"policy.{field.name}"] = repr(getattr(self.policy, field.name))
+        return {**facts, **self.parts.settings()}
 
     def _compare_settings(self, begun_with: dict[str, Any]) -> None:
         given, self._settings = self._settings, begun_with
