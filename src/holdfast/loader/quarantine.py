@@ -257,7 +257,7 @@ def read_ledger(path: Path) -> dict[Any, Quarantined]:
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise LoaderError(
             f"{path} is not a quarantine ledger ({type(error).__name__}: {error})",
-            limit="it would be forgotten silently which samples are quarantined",
+            limit="to ignore it would silently forget which samples are quarantined",
             fix="restore it from a copy, or delete it; upgrade holdfast if a newer one wrote it.",
             rule="H617",
         ) from error

@@ -225,12 +225,7 @@ def _children(node: Any, spec: SplitSpec) -> dict[Any, Any] | None:
 
 
 def _spec_of(spec: SplitSpec, key: Any, path: str) -> SplitSpec:
-    """Return the part of a specification that applies to one child.
-
-    Args:
-        spec: The specification of the parent.
-        key: Key of the child in its parent.
-        path: The child's path, for an error.
+    """Return the part of a specification that applies to one child of a container.
 
     Raises:
         BatchError: H204 if there is none.

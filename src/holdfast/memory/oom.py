@@ -146,12 +146,7 @@ def release_memory(devices: Sequence[torch.device]) -> None:
 
 
 def _chain(error: BaseException, *, with_contexts: bool = False) -> Iterator[BaseException]:
-    """Yield an error and its causes, each once.
-
-    Args:
-        error: The error to begin with.
-        with_contexts: Also yield the errors that were being handled when these were raised.
-    """
+    """Yield an error and its causes, each once; with contexts, also the errors being handled."""
     visited: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:

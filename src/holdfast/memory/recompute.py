@@ -193,7 +193,10 @@ class _BlockCall:
         Raises:
             RecomputeDiffersError: The second computation has other inputs, weights or outputs.
         """
-        outputs = self._compute_again() if self._second_pass.is_active else self._forward()
+        if self._second_pass.is_active:
+            outputs = self._compute_again()
+        else:
+            outputs = self._forward()
         if self._verify:
             self._compare_outputs(outputs)
         return outputs

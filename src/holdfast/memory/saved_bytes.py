@@ -226,32 +226,23 @@ class SavedBytes:
         """
         active_bytes = {name: self._bytes_of_call.get(name, 0) for name in active}
         groups = self._groups(active)
-        chosen = list(active)
-        peak = self._measurement.peak((), active_bytes)
-        stages = [_Stage(peak=peak, names=tuple(chosen))]
+        stages = [_Stage(peak=self._measurement.peak((), active_bytes), names=())]
         while groups:
-            best, best_peak = self._best_group(groups, chosen, active_bytes)
-            if best_peak > (1 - _LEAST_GAIN) * peak:
+            last = stages[-1]
+            candidates = []
+            for group in groups:
+                names = (*last.names, *group)
+                peak = self._measurement.peak(set(names), active_bytes)
+                candidates.append(_Stage(peak=peak, names=names))
+            best = min(candidates, key=lambda stage: stage.peak)
+            if best.peak > (1 - _LEAST_GAIN) * last.peak:
                 break
-            peak = best_peak
-            chosen += best
-            groups = [names for names in groups if not _overlap(names, best)]
-            stages.append(_Stage(peak=peak, names=tuple(chosen)))
-        names = _first_with_half_of_the_gain(stages)
-        self._remember_bytes(set(names) - set(active))
-        return names
-
-    def _best_group(
-        self,
-        groups: Sequence[list[str]],
-        chosen: Sequence[str],
-        active_bytes: Mapping[str, int],
-    ) -> tuple[list[str], int]:
-        """Return the group whose addition gives the lowest peak, and that peak."""
-        newly_chosen = set(chosen) - active_bytes.keys()
-        peaks = [self._measurement.peak({*newly_chosen, *names}, active_bytes) for names in groups]
-        lowest = min(peaks)
-        return groups[peaks.index(lowest)], lowest
+            stages.append(best)
+            groups = [group for group in groups if not _overlap(group, best.names)]
+        gain = stages[0].peak - stages[-1].peak
+        chosen = next(stage.names for stage in stages if 2 * (stages[0].peak - stage.peak) >= gain)
+        self._remember_bytes(chosen)
+        return (*active, *chosen)
 
     def _remember_bytes(self, names: Collection[str]) -> None:
         """Remember the bytes that one call of each newly chosen module needs when recomputed."""
@@ -291,16 +282,10 @@ class SavedBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """A choice of modules, and the most bytes that a pass keeps with it."""
+    """A choice of further modules, and the most bytes that a pass keeps with it."""
 
     peak: int
     names: tuple[str, ...]
-
-
-def _first_with_half_of_the_gain(stages: Sequence[_Stage]) -> tuple[str, ...]:
-    highest = stages[0].peak
-    lowest = stages[-1].peak
-    return next(stage.names for stage in stages if 2 * (highest - stage.peak) >= highest - lowest)
 
 
 def _with_parents(name: str) -> list[str]:

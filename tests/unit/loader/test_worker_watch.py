@@ -21,7 +21,7 @@ import pytest
 from tests.unit.loader.samples import Samples
 
 from holdfast import DataLoader
-from holdfast.loader.workers import pool as generation
+from holdfast.loader.workers import pool as worker_pool
 from holdfast.loader.workers import watch as worker_watch
 from holdfast.loader.workers.board import (
     IDLE,
@@ -35,7 +35,7 @@ from holdfast.loader.workers.board import (
 from holdfast.loader.workers.child_signals import WaitInterruptedError
 from holdfast.loader.workers.ending import kill
 from holdfast.loader.workers.processes import StartedProcesses, recording_context
-from holdfast.loader.workers.watch import WorkerWatch
+from holdfast.loader.workers.watch import WorkerLoss, WorkerWatch
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -71,7 +71,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         kill(processes)
 
 
-def _wait_for_loss(watch: WorkerWatch, *, waiting: bool = True) -> worker_watch.Loss:
+def _wait_for_loss(watch: WorkerWatch, *, waiting: bool = True) -> WorkerLoss:
     """Wait, as a loop does that waits for a batch, until the watch interrupts it."""
     if waiting:
         with pytest.raises(WaitInterruptedError), watch:
@@ -213,7 +213,7 @@ def test_a_loss_waits_until_another_loader_is_closed(
     os.kill(pid, signal.SIGSTOP)  # so that closing takes a while
 
     closing = tmp_path / "closing"
-    really_undisturbed = generation.undisturbed
+    really_undisturbed = worker_pool.undisturbed
 
     @contextlib.contextmanager
     def undisturbed() -> Iterator[None]:
@@ -221,7 +221,7 @@ def test_a_loss_waits_until_another_loader_is_closed(
             closing.touch()
             yield
 
-    monkeypatch.setattr(generation, "undisturbed", undisturbed)
+    monkeypatch.setattr(worker_pool, "undisturbed", undisturbed)
 
     def dies(board: Board, number: int) -> None:
         while not closing.exists():

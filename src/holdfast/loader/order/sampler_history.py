@@ -66,14 +66,10 @@ class SamplerHistory:
     def _changes_itself(self, epoch: int, entries: list[Any], after: Fingerprint) -> bool:
         """Return whether drawing an epoch changes the orders that the sampler yields afterwards.
 
-        To find out, a copy of the sampler draws the same epoch again. Some samplers only store the
-        order in an attribute, which does not change later ones. If the sampler cannot be copied,
-        the answer is True.
-
-        Args:
-            epoch: The epoch that was drawn.
-            entries: What was drawn.
-            after: The fingerprint of the sampler afterwards.
+        To find out, a copy of the sampler draws the same epoch again, and must yield the same
+        `entries` and have the same fingerprint `after` that. Some samplers only store the order in
+        an attribute, which does not change later ones. If the sampler cannot be copied, the answer
+        is True.
         """
         if not after.is_complete:
             return True

@@ -252,14 +252,7 @@ class BatchStream(IterableDataset[Any]):
         return BatchReport(worker, shortage=shortage)
 
     def _read_group(self, items: Items, size: int, cells: Cells, *, is_mine: bool) -> list[Any]:
-        """Return the items of one step of all ranks; none of them if it is another worker's turn.
-
-        Args:
-            items: The items of the stream.
-            size: How many a step takes.
-            cells: Where this worker shows its place.
-            is_mine: Whether this worker makes the batch.
-        """
+        """Read the items of one step of all ranks; return them if this worker makes the batch."""
         group = []
         for remaining in range(size, 0, -1):
             _show(cells, items.number, 0)
@@ -296,7 +289,10 @@ class BatchStream(IterableDataset[Any]):
         try:
             with isolated_from_training(self._board):
                 seed_cpu(derive_seed(settings.seed, settings.epoch, "collate", items.number))
-                batch = settings.collate(samples[0] if settings.batch_size is None else samples)
+                if settings.batch_size is None:
+                    batch = settings.collate(samples[0])
+                else:
+                    batch = settings.collate(samples)
         except (Exception, SystemExit) as error:
             let_through(error)
             raise StreamError(error) from error

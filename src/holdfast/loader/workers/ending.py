@@ -21,11 +21,11 @@ from holdfast.core.threads import start_thread
 # How long a killed process is waited for.
 _GRACE_SECONDS = 1.0
 
-# How long to wait for the exit code of a process that has ended: 50 looks of 2 x 0.01 s. It is
+# How long to wait for the exit code of a process that has ended: 50 checks of 2 x 0.01 s. It is
 # there at once unless another thread, mostly torch's own, has reaped the process and has not stored
 # the code yet.
-_EXIT_CODE_LOOKS = 50
-_EXIT_CODE_LOOK_SECONDS = 0.01
+_EXIT_CODE_CHECKS = 50
+_EXIT_CODE_CHECK_SECONDS = 0.01
 
 # The process that keeps the files of torch's shared tensors. The kernel may show a shortened name.
 _TORCH_FILE_KEEPER = "torch_shm_manager"
@@ -122,11 +122,11 @@ def oom_kills() -> int:
 
 def exit_code(process: Any) -> int | None:
     """Return the exit code of a process that has just ended, or None if it cannot be had."""
-    for _ in range(_EXIT_CODE_LOOKS):
-        process.join(_EXIT_CODE_LOOK_SECONDS)
+    for _ in range(_EXIT_CODE_CHECKS):
+        process.join(_EXIT_CODE_CHECK_SECONDS)
         if process.exitcode is not None:
             break
-        time.sleep(_EXIT_CODE_LOOK_SECONDS)
+        time.sleep(_EXIT_CODE_CHECK_SECONDS)
     code: int | None = process.exitcode
     return code
 

@@ -189,7 +189,10 @@ class Fetcher(Dataset[Any]):
             if self.collate not in _COLLATES_WITHOUT_RANDOMNESS:
                 first_index = request.indices[:1]
                 self._seeding.seed(derive_seed(self.seed, request.epoch, "collate", *first_index))
-            batch = self.collate(samples[0] if request.is_single_sample else samples)
+            if request.is_single_sample:
+                batch = self.collate(samples[0])
+            else:
+                batch = self.collate(samples)
         # It is raised in the main process.
         except (Exception, SystemExit) as error:  # noqa: BLE001
             let_through(error)
@@ -230,12 +233,8 @@ class Fetcher(Dataset[Any]):
     def _read_rest(self, request: BatchRequest, cells: Cells, samples: list[Any]) -> BatchReport:
         """Read the samples from the first one on that failed or is quarantined.
 
-        A bad sample is replaced by the next of the epoch's order that can be read.
-
-        Args:
-            request: The batch.
-            cells: Where this worker shows its place.
-            samples: Those that were read already; the others are added.
+        They are added to `samples`, which are those that were read already. A bad sample is
+        replaced by the next one in the epoch's order that can be read.
         """
         first_place = len(samples)
         indices = list(request.indices[:first_place])

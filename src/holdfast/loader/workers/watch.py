@@ -34,7 +34,7 @@ from holdfast.loader.workers.ending import (
 )
 from holdfast.recorder.run_files import process_is_stopped
 
-# How often workers are looked at.
+# How often the workers are checked.
 _TICK_SECONDS = 0.25
 
 # How often the main thread is woken after a loss, until it has left its wait.
@@ -119,8 +119,8 @@ class WorkerWatch:
         # How often the loop has waited for a batch so far, and how often at the last tick.
         self._waits = 0
         self._waits_at_last_tick = 0
-        # How long the loop has waited for the batch that it waits for now, and how much of that
-        # passed without any change on the board.
+        # How long the loop has waited for the current batch, and how much of that passed without
+        # any change on the board.
         self._waited_seconds = 0.0
         self._quiet_seconds = 0.0
         self._loss: WorkerLoss | None = None
