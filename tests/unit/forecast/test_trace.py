@@ -10,7 +10,7 @@ from holdfast.forecast.trace.events import (
     live_bytes,
     live_peak,
     owners_at_peak,
-    played,
+    repeat_steps,
 )
 from holdfast.forecast.trace.operations import Cost
 from holdfast.forecast.trace.recording import (
@@ -97,9 +97,9 @@ def test_a_steady_step_needs_the_same_in_each_round(trace: Trace, count: int) ->
     it is played.
     """
     assert trace.growth_bytes == 0
-    live = live_bytes(*played(trace, count))[len(trace.resident) :].reshape(count, -1)
+    live = live_bytes(*repeat_steps(trace, count))[len(trace.resident) :].reshape(count, -1)
     assert (live == live[0]).all()
-    assert live_bytes(*played(trace, count)).max(initial=0) == live_peak(trace)
+    assert live_bytes(*repeat_steps(trace, count)).max(initial=0) == live_peak(trace)
 
 
 @given(steps(steady=False))
@@ -109,7 +109,7 @@ def test_what_is_played_grows_by_what_the_trace_says(trace: Trace) -> None:
     Owners add up to the live bytes and the peak.
     """
     before = int(trace.size_bytes[list(trace.resident)].sum())
-    events, sizes = played(trace, 1)
+    events, sizes = repeat_steps(trace, 1)
     after = int(live_bytes(events, sizes)[-1]) if len(events) else 0
     assert after - before == trace.growth_bytes
     for by in ("owner", "module", "line"):

@@ -1,10 +1,10 @@
 """The effect of a training step on device memory: allocations and frees, with their owners.
 
-A `Trace` is a template of one *steady* step: what is resident when it begins, the events of the
-step, and which of the storages that it leaves behind replace which of those that it found (the
-gradients that the next step frees). So it can be played any number of times. Sizes are the
-requested ones in bytes; the allocator rounds them. `tracer` records traces, and `extrapolation`
-scales them to other sizes.
+A `Trace` describes one *steady* step: what is resident when it begins, its events, and which
+storages that it leaves behind replace which of those that it found, as the next step finds the
+gradients of this one. So it can be repeated any number of times. Sizes are the requested ones in
+bytes; the allocator rounds them. `tracer` records traces, and `extrapolation` scales them to other
+sizes.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Trace:
     uncalibrated_bytes: int = 0
 
 
-def played(trace: Trace, steps: int = 3) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+def repeat_steps(trace: Trace, steps: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
     """Return the events of several steps in a row, after allocating the resident storages.
 
     Storages that a step leaves behind replace those that it found, by `Trace.carried`. Storages
@@ -157,8 +157,8 @@ def first_products(trace: Trace) -> tuple[int, int]:
     """Return the positions of the first matrix products of the forward and the backward pass.
 
     Returns:
-        For each, the number of events of `played` until the result of the product is allocated; 0
-        if the pass has no product.
+        For each, the number of events of `repeat_steps` until the result of the product is
+        allocated; 0 if the pass has no product.
     """
     return _first_product(trace, "forward"), _first_product(trace, "backward")
 
@@ -175,7 +175,7 @@ def _first_product(trace: Trace, phase: str) -> int:
 def live_bytes(
     events: npt.NDArray[np.int32], size_bytes: npt.NDArray[np.int64], granule_bytes: int = 1
 ) -> npt.NDArray[np.int64]:
-    """Return how many bytes are alive after each event of `played`.
+    """Return how many bytes are alive after each event of `repeat_steps`.
 
     Args:
         events: Allocations and frees.
@@ -189,7 +189,7 @@ def live_bytes(
 
 def live_peak(trace: Trace, granule_bytes: int = 1) -> int:
     """Return the most bytes that are alive at once in a step, including what is resident."""
-    events, sizes = played(trace, 1)
+    events, sizes = repeat_steps(trace, 1)
     return int(live_bytes(events, sizes, granule_bytes).max(initial=0))
 
 
@@ -213,7 +213,7 @@ def owners_at_peak(
     else:
         names = trace.lines
         index = trace.line
-    events, sizes = played(trace, 1)
+    events, sizes = repeat_steps(trace, 1)
     if not len(events):
         return {}
     peak = int(live_bytes(events, sizes).argmax())
