@@ -16,12 +16,15 @@ Models and optimizers may be dicts of several. The size of the batch is inferred
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,7 +32,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.core.errors import HoldfastError, PolicyError
-from holdfast.core.user_modules import import_user_module
 from holdfast.forecast.trace.attribution import line_of
 
 # Words in errors of code that needs a real GPU.
@@ -81,7 +83,7 @@ def load_factory(name: str) -> Function:
     # A script that parses its arguments must not see ours.
     sys.argv = [place]
     try:
-        factory = getattr(import_user_module(place), attribute)
+        factory = getattr(_import_place(place), attribute)
     except HoldfastError:
         raise
     except (Exception, SystemExit) as error:
@@ -94,6 +96,31 @@ def load_factory(name: str) -> Function:
             "name a function that returns the job to trace.",
         )
     return factory  # type: ignore[no-any-return]
+
+
+def _import_place(place: str) -> ModuleType:
+    """Import a module by its dotted name, or a file by its path, from the current directory.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ImportError: If there is no such module; or whatever else the user's code raises.
+    """
+    if not place.endswith(".py"):
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        return importlib.import_module(place)
+    path = Path(place)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Register the module, so that its classes and functions can be pickled for workers.
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    return module
 
 
 def call_factory(name: str, factory: Function, *, size: int) -> BuiltJob:

@@ -17,8 +17,9 @@ from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
-from holdfast.recorder.progress import Phase
-from holdfast.supervise.observe.step_tracker import ObservedProcess, StepTracker
+from holdfast.recorder.progress import ProcessPhase
+from holdfast.supervise.observe.observed_process import ObservedProcess
+from holdfast.supervise.observe.step_tracker import StepTracker
 
 Function = Callable[..., Any]
 # Functions besides `torch.save` that save in the training thread, by module.
@@ -30,12 +31,7 @@ _SAVERS = {
 
 
 def install(torch: ModuleType, observer: ObservedProcess) -> StepTracker:
-    """Start observing the training in this process.
-
-    Args:
-        torch: The torch module.
-        observer: The observer of this process.
-    """
+    """Start observing the training in this process."""
     tracker = StepTracker(observer, torch, partial(_was_any_made, torch.optim.Optimizer))
     hooks = _Hooks(torch, observer, tracker)
     installers: dict[str, Callable[[Any], None]] = {
@@ -84,7 +80,7 @@ class _Hooks:
         self._tracker = tracker
 
     def _is_training_thread(self) -> bool:
-        return get_ident() == self._tracker.thread
+        return get_ident() == self._tracker.thread.identifier
 
     def _call_after(self, owner: Any, name: str, notice: Callable[..., None]) -> None:
         """Call `notice` after every call of a function, with its result and its arguments."""
@@ -115,19 +111,20 @@ class _Hooks:
 
         def make(original: Function) -> Function:
             def backward(*args: Any, **kwargs: Any) -> Any:
+                thread = tracker.thread
                 # A nested call comes from a recomputed segment or from a hook.
-                if is_compiling() or tracker.in_backward:
+                if is_compiling() or thread.in_backward:
                     return original(*args, **kwargs)
                 root = args[0] if args else kwargs.get("tensors")
                 if isinstance(root, (tuple, list)) and len(root) == 1:
                     root = root[0]
-                tracker.in_backward = True
+                thread.in_backward = True
                 try:
                     tracker.backward_begins(root if isinstance(root, tensor_type) else None)
                     result = original(*args, **kwargs)
                     tracker.backward_ends()
                 finally:
-                    tracker.in_backward = False
+                    thread.in_backward = False
                 return result
 
             return backward
@@ -149,15 +146,15 @@ class _Hooks:
 
     def install_in_compiler(self, module: Any) -> None:
         handler = module.callback_handler
-        handler.register_start_callback(lambda _: self._tracker.compile_begins())
-        handler.register_end_callback(lambda _: self._tracker.compile_ends())
+        handler.register_start_callback(lambda _: self._tracker.phases.compile_begins())
+        handler.register_end_callback(lambda _: self._tracker.phases.compile_ends())
 
     # --- data ---
 
     def install_in_loader(self, module: Any) -> None:
         _wrap(module._BaseDataLoaderIter, "__next__", self._as_wait)
         # `__iter__` starts the workers.
-        _wrap(module.DataLoader, "__iter__", partial(self._as_aside, Phase.DATA_WAIT))
+        _wrap(module.DataLoader, "__iter__", partial(self._as_aside, ProcessPhase.DATA_WAIT))
 
         def notice(_iterator: Any, loader: Any) -> None:
             if self._torch.is_grad_enabled() and self._is_training_thread():
@@ -184,19 +181,20 @@ class _Hooks:
         is_grad_enabled = self._torch.is_grad_enabled
 
         def __next__(iterator: Any) -> Any:  # noqa: N807
+            thread = tracker.thread
             # A loader inside a loader, or one that another thread prefetches from.
-            if tracker.is_waiting or get_ident() != tracker.thread:
+            if thread.is_waiting or get_ident() != thread.identifier:
                 return original(iterator)
-            tracker.is_waiting = True
+            thread.is_waiting = True
             try:
                 tracker.wait_begins()
                 batch = original(iterator)
-                tracker.wait_ends(None if is_grad_enabled() else Phase.EVALUATION)
+                tracker.wait_ends(None if is_grad_enabled() else ProcessPhase.EVALUATION)
             except StopIteration:
-                tracker.wait_ends(Phase.END_OF_EPOCH)
+                tracker.wait_ends(ProcessPhase.END_OF_EPOCH)
                 raise
             finally:
-                tracker.is_waiting = False
+                thread.is_waiting = False
             return batch
 
         return __next__
@@ -206,7 +204,7 @@ class _Hooks:
     def install_in_modules(self, module: Any) -> None:
         def notice(*_: Any) -> None:
             if self._is_training_thread():
-                self._tracker.evaluation_begins()
+                self._tracker.phases.evaluation_begins()
 
         self._call_after(module.Module, "eval", notice)
 
@@ -216,22 +214,23 @@ class _Hooks:
 
     def install_in_savers(self, functions: tuple[str, ...], module: ModuleType) -> None:
         for name in functions:
-            _wrap(module, name, partial(self._as_aside, Phase.SAVING))
+            _wrap(module, name, partial(self._as_aside, ProcessPhase.SAVING))
 
-    def _as_aside(self, phase: Phase, original: Function) -> Function:
+    def _as_aside(self, phase: ProcessPhase, original: Function) -> Function:
         """Return a function that shows as a phase of its own when the training thread calls it."""
         tracker = self._tracker
 
         def aside(*args: Any, **kwargs: Any) -> Any:
-            is_within_another = tracker.is_aside or tracker.is_waiting
-            if is_within_another or get_ident() != tracker.thread:
+            thread = tracker.thread
+            is_within_another = thread.is_aside or thread.is_waiting
+            if is_within_another or get_ident() != thread.identifier:
                 return original(*args, **kwargs)
-            tracker.is_aside = True
-            tracker.aside_begins(phase)
+            thread.is_aside = True
+            tracker.phases.aside_begins(phase)
             try:
                 return original(*args, **kwargs)
             finally:
-                tracker.is_aside = False
-                tracker.aside_ends()
+                thread.is_aside = False
+                tracker.phases.aside_ends()
 
         return aside
