@@ -134,7 +134,8 @@ def _leave_out_saving(patches: Patches, guesses: Guesses) -> None:
     """
 
     def save(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
-        target = kwargs.get("f", args[1] if len(args) > 1 else None)
+        # The arguments are (object, f, ...).
+        target = args[1] if len(args) > 1 else kwargs.get("f")
         if isinstance(target, io.BytesIO):
             return original(*args, **kwargs)
         guesses.assume(f"{name} was left out: nothing was written")
