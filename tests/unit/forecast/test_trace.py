@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.forecast.trace.events import (
+    Assumption,
     Trace,
     live_bytes,
     live_peak,
@@ -146,3 +151,21 @@ def test_who_owns_the_peak_is_said_largest_first() -> None:
     assert dict(owners_at_peak(trace)) == {"other": 2000, "parameters": 1000, "gradients": 1000}
     assert live_peak(trace) == 4000
     assert list(owners_at_peak(trace, "module").values()) == [2000, 2000]
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Every field of a trace comes back from its file, with its type."""
+    trace = dataclasses.replace(
+        small_trace(),
+        assumptions=(Assumption(what="taken", line="a.py:1 in f"),),
+        blocks=("layers.0",),
+    )
+    trace.save(tmp_path / "step")
+    again = Trace.load(tmp_path / "step")
+    for field in dataclasses.fields(Trace):
+        one, other = getattr(trace, field.name), getattr(again, field.name)
+        if isinstance(one, np.ndarray):
+            assert one.dtype == other.dtype
+            assert one.tolist() == other.tolist()
+        else:
+            assert one == other
