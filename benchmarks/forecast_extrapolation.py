@@ -18,7 +18,7 @@ from benchmarks.results_file import Result, read_options, without_paths
 from holdfast.core.errors import HoldfastError
 from holdfast.forecast.allocator.replay import replay
 from holdfast.forecast.job.tracing import trace_job
-from holdfast.forecast.trace.events import Trace, live_peak, played
+from holdfast.forecast.trace.events import Trace, live_peak, repeat_steps
 from holdfast.forecast.trace.extrapolation import extrapolate
 
 _FITTED = (2, 4)
@@ -77,7 +77,7 @@ def _row(model: Model, fitted: Trace, traced: Trace, secant: float) -> Row:
 
 
 def _reserved(trace: Trace) -> int:
-    return replay(*played(trace, _STEPS)).peak_reserved_bytes
+    return replay(*repeat_steps(trace, _STEPS)).peak_reserved_bytes
 
 
 def main() -> None:

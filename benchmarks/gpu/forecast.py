@@ -36,7 +36,7 @@ from holdfast.core.errors import HoldfastError, PolicyError
 from holdfast.forecast.devices.catalogue import GIB, Device, find_device
 from holdfast.forecast.job.tracing import trace_job
 from holdfast.forecast.plan.fit import check_fit
-from holdfast.forecast.trace.events import Trace, first_products, live_peak, played
+from holdfast.forecast.trace.events import Trace, first_products, live_peak, repeat_steps
 from holdfast.forecast.trace.extrapolation import extrapolate
 
 _SECONDS, _SECONDS_TO_FORECAST = 240.0, 130.0
@@ -107,7 +107,9 @@ def predict(name: str, precision: str, device: Device) -> Plan | str:
         traced = trace_job(model_named(name).request(precision=precision, sizes=(size,))).traces[0]
     except HoldfastError as error:
         return without_paths(f"{type(error).__name__}: {error}".splitlines()[0])
-    found = check_fit(*played(traced, 3), device, products=first_products(traced), margin_bytes=0)
+    found = check_fit(
+        *repeat_steps(traced, 3), device, products=first_products(traced), margin_bytes=0
+    )
     return Plan(
         model=name,
         precision=precision,
@@ -122,7 +124,7 @@ def smallest_fitting(traced: Trace, device: Device) -> Device:
     """Return the smallest device, of the kind of another and to 1 MiB, that a trace is said to
     fit.
     """
-    trace, products = played(traced, 3), first_products(traced)
+    trace, products = repeat_steps(traced, 3), first_products(traced)
     too_small, enough = 0, device.usable_bytes
     while enough - too_small > GIB >> 10:
         middle = (too_small + enough) // 2

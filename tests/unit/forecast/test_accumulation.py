@@ -13,7 +13,14 @@ from tests.unit.forecast.made_steps import Layer, make_step
 
 from holdfast.forecast.allocator.replay import replay
 from holdfast.forecast.trace.accumulation import with_accumulation
-from holdfast.forecast.trace.events import OWNERS, PHASES, Trace, live_bytes, live_peak, played
+from holdfast.forecast.trace.events import (
+    OWNERS,
+    PHASES,
+    Trace,
+    live_bytes,
+    live_peak,
+    repeat_steps,
+)
 
 BLOCKS = [
     (Layer("linear", 4096), Layer("relu", 4096)),
@@ -31,7 +38,7 @@ def gradient_bytes(trace: Trace) -> int:
 
 def live_of(trace: Trace, owner: str) -> np.ndarray:
     """Return how many bytes of an owner live after each event."""
-    events, sizes = played(trace, 1)
+    events, sizes = repeat_steps(trace, 1)
     storage = np.abs(events) - 1
     return np.cumsum(
         np.where(trace.owner[storage] == OWNERS.index(owner), np.sign(events) * sizes[storage], 0)
@@ -45,7 +52,9 @@ def test_the_gradients_of_the_first_micro_batch_live_while_the_second_runs():
     trace = make_step(BLOCKS, 4, optimizer_bytes=1000)
     both = with_accumulation(trace, 8)
     assert live_peak(both) > live_peak(trace)
-    assert live_of(both, "gradients")[len(played(both, 1)[0]) // 2 :].max() >= gradient_bytes(trace)
+    assert live_of(both, "gradients")[len(repeat_steps(both, 1)[0]) // 2 :].max() >= gradient_bytes(
+        trace
+    )
     assert live_of(both, "activations").max() == live_of(trace, "activations").max() + LOSS_BYTES
 
 
@@ -88,7 +97,7 @@ def test_steps_in_a_row_free_what_they_allocate(recompute):
     both = with_accumulation(after_the_optimizer(step), 12)
     ends = []
     for steps in (1, 2, 5):
-        events, sizes = played(both, steps)
+        events, sizes = repeat_steps(both, steps)
         replay(events, sizes)  # raises for what is freed twice, or alive when it is allocated
         ends.append(int(live_bytes(events, sizes)[-1]))
     assert len(set(ends)) == 1
@@ -124,4 +133,4 @@ def test_a_batch_beyond_all_memory_fits_nowhere(total):
     plain = make_step(BLOCKS, 4)
     both = with_accumulation(with_batch(plain, len(plain.events)), total)
     assert live_peak(both) > 1 << 47
-    assert live_bytes(*played(both, 6)).min() >= 0
+    assert live_bytes(*repeat_steps(both, 6)).min() >= 0

@@ -32,7 +32,7 @@ from holdfast.forecast.plan.planning import (
     recommend,
 )
 from holdfast.forecast.trace.accumulation import with_accumulation
-from holdfast.forecast.trace.events import played
+from holdfast.forecast.trace.events import repeat_steps
 from holdfast.forecast.trace.extrapolation import extrapolate
 
 MIB = 1 << 20
@@ -69,7 +69,7 @@ def holds(step: TracedStep, row: MemoryPlan, samples: int, question: Target) -> 
     total = question.global_batch_size
     trace = with_accumulation(trace, total) if step.plain.accumulates and total else trace
     replays = [
-        check_fit(*played(trace, count), question.device, margin_bytes=0) for count in (2, 6)
+        check_fit(*repeat_steps(trace, count), question.device, margin_bytes=0) for count in (2, 6)
     ]
     if not replays[0].fits or not replays[0].replay.retries:
         return replays[0].fits

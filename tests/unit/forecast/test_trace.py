@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.forecast.trace.events import (
+    Assumption,
     Trace,
     live_bytes,
     live_peak,
     owners_at_peak,
-    played,
+    repeat_steps,
 )
 from holdfast.forecast.trace.operations import Cost
 from holdfast.forecast.trace.recording import (
@@ -97,9 +102,9 @@ def test_a_steady_step_needs_the_same_in_each_round(trace: Trace, count: int) ->
     it is played.
     """
     assert trace.growth_bytes == 0
-    live = live_bytes(*played(trace, count))[len(trace.resident) :].reshape(count, -1)
+    live = live_bytes(*repeat_steps(trace, count))[len(trace.resident) :].reshape(count, -1)
     assert (live == live[0]).all()
-    assert live_bytes(*played(trace, count)).max(initial=0) == live_peak(trace)
+    assert live_bytes(*repeat_steps(trace, count)).max(initial=0) == live_peak(trace)
 
 
 @given(steps(steady=False))
@@ -109,7 +114,7 @@ def test_what_is_played_grows_by_what_the_trace_says(trace: Trace) -> None:
     Owners add up to the live bytes and the peak.
     """
     before = int(trace.size_bytes[list(trace.resident)].sum())
-    events, sizes = played(trace, 1)
+    events, sizes = repeat_steps(trace, 1)
     after = int(live_bytes(events, sizes)[-1]) if len(events) else 0
     assert after - before == trace.growth_bytes
     for by in ("owner", "module", "line"):
@@ -146,3 +151,21 @@ def test_who_owns_the_peak_is_said_largest_first() -> None:
     assert dict(owners_at_peak(trace)) == {"other": 2000, "parameters": 1000, "gradients": 1000}
     assert live_peak(trace) == 4000
     assert list(owners_at_peak(trace, "module").values()) == [2000, 2000]
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Every field of a trace comes back from its file, with its type."""
+    trace = dataclasses.replace(
+        small_trace(),
+        assumptions=(Assumption(what="taken", line="a.py:1 in f"),),
+        blocks=("layers.0",),
+    )
+    trace.save(tmp_path / "step")
+    again = Trace.load(tmp_path / "step")
+    for field in dataclasses.fields(Trace):
+        one, other = getattr(trace, field.name), getattr(again, field.name)
+        if isinstance(one, np.ndarray):
+            assert one.dtype == other.dtype
+            assert one.tolist() == other.tolist()
+        else:
+            assert one == other

@@ -1,4 +1,4 @@
 """Simulate torch's caching allocator.
 
-`replay.replay` plays a trace through `caching.CachingAllocator`. Read `caching`, then `replay`.
+`replay.replay` replays a trace with `caching.CachingAllocator`. Read `caching`, then `replay`.
 """

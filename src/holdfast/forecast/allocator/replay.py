@@ -1,4 +1,4 @@
-"""Play a trace through the simulated caching allocator.
+"""Replay a trace with the simulated caching allocator.
 
 A plan fits if this succeeds within the memory of the device. A percentage on top of the
 live bytes would be wrong in both directions: on small models we measured 1.02 to 1.36 times as
@@ -58,7 +58,7 @@ def round_sizes(sizes: Sizes) -> Sizes:
 
 
 def replay(events: Events, sizes: Sizes, *, cap_bytes: int | None = None) -> ReplayResult:
-    """Play a trace through an empty allocator.
+    """Replay a trace, starting with an empty allocator.
 
     Args:
         events: Allocations and frees.
@@ -69,7 +69,7 @@ def replay(events: Events, sizes: Sizes, *, cap_bytes: int | None = None) -> Rep
         ValueError: If a storage is freed while it is not alive, or allocated while it is.
     """
     allocator = CachingAllocator(cap_bytes=cap_bytes)
-    failed_at = _play(events.tolist(), round_sizes(sizes).tolist(), allocator)
+    failed_at = _replay_events(events.tolist(), round_sizes(sizes).tolist(), allocator)
     return ReplayResult(
         peak_reserved_bytes=allocator.peak_reserved_bytes,
         peak_allocated_bytes=allocator.peak_allocated_bytes,
@@ -78,8 +78,8 @@ def replay(events: Events, sizes: Sizes, *, cap_bytes: int | None = None) -> Rep
     )
 
 
-def _play(events: list[int], sizes: list[int], allocator: CachingAllocator) -> int | None:
-    """Play events, and return the index of the first one without memory, None if there is none."""
+def _replay_events(events: list[int], sizes: list[int], allocator: CachingAllocator) -> int | None:
+    """Return the index of the first event for which there is no memory, None if there is none."""
     # The block of each storage. Those of 0 bytes have none.
     live: list[Block | None] = [None] * len(sizes)
     for index, event in enumerate(events):

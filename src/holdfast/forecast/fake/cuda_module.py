@@ -70,17 +70,28 @@ class Patches(contextlib.ExitStack):
         """Replace an attribute, or add it."""
         self.enter_context(mock.patch.object(owner, name, value, create=True))
 
-    def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-        """Replace a callable with ``wrapper(callable)``, if this torch has it."""
+    def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Replace a callable, if this torch has it.
+
+        Args:
+            owner: Its module or class.
+            name: Its name.
+            wrapper: Called instead, with the original callable before the arguments.
+        """
         original = getattr(owner, name, None)
-        if original is not None:
-            self.replace(owner, name, wrapper(original))
+        if original is None:
+            return
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        self.replace(owner, name, wrapped)
 
 
 class _IdleStream:
-    """A stream on which nothing runs, and equally an event that has happened.
+    """Stands in for streams, on which nothing runs, and for events, which have all happened.
 
-    User code calls these methods: a training loop that copies ahead or measures its own time.
+    User code calls these methods if it copies batches ahead or measures its own time.
     """
 
     device = torch.device("cuda", 0)

@@ -117,7 +117,7 @@ _WORST_CASES: dict[Any, Callable[..., Any]] = {
 
 
 def undecidable(func: Any) -> PolicyError:
-    """Return the error for an operator whose result depends on values, without a rule (H424)."""
+    """Return the error for an operator that depends on values and has no rule for that (H424)."""
     return PolicyError(
         f"the result of {func.name()} depends on values{_at_running_line()}",
         limit="a forecast has shapes only, and holdfast knows no worst case for this operator",

@@ -69,25 +69,18 @@ def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool) -> Iterato
 def _read_fake_values(patches: Patches) -> None:
     """Make ``.numpy()``, ``.tolist()`` and formatting work for fake tensors."""
 
-    def wrap_numpy(original: Any) -> Any:
-        def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(tensor, FakeTensor):
-                return _as_array(tensor)
-            return original(tensor, *args, **kwargs)
+    def numpy(original: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, FakeTensor):
+            return _as_array(tensor)
+        return original(tensor, *args, **kwargs)
 
-        return numpy
+    def format_tensor(original: Any, tensor: torch.Tensor, spec: str) -> Any:
+        if isinstance(tensor, FakeTensor) and tensor.dim() == 0:
+            return format(tensor.item(), spec)
+        return original(tensor, spec)
 
-    def wrap_format(original: Any) -> Any:
-        def format_tensor(tensor: torch.Tensor, spec: str) -> str:
-            if isinstance(tensor, FakeTensor) and tensor.dim() == 0:
-                return format(tensor.item(), spec)
-            text: str = original(tensor, spec)
-            return text
-
-        return format_tensor
-
-    patches.wrap(torch.Tensor, "numpy", wrap_numpy)
-    patches.wrap(torch.Tensor, "__format__", wrap_format)
+    patches.wrap(torch.Tensor, "numpy", numpy)
+    patches.wrap(torch.Tensor, "__format__", format_tensor)
     patches.replace(FakeTensor, "tolist", lambda tensor: _as_array(tensor).tolist())
 
 
@@ -140,22 +133,17 @@ def _leave_out_saving(patches: Patches, guesses: Guesses) -> None:
     made.
     """
 
-    def wrap_save(name: str) -> Callable[[Any], Any]:
-        def wrapper(original: Any) -> Any:
-            def save(*args: Any, **kwargs: Any) -> Any:
-                target = kwargs.get("f", args[1] if len(args) > 1 else None)
-                if isinstance(target, io.BytesIO):
-                    return original(*args, **kwargs)
-                guesses.assume(f"{name} was left out: nothing was written")
-                return None
-
-            return save
-
-        return wrapper
+    def save(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+        # The arguments are (object, f, ...).
+        target = args[1] if len(args) > 1 else kwargs.get("f")
+        if isinstance(target, io.BytesIO):
+            return original(*args, **kwargs)
+        guesses.assume(f"{name} was left out: nothing was written")
+        return None
 
     for module in (torch, torch.serialization):
-        patches.wrap(module, "save", wrap_save("torch.save"))
-    patches.wrap(torch.jit, "save", wrap_save("torch.jit.save"))
+        patches.wrap(module, "save", partial(save, "torch.save"))
+    patches.wrap(torch.jit, "save", partial(save, "torch.jit.save"))
 
 
 def _refuse_several_devices(patches: Patches) -> None:
@@ -200,19 +188,16 @@ def several_devices(what: str) -> PolicyError:
 def _redirect_tensors(patches: Patches, fake: torch.device) -> None:
     """Redirect ``.to("cuda")`` and ``.cuda()`` to the fake device."""
 
-    def wrap_to(original: Any) -> Any:
-        def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            args = tuple(redirected(arg, fake) for arg in args)
-            kwargs = {name: redirected(arg, fake) for name, arg in kwargs.items()}
-            return original(tensor, *args, **kwargs)
-
-        return to
+    def to(original: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        redirected_args = [redirected(arg, fake) for arg in args]
+        redirected_kwargs = {name: redirected(arg, fake) for name, arg in kwargs.items()}
+        return original(tensor, *redirected_args, **redirected_kwargs)
 
     def cuda(tensor: torch.Tensor, *_: Any, **kwargs: Any) -> Any:
         kwargs.pop("device", None)
         return torch.Tensor.to(tensor, fake, **kwargs)
 
-    patches.wrap(torch.Tensor, "to", wrap_to)
+    patches.wrap(torch.Tensor, "to", to)
     patches.replace(torch.Tensor, "cuda", cuda)
     patches.replace(torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor)
     patches.replace(torch.Tensor, "is_pinned", lambda *_, **__: False)
@@ -251,36 +236,32 @@ def _redirect_autocast(patches: Patches, fake_type: str) -> None:
     def redirect(device_type: Any) -> Any:
         return fake_type if device_type == "cuda" else device_type
 
-    def wrap_init(original: Any) -> Any:
-        def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
-            if device_type == "cuda" and dtype is None:
-                # CUDA's default, whichever default the fake device has.
-                dtype = torch.float16
-            original(self, redirect(device_type), dtype, *args, **kwargs)
+    def init(
+        original: Any, self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if device_type == "cuda" and dtype is None:
+            # CUDA's default, whichever default the fake device has.
+            dtype = torch.float16
+        original(self, redirect(device_type), dtype, *args, **kwargs)
 
-        return init
+    def query(original: Any, device_type: Any = "cuda") -> Any:
+        return original(redirect(device_type))
 
-    def wrap_query(original: Any) -> Any:
-        return lambda device_type="cuda": original(redirect(device_type))
+    def set_value(original: Any, *args: Any) -> Any:
+        # Older code calls it without a device type, for CUDA.
+        if len(args) == 1:
+            return original(fake_type, *args)
+        return original(redirect(args[0]), args[1])
 
-    def wrap_setting(original: Any) -> Any:
-        def set_value(*args: Any) -> Any:
-            # Older code calls it without a device type, for CUDA.
-            if len(args) == 1:
-                return original(fake_type, *args)
-            return original(redirect(args[0]), args[1])
+    def cast(original: Any, value: Any, device_type: Any, dtype: Any) -> Any:
+        return original(value, redirect(device_type), dtype)
 
-        return set_value
-
-    def wrap_cast(original: Any) -> Any:
-        return lambda value, device_type, dtype: original(value, redirect(device_type), dtype)
-
-    patches.wrap(torch.autocast, "__init__", wrap_init)
-    patches.wrap(torch.amp.autocast_mode, "_cast", wrap_cast)
+    patches.wrap(torch.autocast, "__init__", init)
+    patches.wrap(torch.amp.autocast_mode, "_cast", cast)
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
-        patches.wrap(torch, name, wrap_query)
+        patches.wrap(torch, name, query)
     for name in ("set_autocast_enabled", "set_autocast_dtype"):
-        patches.wrap(torch, name, wrap_setting)
+        patches.wrap(torch, name, set_value)
     patches.replace(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype(fake_type))
     patches.replace(
         torch, "set_autocast_gpu_dtype", lambda dtype: torch.set_autocast_dtype(fake_type, dtype)

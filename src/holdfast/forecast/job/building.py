@@ -279,8 +279,8 @@ def _failed(name: str, when: str, error: BaseException) -> PolicyError:
     return _unusable(
         name,
         reason,
-        "fix the error in the message; in the module and the function, tensors have shapes but no"
-        " values.",
+        "fix the error that the message names; in the module and the function, tensors have shapes"
+        " but no values.",
     )
 
 

@@ -9,26 +9,21 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import json
 import os
-import pickle
 import signal
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from holdfast.core.errors import HoldfastError
 from holdfast.forecast.fake.device import ForecastDevice, forecast_device
 from holdfast.forecast.job import building
-from holdfast.forecast.job.tracing import (
-    ANSWER_FILE,
-    PROGRESS_FILE,
-    REQUEST_FILE,
-    TraceRequest,
-    TraceResult,
-)
+from holdfast.forecast.job.tracing import ANSWER_FILE, PROGRESS_FILE, REQUEST_FILE, TraceRequest
 from holdfast.forecast.job.training_job import TrainingJob
 from holdfast.forecast.kernels import scratch, scratch_cpu
 from holdfast.forecast.trace.events import Assumption, Trace, live_peak
@@ -45,13 +40,21 @@ def main(folder: Path) -> None:
     """Carry out the trace request in a folder, write the answer there, and exit."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    request: TraceRequest = pickle.loads((folder / REQUEST_FILE).read_bytes())  # noqa: S301 - ours
-    answer: TraceResult | HoldfastError
+    request = TraceRequest(**json.loads((folder / REQUEST_FILE).read_bytes()))
+    message: dict[str, Any]
     try:
-        answer = _Tracing(request, folder).answer()
+        message = {"answer": _Tracing(request, folder).answer()}
     except HoldfastError as error:
-        answer = error
-    (folder / ANSWER_FILE).write_bytes(pickle.dumps(answer))
+        message = {
+            "error": {
+                "kind": type(error).__name__,
+                "what": error.what,
+                "limit": error.limit,
+                "fix": error.fix,
+                "rule": error.rule,
+            }
+        }
+    (folder / ANSWER_FILE).write_text(json.dumps(message))
     sys.stdout.flush()
     sys.stderr.flush()
     # Do not wait for threads and exit handlers of user code.
@@ -70,8 +73,8 @@ class _Tracing:
         self._request = request
         self._folder = folder
 
-    def answer(self) -> TraceResult:
-        """Build the job, and trace a step of each size."""
+    def answer(self) -> dict[str, Any]:
+        """Return the fields of a `TraceResult`, with the names of the files of its traces."""
         request = self._request
         with forecast_device(request.route, request.precision) as device:
             begin = time.perf_counter()
@@ -107,19 +110,21 @@ class _Tracing:
             for model in job.models.values()
             for parameter in model.parameters()
         }.values()
-        assumptions = [assumption for trace in traces for assumption in trace.assumptions]
-        return TraceResult(
-            traces=tuple(traces),
-            route=request.route,
-            parameters=sum(p.numel() for p in parameters),
-            trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-            accumulates=job.accumulates,
-            host_bytes=_peak_host_bytes(),
-            build_seconds=build_seconds,
-            trace_seconds=tuple(trace_seconds),
-            assumptions=tuple(dict.fromkeys(assumptions)),
-            casts=job.casts,
-        )
+        files = []
+        for number, trace in enumerate(traces):
+            files.append(f"{number}.npz")
+            trace.save(self._folder / files[-1])
+        return {
+            "files": files,
+            "route": request.route,
+            "parameters": sum(p.numel() for p in parameters),
+            "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+            "accumulates": job.accumulates,
+            "host_bytes": _peak_host_bytes(),
+            "build_seconds": build_seconds,
+            "trace_seconds": trace_seconds,
+            "casts": job.casts,
+        }
 
     def _report(self, text: str) -> None:
         """Append a line to the progress that the parent follows."""

@@ -235,7 +235,9 @@ class SampleBatch:
             return _with_children(node, resized)
         if not isinstance(node, ArraySpec):
             return node
-        return self._make_array(self._resize(node, size) if self._is_batched(node) else node)
+        if self._is_batched(node):
+            node = self._resize(node, size)
+        return self._make_array(node)
 
     def _resize(self, spec: ArraySpec, size: int) -> ArraySpec:
         values = spec.values

@@ -13,8 +13,8 @@ from pathlib import Path
 # Twenty times the 29 s of CPU time that our slowest prototype took, a recurrent decoder with 100
 # time steps.
 MOST_CPU_SECONDS = 600.0
-# As long as the limit on CPU time, by choice: a download or a slow disk always uses some CPU time,
-# a deadlock uses none.
+# As many as the limit on CPU time, by choice. A download or a slow disk always uses some CPU time,
+# a deadlock none.
 MOST_IDLE_SECONDS = 600.0
 
 # A process that uses less than this share of a CPU is idle: 1 s in ten minutes. It is a choice; a

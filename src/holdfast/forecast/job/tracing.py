@@ -8,28 +8,28 @@ child's side is in `child`.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
+from holdfast.core import errors
 from holdfast.core.errors import HoldfastError, OutOfMemoryError, PolicyError
 from holdfast.forecast.job.time_limits import MOST_CPU_SECONDS, MOST_IDLE_SECONDS, TimeLimits
 from holdfast.forecast.trace.events import Assumption, Trace
 
 Route = Literal["privateuse1", "cpu"]
 
-# Files in the folder of a child: the pickled `TraceRequest`, its progress line by line, and the
-# pickled answer, a `TraceResult` or a HoldfastError.
-REQUEST_FILE = "request"
+# Files in the folder of a child: the request, its progress line by line, and its answer or error.
+REQUEST_FILE = "request.json"
 PROGRESS_FILE = "progress"
-ANSWER_FILE = "answer"
+ANSWER_FILE = "answer.json"
 # The output of the child and the user's code.
 _OUTPUT_FILE = "stderr"
 # Polling interval for the progress of a child. Its end is noticed at once.
@@ -144,7 +144,7 @@ class _Exchange:
         Raises:
             HoldfastError: The error reported by the child, or H415 if it died.
         """
-        (self._folder / REQUEST_FILE).write_bytes(pickle.dumps(request))
+        (self._folder / REQUEST_FILE).write_text(json.dumps(asdict(request)))
         (self._folder / PROGRESS_FILE).touch()
         output = self._folder / _OUTPUT_FILE
         with output.open("wb") as printed, _child(self._folder, printed) as child:
@@ -159,16 +159,26 @@ class _Exchange:
             status = child.returncode
         answer_file = self._folder / ANSWER_FILE
         if status == 0 and answer_file.exists():
-            answer = pickle.loads(answer_file.read_bytes())  # noqa: S301 - written by our child
-            if isinstance(answer, HoldfastError):
-                raise answer
-            assert isinstance(answer, TraceResult)
-            return answer
+            message = json.loads(answer_file.read_bytes())
+            if "error" in message:
+                raise _error_of_child(message["error"])
+            return self._read_answer(message["answer"])
         if status == -signal.SIGKILL:
             raise self._killed()
         if status < 0:
             raise self._died(f"was ended by {signal.Signals(-status).name}")
         raise self._died(f"ended with exit code {status}")
+
+    def _read_answer(self, answer: dict[str, Any]) -> TraceResult:
+        """Return an answer, in which a child names the files with its traces."""
+        traces = tuple(Trace.load(self._folder / file) for file in answer.pop("files"))
+        assumptions = [assumption for trace in traces for assumption in trace.assumptions]
+        return TraceResult(
+            traces=traces,
+            trace_seconds=tuple(answer.pop("trace_seconds")),
+            assumptions=tuple(dict.fromkeys(assumptions)),
+            **answer,
+        )
 
     def _read_progress(self) -> None:
         # Text after the last newline belongs to a line that is still being written.
@@ -227,3 +237,11 @@ def _child(folder: Path, printed: BinaryIO) -> Iterator[subprocess.Popen[bytes]]
     finally:
         child.kill()
         child.wait()
+
+
+def _error_of_child(message: dict[str, str]) -> HoldfastError:
+    """Return the error that a child has reported."""
+    kind = getattr(errors, message["kind"], PolicyError)
+    error = kind(message["what"], limit=message["limit"], fix=message["fix"], rule=message["rule"])
+    assert isinstance(error, HoldfastError)
+    return error

@@ -62,14 +62,11 @@ class _AttentionCall:
 
 def install_attention(library: torch.library.Library) -> None:
     """Make `scaled_dot_product_attention` on the fake device use the kernel that CUDA would."""
-
-    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return _attend(_AttentionCall(*args, **kwargs))
-
-    library.impl("scaled_dot_product_attention", attention)  # type: ignore[no-untyped-call]
+    library.impl("scaled_dot_product_attention", _attend)  # type: ignore[no-untyped-call]
 
 
-def _attend(call: _AttentionCall) -> torch.Tensor:
+def _attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+    call = _AttentionCall(*args, **kwargs)
     if call.is_causal and call.attn_mask is not None:
         # torch's composite raises a clear error for this call.
         return _math(call)

@@ -199,12 +199,15 @@ class _CudnnLayers(torch.autograd.Function):
         last = hidden.new_empty((size.layers * size.directions, size.batch, output_units))
         last_cell = hidden.new_empty((0,)) if cell is None else torch.empty_like(cell)
         workspace = _bytes_like(data, size.workspace_bytes())
-        reserve = _bytes_like(data, size.reserve_bytes if layout.training else 0)
+        reserve_bytes = size.reserve_bytes if layout.training else 0
+        reserve = _bytes_like(data, reserve_bytes)
         del workspace, x
         ctx.layout = layout
         ctx.save_for_backward(data, hidden, cell, y, reserve, *weights)
         ctx.set_materialize_grads(False)
-        return (y.transpose(0, 1) if layout.batch_first else y), last, last_cell
+        if layout.batch_first:
+            return y.transpose(0, 1), last, last_cell
+        return y, last, last_cell
 
     @staticmethod
     def backward(
@@ -346,8 +349,11 @@ class _RecurrentLayers:
             # use_cudnn in RNN.cpp.
             if not torch.backends.cudnn.enabled or data.numel() == 0:
                 return native.decompose(data, *rest)
-            # A packed sequence has its batch sizes as the second argument.
-            arguments = _RecurrentArguments(*(rest[1:] if is_packed else rest))
+            if is_packed:
+                _batch_sizes, *rest_of_packed = rest
+                arguments = _RecurrentArguments(*rest_of_packed)
+            else:
+                arguments = _RecurrentArguments(*rest)
             out = self._run(mode, data, arguments, is_packed=is_packed)
             return out if mode == "lstm" else out[:2]
 
@@ -395,7 +401,9 @@ def _size_of_call(
 ) -> RecurrentSize:
     """Return the sizes of a layer, derived from the tensors of a call."""
     # With a projection, only the cell has the hidden size.
-    units = (hidden if cell is None else cell).shape[-1]
+    units = hidden.shape[-1]
+    if cell is not None:
+        units = cell.shape[-1]
     has_projection = hidden.shape[-1] != units
     weights = arguments.weights
     return RecurrentSize(

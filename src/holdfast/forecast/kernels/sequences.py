@@ -96,7 +96,9 @@ class _Sequences:
         lengths = torch.empty(batch, dtype=torch.int64, device=batch_sizes.device)
         if sizes is not None:
             _learn(lengths, [sum(int(size) > row for size in sizes) for row in range(batch)])
-        return (padded.transpose(0, 1) if batch_first else padded), lengths
+        if batch_first:
+            return padded.transpose(0, 1), lengths
+        return padded, lengths
 
     def ctc(
         self,

@@ -1,6 +1,6 @@
 """Decide whether a trace fits a device.
 
-A trace fits if it plays through the simulated allocator (`allocator`) with the memory that the
+A trace fits if the simulated allocator (`allocator`) can replay it within the memory that the
 driver can provide, less a margin. The margins are here, with their sources.
 """
 
@@ -106,7 +106,7 @@ def check_fit(
     products: tuple[int, int] = (0, 0),
     margin_bytes: int | None = None,
 ) -> Fit:
-    """Play a trace through the allocator of a device.
+    """Replay a trace with the allocator of a device.
 
     Args:
         events: Allocations and frees of several steps, since the first step is not always the peak.

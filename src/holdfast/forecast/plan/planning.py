@@ -1,7 +1,7 @@
 """Find the plans for one device: what fits, how fast it is, and which plan to choose.
 
 A plan is a precision, and either no or all repeated blocks recomputed. The largest micro-batch of
-each plan is found by playing the step through the simulated allocator under the device's memory.
+each plan is found by replaying the step with the simulated allocator in the device's memory.
 Plans are ranked by their time per sample. The sum of live bytes, which is quick to compute, bounds
 the search from above.
 
@@ -20,7 +20,13 @@ from holdfast.forecast.devices.catalogue import Device
 from holdfast.forecast.devices.timing import step_seconds
 from holdfast.forecast.plan.fit import Fit, check_fit, default_margin_bytes, with_workspaces
 from holdfast.forecast.trace.accumulation import with_accumulation
-from holdfast.forecast.trace.events import Trace, first_products, live_bytes, live_peak, played
+from holdfast.forecast.trace.events import (
+    Trace,
+    first_products,
+    live_bytes,
+    live_peak,
+    repeat_steps,
+)
 from holdfast.forecast.trace.extrapolation import ScaledTrace
 
 Recompute = Literal["none", "all"]
@@ -191,7 +197,7 @@ def with_relative_times(plans: Sequence[MemoryPlan]) -> list[tuple[MemoryPlan, f
 
 def check_trace(trace: Trace, target: Target, steps: int = _STEPS) -> Fit:
     """Return whether a step fits when it is repeated several times."""
-    events, sizes = played(trace, steps)
+    events, sizes = repeat_steps(trace, steps)
     return check_fit(
         events,
         sizes,
@@ -279,7 +285,7 @@ class _PlanSearch:
         return with_accumulation(trace, total)
 
     def _with_workspaces(self, trace: Trace, steps: int) -> tuple[Events, Sizes]:
-        events, sizes = played(trace, steps)
+        events, sizes = repeat_steps(trace, steps)
         return with_workspaces(events, sizes, self._target.device, first_products(trace))
 
     # Does it fit?

@@ -1,17 +1,20 @@
 """The effect of a training step on device memory: allocations and frees, with their owners.
 
-A `Trace` is a template of one *steady* step: what is resident when it begins, the events of the
-step, and which of the storages that it leaves behind replace which of those that it found (the
-gradients that the next step frees). So it can be played any number of times. Sizes are the
-requested ones in bytes; the allocator rounds them. `tracer` records traces, and `extrapolation`
-scales them to other sizes.
+A `Trace` describes one *steady* step: what is resident when it begins, its events, and which
+storages that it leaves behind replace which of those that it found, as the next step finds the
+gradients of this one. So it can be repeated any number of times. Sizes are the requested ones in
+bytes; the allocator rounds them. `tracer` records traces, and `extrapolation` scales them to other
+sizes.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -118,8 +121,37 @@ class Trace:
     assumptions: tuple[Assumption, ...]
     uncalibrated_bytes: int = 0
 
+    def save(self, path: Path) -> None:
+        """Write the trace into one file: numpy's ``.npz``, without pickles, whatever its suffix."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        arrays: dict[str, Any] = {
+            name: value for name, value in values.items() if isinstance(value, np.ndarray)
+        }
+        rest = {name: value for name, value in values.items() if name not in arrays}
+        with path.open("wb") as file:
+            np.savez(file, rest=np.array(json.dumps(rest, default=dataclasses.asdict)), **arrays)
 
-def played(trace: Trace, steps: int = 3) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        """Return the trace that `save` wrote."""
+        with np.load(path, allow_pickle=False) as file:
+            fields: dict[str, Any] = {name: file[name] for name in file.files}
+        rest = json.loads(str(fields.pop("rest")))
+        fields |= {name: _with_tuples(value) for name, value in rest.items()}
+        fields["assumptions"] = tuple(
+            Assumption(**assumption) for assumption in fields["assumptions"]
+        )
+        return cls(**fields)
+
+
+def _with_tuples(value: Any) -> Any:
+    """Return JSON lists as tuples, all the way down."""
+    if isinstance(value, list):
+        return tuple(_with_tuples(item) for item in value)
+    return value
+
+
+def repeat_steps(trace: Trace, steps: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
     """Return the events of several steps in a row, after allocating the resident storages.
 
     Storages that a step leaves behind replace those that it found, by `Trace.carried`. Storages
@@ -157,8 +189,8 @@ def first_products(trace: Trace) -> tuple[int, int]:
     """Return the positions of the first matrix products of the forward and the backward pass.
 
     Returns:
-        For each, the number of events of `played` until the result of the product is allocated; 0
-        if the pass has no product.
+        For each, the number of events of `repeat_steps` until the result of the product is
+        allocated; 0 if the pass has no product.
     """
     return _first_product(trace, "forward"), _first_product(trace, "backward")
 
@@ -175,7 +207,7 @@ def _first_product(trace: Trace, phase: str) -> int:
 def live_bytes(
     events: npt.NDArray[np.int32], size_bytes: npt.NDArray[np.int64], granule_bytes: int = 1
 ) -> npt.NDArray[np.int64]:
-    """Return how many bytes are alive after each event of `played`.
+    """Return how many bytes are alive after each event of `repeat_steps`.
 
     Args:
         events: Allocations and frees.
@@ -189,7 +221,7 @@ def live_bytes(
 
 def live_peak(trace: Trace, granule_bytes: int = 1) -> int:
     """Return the most bytes that are alive at once in a step, including what is resident."""
-    events, sizes = played(trace, 1)
+    events, sizes = repeat_steps(trace, 1)
     return int(live_bytes(events, sizes, granule_bytes).max(initial=0))
 
 
@@ -213,7 +245,7 @@ def owners_at_peak(
     else:
         names = trace.lines
         index = trace.line
-    events, sizes = played(trace, 1)
+    events, sizes = repeat_steps(trace, 1)
     if not len(events):
         return {}
     peak = int(live_bytes(events, sizes).argmax())

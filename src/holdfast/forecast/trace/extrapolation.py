@@ -3,7 +3,7 @@
 A storage grows by a fixed number of bytes per sample, so two traces give its size at any
 micro-batch. The *peak* is the largest of many such sums and does not grow linearly: a line through
 two peaks errs on the low side (by up to 52 %, measured on a loop decoder). So every storage is
-extrapolated, and the events are played again.
+extrapolated, and the events are replayed.
 
 A list of samples, a loop over them or a branch on their number cannot be extrapolated: such a step
 is a different program at each size, and is refused.

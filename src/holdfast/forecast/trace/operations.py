@@ -91,10 +91,12 @@ class Operations:
             return None
         written_arguments = [args[i] for i in operator.written_arguments if i < len(args)]
         written = list(tensors_of((out, *written_arguments)))
-        read = list(tensors_of((args[1:] if operator.gathers else args, kwargs)))
-        moved_bytes = _dense_bytes(read) + _dense_bytes(written)
         if operator.gathers:
-            moved_bytes += _dense_bytes(written)
+            read = list(tensors_of((args[1:], kwargs)))
+            moved_bytes = _dense_bytes(read) + 2 * _dense_bytes(written)
+        else:
+            read = list(tensors_of((args, kwargs)))
+            moved_bytes = _dense_bytes(read) + _dense_bytes(written)
         return Cost(
             name=operator.name,
             flops=_evaluate_formula(operator.flop_formula, args, kwargs, out),

@@ -109,9 +109,10 @@ def as_trace(step: RawStep, table: StorageTable, **fields: Any) -> Trace:
     allocated = [event - 1 for event in step.events if event > 0]
     numbers = [*sorted(step.resident), *allocated]
     position = {number: position for position, number in enumerate(numbers)}
-    events = [
-        position[event - 1] + 1 if event > 0 else -position[-event - 1] - 1 for event in step.events
-    ]
+    events = []
+    for event in step.events:
+        number = position[abs(event) - 1] + 1
+        events.append(number if event > 0 else -number)
     _sort_simultaneous_frees(events, step)
     left_behind = sorted(step.survivors - set(step.resident))
     freed_residents = sorted(set(step.resident) - step.survivors)
