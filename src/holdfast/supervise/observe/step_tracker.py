@@ -10,7 +10,7 @@ Nothing here raises into the script: errors are noted. Methods that run at every
 inline and avoid calls of small functions, because each call costs up to a microsecond between the
 operations of a small step. The others use `noted`.
 
-Does not: hook into torch (``hooks`` does), or write steps down (``step_recorder`` does).
+Does not: hook into torch (``hooks`` does), or write steps down (``step_writer`` does).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.recorder.progress import Phase
 from holdfast.recorder.run_files import guarded
 from holdfast.supervise.observe.observed_process import ObservedProcess, noted
 from holdfast.supervise.observe.optimizer_facts import only_creates_state, steps_before_this
-from holdfast.supervise.observe.step_recorder import Step, StepRecorder
+from holdfast.supervise.observe.step_writer import Step, StepWriter
 from holdfast.supervise.observe.training_phases import TrainingPhases
 from holdfast.supervise.observe.values import NOT_READ, MemoryReader, PendingValue, ValueReader
 
@@ -83,19 +83,19 @@ class StepTracker:
 
     def reset_after_fork(self) -> None:
         """Start over in a forked process."""
-        self._values.reset_after_fork([self._step, self._recorder.late_values])
+        self._values.reset_after_fork([self._step, self._writer.late_values])
         self._memory.reset()
         self._reset(get_ident())
 
     @noted
     def finish(self) -> None:
         """Complete the newest samples, as far as possible without waiting."""
-        self._recorder.complete()
+        self._writer.complete()
 
     def _reset(self, thread: int) -> None:
         self.thread = TrainingThread(thread)
         self.phases = TrainingPhases(self.observer)
-        self._recorder = StepRecorder(self.observer, self._values)
+        self._writer = StepWriter(self.observer, self._values)
         # The step in progress.
         self._step = Step()
         # When loss and norm are read again.
@@ -143,7 +143,7 @@ class StepTracker:
     @noted
     def loader_begins(self, loader: Any) -> None:
         """The training loop begins to iterate over a loader."""
-        self._recorder.note_loader(loader)
+        self._writer.note_loader(loader)
 
     # --- backward ---
 
@@ -166,7 +166,7 @@ class StepTracker:
         try:
             self.thread.identifier = get_ident()
             # The gradients of the newest sample change now.
-            self._recorder.newest_sample = 0
+            self._writer.newest_sample = 0
             board = self.observer.board
             step = self._step
             if board.phase is not self.phases.training:
@@ -232,9 +232,9 @@ class StepTracker:
             if not step.reads_values:
                 return
             value = self._read(norm)
-            if self._recorder.newest_sample:
+            if self._writer.newest_sample:
                 # The step with these gradients has already ended.
-                self._recorder.amend_norm(value)
+                self._writer.amend_norm(value)
                 return
             if isinstance(step.norm, PendingValue):
                 self._values.release(step.norm)
@@ -320,7 +320,7 @@ class StepTracker:
             ended.seconds = (now - ended.began_at) / 1e9
         if now >= self._memory.next_look:
             ended.memory = self._memory.read(now)
-        self._recorder.record(ended, optimizer)
+        self._writer.record(ended, optimizer)
         step.reads_values = board.made < _STEPS_ALL_READ or now >= self._next_read
         if step.reads_values:
             self._next_read = now + _READ_PAUSE_NANOSECONDS
