@@ -24,10 +24,10 @@ from holdfast.cli.main import make_app
 from holdfast.recorder.black_box import STEPS_FILE
 from holdfast.recorder.history import SUFFIX, read_history
 from holdfast.recorder.progress import SampleRing
-from holdfast.recorder.reader import not_recorded_any_more, read_steps
+from holdfast.recorder.reader import describe_lost_steps, read_steps
 from holdfast.recorder.run_files import SAMPLES_FILE
 from holdfast.report.curves import curves_of_steps, thinned
-from holdfast.report.gathering import gather
+from holdfast.report.page.gathering import gather
 
 _STEPS = 1_000_000
 
@@ -56,7 +56,7 @@ def test_a_page_of_a_million_steps_shows_all_of_them_and_stays_small(tmp_path: P
     beside the script.
     """
     pytest.importorskip("plotly")
-    from holdfast.report.offline_page import plotly_script
+    from holdfast.report.page.offline_page import plotly_script
 
     path = add_process(run := tmp_path / "run") / SAMPLES_FILE
     _write(path, range(1, _STEPS + 1), at_123456=5000.0, at_300000=math.nan)
@@ -112,7 +112,7 @@ def test_killed_again_and_again_it_loses_nothing(tmp_path: Path) -> None:
         assert (rows["finite"][:, 0].sum(), missing) == (newest, 0)
         assert total == pytest.approx(newest * (newest + 1) / 2)
         assert held[0].global_step <= newest + 1
-        assert not_recorded_any_more(tmp_path) == ""
+        assert describe_lost_steps(tmp_path) == ""
 
 
 def test_a_damaged_history_is_never_an_error(tmp_path: Path) -> None:

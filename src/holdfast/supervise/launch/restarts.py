@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from holdfast.explain.signature import Restart as RestartKind
+from holdfast.explain.signatures.signature import Restart as RestartKind
 from holdfast.explain.verdict import Verdict
 from holdfast.supervise.launch.attempt import AttemptEnd
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from holdfast.core.control_groups import read_fields
 from holdfast.core.errors import PolicyError
 from holdfast.explain.evidence import Frame, is_user_code
-from holdfast.explain.hangs.blame import Diagnosis, diagnose_hang
+from holdfast.explain.hangs.blame import HangDiagnosis, diagnose_hang
 from holdfast.explain.hangs.classification import thread_to_blame
 from holdfast.explain.hangs.evidence import Examined
 from holdfast.explain.hangs.frames import is_in_backward
@@ -59,7 +59,7 @@ class Inspection:
     """
 
     processes: tuple[Examined, ...]
-    diagnosis: Diagnosis
+    diagnosis: HangDiagnosis
     is_moving: bool
 
 
@@ -108,7 +108,7 @@ def inspect_process(pid: int, seconds: float, folder: Path) -> Inspection:
 def _is_moving(
     processes: Sequence[Examined],
     judged: Sequence[Examined],
-    diagnosis: Diagnosis,
+    diagnosis: HangDiagnosis,
     working_threads: set[int],
 ) -> bool:
     """Return whether training makes progress.

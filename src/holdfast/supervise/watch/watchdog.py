@@ -22,13 +22,13 @@ from holdfast.core.events import process_events
 from holdfast.core.events.process_events import Hang, HangSuspected
 from holdfast.explain.hangs.blame import (
     SIGNATURES_OF,
-    Diagnosis,
+    HangDiagnosis,
     Remedy,
     describe_frame,
     diagnose_hang,
 )
 from holdfast.explain.hangs.evidence import Examined
-from holdfast.recorder.progress import Phase
+from holdfast.recorder.progress import ProcessPhase
 from holdfast.recorder.run_files import STACKS_SIGNAL
 from holdfast.supervise.process_tree import ProcessStat, descendants, read_process, read_table
 from holdfast.supervise.watch.attempt_watch import AttemptWatch
@@ -297,7 +297,7 @@ class Watchdog:
         self._emit(hang)
         self._watch.on_hang(hang)
         if hang.remedy == "wait" and diagnosis.moving and suspect.info.torch is not None:
-            is_starting = suspect.standing.phase is Phase.STARTING
+            is_starting = suspect.standing.phase is ProcessPhase.STARTING
             self._announce_left_alone(hang, is_starting=is_starting)
 
     def _any_other_moves(self, suspect: WatchedProcess) -> bool:
@@ -337,7 +337,7 @@ class Watchdog:
             text += "; --hang-limit moving=SECONDS changes that"
         self._watch.say(text)
 
-    def _make_hang(self, examination: _Examination, diagnosis: Diagnosis) -> Hang:
+    def _make_hang(self, examination: _Examination, diagnosis: HangDiagnosis) -> Hang:
         blamed = diagnosis.process
         dump = examination.dump
         # The stacks of the process to blame come first.
@@ -360,7 +360,7 @@ class Watchdog:
         )
 
     def _choose_remedy(
-        self, suspect: WatchedProcess, diagnosis: Diagnosis, seconds: float
+        self, suspect: WatchedProcess, diagnosis: HangDiagnosis, seconds: float
     ) -> Remedy:
         """Choose the cheapest remedy: ending a run that would recover costs more than waiting.
 
@@ -380,10 +380,10 @@ class Watchdog:
             return "continue"
         if diagnosis.heals and seconds < _WORKER_RECOVERY_SECONDS:
             return "wait"
-        may_move_on = phase is Phase.STARTING or seconds < self._watch.limits.moving_seconds
+        may_move_on = phase is ProcessPhase.STARTING or seconds < self._watch.limits.moving_seconds
         if diagnosis.moving and may_move_on:
             return "wait"
-        return "end" if phase is Phase.ENDING else "restart"
+        return "end" if phase is ProcessPhase.ENDING else "restart"
 
     # --- which processes are examined ---
 
