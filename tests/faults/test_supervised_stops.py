@@ -38,6 +38,7 @@ class Supervised:
 
         def as_usual() -> None:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            signal.signal(signal.SIGQUIT, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
         arguments = [*CLI, "--run-dir", str(folder), "--restart-delay", "0.1", "--", *command]

@@ -20,5 +20,5 @@ Where to look first:
 - How long a phase may go without progress: ``watch.limits``.
 - What is done about a hang: `Watchdog._choose_remedy` proposes, ``launch.attempt`` acts.
 - When growing memory counts as a leak: ``leaks.growth``.
-- What a recorded step contains: `Step` in ``observe.step_recorder``.
+- What a recorded step contains: `Step` in ``observe.step_writer``.
 """

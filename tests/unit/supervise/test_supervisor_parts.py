@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,9 +17,14 @@ import pytest
 
 from holdfast.core.errors import RunDirectoryError
 from holdfast.recorder.run_files import ProcessInfo, write_process
+from holdfast.supervise.launch.attempt import Attempt
 from holdfast.supervise.launch.commands import make_environment
 from holdfast.supervise.launch.kernel import count_oom_kills
+from holdfast.supervise.launch.output import CommandStreams, OutputCopier
+from holdfast.supervise.launch.output_log import OutputLog
 from holdfast.supervise.launch.run_folder import RunFolder, choose_folder
+from holdfast.supervise.launch.shutdown import Shutdown
+from holdfast.supervise.launch.signals import Signals
 from holdfast.supervise.process_tree import MARK_VARIABLE, Tree, kill_all
 
 
@@ -115,6 +121,40 @@ def test_killed_for_memory_is_read_from_the_innermost_group_of_either_version(tm
     group.mkdir()
     (group / "memory.events").write_text("low 0\nhigh 0\nmax 3\noom 1\noom_kill 1\n")
     assert count_oom_kills(tmp_path) == 1
+
+
+def test_a_signal_that_ends_the_command_at_once_counts_as_a_request(tmp_path, monkeypatch):
+    """Also one that arrives after the supervisor's last look at signals."""
+    log = OutputLog(tmp_path / "output.log", 1 << 20)
+    tree = Tree("no mark")
+    exited = Attempt._has_exited
+
+    def exits_of_a_signal(attempt: Attempt) -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not exited(attempt):
+            time.sleep(0.01)
+        return True
+
+    monkeypatch.setattr(Attempt, "_has_exited", exits_of_a_signal)
+    with Signals(tree) as signals:
+        attempt = Attempt(
+            number=0,
+            run_path=tmp_path,
+            child=subprocess.Popen(["sleep", "600"], start_new_session=True),
+            tree=tree,
+            streams=CommandStreams(),
+            copier=OutputCopier(log, quiet=True),
+            signals=signals,
+            shutdown=Shutdown(grace_seconds=25.0),
+            emit=lambda data: None,
+        )
+        end = attempt.serve()
+    log.close()
+    attempt.streams.close_command_ends()
+    for source in attempt.streams.sources:
+        os.close(source.descriptor)
+    assert end.status == -signal.SIGTERM
+    assert end.requested_by == signal.SIGTERM
 
 
 def test_children_that_were_there_before_and_processes_of_our_session_are_not_the_commands(

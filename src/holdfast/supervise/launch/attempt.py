@@ -144,6 +144,8 @@ class Attempt:
             self._act_on_hangs()
             self._check_hosts()
             self._enforce_deadlines()
+        # The signal that has ended the command may have arrived since the last look.
+        self._handle_signals()
         self.signals.detach()
         seconds = time.monotonic() - self._started_at
         status = self.child.wait()
@@ -187,8 +189,7 @@ class Attempt:
         if now < tick_at and not was_woken:
             return False
         self._last_tick_at = now
-        for received in self.signals.take():
-            self._on_signal(received)
+        self._handle_signals()
         if time.monotonic() >= self._announce_at:
             self._announce_at = math.inf
             self.copier.print_message(self._announcement)
@@ -200,6 +201,10 @@ class Attempt:
                 self.copier.print_message(self._messages.get_nowait())
 
     # --- signals ---
+
+    def _handle_signals(self) -> None:
+        for received in self.signals.take():
+            self._on_signal(received)
 
     def _on_signal(self, received: ReceivedSignal) -> None:
         """React to a signal that the supervisor has received and, if needed, forwarded."""

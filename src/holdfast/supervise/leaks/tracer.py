@@ -26,8 +26,8 @@ _LOOKS = 4
 
 
 @dataclass(slots=True)
-class _Trace:
-    """A trace in progress: its request, the steps since its first look, and what it has cost."""
+class _TraceInProgress:
+    """A trace: its request, the steps since its first look, and the time it has taken."""
 
     request: int
     census: Census = field(default_factory=Census)
@@ -42,7 +42,7 @@ class LeakTracer:
         self._emit = emit
         # Number of the newest request for which a trace was started.
         self._newest_request = 0
-        self._trace: _Trace | None = None
+        self._trace: _TraceInProgress | None = None
 
     def after_step(self, request: int) -> None:
         """Continue the trace in progress, or start one; an error ends the trace.
@@ -55,7 +55,7 @@ class LeakTracer:
             trace.steps += 1
         elif request != self._newest_request:
             self._newest_request = request
-            trace = _Trace(request)
+            trace = _TraceInProgress(request)
         else:
             return
         # Cleared first, so that an error leaves the trace ended.
@@ -63,7 +63,7 @@ class LeakTracer:
         if self._look(trace):
             self._trace = trace
 
-    def _look(self, trace: _Trace) -> bool:
+    def _look(self, trace: _TraceInProgress) -> bool:
         """Take the next look and return whether the trace continues; if not, report the leaks."""
         began_at = time.monotonic()
         census = trace.census

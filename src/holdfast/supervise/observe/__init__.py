@@ -10,7 +10,7 @@ Read in this order:
 2. ``hooks``: the hooks that are installed in torch and other packages once the script has imported
    them.
 3. ``step_tracker``: assembles steps from the calls that the hooks report, and ``training_phases``
-   shows what interrupts them. ``step_recorder`` writes the steps down, with numbers that
+   shows what interrupts them. ``step_writer`` writes the steps down, with numbers that
    ``optimizer_facts`` and ``values`` read.
 4. ``process_end``, ``stack_writer``, ``logged_scalars``, ``launchers``: how the process ends, its
    stacks on request, what the script logs, and whether the process is a launcher.

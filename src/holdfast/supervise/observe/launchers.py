@@ -30,7 +30,7 @@ _RANK_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 def is_launcher(argv: Sequence[str]) -> bool:
     """Return whether a command line runs a launcher; its first word is the program."""
     for index, word in enumerate(argv[:_MAX_PREFIX_WORDS]):
-        name = _base_name(word)
+        name = word.rpartition("/")[2]
         if name in _PROGRAMS:
             return _is_launching(name, argv[index + 1 :])
         if _PYTHON.match(name):
@@ -50,7 +50,7 @@ def _runs_launcher_in_python(words: Sequence[str]) -> bool:
         elif word in ("-c", "-"):
             return False
         elif not word.startswith("-"):
-            name = _base_name(word)
+            name = word.rpartition("/")[2]
             return name in _PROGRAMS and _is_launching(name, words)
     return False
 
@@ -58,10 +58,6 @@ def _runs_launcher_in_python(words: Sequence[str]) -> bool:
 def _is_launching(program: str, words: Sequence[str]) -> bool:
     """Return whether a program launches ranks; `accelerate` also has other commands."""
     return program != "accelerate" or "launch" in words
-
-
-def _base_name(path: str) -> str:
-    return path.rpartition("/")[2]
 
 
 def leave_signals_to_ranks() -> None:

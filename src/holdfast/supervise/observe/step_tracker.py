@@ -10,7 +10,7 @@ Nothing here raises into the script: errors are noted. Methods that run at every
 inline and avoid calls of small functions, because each call costs up to a microsecond between the
 operations of a small step. The others use `noted`.
 
-Does not: hook into torch (``hooks`` does), or write steps down (``step_recorder`` does).
+Does not: hook into torch (``hooks`` does), or write steps down (``step_writer`` does).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.recorder.progress import ProcessPhase
 from holdfast.recorder.run_files import guarded
 from holdfast.supervise.observe.observed_process import ObservedProcess, noted
 from holdfast.supervise.observe.optimizer_facts import only_creates_state, steps_before_this
-from holdfast.supervise.observe.step_recorder import Step, StepRecorder
+from holdfast.supervise.observe.step_writer import Step, StepWriter
 from holdfast.supervise.observe.training_phases import TrainingPhases
 from holdfast.supervise.observe.values import NOT_READ, MemoryReader, PendingValue, ValueReader
 
@@ -83,19 +83,19 @@ class StepTracker:
 
     def reset_after_fork(self) -> None:
         """Start over in a forked process."""
-        self._values.reset_after_fork([self._step, self._recorder.late_values])
+        self._values.reset_after_fork([self._step, self._writer.late_values])
         self._memory.reset()
         self._reset(get_ident())
 
     @noted
     def finish(self) -> None:
         """Complete the newest samples, as far as possible without waiting."""
-        self._recorder.complete()
+        self._writer.complete()
 
     def _reset(self, thread: int) -> None:
         self.thread = TrainingThread(thread)
         self.phases = TrainingPhases(self.observer)
-        self._recorder = StepRecorder(self.observer, self._values)
+        self._writer = StepWriter(self.observer, self._values)
         # The step in progress.
         self._step = Step()
         # When loss and norm are read again.
@@ -143,7 +143,7 @@ class StepTracker:
     @noted
     def loader_begins(self, loader: Any) -> None:
         """The training loop begins to iterate over a loader."""
-        self._recorder.note_loader(loader)
+        self._writer.note_loader(loader)
 
     # --- backward ---
 
@@ -166,7 +166,7 @@ class StepTracker:
         try:
             self.thread.identifier = get_ident()
             # The gradients of the newest sample change now.
-            self._recorder.newest_sample = 0
+            self._writer.newest_sample = 0
             board = self.observer.board
             step = self._step
             if board.phase is not self.phases.training:
@@ -232,9 +232,9 @@ class StepTracker:
             if not step.reads_values:
                 return
             value = self._read(norm)
-            if self._recorder.newest_sample:
+            if self._writer.newest_sample:
                 # The step with these gradients has already ended.
-                self._recorder.amend_norm(value)
+                self._writer.amend_norm(value)
                 return
             if isinstance(step.norm, PendingValue):
                 self._values.release(step.norm)
@@ -310,7 +310,12 @@ class StepTracker:
         """
         ended = self._step
         step = self._step = Step()
-        self._count_step(board, optimizer)
+        board.steps_made = (board.steps_made + 1) & _MADE_MASK
+        board.step += 1
+        if id(optimizer) in guarded or id(optimizer) not in self._optimizer_ids:
+            self._correct_number(board, optimizer)
+        if board.steps_made == 1:
+            self.phases.training = ProcessPhase.FORWARD_BACKWARD
         now = board.enter(self.phases.training)
         step.began_at = now
         step.first_micro_step = board.micro_step
@@ -320,7 +325,7 @@ class StepTracker:
             ended.seconds = (now - ended.began_at) / 1e9
         if now >= self._memory.next_look:
             ended.memory = self._memory.read(now)
-        self._recorder.record(ended, optimizer)
+        self._writer.record(ended, optimizer)
         step.reads_values = board.steps_made < _STEPS_ALL_READ or now >= self._next_read
         if step.reads_values:
             self._next_read = now + _READ_PAUSE_NANOSECONDS
@@ -328,25 +333,20 @@ class StepTracker:
         if ended.memory is not NOT_READ or self._leak_tracer is not None:
             self._trace_if_requested(board)
 
-    def _count_step(self, board: ProgressBoard, optimizer: Any) -> None:
-        """Count a step, and give it the number in the training's own count."""
-        board.steps_made = (board.steps_made + 1) & _MADE_MASK
+    def _correct_number(self, board: ProgressBoard, optimizer: Any) -> None:
+        """Give the step that has just ended the number of its guard or of a resumed optimizer."""
         guard_entry = guarded.get(id(optimizer))
         guard = None if guard_entry is None else guard_entry[1]()
+        is_new = id(optimizer) not in self._optimizer_ids
         if guard is not None:
             # The guard increments its count only after this hook.
             board.step = guard.global_step + 1
-        else:
-            is_new = id(optimizer) not in self._optimizer_ids
-            # Only while every optimizer so far has made exactly one step: an optimizer that appears
-            # later was created during training, not resumed.
-            if is_new and board.steps_made == len(self._optimizer_ids) + 1:
-                board.step += steps_before_this(optimizer, self._read)
-            board.step += 1
+        elif is_new and board.steps_made == len(self._optimizer_ids) + 1:
+            # Every optimizer so far has made exactly one step. One that appears later was created
+            # during training, not resumed.
+            board.step += steps_before_this(optimizer, self._read)
         if optimizer is not None:
             self._optimizer_ids.add(id(optimizer))
-        if board.steps_made == 1:
-            self.phases.training = ProcessPhase.FORWARD_BACKWARD
 
     def _trace_if_requested(self, board: ProgressBoard) -> None:
         """Let the leak tracer look, if the supervisor has requested a trace."""

@@ -100,7 +100,7 @@ class ValueReader:
         It cannot even free what belongs to that GPU, so references to everything are kept.
 
         Args:
-            pending: Values that were being copied in the parent, in any nesting.
+            pending: What holds values that were being copied in the parent.
         """
         self._abandoned += [self._free_slots, *pending]
         self._free_slots = {}

@@ -285,15 +285,10 @@ def _read_activities(pids: Sequence[int]) -> dict[int, _ThreadActivity]:
     activities = {}
     for pid in pids:
         for folder in Path(f"/proc/{pid}/task").glob("*"):
-            activities[int(folder.name)] = _read_activity(pid, folder)
+            scheduler_words = _read_proc(pid, f"task/{folder.name}/schedstat").split()
+            activities[int(folder.name)] = _ThreadActivity(
+                io_bytes=read_io_bytes(folder),
+                waits=read_fields(folder / "status").get("voluntary_ctxt_switches", 0),
+                cpu_nanoseconds=int(scheduler_words[0]) if scheduler_words else 0,
+            )
     return activities
-
-
-def _read_activity(pid: int, folder: Path) -> _ThreadActivity:
-    status = read_fields(folder / "status")
-    scheduler_words = _read_proc(pid, f"task/{folder.name}/schedstat").split()
-    return _ThreadActivity(
-        io_bytes=read_io_bytes(folder),
-        waits=status.get("voluntary_ctxt_switches", 0),
-        cpu_nanoseconds=int(scheduler_words[0]) if scheduler_words else 0,
-    )

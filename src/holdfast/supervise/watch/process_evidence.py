@@ -123,7 +123,8 @@ def read_kernel_view(pid: int) -> KernelView:
     if process is None:
         return KernelView(state="", cpu_seconds=0.0, io_bytes=0, waits={})
     threads = _list_threads(pid)
-    is_blocked = any(_is_uninterruptible(pid, thread) for thread in threads)
+    stats = [read_stat(f"/proc/{pid}/task/{thread}/stat") for thread in threads]
+    is_blocked = any(stat is not None and stat.state == "D" for stat in stats)
 
     @functools.cache
     def code_ranges() -> list[_CodeRange]:
@@ -144,11 +145,6 @@ def _list_threads(pid: int) -> list[int]:
         threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]  # noqa: PTH208
     threads.sort(key=lambda thread: (thread != pid, thread))
     return threads[:_MAX_THREADS]
-
-
-def _is_uninterruptible(pid: int, thread: int) -> bool:
-    stat = read_stat(f"/proc/{pid}/task/{thread}/stat")
-    return stat is not None and stat.state == "D"
 
 
 def read_io_bytes(folder: Path) -> int:

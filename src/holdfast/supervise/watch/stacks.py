@@ -101,11 +101,9 @@ class StackSampler:
         self._pause = pause
         self._py_spy = PySpy(find_py_spy() if py_spy is None else py_spy)
         # Number of the newest dump; numbering continues from earlier attempts.
-        self._number = self._last_number()
-
-    def _last_number(self) -> int:
         prefixes = [path.name.partition("-")[0] for path in self._folder.glob("*.txt")]
-        return max((int(prefix) for prefix in prefixes if prefix.isdigit()), default=0)
+        numbers = [int(prefix) for prefix in prefixes if prefix.isdigit()]
+        self._number = max(numbers, default=0)
 
     def take(self, subjects: Sequence[Subject]) -> StackDump:
         """Look at processes twice, about a second apart, and write both looks to files.

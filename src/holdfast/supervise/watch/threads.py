@@ -7,16 +7,11 @@ the command: see ``launch.attempt``.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 from holdfast.core.events.process_events import WatchingFailed
 from holdfast.supervise.watch.attempt_watch import AttemptWatch
-
-if TYPE_CHECKING:
-    from holdfast.supervise.leaks.trends import MemoryTrends
 
 # A command that ends sooner needs none of this, not even the imports.
 _FIRST_SECONDS = 1.0
@@ -54,20 +49,14 @@ def watch_for_hangs(watch: AttemptWatch, stop: threading.Event) -> None:
 
 def watch_memory(watch: AttemptWatch, stop: threading.Event) -> None:
     """Follow the memory of the trainers until the event is set, then take a last look."""
-    began_at = time.monotonic()
-    trends: MemoryTrends | None = None
-    while not stop.wait(_TREND_SECONDS):
-        trends = trends or _make_trends(watch)
-        trends.look()
-    if time.monotonic() - began_at >= _FIRST_SECONDS:
-        trends = trends or _make_trends(watch)
-        trends.look_back()
-
-
-def _make_trends(watch: AttemptWatch) -> MemoryTrends:
+    if stop.wait(_FIRST_SECONDS):
+        return
     from holdfast.supervise.leaks.trends import MemoryTrends
 
-    return MemoryTrends(watch.run_path, emit=watch.emit, say=watch.say, attempt=watch.attempt)
+    trends = MemoryTrends(watch.run_path, emit=watch.emit, say=watch.say, attempt=watch.attempt)
+    while not stop.wait(_TREND_SECONDS):
+        trends.look()
+    trends.look_back()
 
 
 def _start_thread(

@@ -1,4 +1,4 @@
-"""`StepRecorder`: write every step that has ended into the ring of samples.
+"""`StepWriter`: write every step that has ended into the ring of samples.
 
 On a GPU, the loss and the gradient norm of a step arrive some steps later. They complete its sample
 then, and nothing waits for them.
@@ -65,7 +65,7 @@ class _LateValue:
     addend: float = 0.0
 
 
-class StepRecorder:
+class StepWriter:
     """Records the steps of this process, and the settings of its optimizers.
 
     `reader` takes back the slots of values that have arrived.
