@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.results_file import Result, read_options
-from holdfast.recorder.progress import Phase
+from holdfast.recorder.progress import ProcessPhase
 from holdfast.supervise.watch.limits import HangLimits, LearnedLimits
 
 _STEPS = 1_000_000
@@ -84,31 +84,33 @@ RUNS = {
 }
 
 
-def phases(run: Run, steps: int, generator: np.random.Generator) -> Iterator[tuple[Phase, float]]:
+def phases(
+    run: Run, steps: int, generator: np.random.Generator
+) -> Iterator[tuple[ProcessPhase, float]]:
     """Yield the phases of a run, each with its time, as a board shows them."""
     for first in range(0, steps, _BLOCK):
         count = min(_BLOCK, steps - first)
         times = [run.draw(generator, count).tolist() for _ in range(3)]
         rare = iter(run.rare(generator, count).tolist())
         for step in range(count):
-            yield Phase.DATA_WAIT, times[0][step]
-            yield Phase.FORWARD_BACKWARD, times[1][step]
-            yield Phase.OPTIMIZER, times[2][step]
+            yield ProcessPhase.DATA_WAIT, times[0][step]
+            yield ProcessPhase.FORWARD_BACKWARD, times[1][step]
+            yield ProcessPhase.OPTIMIZER, times[2][step]
             yield from _between(run, first + step + 1, rare, generator)
 
 
 def _between(
     run: Run, step: int, rare: Iterator[float], generator: np.random.Generator
-) -> Iterator[tuple[Phase, float]]:
+) -> Iterator[tuple[ProcessPhase, float]]:
     if step % _EVERY["compile"] == 0:
-        yield Phase.FIRST_STEP, 4 * next(rare)
+        yield ProcessPhase.FIRST_STEP, 4 * next(rare)
     if step % _EVERY["saving"] == 0:
-        yield Phase.SAVING, next(rare)
+        yield ProcessPhase.SAVING, next(rare)
     if step % _EVERY["evaluation"] == 0:
         for seconds in run.draw(generator, _EVALUATION_BATCHES).tolist():
-            yield Phase.EVALUATION, seconds
+            yield ProcessPhase.EVALUATION, seconds
     if step % _EVERY["epoch"] == 0:
-        yield Phase.END_OF_EPOCH, 2 * next(rare)
+        yield ProcessPhase.END_OF_EPOCH, 2 * next(rare)
 
 
 def alarms(run: Run, steps: int, seed: int) -> tuple[int, float, int]:
@@ -118,7 +120,7 @@ def alarms(run: Run, steps: int, seed: int) -> tuple[int, float, int]:
     generator = np.random.default_rng(seed)
     learned = LearnedLimits(HangLimits())
     now, polled, count, nearest, above = 0.0, 0.0, 0, 0.0, 0
-    floors = {phase: learned.limit(phase) for phase in Phase}
+    floors = {phase: learned.limit(phase) for phase in ProcessPhase}
     for phase, seconds in phases(run, steps, generator):
         began, now = now, now + seconds
         if now < polled + _POLL_SECONDS:

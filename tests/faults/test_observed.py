@@ -19,7 +19,7 @@ import pytest
 from tests.prepared import FRAMEWORKS, Prepared, run_prepared
 
 from holdfast.core.events.event import Event
-from holdfast.recorder.progress import Phase, Standing, StepSample, read_board, read_samples
+from holdfast.recorder.progress import ProcessPhase, Standing, StepSample, read_board, read_samples
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import BOARD_FILE, SAMPLES_FILE, ProcessInfo, read_processes
 from holdfast.supervise.launch.commands import make_observed_environment
@@ -108,7 +108,7 @@ def test_a_plain_loop_is_recorded_step_by_step(train: Train) -> None:
     assert all(sample.seconds > sample.wait_seconds > 0 for sample in samples)
     assert samples[0].host_bytes > 2**20
     standing = ended.standing()
-    assert (standing.phase, standing.step, standing.micro_step) == (Phase.ENDING, 3, 3)
+    assert (standing.phase, standing.step, standing.micro_step) == (ProcessPhase.ENDING, 3, 3)
     imported, exiting = ended.events()
     ((_, info),) = ended.processes()
     assert imported.data == {"version": info.torch}
@@ -235,7 +235,7 @@ def test_a_killed_training_leaves_what_it_recorded(tmp_path: Path, number: signa
     assert standing.step - samples[-1].step in (0, 1)
     assert len(samples) >= 20
     assert [sample.loss for sample in samples][:4] == printed("".join(lines[:4]))
-    assert standing.phase is not Phase.ENDING
+    assert standing.phase is not ProcessPhase.ENDING
 
 
 @pytest.mark.slow

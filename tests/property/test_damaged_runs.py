@@ -26,7 +26,7 @@ from holdfast.guard.record import RunRecord
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import SUPERVISOR_FOLDER
-from holdfast.recorder.scalars import Scalars, checked
+from holdfast.recorder.scalars import Scalars, check_scalars
 from holdfast.supervise.launch.restarts import Budgets
 from holdfast.supervise.launch.supervisor import RunOptions, Supervisor
 
@@ -64,7 +64,7 @@ def whole() -> Iterator[Path]:
         box.step(StepMark.COMMITTED, step, 1, 0.5, 0.5, 0.1)
     box.close()
     scalars = Scalars(lambda: run / "recorder" / "rank0", lambda event: None)
-    scalars.write(checked({"accuracy": 0.5}, "", {}) * 5, 1, 0)
+    scalars.write(check_scalars({"accuracy": 0.5}, "", {}) * 5, 1, 0)
     scalars.close()
     (run / "run.json").write_text('{"format": 1}')
     for name in ("lock", "supervisor/lock"):
@@ -135,7 +135,7 @@ def test_a_damaged_file_ends_no_command_and_keeps_no_run_from_starting(
             record = RunRecord(opened.recorder, SystemClock())
             record.open()
             record.step(StepMark.BEGUN, 1, None, None, 0.0)
-            record.scalars.write(checked({"accuracy": 0.5}, "", {}), 1, 0)
+            record.scalars.write(check_scalars({"accuracy": 0.5}, "", {}), 1, 0)
             record.emit(Closed(how="left"))
             assert record.events()[-1].kind == "closed"
             record.close()

@@ -18,7 +18,7 @@ from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import EVENTS_FILE, PART, PART_BYTES, BlackBox
 from holdfast.recorder.reader import read_events, read_ring
 from holdfast.recorder.ring import HEADER_BYTES, RingWriter, slot_struct
-from holdfast.recorder.scalars import LONGEST_NAME, SCALARS_FILE, Scalars, checked, scalars_of
+from holdfast.recorder.scalars import LONGEST_NAME, SCALARS_FILE, Scalars, check_scalars, scalars_of
 
 _SETTINGS = settings(deadline=None, max_examples=80)
 _JSON = st.recursive(
@@ -196,7 +196,7 @@ def test_any_number_comes_back_under_its_name(
     with tempfile.TemporaryDirectory() as directory:
         scalars = Scalars(lambda: Path(directory), lambda event: None)
         for name, value, step, epoch in logged:
-            scalars.write(checked({name: value}, "", {}), step, epoch)
+            scalars.write(check_scalars({name: value}, "", {}), step, epoch)
         scalars.close()
         read = scalars_of(read_ring(Path(directory, SCALARS_FILE)))
     found = [(each.name, struct.pack("d", each.value), each.step, each.epoch) for each in read]

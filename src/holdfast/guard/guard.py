@@ -50,7 +50,7 @@ from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split
 from holdfast.memory.host_memory import set_malloc_threshold
 from holdfast.memory.oom import naming_lack_of_memory
-from holdfast.recorder.scalars import checked
+from holdfast.recorder.scalars import check_scalars
 
 
 class Guard:
@@ -576,7 +576,7 @@ class Guard:
             PolicyError: H117 for a value that is not a number, or a name that is empty or too long.
                 A full disk raises nothing.
         """
-        self._session.log(checked(values, split, more))
+        self._session.log(check_scalars(values, split, more))
 
     def add_image(self, tag: str, image: Any) -> None:
         """Save an image of this step, such as a grid of samples.

@@ -131,7 +131,7 @@ class HostedGuard(Guard):
     """
 
     # The folder of the framework's checkpoints.
-    _saves_in = ""
+    _checkpoint_folder = ""
     # The step of the framework's newest checkpoint.
     _host_saved_at: int | None = None
     # The failure of the framework's newest save, if no other checkpoint holds that step.
@@ -168,7 +168,7 @@ class HostedGuard(Guard):
     def _ready(self) -> None:
         self.ready()
 
-    def next_samples(self, indices: list[int] | None) -> None:
+    def note_next_samples(self, indices: list[int] | None) -> None:
         """Note which samples of the dataset the next step is made with, in order."""
         if isinstance(self._cursor, ExternalCursor):
             self._cursor.next_samples = indices
@@ -179,19 +179,19 @@ class HostedGuard(Guard):
 
     # --- checkpoints of the framework
 
-    def saves_in(self, folder: str | os.PathLike[str], *, resumed: bool) -> None:
-        """Note where the framework saves.
+    def note_checkpoint_folder(self, folder: str | os.PathLike[str], *, resumed: bool) -> None:
+        """Note where the framework saves its checkpoints.
 
         Args:
             folder: The folder of its checkpoints.
             resumed: Whether it continues from one of them. Starting from the beginning although
                 there were checkpoints is recorded.
         """
-        self._saves_in = os.fspath(folder)
+        self._checkpoint_folder = os.fspath(folder)
         saved_before = self._directory.saved_in
         if saved_before is not None and not resumed:
             self._record.emit(run_events.BeginsAnew(though_saved_in=saved_before))
-        self._directory.note_saved(self._saves_in if resumed else None)
+        self._directory.note_saved(self._checkpoint_folder if resumed else None)
 
     def emit(self, data: EventData) -> None:
         """Record an event of the current step, and count the saves of the framework."""
@@ -199,7 +199,7 @@ class HostedGuard(Guard):
         if isinstance(data, run_events.Saved):
             self._host_saved_at = self.global_step
             self._host_failure = None
-            self._directory.note_saved(self._saves_in)
+            self._directory.note_saved(self._checkpoint_folder)
             note_saved(self._directory.path)
         elif isinstance(data, run_events.SaveFailed):
             self._failed_host_saves += 1
@@ -245,7 +245,7 @@ class HostedGuard(Guard):
         self._host_saved_at = state["global_step"]
         self._record.emit(run_events.Resumed(by="the framework"))
 
-    def replaced_state(self) -> None:
+    def note_state_replaced(self) -> None:
         """Note that the framework has loaded weights and optimizer state."""
         self._engine.state_was_replaced()
 
@@ -266,7 +266,7 @@ class HostedGuard(Guard):
             return None
         return f"NaN or Inf in {counted(count, 'tensor')}: {', '.join(names)}"
 
-    def return_from(self, why: str) -> None:
+    def roll_back(self, why: str) -> None:
         """Return to the last good state after `nonfinite_state` has found something.
 
         Raises:
@@ -285,7 +285,7 @@ class HostedGuard(Guard):
         """
         return self._stop.by_signal
 
-    def note_stop(self) -> None:
+    def record_stop(self) -> None:
         """Record that the framework ends training because of a request to stop."""
         request = run_events.StopRequested(
             reason=self._stop.reason or "SIGTERM",
@@ -294,12 +294,12 @@ class HostedGuard(Guard):
         )
         self._record.emit(request)
 
-    def stopped(self) -> None:
+    def close_after_stop(self) -> None:
         """Record that the framework ended training because of a request to stop, and close."""
-        self.note_stop()
+        self.record_stop()
         self._release("stopped")
 
-    def ending(self) -> BaseException | None:
+    def stop_exception(self) -> BaseException | None:
         """Return what to raise once the framework has saved after a stop by a signal, or None.
 
         All ranks have to call this. It waits for the rank that saves, since a launcher ends all
@@ -330,7 +330,7 @@ class HostedGuard(Guard):
     # --- evaluation
 
     @contextlib.contextmanager
-    def trying(self) -> Iterator[None]:
+    def evaluating_alone(self) -> Iterator[None]:
         """Evaluate the models on this rank alone, without gradients and without leaving a trace."""
         models = list(self._parts.models.values())
         with self._ranks.alone(), evaluating(models, self._parts.devices()):

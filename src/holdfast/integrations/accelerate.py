@@ -44,7 +44,7 @@ from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.splitting.window import Window
 from holdfast.integrations.refusals import check_accelerator, load, unsupported
 from holdfast.loader.loader import DataLoader
-from holdfast.recorder.scalars import recorded_too
+from holdfast.recorder.scalars import with_recording
 
 # Arguments of `Guard` that may be given among the fields of the policy.
 _GUARD_ARGUMENTS = ("state", "split", "clock")
@@ -99,7 +99,7 @@ def accelerate_guard(
     if not isinstance(loader, DataLoader):
         guard._batches_per_step = accelerator.gradient_accumulation_steps
     take_scale(guard, accelerator.scaler)
-    accelerator.log = recorded_too(accelerator.log, _logged_values)
+    accelerator.log = with_recording(accelerator.log, _logged_values)
     return guard
 
 
@@ -234,7 +234,9 @@ class _AsPrepared:
 
 
 def _guarded_loader(loader: Any, accelerator: Any) -> Any:
-    """Return the loader as the guard shall iterate it; what is none is left for it to refuse.
+    """Return the loader that the guard will iterate.
+
+    Anything that cannot be iterated is returned unchanged: the guard refuses it.
 
     Raises:
         PolicyError: H111 for a loader whose position or accumulation cannot be guarded.
@@ -295,7 +297,9 @@ class PreparedLoader:
 
         None if Accelerate decides their order.
         """
-        return self._inner_loader()
+        if type(self._loader).__name__ != "DataLoaderShard" or self._loader.skip_batches:
+            return None
+        return getattr(self._loader, "base_dataloader", None)
 
     def __len__(self) -> int:
         """Return the windows of an epoch."""
@@ -314,8 +318,8 @@ class PreparedLoader:
             yield Window(window)
 
     def _batches(self) -> Iterator[Any]:
-        inner = self._inner_loader()
-        if inner is None:
+        torch_loader = self.torch_loader
+        if torch_loader is None:
             # Such as a dispatcher, which has an order of its own.
             yield from self._loader
             return
@@ -325,13 +329,8 @@ class PreparedLoader:
                 self._loader.rng_types, self._loader.synchronized_generator
             )
         self._loader.set_epoch(self._loader.iteration)
-        yield from inner
+        yield from torch_loader
         self._loader.iteration += 1
-
-    def _inner_loader(self) -> Any:
-        if type(self._loader).__name__ != "DataLoaderShard" or self._loader.skip_batches:
-            return None
-        return getattr(self._loader, "base_dataloader", None)
 
 
 class _EpochOrder:

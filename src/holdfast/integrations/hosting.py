@@ -42,7 +42,7 @@ def open_guard(
     *,
     policy: Policy,
     scaler: Any,
-    saves_in: tuple[Path, re.Pattern[str]] | None,
+    checkpoints: tuple[Path, re.Pattern[str]] | None,
     carried: Mapping[str, Any] | None,
     resumed: bool,
     **parts: Any,
@@ -53,7 +53,7 @@ def open_guard(
         run_dir: Where the run is recorded.
         policy: As `hosted_policy` returns it.
         scaler: The framework's ``GradScaler``, whose scale the guard takes over, or None.
-        saves_in: The framework's folder of checkpoints, and what their names match. None if it
+        checkpoints: The framework's folder of checkpoints, and what their names match. None if it
             saves nothing.
         carried: `carried_state` of the checkpoint that was loaded. None if none was loaded, or one
             that was written without holdfast.
@@ -63,15 +63,14 @@ def open_guard(
     Raises:
         CheckpointError: H312 for a new start beside a checkpoint that is a broken link.
     """
-    if saves_in is not None and not resumed:
-        folder, name_pattern = saves_in
-        _check_links(folder, name_pattern)
+    if checkpoints is not None and not resumed:
+        _check_links(*checkpoints)
     guard = HostedGuard(run_dir, policy=policy, **parts)
     take_scale(guard, scaler)
-    if saves_in is not None:
-        guard.saves_in(saves_in[0], resumed=resumed)
+    if checkpoints is not None:
+        guard.note_checkpoint_folder(checkpoints[0], resumed=resumed)
     if carried is None:
-        guard.replaced_state()
+        guard.note_state_replaced()
     else:
         guard.load_state_dict(carried["guard"], decode_carried(carried, "ranks"))
     return guard
@@ -114,10 +113,9 @@ def restore_random_state(carried: Mapping[str, Any]) -> None:
     theirs from that of the rank that saved.
     """
     rank, world_size = ranks_now((0, 1))
-    ranks = decode_carried(carried, "ranks") or {"each": []}
-    state_by_rank = ranks["each"]
-    if len(state_by_rank) == world_size:
-        restore(RandomState.from_tree(state_by_rank[rank]["random_state"]))
+    ranks = decode_carried(carried, "ranks")
+    if ranks is not None and len(ranks["each"]) == world_size:
+        restore(RandomState.from_tree(ranks["each"][rank]["random_state"]))
         return
     state = RandomState.from_tree(decode_carried(carried, "random_state"))
     if world_size > 1:
@@ -135,7 +133,7 @@ def warn_of_persistent_workers(loaders: Any, emit: Emit | None) -> None:
         loaders: The framework's loader for training, prepared or not, or a dict or list of them.
         emit: Records the event. None: it is logged.
     """
-    if not any(_has_persistent_workers(loader) for loader in _torch_loaders(loaders)):
+    if not any(keeps_workers(loader) for loader in _torch_loaders(loaders)):
         return
     why = (
         "not known, because workers that live from epoch to epoch (persistent_workers=True)"
@@ -145,18 +143,13 @@ def warn_of_persistent_workers(loaders: Any, emit: Emit | None) -> None:
     emit_or_log(emit, run_events.ResumeMayDiffer(why=why))
 
 
-def _torch_loaders(loaders: Any) -> Iterator[Any]:
-    """Yield the loaders one by one, and what Accelerate has prepared without its wrapper."""
+def _torch_loaders(loaders: Any) -> Iterator[TorchDataLoader[Any]]:
+    """Yield torch's own loaders, and those in what Accelerate has prepared."""
     loaders = getattr(loaders, "base_dataloader", loaders)
     if isinstance(loaders, Mapping):
-        yield from loaders.values()
-    elif isinstance(loaders, (list, tuple)):
-        yield from loaders
-    else:
-        yield loaders
-
-
-def _has_persistent_workers(loader: Any) -> bool:
-    if isinstance(loader, DataLoader) or not isinstance(loader, TorchDataLoader):
-        return False
-    return keeps_workers(loader)
+        loaders = loaders.values()
+    elif not isinstance(loaders, (list, tuple)):
+        loaders = [loaders]
+    for loader in loaders:
+        if isinstance(loader, TorchDataLoader) and not isinstance(loader, DataLoader):
+            yield loader

@@ -46,8 +46,8 @@ def on_all_ranks(work: Callable[[], _T]) -> _T:
     """Run this rank's part of what all ranks do, and return its result.
 
     Raises:
-        OSError: The work of another rank has failed. An error of this rank is raised as it is,
-            after the others know of it.
+        OSError: The work of another rank has failed. This rank's own error is raised unchanged,
+            once the other ranks know of it.
     """
     rank, world_size = ranks_now((0, 1))
 
@@ -82,7 +82,7 @@ def should_save(guard: HostedGuard | None) -> bool:
     if why is None:
         return True
     guard.emit(run_events.SaveRefused(why=why))
-    guard.return_from(why)
+    guard.roll_back(why)
     return False
 
 

@@ -36,14 +36,16 @@ def find_bad_samples(
     Returns:
         An empty list if the search gave up, or the batch is bad whatever is left out.
     """
-    search = _Search(is_bad, size, most_calls)
+    search = _SampleSearch(is_bad, size, most_calls)
     try:
         return search.run(sorted({index for index in hint if 0 <= index < size}))
     except _TooManyCallsError:
         return []
 
 
-class _Search:
+class _SampleSearch:
+    """One search, with the answers so far."""
+
     def __init__(self, is_bad: Callable[[Sequence[int]], bool], size: int, most_calls: int) -> None:
         self._is_bad = is_bad
         self._all = range(size)
@@ -70,7 +72,9 @@ class _Search:
         if len(hint) == 1:
             return hint
         bad = sorted(self._bad_among(hint, good=self._without(hint)))
-        return bad if self._is_good_without(bad) else hint
+        if self._is_good_without(bad):
+            return bad
+        return hint
 
     def _bad_among(self, suspects: list[int], good: list[int]) -> list[int]:
         """Return the bad samples among suspects that make a batch of good samples bad."""

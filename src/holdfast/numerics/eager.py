@@ -64,13 +64,11 @@ def is_symbolic() -> bool:
         or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or _is_capturing()
+        or (
+            torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            and torch.cuda.is_current_stream_capturing()
+        )
     )
-
-
-def _is_capturing() -> bool:
-    is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return is_initialized and bool(torch.cuda.is_current_stream_capturing())
 
 
 def in_forward_mode() -> bool:

@@ -193,33 +193,17 @@ def clip(
         total = torch.linalg.vector_norm(norms if order is None else norms[order])
         clip_grads_with_norm_(parameters, max_norm, total)
         return
-    for scope in _scopes(groups, norms, clip_by):
-        if scope.parameters:
-            clip_grads_with_norm_(scope.parameters, max_norm, scope.norm())
-
-
-@dataclass(slots=True)
-class _Scope:
-    """Parameters that are clipped together, and the norms of their gradients."""
-
-    parameters: list[torch.Tensor]
-    norms: list[torch.Tensor]
-
-    def norm(self) -> torch.Tensor:
-        """Return the norm of all of them."""
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(self.norms))
-        return norm
-
-
-def _scopes(groups: Sequence[Group], norms: torch.Tensor, clip_by: ClipBy) -> list[_Scope]:
-    scopes: dict[str, _Scope] = {}
+    parameters_by_scope: dict[str, list[torch.Tensor]] = {}
+    norms_by_scope: dict[str, list[torch.Tensor]] = {}
     sizes = [len(group.parameters) for group in groups]
     for group, group_norms in zip(groups, torch.split(norms, sizes), strict=True):
-        key = group.optimizer if clip_by == "optimizer" else group.name
-        scope = scopes.setdefault(key, _Scope([], []))
-        scope.parameters += group.parameters
-        scope.norms.append(group_norms)
-    return list(scopes.values())
+        scope = group.optimizer if clip_by == "optimizer" else group.name
+        parameters_by_scope.setdefault(scope, []).extend(group.parameters)
+        norms_by_scope.setdefault(scope, []).append(group_norms)
+    for scope, parameters in parameters_by_scope.items():
+        if parameters:
+            total = torch.linalg.vector_norm(torch.cat(norms_by_scope[scope]))
+            clip_grads_with_norm_(parameters, max_norm, total)
 
 
 def nonfinite_gradients(

@@ -112,13 +112,16 @@ def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -
         BatchError: H201 for anything but a scalar loss, H202 for a loss without a graph, H203 for
             items that are not a count of zero or more.
     """
+    default_items = 1 if samples is None else samples
     if _is_usual_loss(returned):
-        return Terms(means=(returned,), items=(_default_items(samples),), declared=False)
-    pairs = _declared_pairs(returned)
-    declared = pairs is not None
-    if pairs is None:
-        pairs = [(returned, _default_items(samples))]
-    counted = declared and isinstance(returned, tuple) and not isinstance(returned[0], Loss)
+        return Terms(means=(returned,), items=(default_items,), declared=False)
+    losses = _losses_in(returned)
+    is_pair = not losses and isinstance(returned, tuple) and len(returned) == 2
+    pairs: list[tuple[Any, Any]] = [(returned, default_items)]
+    if losses:
+        pairs = [(loss.mean, loss.items) for loss in losses]
+    elif is_pair:
+        pairs = [returned]
     means = tuple(_scalar(mean) for mean, _ in pairs)
     if needs_graph and not any(mean.requires_grad for mean in means):
         raise BatchError(
@@ -130,9 +133,13 @@ def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -
             ),
             rule="H202",
         )
-    items = tuple(_count(items, counted=counted) for _, items in pairs)
-    extra = _extra(returned)
-    return Terms(means=means, items=items, declared=declared, counted=counted, extra=extra)
+    return Terms(
+        means=means,
+        items=tuple(_count(items, counted=is_pair) for _, items in pairs),
+        declared=is_pair or bool(losses),
+        counted=is_pair,
+        extra=_extra(losses),
+    )
 
 
 def _is_usual_loss(returned: Any) -> bool:
@@ -142,49 +149,32 @@ def _is_usual_loss(returned: Any) -> bool:
     return returned.dim() == 0 and not returned.is_complex()
 
 
-def _default_items(samples: int | None) -> int:
-    return 1 if samples is None else samples
-
-
-def _declared_pairs(returned: Any) -> list[tuple[Any, Any]] | None:
-    """Return mean and items of each term, or None if the items were not declared."""
+def _losses_in(returned: Any) -> list[Loss]:
+    """Return every `Loss` that was returned; none if anything else was returned too."""
     if isinstance(returned, Loss):
-        return [(returned.mean, returned.items)]
-    terms = list(returned.values()) if isinstance(returned, Mapping) else returned
-    is_sequence = isinstance(terms, (list, tuple)) and len(terms) > 0
-    if is_sequence and all(isinstance(term, Loss) for term in terms):
-        return [(term.mean, term.items) for term in terms]
-    if isinstance(returned, tuple) and len(returned) == 2:
         return [returned]
-    return None
+    terms = list(returned.values()) if isinstance(returned, Mapping) else returned
+    if isinstance(terms, (list, tuple)) and all(isinstance(term, Loss) for term in terms):
+        return list(terms)
+    return []
 
 
-def _extra(returned: Any) -> dict[str, Any] | None:
+def _extra(losses: Sequence[Loss]) -> dict[str, Any] | None:
     """Return the extra results of all terms, without graphs, or None if there are none."""
     merged: dict[str, Any] = {}
-    for term in _terms_of(returned):
-        if term.extra is None:
+    for loss in losses:
+        if loss.extra is None:
             continue
-        if not isinstance(term.extra, Mapping):
+        if not isinstance(loss.extra, Mapping):
             raise BatchError(
-                f"extra of a Loss is a {type(term.extra).__name__}",
+                f"extra of a Loss is a {type(loss.extra).__name__}",
                 limit="it is a dict of further results by name",
                 fix='such as Loss(mean, extra={"logits": logits}).',
                 rule="H201",
             )
-        for name, value in term.extra.items():
+        for name, value in loss.extra.items():
             merged[name] = _detached(value)
     return merged or None
-
-
-def _terms_of(returned: Any) -> list[Loss]:
-    if isinstance(returned, Loss):
-        return [returned]
-    if isinstance(returned, Mapping):
-        returned = list(returned.values())
-    if not isinstance(returned, (list, tuple)):
-        return []
-    return [term for term in returned if isinstance(term, Loss)]
 
 
 def _detached(value: Any) -> Any:
@@ -205,42 +195,37 @@ def put_together(parts: Sequence[tuple[int | None, Mapping[str, Any] | None]]) -
     Args:
         parts: The samples of each part (None if unknown), and its extra results.
     """
-    merged: dict[str, list[_PartResult]] = {}
+    values: dict[str, list[Any]] = {}
+    sizes: dict[str, list[int | None]] = {}
     for samples, extra in parts:
         for name, value in (extra or {}).items():
-            merged.setdefault(name, []).append(_PartResult(samples, value))
-    return {name: _joined(results) for name, results in merged.items()}
+            values.setdefault(name, []).append(value)
+            sizes.setdefault(name, []).append(samples)
+    return {name: _joined(values[name], sizes[name]) for name in values}
 
 
-@dataclass(frozen=True, slots=True)
-class _PartResult:
-    """An extra result of one part of a batch."""
-
-    # Samples in the part, or None if unknown.
-    samples: int | None
-    value: Any
-
-    def has_a_row_per_sample(self) -> bool:
-        is_tensor = isinstance(self.value, torch.Tensor) and self.value.dim() > 0
-        return is_tensor and len(self.value) == self.samples
-
-    def is_number(self) -> bool:
-        if isinstance(self.value, torch.Tensor):
-            return self.value.numel() == 1
-        return isinstance(self.value, (int, float))
-
-
-def _joined(results: list[_PartResult]) -> Any:
-    """Return the results of all parts as one: concatenated, averaged, or as a list."""
-    if len(results) == 1:
-        return results[0].value
-    if all(result.has_a_row_per_sample() for result in results):
-        return torch.cat([result.value for result in results])
-    if all(result.is_number() for result in results):
-        weights = [result.samples or 1 for result in results]
-        weighted = [weight * result.value for weight, result in zip(weights, results, strict=True)]
+def _joined(values: list[Any], sizes: list[int | None]) -> Any:
+    """Return the values of all parts as one: concatenated, averaged, or as a list."""
+    if len(values) == 1:
+        return values[0]
+    if all(_has_rows(value, samples) for value, samples in zip(values, sizes, strict=True)):
+        return torch.cat(values)
+    if all(_is_number(value) for value in values):
+        weights = [samples or 1 for samples in sizes]
+        weighted = [weight * value for weight, value in zip(weights, values, strict=True)]
         return sum(weighted) / sum(weights)
-    return [result.value for result in results]
+    return values
+
+
+def _has_rows(value: Any, samples: int | None) -> bool:
+    """Return whether this is a tensor with one row per sample."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == samples
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float))
 
 
 def without_graph(run: Callable[[], _T]) -> _T:

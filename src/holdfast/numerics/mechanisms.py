@@ -58,12 +58,10 @@ def _snake_case(name: str) -> str:
 
 def explain(suspect: Suspect) -> tuple[str, Confidence]:
     """Return why an operation returned NaN or Inf, in one clause, and how certain that is."""
-    if suspect.function:
-        operation = readable(suspect.name)
-    else:
-        operation = readable(suspect.node or suspect.name)
+    # No node is known where a custom Function runs.
+    operation = readable(suspect.location.node or suspect.name)
     mechanism = None
-    if suspect.node:
+    if suspect.location.node:
         mechanism = _singular_derivative(operation, suspect)
     elif suspect.operands and operation in _FORWARD_RULES:
         mechanism = _FORWARD_RULES[operation](operation, suspect, suspect.operands[0])

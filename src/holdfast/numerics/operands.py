@@ -51,7 +51,10 @@ class Operand:
         size = "x".join(map(str, self.shape)) or "scalar"
         details = []
         if self.least is not None and self.most is not None:
-            details.append(_range(self.least, self.most))
+            values = f"{self.least:.4g}"
+            if self.least != self.most:
+                values += f" to {self.most:.4g}"
+            details.append(values)
         if self.nan:
             details.append(f"{self.nan} NaN")
         if self.inf:
@@ -60,10 +63,6 @@ class Operand:
         if details:
             text += f" ({', '.join(details)})"
         return text
-
-
-def _range(least: float, most: float) -> str:
-    return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -121,7 +120,11 @@ def nonfinite(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def measure(values: torch.Tensor) -> Operand:
     """Return the facts about a tensor, real or complex, of any shape."""
-    real = _as_real(values.detach())
+    real = values.detach()
+    if real.is_complex():
+        real = real.abs()
+    elif real.dtype.itemsize < 4:
+        real = real.float()
     nan = torch.isnan(real)
     inf = torch.isinf(real)
     counts = torch.stack([nan.sum(), inf.sum(), (real == -math.inf).sum(), (real == 0).sum()])
@@ -142,13 +145,6 @@ def measure(values: torch.Tensor) -> Operand:
         negative_inf=negative_inf_count,
         zeros=zero_count,
     )
-
-
-def _as_real(values: torch.Tensor) -> torch.Tensor:
-    """Return magnitudes of complex numbers, and anything below 32 bits as fp32."""
-    if values.is_complex():
-        return values.abs()
-    return values.float() if values.dtype.itemsize < 4 else values
 
 
 def bad_rows(bad: torch.Tensor, batch_size: int | None) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from torch import nn
 from holdfast.numerics.eager import eager
 from holdfast.numerics.mechanisms import Confidence, explain, readable
 from holdfast.numerics.operands import Operand, nonfinite
-from holdfast.numerics.tracer import OUTSIDE, Kind, OriginTracer, Phase, Suspect
+from holdfast.numerics.tracer import OUTSIDE, NamedTensor, OriginTracer, Pass, Suspect
 
 OriginKind = Literal["operation", "finite_overflow", "input", "parameter", "buffer", "constant"]
 
@@ -73,22 +73,22 @@ class Origin:
     # a custom Function, or the bad tensor.
     op: str
     # The operation that actually ran, such as "aten.div"; empty for a tensor.
-    aten: str
+    aten: str = ""
     # The module's path, or "loss function".
     module: str
     # "backward" if the loss is finite.
-    phase: Phase
+    phase: Pass = "forward"
     # The bad parameter, or the first ones whose gradients are hit.
-    parameters: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
     # Rows along the batch axis in which the output is bad: a hint. Empty if unknown, or if all are.
     samples: tuple[int, ...]
     # The first few operands.
-    operands: tuple[Operand, ...]
+    operands: tuple[Operand, ...] = ()
     # What the operation returned, or the bad tensor.
     produced: Operand
     # The user's code, such as "model.py:12 in forward". In the backward pass, that of the forward
     # operation.
-    line: str
+    line: str = ""
     # How it happened, in one clause.
     mechanism: str
     # "certain": the operands confirm the mechanism.
@@ -154,9 +154,8 @@ def trace(
             raises `NeedsOtherRanksError`, what ran before the collective is examined, and this is
             raised if all of it was finite.
     """
-    tracer = OriginTracer(
-        dict(models), _existing_tensors(models, parameters, batch_tensors), batch_size
-    )
+    existing = _existing_tensors(models, parameters, batch_tensors)
+    tracer = OriginTracer(dict(models), existing, batch_size)
     collective: NeedsOtherRanksError | None = None
     with eager(), tracer:
         try:
@@ -189,27 +188,22 @@ def _existing_tensors(
     models: Mapping[str, nn.Module],
     parameters: Sequence[tuple[str, torch.Tensor]],
     batch_tensors: Sequence[tuple[str, torch.Tensor]],
-) -> list[tuple[Kind, str, torch.Tensor]]:
-    """Return kind, name and tensor of everything that exists before the pass."""
-    tensors: list[tuple[Kind, str, torch.Tensor]] = []
-    for name, tensor in batch_tensors:
-        tensors.append(("input", name, tensor))
-    for name, tensor in parameters:
-        tensors.append(("parameter", name, tensor))
+) -> list[NamedTensor]:
+    """Return everything that exists before the pass."""
+    tensors = [NamedTensor("input", name, tensor) for name, tensor in batch_tensors]
+    tensors += [NamedTensor("parameter", name, tensor) for name, tensor in parameters]
     for key, model in models.items():
         prefix = "" if key == "model" else f"{key}."
-        for name, tensor in model.named_parameters():
-            tensors.append(("parameter", prefix + name, tensor))
-        for name, tensor in model.named_buffers():
-            tensors.append(("buffer", prefix + name, tensor))
+        for name, parameter in model.named_parameters():
+            tensors.append(NamedTensor("parameter", prefix + name, parameter))
+        for name, buffer in model.named_buffers():
+            tensors.append(NamedTensor("buffer", prefix + name, buffer))
     return tensors
 
 
 def find_nan(tensors: Sequence[tuple[str, torch.Tensor]], batch_size: int | None) -> Origin | None:
     """Return the first named tensor of a batch that holds NaN as an origin, or None."""
-    named: list[tuple[Kind, str, torch.Tensor]] = [
-        ("input", name, tensor) for name, tensor in tensors
-    ]
+    named = [NamedTensor("input", name, tensor) for name, tensor in tensors]
     tracer = OriginTracer({}, named, batch_size)
     for _, tensor in tensors:
         if nonfinite(tensor) is None:
@@ -233,37 +227,43 @@ def _before_collective(tracer: OriginTracer, collective: NeedsOtherRanksError) -
     if sent:
         culprit = _find_culprit(sent, tracer.suspects)
         return replace(_origin(culprit, loss_is_finite=False), sent=True)
-    accidental = [suspect for suspect in tracer.suspects if not _is_on_purpose(suspect)]
-    if not accidental:
+    first = _first_accidental(tracer.suspects)
+    if first is None:
         raise UntraceableError(
             "everything before it was finite, and one rank cannot repeat a collective alone"
         )
-    first = accidental[0]
-    failure = _Nonfinite(first, by_nan=first.produced.nan > 0)
-    return _origin(_find_culprit([failure], tracer.suspects), loss_is_finite=False)
+    return _origin(_find_culprit([_failure_of(first)], tracer.suspects), loss_is_finite=False)
 
 
 @dataclass(frozen=True, slots=True)
-class _Nonfinite:
+class _ChainLink:
     """A suspect as a link of the chain from the failure back to its origin."""
 
     suspect: Suspect
     # Whether its NaN matters for the chain, rather than its Inf.
     by_nan: bool
 
-    def parents(self) -> list[_Nonfinite]:
+    def parents(self) -> list[_ChainLink]:
         """Return the operands that may have made it bad."""
         by_nan = self.by_nan and self.suspect.took_nan
-        links = [link for link in self.suspect.links if (link.nan if by_nan else link.inf)]
-        return [_Nonfinite(link.suspect, by_nan) for link in links]
+        parents = []
+        for operand in self.suspect.bad_operands:
+            is_cause = operand.nan if by_nan else operand.inf
+            if is_cause:
+                parents.append(_ChainLink(operand.suspect, by_nan))
+        return parents
 
 
-def _failure(tracer: OriginTracer, tensor: torch.Tensor) -> _Nonfinite:
+def _failure(tracer: OriginTracer, tensor: torch.Tensor) -> _ChainLink:
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
-    return _Nonfinite(tracer.find(tensor), by_nan=bool(torch.isnan(values).any()))
+    return _ChainLink(tracer.find(tensor), by_nan=bool(torch.isnan(values).any()))
 
 
-def _find_culprit(failures: Sequence[_Nonfinite], suspects: Sequence[Suspect]) -> Suspect:
+def _failure_of(suspect: Suspect) -> _ChainLink:
+    return _ChainLink(suspect, by_nan=suspect.produced.nan > 0)
+
+
+def _find_culprit(failures: Sequence[_ChainLink], suspects: Sequence[Suspect]) -> Suspect:
     """Walk back from the suspects that made the loss or gradients bad to the earliest origin.
 
     Args:
@@ -272,7 +272,7 @@ def _find_culprit(failures: Sequence[_Nonfinite], suspects: Sequence[Suspect]) -
     """
     if suspects and all(failure.suspect.kind == "constant" for failure in failures):
         # The chain is broken, for instance by ``.item()``.
-        failures = [_first_accidental(suspects)]
+        failures = [_failure_of(_first_accidental(suspects) or suspects[0])]
     successors = _walk_back(failures)
     origins: list[Suspect] = []
     for link in successors:
@@ -285,20 +285,18 @@ def _find_culprit(failures: Sequence[_Nonfinite], suspects: Sequence[Suspect]) -
     return min(origins, key=lambda suspect: suspect.index)
 
 
-def _first_accidental(suspects: Sequence[Suspect]) -> _Nonfinite:
-    """Return the first suspect not written on purpose, or the first of all if there is none."""
-    accidental = (suspect for suspect in suspects if not _is_on_purpose(suspect))
-    first = next(accidental, suspects[0])
-    return _Nonfinite(first, by_nan=first.produced.nan > 0)
+def _first_accidental(suspects: Sequence[Suspect]) -> Suspect | None:
+    """Return the first suspect that was not written on purpose, or None if there is none."""
+    return next((suspect for suspect in suspects if not _is_on_purpose(suspect)), None)
 
 
-def _walk_back(failures: Sequence[_Nonfinite]) -> dict[_Nonfinite, _Nonfinite | None]:
+def _walk_back(failures: Sequence[_ChainLink]) -> dict[_ChainLink, _ChainLink | None]:
     """Return all links that lead to the failures, each with its successor towards the failure.
 
     The failures come first, without a successor; then their parents, breadth first.
     """
     queue = list(dict.fromkeys(failures))
-    successors: dict[_Nonfinite, _Nonfinite | None] = dict.fromkeys(queue)
+    successors: dict[_ChainLink, _ChainLink | None] = dict.fromkeys(queue)
     # The queue grows while it is read.
     for link in queue:
         for parent in link.parents():
@@ -319,9 +317,9 @@ def _is_on_purpose(suspect: Suspect) -> bool:
 
 
 def _first_that_breaks(
-    mask: _Nonfinite, successors: Mapping[_Nonfinite, _Nonfinite | None]
+    mask: _ChainLink, successors: Mapping[_ChainLink, _ChainLink | None]
 ) -> Suspect:
-    """Return the first operation after a mask that computes with its Inf, not just passes it on."""
+    """Return the first operation after a mask that computes with its Inf instead of moving it."""
     link = mask
     successor = successors[link]
     while successor is not None:
@@ -342,51 +340,53 @@ def _passes_inf_on(suspect: Suspect) -> bool:
 def _origin(culprit: Suspect, *, loss_is_finite: bool) -> Origin:
     """Return what is known about the operation or tensor that is to blame."""
     if culprit.kind == "operation":
-        return _origin_of_operation(culprit, loss_is_finite=loss_is_finite)
-    return _origin_of_tensor(culprit, loss_is_finite=loss_is_finite)
+        origin = _origin_of_operation(culprit)
+    else:
+        origin = _origin_of_tensor(culprit)
+    if not loss_is_finite:
+        return origin
+    if culprit.kind == "operation" and origin.phase == "forward":
+        hidden = f"{origin.mechanism}, hidden from the loss but not from its gradient"
+        origin = replace(origin, mechanism=hidden)
+    return replace(origin, phase="backward")
 
 
-def _origin_of_operation(culprit: Suspect, *, loss_is_finite: bool) -> Origin:
+def _origin_of_operation(culprit: Suspect) -> Origin:
     mechanism, confidence = explain(culprit)
-    if loss_is_finite and culprit.phase == "forward":
-        mechanism += ", hidden from the loss but not from its gradient"
+    location = culprit.location
+    # The backward pass produced an Inf in fp16 from finite operands.
+    is_fp16_overflow = (
+        location.phase == "backward"
+        and culprit.produced.dtype == "float16"
+        and culprit.produced.inf > 0
+        and not culprit.bad_operands
+    )
     return Origin(
-        kind="finite_overflow" if _is_fp16_overflow(culprit) else "operation",
-        op=culprit.function or readable(culprit.node or culprit.name),
+        kind="finite_overflow" if is_fp16_overflow else "operation",
+        op=location.function or readable(location.node or culprit.name),
         aten=f"aten.{culprit.name}",
-        module=culprit.module,
-        phase="backward" if loss_is_finite else culprit.phase,
-        parameters=(),
+        module=location.module,
+        phase=location.phase,
         samples=culprit.rows,
         operands=culprit.operands[:_MOST_OPERANDS],
         produced=culprit.produced,
-        line=culprit.line,
+        line=location.line,
         mechanism=mechanism,
         confidence=confidence,
     )
 
 
-def _is_fp16_overflow(culprit: Suspect) -> bool:
-    """Return whether the backward pass produced an Inf in fp16 from finite operands."""
-    is_fp16_infinity = culprit.produced.dtype == "float16" and culprit.produced.inf > 0
-    return culprit.phase == "backward" and is_fp16_infinity and not culprit.links
-
-
-def _origin_of_tensor(culprit: Suspect, *, loss_is_finite: bool) -> Origin:
-    module = culprit.module
+def _origin_of_tensor(culprit: Suspect) -> Origin:
+    module = ""
     if culprit.kind in ("parameter", "buffer"):
         module = culprit.name.rpartition(".")[0] or "model"
     return Origin(
         kind=culprit.kind,
         op=culprit.name,
-        aten="",
         module=module,
-        phase="backward" if loss_is_finite else culprit.phase,
         parameters=(culprit.name,) if culprit.kind == "parameter" else (),
         samples=culprit.rows,
-        operands=culprit.operands[:_MOST_OPERANDS],
         produced=culprit.produced,
-        line=culprit.line,
         mechanism=_text_of_tensor(culprit),
         confidence="certain",
     )

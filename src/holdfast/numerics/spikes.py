@@ -1,7 +1,7 @@
 """Spikes and divergence in losses and gradient norms, and what to do about them.
 
-Arithmetic on floats, no torch. A `SpikeDetector` measures how far a value lies above the usual
-ones, in units of their own upward scatter:
+Arithmetic on floats, no torch. A `SpikeDetector` compares each step with the usual ones (see
+``usual_values``):
 
 - hard: loss and gradient norm lie far above the usual ones in the same step.
 - diverged: the level of the recent losses has left its usual range.
@@ -15,13 +15,19 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from holdfast.core.containers import check_count, check_number
 from holdfast.core.events.decisions import Decision, RollBack, SkipStep, Stop
 from holdfast.core.policy.kinds import Objective, SpikeAction
+from holdfast.numerics.usual_values import (
+    LOSS_FLOOR,
+    NORM_FLOOR,
+    USUAL_SCATTERS,
+    Bounds,
+    UsualValues,
+)
 
 # --- The window of usual values. The figures below were chosen on the design runs of
 # ``benchmarks/spikes_runs``, unless another source is given.
@@ -56,24 +62,13 @@ _MOST_SUSPECTED = 60
 GOOD_AFTER = 50
 # Calm steps after a rollback that show that the data is like before.
 _RETURNED = 10
-# Steps for which a harmless spike is remembered.
+
+# --- Harmless spikes, which the run has survived.
+
+# Steps for which one is remembered.
 _SPIKE_MEMORY_STEPS = 10_000
-
-# --- Distances above the middle, in units of the scatter. In 18,000 healthy steps of the design
-# runs the recent level reached 1.2 at most, and loss and norm together 2.8 (logarithmic) and 6.9
-# (linear).
-
-# A norm is usual up to this distance.
-_USUAL = 2.5
-_FAR = 6.0
-_FAR_LINEAR = 15.0
-# A spike counts if it is this many times as far out as the second-largest harmless one.
+# A new spike counts if it is this many times as far out as the second-largest harmless one.
 _TAIL = 2.0
-_SHORT_ODD = 1.8
-_RAISED = 0.7
-_GONE = 2.2
-# Above the best level that the run ever had.
-_DRIFTED = 3.5
 
 # --- CUSUM (Page, 1954) of the losses in the upper quarter of the usual ones. Healthy losses move
 # it by -0.2 a step on average; if three quarters of them lie there, it rises by 0.6 a step and is
@@ -82,27 +77,6 @@ _DRIFTED = 3.5
 _DRIFT_BACK = 0.6
 _DRIFT_FULL = 12.0
 _DRIFT_OVER = 6.0
-
-# --- Least scatter and least rises, as shares of the value, so that a ripple in a very calm run
-# raises no alarm. A loss must rise by 20 % and a norm by 82 % to be far, and a level by 28 % to be
-# gone.
-
-_LOSS_FLOOR = 0.03
-_NORM_FLOOR = 0.1
-_ODD_RISE = 0.1
-_LEAST_RISE = 0.25
-# The share of the run's gain that must be lost: losses of 1e-6 and 1e-4 are both fully trained.
-_LEAST_LOSS = 0.1
-
-# The largest number that the arithmetic below may reach, so that it stays finite.
-_LARGEST = 1e300
-_SMALLEST = 1e-300
-_LARGEST_EXPONENT = 700.0
-
-# Quantiles of the standard normal distribution, at 0.75, 0.95 and about 0.99.
-_SIGMAS_AT_UPPER_QUARTILE = 0.6745
-_SIGMAS_AT_95 = 1.645
-_SIGMAS_AT_SECOND_LARGEST = 2.4
 
 
 class Level(Enum):
@@ -126,7 +100,7 @@ class SpikeDetector:
 
     def __init__(self, *, objective: Objective) -> None:
         self._minimizes = objective == "minimize"
-        self._tracks: dict[str, _Track] = {}
+        self._monitors: dict[str, _LossMonitor] = {}
         # Steps with finite values judged so far, over all keys. `return_to` reduces it.
         self.steps = 0
 
@@ -141,23 +115,23 @@ class SpikeDetector:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return Level.CALM
         self.steps += 1
-        if key not in self._tracks:
-            self._tracks[key] = _Track()
+        if key not in self._monitors:
+            self._monitors[key] = _LossMonitor()
         if not self._minimizes:
             return Level.CALM
-        return self._tracks[key].judge(loss, norm, self.steps)
+        return self._monitors[key].judge(loss, norm, self.steps)
 
     def accepted(self, key: str, loss: float, norm: float) -> None:
         """Add the step that was judged last to the statistics, because it was committed."""
         if math.isfinite(loss) and math.isfinite(norm):
-            self._tracks[key].accept(loss, norm, self.steps)
+            self._monitors[key].accept(loss, norm, self.steps)
 
     def usual_norm(self, key: str) -> float | None:
         """Return the largest usual norm, 2.5 scatters above the middle, or None if unknown."""
-        track = self._tracks.get(key)
-        if track is None or track.norm is None:
+        monitor = self._monitors.get(key)
+        if monitor is None or monitor.norm is None:
             return None
-        return track.norm.above(_USUAL)
+        return monitor.norm.above(USUAL_SCATTERS)
 
     def is_calm(self) -> bool:
         """Return whether nothing is suspected, so that a checkpoint may be marked as good."""
@@ -169,9 +143,9 @@ class SpikeDetector:
         The step with the first sign is included.
         """
         first_signs = [
-            track.suspected_since
-            for track in self._tracks.values()
-            if track.suspected_since is not None
+            monitor.suspected_since
+            for monitor in self._monitors.values()
+            if monitor.suspected_since is not None
         ]
         if not first_signs:
             return None
@@ -180,21 +154,21 @@ class SpikeDetector:
     def return_to(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the statistics of an earlier `state_dict` after a rollback."""
         self.load_state_dict(state_dict)
-        for track in self._tracks.values():
-            track.begin_after_rollback()
+        for monitor in self._monitors.values():
+            monitor.begin_after_rollback()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all statistics as JSON values."""
         return {
             "steps": self.steps,
-            "tracks": {key: track.state_dict() for key, track in self._tracks.items()},
+            "tracks": {key: monitor.state_dict() for key, monitor in self._monitors.items()},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.steps = check_count(state_dict["steps"])
-        self._tracks = {
-            key: _Track.from_state(state) for key, state in state_dict["tracks"].items()
+        self._monitors = {
+            key: _LossMonitor.from_state(state) for key, state in state_dict["tracks"].items()
         }
 
 
@@ -237,143 +211,39 @@ def decide_after_spike(  # noqa: PLR0913
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Usual:
-    """The middle and the upward scatter of some values, logarithmic if all of them are positive."""
-
-    middle: float
-    upper_quartile: float
-    scatter: float
-    # The mean magnitude, which shares are relative to, or None on the logarithmic scale.
-    unit: float | None
-
-    @classmethod
-    def of(cls, values: Sequence[float], floor: float) -> _Usual:
-        """Return the statistics of some values.
-
-        Args:
-            values: Those of a window.
-            floor: The least scatter, as a share of the value.
-        """
-        # Quantiles of the upper half stand for the median absolute deviation: they need one sort,
-        # and logarithms of three values only.
-        ordered = sorted(values)
-        if ordered[0] > 0:
-            return cls._logarithmic(ordered, floor)
-        return cls._linear(ordered, floor)
-
-    @classmethod
-    def _logarithmic(cls, ordered: Sequence[float], floor: float) -> _Usual:
-        middle, upper, high = _upper_quantiles(ordered)
-        scatter = max(
-            _logarithm(upper / middle) / _SIGMAS_AT_UPPER_QUARTILE,
-            _logarithm(high / middle) / _SIGMAS_AT_95,
-            floor,
-        )
-        return cls(middle, upper, scatter, None)
-
-    @classmethod
-    def _linear(cls, ordered: Sequence[float], floor: float) -> _Usual:
-        middle, upper, high = _upper_quantiles(ordered)
-        # Divided before they are summed, which stays finite.
-        unit = sum(abs(value) / len(ordered) for value in ordered)
-        scatter = max(
-            (upper - middle) / _SIGMAS_AT_UPPER_QUARTILE,
-            (high - middle) / _SIGMAS_AT_95,
-            (ordered[-2] - middle) / _SIGMAS_AT_SECOND_LARGEST,
-        )
-        if high == middle:
-            # Nearly all are equal, such as the zeros of a hinge loss: only the largest value shows
-            # a scatter.
-            scatter = ordered[-1] - middle
-        scatter = min(max(scatter, floor * unit, _SMALLEST), _LARGEST)
-        return cls(middle, upper, scatter, unit)
-
-    @classmethod
-    def from_state(cls, state: Sequence[Any]) -> _Usual:
-        """Return what `state` returned."""
-        return cls(*(check_number(value, or_none=True) for value in state))
-
-    def state(self) -> list[float | None]:
-        """Return the fields as JSON values."""
-        return [self.middle, self.upper_quartile, self.scatter, self.unit]
-
-    def far(self) -> float:
-        """Return the threshold above which a value is far from the usual ones."""
-        return self.above(_FAR if self.unit is None else _FAR_LINEAR)
-
-    def above(self, scatters: float, least_rise: float = 0.0) -> float:
-        """Return the value that lies this many scatters above the middle.
-
-        Args:
-            scatters: The distance.
-            least_rise: The least distance, as a share of the value.
-        """
-        if self.unit is None:
-            exponent = max(scatters * self.scatter, least_rise)
-            return self.middle * math.exp(min(exponent, _LARGEST_EXPONENT))
-        if self.unit == 0:
-            # All values are 0, so there is no scale to measure a distance by.
-            return math.inf
-        return self.middle + max(scatters * self.scatter, least_rise * self.unit)
-
-    def distance(self, value: float) -> float:
-        """Return by how many scatters a value exceeds the middle, which must be smaller."""
-        if self.unit is None:
-            rise = _logarithm(value / self.middle)
-        else:
-            rise = value - self.middle
-        return min(rise / self.scatter, _LARGEST)
+# The attributes of a monitor by their names in the checkpoint format: tables, numbers, and numbers
+# that may be None.
+_TABLES_IN_STATE = {
+    "kept": "values",
+    "held": "suspected",
+    "spikes": "harmless_spikes",
+    "held_spikes": "suspected_spikes",
+}
+_NUMBERS_IN_STATE = {
+    "unseen": "new_values",
+    "start": "start",
+    "first_back": "first_loss_after_rollback",
+    "age": "age",
+    "last_sign": "last_sign",
+    "drift": "drift",
+    "hard": "hard",
+}
+_OPTIONAL_NUMBERS_IN_STATE = {
+    "calm_steps": "calm_steps",
+    "began": "suspected_since",
+    "odd_since": "odd_since",
+    "first": "first_level",
+}
 
 
-def _usual_or_none(state: Sequence[Any] | None) -> _Usual | None:
-    return None if state is None else _Usual.from_state(state)
+class _LossMonitor:
+    """Judges the steps of one key, and keeps the statistics for that.
 
-
-def _upper_quantiles(ordered: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median and the quantiles at 0.75 and 0.95."""
-    size = len(ordered)
-    return ordered[size // 2], ordered[size * 3 // 4], ordered[size * 19 // 20]
-
-
-def _logarithm(ratio: float) -> float:
-    # A ratio of two finite numbers may be Inf.
-    return math.log(min(ratio, _LARGEST))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bounds:
-    """The values above which a loss, a norm or a level is suspicious. Without statistics, none."""
-
-    loss_far: float = math.inf
-    norm_far: float = math.inf
-    # For the median of the newest seven losses.
-    short_odd: float = math.inf
-    # For single losses, which CUSUM counts.
-    odd: float = math.inf
-    # For the recent level, once losses have been odd for long.
-    raised: float = math.inf
-    # For the recent level, at once.
-    gone: float = math.inf
-
-
-def _bounds(loss: _Usual, norm: _Usual, best: _Usual, first_level: float) -> _Bounds:
-    gained = max(0.0, first_level - best.middle)
-    # Above this level a noticeable share of what the run has gained is lost.
-    matters = best.middle + _LEAST_LOSS * gained
-    gone = min(loss.above(_GONE, _LEAST_RISE), best.above(_DRIFTED, _LEAST_RISE))
-    return _Bounds(
-        loss_far=loss.far(),
-        norm_far=norm.far(),
-        short_odd=loss.above(_SHORT_ODD),
-        odd=max(loss.upper_quartile, loss.above(0.0, _ODD_RISE), matters),
-        raised=max(loss.above(_RAISED, _LEAST_RISE), matters),
-        gone=max(gone, matters),
-    )
-
-
-class _Track:
-    """The statistics of one key. The names in `state_dict` are those of the checkpoint format."""
+    A far loss, or a level that is odd, begins a *suspicion*. While it lasts, new values are kept
+    apart. It ends when there was no further sign for some steps: then these values count as usual,
+    and its spikes as harmless. Or the level leaves its usual range: then the run has diverged, and
+    the statistics restart.
+    """
 
     def __init__(self) -> None:
         # Rows of step, loss and norm: those that were accepted without suspicion, and those that
@@ -402,13 +272,13 @@ class _Track:
         self.drift = 0.0
         # Whether the step judged last is far out.
         self.hard = False
-        self.loss: _Usual | None = None
-        self.norm: _Usual | None = None
+        self.loss: UsualValues | None = None
+        self.norm: UsualValues | None = None
         # The level that the run began with.
         self.first_level: float | None = None
         # The statistics of the losses when their level was best.
-        self.best: _Usual | None = None
-        self.bounds = _Bounds()
+        self.best: UsualValues | None = None
+        self.bounds = Bounds()
 
     def judge(self, loss: float, norm: float, now: int) -> Level:
         """Return how far a step stands out. `now` is its number among all judged steps."""
@@ -459,10 +329,10 @@ class _Track:
         if len(window) < _LEAST_WINDOW:
             return
         if self.loss is None:
-            # The new level can be determined by now.
+            # The suspicion lasted until the new level was known, which it is now.
             self.suspected_since = None
-        self.loss = _Usual.of([loss for _, loss, _ in window], _LOSS_FLOOR)
-        self.norm = _Usual.of([norm for _, _, norm in window], _NORM_FLOOR)
+        self.loss = UsualValues.of([loss for _, loss, _ in window], LOSS_FLOOR)
+        self.norm = UsualValues.of([norm for _, _, norm in window], NORM_FLOOR)
         if self.first_level is None:
             self.first_level = self.loss.middle
         if self.best is None or self.loss.middle < self.best.middle:
@@ -471,9 +341,9 @@ class _Track:
 
     def _update_bounds(self) -> None:
         if self.loss and self.norm and self.best and self.first_level is not None:
-            self.bounds = _bounds(self.loss, self.norm, self.best, self.first_level)
+            self.bounds = Bounds.of(self.loss, self.norm, self.best, self.first_level)
         else:
-            self.bounds = _Bounds()
+            self.bounds = Bounds()
 
     def _update_drift(self, loss: float) -> None:
         """Update the CUSUM: it rises with losses in the upper quarter and falls with others."""
@@ -575,60 +445,42 @@ class _Track:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the statistics as JSON values."""
+        tables = {
+            name: _columns(getattr(self, attribute)) for name, attribute in _TABLES_IN_STATE.items()
+        }
+        numbers = {
+            name: getattr(self, attribute)
+            for name, attribute in {**_NUMBERS_IN_STATE, **_OPTIONAL_NUMBERS_IN_STATE}.items()
+        }
         return {
-            "columns": {
-                "kept": _columns(self.values),
-                "held": _columns(self.suspected),
-                "spikes": _columns(self.harmless_spikes),
-                "held_spikes": _columns(self.suspected_spikes),
-            },
+            "columns": tables,
             "recent": list(self.recent),
-            "unseen": self.new_values,
-            "start": self.start,
-            "calm_steps": self.calm_steps,
-            "first_back": self.first_loss_after_rollback,
-            "began": self.suspected_since,
-            "age": self.age,
-            "last_sign": self.last_sign,
-            "odd_since": self.odd_since,
-            "drift": self.drift,
-            "hard": self.hard,
+            **numbers,
             "loss": self.loss and self.loss.state(),
             "norm": self.norm and self.norm.state(),
-            "first": self.first_level,
             "best": self.best and self.best.state(),
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> _Track:
+    def from_state(cls, state: Mapping[str, Any]) -> _LossMonitor:
         """Return the statistics that `state_dict` returned.
 
         Raises:
             KeyError, TypeError, ValueError: The state is damaged.
         """
-        track = cls()
-        columns = state["columns"]
-        track.values = _rows(columns["kept"])
-        track.suspected = _rows(columns["held"])
-        track.harmless_spikes = _rows(columns["spikes"])
-        track.suspected_spikes = _rows(columns["held_spikes"])
-        track.recent = deque(map(check_number, state["recent"]), maxlen=_RECENT)
-        track.new_values = check_number(state["unseen"])
-        track.start = check_number(state["start"])
-        track.calm_steps = check_number(state["calm_steps"], or_none=True)
-        track.first_loss_after_rollback = check_number(state["first_back"])
-        track.suspected_since = check_number(state["began"], or_none=True)
-        track.age = check_number(state["age"])
-        track.last_sign = check_number(state["last_sign"])
-        track.odd_since = check_number(state["odd_since"], or_none=True)
-        track.drift = check_number(state["drift"])
-        track.hard = check_number(state["hard"])
-        track.loss = _usual_or_none(state["loss"])
-        track.norm = _usual_or_none(state["norm"])
-        track.first_level = check_number(state["first"], or_none=True)
-        track.best = _usual_or_none(state["best"])
-        track._update_bounds()
-        return track
+        monitor = cls()
+        for name, attribute in _TABLES_IN_STATE.items():
+            setattr(monitor, attribute, _rows(state["columns"][name]))
+        for name, attribute in _NUMBERS_IN_STATE.items():
+            setattr(monitor, attribute, check_number(state[name]))
+        for name, attribute in _OPTIONAL_NUMBERS_IN_STATE.items():
+            setattr(monitor, attribute, check_number(state[name], or_none=True))
+        monitor.recent = deque(map(check_number, state["recent"]), maxlen=_RECENT)
+        monitor.loss = UsualValues.from_state(state["loss"])
+        monitor.norm = UsualValues.from_state(state["norm"])
+        monitor.best = UsualValues.from_state(state["best"])
+        monitor._update_bounds()
+        return monitor
 
 
 def _median(values: Sequence[float]) -> float:

@@ -37,7 +37,7 @@ from holdfast.numerics.operands import (
 )
 
 Kind = Literal["operation", "input", "parameter", "buffer", "constant"]
-Phase = Literal["forward", "backward"]
+Pass = Literal["forward", "backward"]
 # In place of a module's path, for code that runs in no module.
 OUTSIDE = "loss function"
 
@@ -72,12 +72,28 @@ _FRAMES_BEYOND_USER = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class BadOperand:
     """A non-finite operand: the suspect that produced it, and whether it holds NaN and Inf."""
 
     suspect: Suspect
     nan: bool
     inf: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """Where an operation runs."""
+
+    # The path of the module.
+    module: str = ""
+    # The line of the user's code.
+    line: str = ""
+    # The recomputation of a checkpointed block counts as forward.
+    phase: Pass = "forward"
+    # The class of the custom autograd.Function that runs.
+    function: str = ""
+    # The autograd node that runs, in the backward pass of torch's own operations.
+    node: str = ""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -89,17 +105,8 @@ class Suspect:
     kind: Kind
     # The operation without namespace and overload, such as "log", or the name of the tensor.
     name: str
-    # The autograd node that ran, in the backward pass of torch's own operations.
-    node: str = ""
-    # The class of the custom autograd.Function that ran.
-    function: str = ""
-    module: str = ""
-    # The recomputation of a checkpointed block counts as forward.
-    phase: Phase = "forward"
-    # The line of the user's code.
-    line: str = ""
-    # The non-finite operands.
-    links: tuple[Link, ...] = ()
+    location: Location = Location()
+    bad_operands: tuple[BadOperand, ...] = ()
     # All operands, unless one of them held NaN.
     operands: tuple[Operand, ...] = ()
     # The numbers among the arguments.
@@ -113,12 +120,21 @@ class Suspect:
     @property
     def took_nan(self) -> bool:
         """Whether an operand held NaN."""
-        return any(link.nan for link in self.links)
+        return any(operand.nan for operand in self.bad_operands)
 
 
 @dataclass(frozen=True, slots=True)
-class _Operand:
-    """A tensor argument, and its values before the call."""
+class NamedTensor:
+    """A tensor that exists before the pass."""
+
+    kind: Kind
+    name: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadTensor:
+    """A tensor argument that an operation reads, and its values before the call."""
 
     tensor: torch.Tensor
     values: torch.Tensor
@@ -128,7 +144,7 @@ class _Operand:
 class _Arguments:
     """The arguments of an operation."""
 
-    operands: list[_Operand] = field(default_factory=list)
+    read: list[_ReadTensor] = field(default_factory=list)
     # Tensors that the operation writes.
     written: list[torch.Tensor] = field(default_factory=list)
     scalars: list[float] = field(default_factory=list)
@@ -142,7 +158,11 @@ class _Operation:
         self.name: str = schema.name.split("::")[-1]
         self.pointwise = torch.Tag.pointwise in func.tags
         self._argument_names = [argument.name for argument in schema.arguments]
-        writes = [argument for argument in schema.arguments if _is_write(argument)]
+        writes = [
+            argument
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
         self._written = {argument.name for argument in writes}
         if "batch_norm" in self.name:
             self._written |= _UNDECLARED_WRITES
@@ -151,8 +171,10 @@ class _Operation:
             for argument in writes
             if argument.kwarg_only or self.name in _OVERWRITE_TARGET
         }
-        returns_alias = any(_is_alias(returned) for returned in schema.returns)
-        is_declared_view = returns_alias and not writes
+        # Nothing is written, so what the operation returns is an argument's memory if any.
+        is_declared_view = not writes and any(
+            returned.alias_info is not None for returned in schema.returns
+        )
         self.is_view = is_declared_view or self.name.startswith(_UNDECLARED_VIEWS)
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any]) -> _Arguments:
@@ -174,64 +196,19 @@ class _Operation:
             # Integers are recorded too because a count of 0 explains a division.
             counts = whole_numbers_of(tensor)
             if counts is not None:
-                arguments.operands.append(_Operand(counts, counts))
+                arguments.read.append(_ReadTensor(counts, counts))
             return
         is_written = name in self._written
         if is_written:
             arguments.written.append(values)
         if name not in self._written_unread:
             before = values.clone() if is_written else values
-            arguments.operands.append(_Operand(values, before))
-
-
-def _is_write(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _is_alias(returned: Any) -> bool:
-    return returned.alias_info is not None and not returned.alias_info.is_write
+            arguments.read.append(_ReadTensor(values, before))
 
 
 def _leaves(argument: Any) -> Iterable[Any]:
     # Most arguments are not containers, and flattening every one would be slow.
     return tree_leaves(argument) if isinstance(argument, (list, tuple)) else (argument,)
-
-
-@dataclass(frozen=True, slots=True)
-class _NamedTensor:
-    """A tensor that existed before the pass."""
-
-    kind: Kind
-    name: str
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _RunningModule:
-    module: nn.Module
-    path: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Location:
-    """Where an operation runs, as a `Suspect` describes it."""
-
-    module: str
-    line: str
-    phase: Phase = "forward"
-    function: str = ""
-    node: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _NonfiniteOutput:
-    """An output of an operation, and where it is NaN or Inf."""
-
-    values: torch.Tensor
-    bad: torch.Tensor
-
-    def holds_nan(self) -> bool:
-        return bool(torch.isnan(self.values).any())
 
 
 class OriginTracer(TorchDispatchMode):
@@ -240,14 +217,14 @@ class OriginTracer(TorchDispatchMode):
     Args:
         models: The models by name. Parts of a single model called ``"model"`` keep their bare
             paths.
-        tensors: Kind, name and tensor of everything that existed before the pass.
+        tensors: Everything that exists before the pass.
         batch_size: Samples in the batch, or None if unknown.
     """
 
     def __init__(
         self,
         models: dict[str, nn.Module],
-        tensors: Sequence[tuple[Kind, str, torch.Tensor]],
+        tensors: Sequence[NamedTensor],
         batch_size: int | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -256,9 +233,10 @@ class OriginTracer(TorchDispatchMode):
         self.missed_some = False
         self._paths = _module_paths(models)
         self._batch_size = batch_size
-        self._running: list[_RunningModule] = []
+        # The modules whose forward runs, from the outermost.
+        self._running: list[nn.Module] = []
         # The location of the forward operation, by the sequence number of its autograd node.
-        self._forward_locations: dict[int, _Location] = {}
+        self._forward_locations: dict[int, Location] = {}
         self._newest_node = -1
         self._operations: dict[Any, _Operation] = {}
         # The suspect that wrote a storage last, by the storage's number.
@@ -267,11 +245,10 @@ class OriginTracer(TorchDispatchMode):
         self._storages: list[StorageWeakRef] = []
         self._hooks: list[Any] = []
         # Tensors from before the pass, by the number of their storage.
-        self._tensors_before: dict[int, list[_NamedTensor]] = {}
-        for kind, name, tensor in tensors:
-            values = values_of(tensor)
+        self._tensors_before: dict[int, list[NamedTensor]] = {}
+        for named in tensors:
+            values = values_of(named.tensor)
             if values is not None:
-                named = _NamedTensor(kind, name, tensor)
                 self._tensors_before.setdefault(_storage_of(values), []).append(named)
 
     @classmethod
@@ -299,20 +276,23 @@ class OriginTracer(TorchDispatchMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def _begin_module(self, module: nn.Module, _args: Any) -> None:
-        # A module that does not belong to the models gets the path of its caller.
-        path = self._paths.get(id(module), self._current_path())
-        self._running.append(_RunningModule(module, path))
+        self._running.append(module)
 
     def _end_module(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        # Modules above it on the stack were left by an exception, with which checkpointing stops a
-        # recomputation early.
+        # Inner modules that have not ended were left by an exception, with which checkpointing
+        # stops a recomputation early.
         for depth in range(len(self._running) - 1, -1, -1):
-            if self._running[depth].module is module:
+            if self._running[depth] is module:
                 del self._running[depth:]
                 return
 
     def _current_path(self) -> str:
-        return self._running[-1].path if self._running else OUTSIDE
+        # A module that does not belong to the models has the path of its caller.
+        for module in reversed(self._running):
+            path = self._paths.get(id(module))
+            if path is not None:
+                return path
+        return OUTSIDE
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -340,24 +320,22 @@ class OriginTracer(TorchDispatchMode):
             self._forward_locations[newest] = self._locate()
         self._newest_node = newest
 
-    def _locate(self) -> _Location:
+    def _locate(self) -> Location:
         """Return where the current operation runs."""
         node: Any = torch._C._current_autograd_node()
         caller = _find_caller(sys._getframe(2), in_backward=node is not None)
         if node is None:
-            return _Location(
-                module=self._current_path(), line=caller.line, function=caller.function
-            )
-        unknown = _Location(module="", line="")
-        forward = self._forward_locations.get(node._sequence_nr(), unknown)
+            return Location(module=self._current_path(), line=caller.line, function=caller.function)
+        forward = self._forward_locations.get(node._sequence_nr(), Location())
         if caller.is_recomputing:
             module = self._current_path() if self._running else forward.module
-            return _Location(module=module, line=caller.line, function=caller.function)
-        if caller.is_inside_backward:
-            return _Location(
+            return Location(module=module, line=caller.line, function=caller.function)
+        if caller.line:
+            # The user's own Python code runs inside the backward pass.
+            return Location(
                 module=forward.module, line=caller.line, phase="backward", function=caller.function
             )
-        return _Location(
+        return Location(
             module=forward.module, line=forward.line, phase="backward", node=node.name()
         )
 
@@ -367,30 +345,27 @@ class OriginTracer(TorchDispatchMode):
         if not outputs:
             return
         # Among several outputs, one that holds NaN is the most informative.
-        worst = max(outputs, key=_NonfiniteOutput.holds_nan)
-        output_bad = worst.bad if operation.pointwise else None
-        links = [self._link(operand, output_bad) for operand in arguments.operands]
-        location = self._locate()
+        worst = max(outputs, key=lambda values: bool(torch.isnan(values).any()))
+        output_bad = nonfinite(worst)
+        assert output_bad is not None
         suspect = Suspect(
             index=len(self.suspects),
             kind="operation",
             name=operation.name,
-            node=location.node,
-            function=location.function,
-            module=location.module,
-            phase=location.phase,
-            line=location.line,
-            links=tuple(link for link in links if link is not None),
+            location=self._locate(),
+            bad_operands=self._bad_operands(
+                arguments.read, output_bad if operation.pointwise else None
+            ),
             scalars=tuple(arguments.scalars),
-            produced=measure(worst.values),
+            produced=measure(worst),
             pointwise=operation.pointwise,
         )
         if not suspect.took_nan:
-            suspect.operands = tuple(measure(operand.values) for operand in arguments.operands)
-            suspect.rows = bad_rows(worst.bad, self._batch_size)
+            suspect.operands = tuple(measure(operand.values) for operand in arguments.read)
+            suspect.rows = bad_rows(output_bad, self._batch_size)
         self.suspects.append(suspect)
-        for output in outputs:
-            self._set_writer(output.values, suspect)
+        for values in outputs:
+            self._set_writer(values, suspect)
 
     def _set_writer(self, values: torch.Tensor, suspect: Suspect) -> None:
         """Note the suspect that last wrote into the memory of some values."""
@@ -399,28 +374,33 @@ class OriginTracer(TorchDispatchMode):
             self._storages.append(StorageWeakRef(values.untyped_storage()))  # type: ignore[no-untyped-call]
         self._writers[storage] = suspect
 
-    def _link(self, operand: _Operand, output_bad: torch.Tensor | None) -> Link | None:
-        """Return the link to an operand, or None if it cannot be the cause of the bad output.
+    def _bad_operands(
+        self, operands: Sequence[_ReadTensor], output_bad: torch.Tensor | None
+    ) -> tuple[BadOperand, ...]:
+        """Return the operands that may be the cause of the bad output.
 
         Args:
-            operand: The operand.
+            operands: Those of the operation.
             output_bad: Where the output of a pointwise operation is bad. An operand that is bad
                 only in other places is not to blame. None for other operations.
         """
-        bad = nonfinite(operand.values)
-        if bad is None:
-            return None
-        values = operand.values
-        if output_bad is not None:
-            bad, values, output_bad = torch.broadcast_tensors(bad, values, output_bad)  # type: ignore[no-untyped-call]
-            bad = bad & output_bad
-        if not bool(bad.any()):
-            return None
-        return Link(
-            suspect=self.find(operand.tensor),
-            nan=bool((torch.isnan(values) & bad).any()),
-            inf=bool((torch.isinf(values) & bad).any()),
-        )
+        bad_operands = []
+        for operand in operands:
+            values = operand.values
+            bad = nonfinite(values)
+            if bad is None:
+                continue
+            if output_bad is not None:
+                bad, values, bad_there = torch.broadcast_tensors(bad, values, output_bad)  # type: ignore[no-untyped-call]
+                bad = bad & bad_there
+            if bool(bad.any()):
+                bad_operand = BadOperand(
+                    suspect=self.find(operand.tensor),
+                    nan=bool((torch.isnan(values) & bad).any()),
+                    inf=bool((torch.isinf(values) & bad).any()),
+                )
+                bad_operands.append(bad_operand)
+        return tuple(bad_operands)
 
     def find(self, tensor: torch.Tensor) -> Suspect:
         """Return the suspect that last wrote NaN or Inf into the memory of a tensor."""
@@ -436,30 +416,30 @@ class OriginTracer(TorchDispatchMode):
         """Return a suspect for a tensor that no operation was seen to write."""
         for named in self._tensors_before.get(_storage_of(values), []):
             bad = nonfinite(named.tensor)
-            if bad is not None:
-                return self._existing_tensor(named, bad)
+            if bad is None:
+                continue
+            all_values = values_of(named.tensor)
+            assert all_values is not None
+            return Suspect(
+                index=-1,
+                kind=named.kind,
+                name=named.name,
+                produced=measure(all_values),
+                rows=bad_rows(bad, self._batch_size) if named.kind == "input" else (),
+            )
         return Suspect(index=-1, kind="constant", name="", produced=measure(values))
 
-    def _existing_tensor(self, named: _NamedTensor, bad: torch.Tensor) -> Suspect:
-        values = values_of(named.tensor)
-        assert values is not None
-        rows = bad_rows(bad, self._batch_size) if named.kind == "input" else ()
-        return Suspect(
-            index=-1, kind=named.kind, name=named.name, produced=measure(values), rows=rows
-        )
 
-
-def _nonfinite_outputs(result: Any, arguments: _Arguments) -> list[_NonfiniteOutput]:
-    """Return what an operation returned or wrote that holds NaN or Inf."""
+def _nonfinite_outputs(result: Any, arguments: _Arguments) -> list[torch.Tensor]:
+    """Return the values that an operation returned or wrote and that hold NaN or Inf."""
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     tensors += arguments.written
     outputs = []
     # An operation may return what it has written.
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         values = values_of(tensor)
-        bad = None if values is None else nonfinite(values)
-        if values is not None and bad is not None:
-            outputs.append(_NonfiniteOutput(values, bad))
+        if values is not None and nonfinite(values) is not None:
+            outputs.append(values)
     return outputs
 
 
@@ -488,8 +468,6 @@ class _Caller:
     line: str
     # The class of the custom autograd.Function whose forward or backward runs.
     function: str
-    # The user's Python code runs inside the backward pass, and not only torch's own.
-    is_inside_backward: bool
     # A checkpointed block runs its forward again.
     is_recomputing: bool
 
@@ -514,12 +492,7 @@ def _find_caller(frame: FrameType | None, *, in_backward: bool) -> _Caller:
         if line:
             frames_beyond_user += 1
         frame = frame.f_back
-    return _Caller(
-        line=line,
-        function=function,
-        is_inside_backward=bool(line),
-        is_recomputing=is_recomputing,
-    )
+    return _Caller(line=line, function=function, is_recomputing=is_recomputing)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -20,20 +20,14 @@ from typing import Any
 
 from holdfast.core.events.event import Event
 from holdfast.core.files import make_folder
-from holdfast.recorder.ring import RingWriter
+from holdfast.recorder.ring import LOSS_IS_READ, NORM_IS_READ, OPTIMIZER_SHIFT, RingWriter
 from holdfast.recorder.run_files import Optimizers
 
 STEPS_FILE = "steps.ring"
 EVENTS_FILE = "events.ring"
 
-# A mark of a step: kind, flags, samples per pass, global step, loss, gradient norm, seconds. The
-# low byte of the flags says which of loss and norm are values, even if they are NaN; the high byte
-# is the number of the optimizer.
+# A mark of a step: kind, flags, samples per pass, global step, loss, gradient norm, seconds.
 STEP = struct.Struct("<HHIQddd")
-_pack_step = STEP.pack
-LOSS_IS_READ = 1
-NORM_IS_READ = 2
-OPTIMIZER_SHIFT = 8
 
 # A part of an event: its index and the number of parts, before the text.
 PART = struct.Struct("<HH")
@@ -145,9 +139,8 @@ class BlackBox:
             norm = math.nan
         else:
             flags |= NORM_IS_READ
-        self._steps.append(
-            _pack_step(mark, flags, micro_batch_size, global_step, loss, norm, seconds)
-        )
+        payload = STEP.pack(mark, flags, micro_batch_size, global_step, loss, norm, seconds)
+        self._steps.append(payload)
 
     def event(self, event: Event) -> None:
         """Record one event. Facts that are too long are truncated and marked as such."""

@@ -78,6 +78,7 @@ _BEGUN = 1
 # For the first numbers (loss, norm, rate), a flag says whether a NaN is a real value.
 _READ_FLAGS = 3
 _LATEST = np.uint64(2**64 - 1)
+_NO_ROWS = np.zeros(0, _ROW)
 
 
 class History(NamedTuple):
@@ -96,10 +97,6 @@ class History(NamedTuple):
     missing: int = 0
 
 
-def _empty_rows() -> Rows:
-    return np.zeros(0, _ROW)
-
-
 def read_history(path: Path) -> History:
     """Return the history of a ring, or an empty one if it is missing or damaged.
 
@@ -110,14 +107,14 @@ def read_history(path: Path) -> History:
         data = read_file(path.with_name(path.name + SUFFIX), _MOST_BYTES)
         magic, version, row_bytes, newest, missing = _HEADER.unpack_from(data)
     except (OSError, struct.error):
-        return History(_empty_rows())
+        return History(_NO_ROWS)
     if (magic, version, row_bytes) != (_MAGIC, _VERSION, _ROW.itemsize):
-        return History(_empty_rows())
+        return History(_NO_ROWS)
     count = (len(data) - _HEADER.size) // row_bytes
     return History(np.frombuffer(data, _ROW, count, _HEADER.size), newest, missing)
 
 
-def extend(path: Path, slots: bytes, slot_bytes: int, first: int) -> None:
+def extend_history(path: Path, slots: bytes, slot_bytes: int, first: int) -> None:
     """Add half of a ring to its history. Cost: about 3 ms for 16,384 records.
 
     Args:
@@ -133,16 +130,16 @@ def extend(path: Path, slots: bytes, slot_bytes: int, first: int) -> None:
     history = read_history(path)
     if history.newest > last:
         # The history belongs to a ring that was moved aside.
-        history = History(_empty_rows())
+        history = History(_NO_ROWS)
     due = np.arange(first, last + 1, dtype=np.uint64)
     new_rows, recorded = rows_of(slots, slot_bytes, due, history.newest, _FINEST)
-    rows = at_most(np.concatenate([history.rows, new_rows]), _MOST_ROWS)
+    rows = merge_rows(np.concatenate([history.rows, new_rows]), _MOST_ROWS)
     missing = history.missing + last - history.newest - recorded
     header = _HEADER.pack(_MAGIC, _VERSION, _ROW.itemsize, last, missing)
     swap_in(path.with_name(path.name + SUFFIX), header + rows.tobytes())
 
 
-def at_most(rows: Rows, most: int, finest: int = 2 * _FINEST) -> Rows:
+def merge_rows(rows: Rows, most: int, finest: int = 2 * _FINEST) -> Rows:
     """Merge neighboring rows until there are at most `most`.
 
     Args:
@@ -158,12 +155,7 @@ def at_most(rows: Rows, most: int, finest: int = 2 * _FINEST) -> Rows:
 
 
 def _merged(rows: Rows, records: int) -> Rows:
-    """Return one row for each stretch of that many records, and for each optimizer.
-
-    Args:
-        rows: At least one.
-        records: In a stretch.
-    """
+    """Return one row for each stretch of that many records, and for each optimizer."""
     stretch = rows["number"] // np.uint64(records)
     key = stretch * np.uint64(256) + rows["optimizer"]
     order = np.argsort(key, kind="stable")
@@ -196,7 +188,7 @@ def rows_of(
     """
     kind = _KINDS_BY_BYTES.get(slot_bytes)
     if kind is None:
-        return _empty_rows(), 0
+        return _NO_ROWS, 0
     slots = np.frombuffer(data, kind)
     if due is None:
         due = slots["number"]
@@ -208,7 +200,7 @@ def rows_of(
         _rows_of_optimizer(slots, due, valid & (optimizers == optimizer), records, optimizer)
         for optimizer in np.unique(optimizers[valid])
     ]
-    rows = np.concatenate([_empty_rows(), *groups])
+    rows = np.concatenate([_NO_ROWS, *groups])
     by_number = np.argsort(rows["number"], kind="stable")
     return rows[by_number], int(whole.sum())
 
@@ -216,15 +208,7 @@ def rows_of(
 def _rows_of_optimizer(
     slots: Rows, due: Numbers, valid: Numbers, records: int, optimizer: int
 ) -> Rows:
-    """Return a row for each stretch of slots that has valid ones.
-
-    Args:
-        slots: Of a ring.
-        due: Their numbers.
-        valid: Which of them belong to this optimizer.
-        records: Slots in a row.
-        optimizer: Its number.
-    """
+    """Return a row for each stretch of slots that has valid ones, which are this optimizer's."""
     values, columns = _values_of(slots)
     finite = np.isfinite(values) & valid
     odd = _odd_values(slots, values, finite, valid)

@@ -17,17 +17,20 @@ import struct
 from enum import IntEnum
 from pathlib import Path
 from time import monotonic_ns as _now
-from time import time_ns
 from typing import NamedTuple
 
 from holdfast.core.files import create_file, open_to_write, read_file
 from holdfast.recorder.ring import (
     HEADER_BYTES,
+    LOSS_IS_READ,
+    NORM_IS_READ,
+    OPTIMIZER_SHIFT,
+    RATE_IS_READ,
     VERSION,
     Record,
     RingWriter,
-    newer,
     read_ring,
+    unreadable,
     value_or_none,
 )
 from holdfast.recorder.run_files import Optimizers
@@ -54,16 +57,9 @@ _SPENT_OFFSET = 320
 _SPENT_INTERVAL = 20_000_000
 
 # --- The layout of a sample: step, micro-steps, flags, loss, gradient norm, learning rate, seconds,
-# seconds of waiting, and four sizes in bytes. The low byte of the flags says which of loss, norm
-# and rate are values, even if they are NaN; the next byte is the number of the optimizer.
+# seconds of waiting, and four sizes in bytes.
 
 _SAMPLE = struct.Struct("<QIIdddddQQQQ")
-# The same as a slot of a ring, see `slot_struct`.
-_pack_slot_into = struct.Struct(f"<QQ{_SAMPLE.format[1:]}Q").pack_into
-LOSS_IS_READ = 1
-NORM_IS_READ = 2
-RATE_IS_READ = 4
-OPTIMIZER_SHIFT = 8
 _FLOAT = struct.Struct("<d")
 # Offsets in a sample.
 _FLAGS_OFFSET = 12
@@ -74,7 +70,7 @@ _PAYLOAD_OFFSET = 16
 _CAPACITY = 32_768
 
 
-class Phase(IntEnum):
+class ProcessPhase(IntEnum):
     """What a training process is doing, as far as can be observed."""
 
     # Importing and building; nothing was trained yet.
@@ -98,7 +94,7 @@ class Standing(NamedTuple):
     """What a board shows of a process."""
 
     pid: int
-    phase: Phase
+    phase: ProcessPhase
     # When the phase began, on the system's monotonic clock, which all processes share.
     since_seconds: float
     # Counts phases, micro-steps and steps. It stays the same while nothing moves.
@@ -108,7 +104,7 @@ class Standing(NamedTuple):
     # Number of backward calls.
     micro_step: int
     # Optimizer steps in this process, modulo 2**32.
-    made: int = 0
+    steps_made: int = 0
     # Seconds in each phase, by its number, without the current one.
     spent: tuple[float, ...] = ()
 
@@ -127,18 +123,18 @@ class ProgressBoard:
         self._map = _new_map(path)
         self._pack_into = _STANDING.pack_into
         self.progress = 0
-        self.phase = Phase.STARTING
+        self.phase = ProcessPhase.STARTING
         self.step = 0
-        self.made = 0
+        self.steps_made = 0
         self.micro_step = 0
         self._spent = [0] * _PHASE_COUNT
         self._since = _now()
         # When the times per phase are written next.
         self._spent_due = 0
-        self.enter(Phase.STARTING)
+        self.enter(ProcessPhase.STARTING)
         _HEADER.pack_into(self._map, _HEADER_OFFSET, _MAGIC, VERSION, os.getpid())
 
-    def enter(self, phase: Phase) -> int:
+    def enter(self, phase: ProcessPhase) -> int:
         """Show that a phase begins. Entering the current phase again also counts as progress.
 
         Returns: The current time in monotonic nanoseconds.
@@ -157,7 +153,7 @@ class ProgressBoard:
             _STANDING_OFFSET,
             progress,
             phase,
-            self.made,
+            self.steps_made,
             now,
             self.step,
             self.micro_step,
@@ -199,21 +195,21 @@ def read_board(path: Path) -> Standing | None:
     if magic != _MAGIC:
         return None
     if version > VERSION:
-        raise newer(path, f"version {version}")
-    progress, phase, made, since, step, micro_step, progress_at_end = _STANDING.unpack_from(
+        raise unreadable(path, f"version {version}")
+    progress, phase, steps_made, since, step, micro_step, progress_at_end = _STANDING.unpack_from(
         data, _STANDING_OFFSET
     )
-    if progress != progress_at_end or phase not in set(Phase):
+    if progress != progress_at_end or phase not in set(ProcessPhase):
         return None
     spent_nanoseconds = _SPENT.unpack_from(data, _SPENT_OFFSET)
     return Standing(
         pid=pid,
-        phase=Phase(phase),
+        phase=ProcessPhase(phase),
         since_seconds=since / 1e9,
         progress=progress,
         step=step,
         micro_step=micro_step,
-        made=made,
+        steps_made=steps_made,
         spent=tuple(nanoseconds / 1e9 for nanoseconds in spent_nanoseconds),
     )
 
@@ -274,11 +270,6 @@ class SampleRing(RingWriter):
         self.optimizers = Optimizers(path.parent)
         super().__init__(path, payload_bytes=_SAMPLE.size, capacity=_CAPACITY, has_history=True)
 
-    def append(self, sample: StepSample) -> None:  # type: ignore[override]
-        """Write one sample."""
-        # The last two fields are the time, which the ring sets, and the optimizer.
-        self.write(*sample[:-2], optimizer=sample.optimizer)
-
     def write(
         self,
         step: int,
@@ -316,25 +307,9 @@ class SampleRing(RingWriter):
             learning_rate = math.nan
         else:
             flags |= RATE_IS_READ
-        number = self._sequence + 1
-        if number == self._next_half:
-            self._summarize_next_half()
-        _pack_slot_into(
-            self._map,
-            HEADER_BYTES + (number % self._capacity) * self._slot_bytes,
-            number,
-            time_ns(),
-            step,
-            micro_steps,
-            flags,
-            loss,
-            grad_norm,
-            learning_rate,
-            *others,
-            number,
-        )
-        self._sequence = number
-        return number
+        payload = _SAMPLE.pack(step, micro_steps, flags, loss, grad_norm, learning_rate, *others)
+        self.append(payload)
+        return self._sequence
 
     def amend(
         self, number: int, *, loss: float | None = None, grad_norm: float | None = None
@@ -347,7 +322,7 @@ class SampleRing(RingWriter):
             grad_norm: Likewise.
         """
         if number <= self._sequence - self._capacity:
-            # The slot belongs to another record by now.
+            # A newer record has taken the slot.
             return
         slot = HEADER_BYTES + (number % self._capacity) * self._slot_bytes
         payload = slot + _PAYLOAD_OFFSET

@@ -11,18 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.events.event import Event
-from holdfast.recorder.black_box import (
-    EVENTS_FILE,
+from holdfast.recorder.black_box import EVENTS_FILE, PART, STEP, STEPS_FILE, StepMark
+from holdfast.recorder.progress import sample_of
+from holdfast.recorder.ring import (
     LOSS_IS_READ,
     NORM_IS_READ,
     OPTIMIZER_SHIFT,
-    PART,
-    STEP,
-    STEPS_FILE,
-    StepMark,
+    Record,
+    read_ring,
+    value_or_none,
 )
-from holdfast.recorder.progress import sample_of
-from holdfast.recorder.ring import Record, read_ring, value_or_none
 from holdfast.recorder.run_files import SAMPLES_FILE
 
 _MARKS = frozenset(StepMark)
@@ -79,7 +77,7 @@ def step_record_in(record: Record) -> StepRecord | None:
     )
 
 
-def not_recorded_any_more(directory: Path) -> str:
+def describe_lost_steps(directory: Path) -> str:
     """Describe in one clause which steps of a process are no longer recorded.
 
     Empty if all are recorded, at least in the history.

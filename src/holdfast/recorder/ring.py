@@ -14,14 +14,12 @@ a single writer per file.
 
 from __future__ import annotations
 
-import bisect
 import errno
 import math
 import mmap
 import os
 import struct
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from time import time_ns
 from typing import NamedTuple
@@ -37,13 +35,18 @@ HEADER_BYTES = 4096
 _MOST_BYTES = 8 << 20
 # System errors for a path that is not a regular file, or for a file too large to be a ring.
 _NOT_A_RING = frozenset({errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.EFBIG})
-# More records than any process writes. Garbage in a damaged file is usually larger.
-_MOST_RECORDS = 2**62
-# If the newest number is genuine, at least one in this many of the records that it implies exists,
-# even in a damaged file.
-_LEAST_BELONGING = 50
+# More records than any process writes, even one per microsecond for years. Larger numbers are
+# garbage in a damaged file.
+_MOST_RECORDS = 2**48
 # Slots that a kill leaves torn, with one to spare.
 _MOST_TORN = 2
+
+# Flags in a record of a step: which of its numbers were read, even if they are NaN. The bits from
+# the eighth on are the number of the optimizer.
+LOSS_IS_READ = 1
+NORM_IS_READ = 2
+RATE_IS_READ = 4
+OPTIMIZER_SHIFT = 8
 
 
 class Record(NamedTuple):
@@ -101,15 +104,16 @@ class RingWriter:
         self._slot_bytes = self._slot.size
         size_bytes = HEADER_BYTES + capacity * self._slot_bytes
         header = HEADER.pack(MAGIC, VERSION, payload_bytes, capacity)
-        # Read through the file: reading the map would make all of its pages resident at once.
-        existing = _examine(path, header, size_bytes, self._slot)
-        self._sequence = existing.newest
+        # The number of the newest record.
+        self._sequence = 0
         # Why the existing file was not continued, and where it is now. Empty if there was none, or
         # if it is continued.
         self.moved_aside = ""
-        if existing.problem:
+        try:
+            self._sequence = _newest_sequence(path, header, size_bytes, self._slot)
+        except _NotARingError as error:
             kept_as = _move_aside(path)
-            self.moved_aside = f"{existing.problem}; it is kept as {kept_as.name}"
+            self.moved_aside = f"{error}; it is kept as {kept_as.name}"
         self._map = _map_file(path, header, size_bytes)
         # The number of the record with which the next half of the ring begins.
         halves_begun = -(-(self._sequence + 1) // self._half)
@@ -135,11 +139,11 @@ class RingWriter:
             return
         # On a full disk, or without numpy, recording continues without a history.
         with suppress(Exception):
-            from holdfast.recorder.history import extend
+            from holdfast.recorder.history import extend_history
 
             start = HEADER_BYTES + (first_new % self._capacity) * self._slot_bytes
             slots = self._map[start : start + self._half * self._slot_bytes]
-            extend(self._path, slots, self._slot_bytes, first_new - self._capacity)
+            extend_history(self._path, slots, self._slot_bytes, first_new - self._capacity)
 
     def close(self) -> None:
         """Unmap the file. Nothing may be appended afterwards."""
@@ -157,48 +161,38 @@ def _map_file(path: Path, header: bytes, size_bytes: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ExistingFile:
-    """What exists at the path of a ring."""
-
-    # The number of the newest record, 0 if there is none.
-    newest: int = 0
-    # Why it cannot be continued; empty if it can, or nothing is there.
-    problem: str = ""
+class _NotARingError(Exception):
+    """A file is not a ring, or not one that can be continued. Says why."""
 
 
-def _examine(path: Path, header: bytes, size_bytes: int, slot: struct.Struct) -> _ExistingFile:
-    """Return whether the file of a ring can be continued, and from where."""
-    content = _read(path)
-    if content.problem:
-        return _ExistingFile(problem=content.problem)
-    if not content.data:
-        return _ExistingFile()
-    if len(content.data) != size_bytes or not content.data.startswith(header):
-        return _ExistingFile(problem="it has another layout, or its header is damaged")
-    records, damaged = _records(content.data, slot)
+def _newest_sequence(path: Path, header: bytes, size_bytes: int, slot: struct.Struct) -> int:
+    """Return the number of a ring's newest record, or 0 if it has none or does not exist.
+
+    Raises:
+        _NotARingError: The file cannot be continued.
+    """
+    # Read through the file: reading the map would make all of its pages resident at once.
+    data = _read(path)
+    if not data:
+        return 0
+    if len(data) != size_bytes or not data.startswith(header):
+        raise _NotARingError("it has another layout, or its header is damaged")
+    records, damaged = _records(data, slot)
     if damaged > _MOST_TORN:
-        return _ExistingFile(problem=f"{damaged} of its records are damaged")
-    return _ExistingFile(newest=records[-1].sequence if records else 0)
+        raise _NotARingError(f"{damaged} of its records are damaged")
+    return records[-1].sequence if records else 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Content:
-    """The bytes of a file, or why it is not a ring."""
-
-    data: bytes = b""
-    problem: str = ""
-
-
-def _read(path: Path) -> _Content:
+def _read(path: Path) -> bytes:
+    """Return the content of a file, which is empty if it does not exist."""
     try:
-        return _Content(data=read_file(path, _MOST_BYTES))
+        return read_file(path, _MOST_BYTES)
     except FileNotFoundError:
-        return _Content()
+        return b""
     except OSError as error:
         if error.errno not in _NOT_A_RING:
             raise
-        return _Content(problem=str(error.strerror))
+        raise _NotARingError(error.strerror) from error
 
 
 def _move_aside(path: Path) -> Path:
@@ -228,38 +222,7 @@ def _records(data: bytes, slot: struct.Struct) -> tuple[list[Record], int]:
         elif first or last:
             damaged += 1
     records.sort(key=lambda record: record.sequence)
-    slot_count = min(capacity, (slots_end - HEADER_BYTES) // slot.size)
-    implausible = _drop_implausible(records, capacity, slot_count)
-    return records, damaged + implausible
-
-
-def _drop_implausible(records: list[Record], capacity: int, slot_count: int) -> int:
-    """Drop records whose numbers are implausibly large.
-
-    Records are numbered without gaps, so a record with a large number implies many earlier ones. If
-    hardly any of these exist, the number is garbage in a damaged file.
-
-    Args:
-        records: Sorted; changed in place.
-        capacity: Slots of the ring.
-        slot_count: Slots that the file actually has.
-
-    Returns:
-        How many were dropped.
-    """
-    dropped = 0
-    while records:
-        newest = records[-1].sequence
-        oldest_index = bisect.bisect_right(
-            records, newest - capacity, key=lambda record: record.sequence
-        )
-        existing = len(records) - oldest_index
-        implied = min(newest, slot_count)
-        if existing >= implied // _LEAST_BELONGING:
-            break
-        records.pop()
-        dropped += 1
-    return dropped
+    return records, damaged
 
 
 def read_ring(path: Path) -> list[Record]:
@@ -268,21 +231,22 @@ def read_ring(path: Path) -> list[Record]:
     Raises:
         RunDirectoryError: H305 if the file is not a ring or was written by a newer holdfast.
     """
-    content = _read(path)
-    if content.problem:
-        raise newer(path, f"no recording ({content.problem})")
-    if len(content.data) < HEADER_BYTES:
+    try:
+        data = _read(path)
+    except _NotARingError as error:
+        raise unreadable(path, f"no recording ({error})") from error
+    if len(data) < HEADER_BYTES:
         return []
-    magic, version, payload_bytes, _ = HEADER.unpack_from(content.data)
+    magic, version, payload_bytes, _ = HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise newer(path, "no recording")
+        raise unreadable(path, "no recording")
     if version > VERSION:
-        raise newer(path, f"version {version}")
-    records, _ = _records(content.data, slot_struct(payload_bytes))
+        raise unreadable(path, f"version {version}")
+    records, _ = _records(data, slot_struct(payload_bytes))
     return records
 
 
-def newer(path: Path, problem: str) -> RunDirectoryError:
+def unreadable(path: Path, problem: str) -> RunDirectoryError:
     """Return H305 for a file that this holdfast cannot read."""
     return RunDirectoryError(
         f"{path} is {problem}",

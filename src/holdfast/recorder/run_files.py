@@ -225,14 +225,12 @@ def folder_of_first_host(run: Path) -> Path:
     # Files of other hosts may be left over from an attempt with another number of hosts.
     count = hosts[newest].get("count")
     current = {path: host for path, host in hosts.items() if host.get("count") == count}
-    lowest = next(iter(current))
-    first_to_fail = next((path for path, host in current.items() if _failed_first(host)), lowest)
-    return run / f"host-{first_to_fail.stem}"
-
-
-def _failed_first(host: Mapping[str, Any]) -> bool:
-    """Return whether a host has a failure of its own, rather than one that follows another's."""
-    return bool(host.get("cause")) and not host.get("follows")
+    # These have a failure of their own, rather than one that follows another's.
+    failed_first = [
+        path for path, host in current.items() if host.get("cause") and not host.get("follows")
+    ]
+    folder_number = (failed_first or list(current))[0].stem
+    return run / f"host-{folder_number}"
 
 
 def _hosts_of(run: Path) -> dict[Path, dict[str, Any]]:

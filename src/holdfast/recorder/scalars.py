@@ -31,10 +31,10 @@ _NO_EPOCH = -1
 _MOST_STEPS = 2**62
 
 # Checked names and values.
-Found = list[tuple[bytes, float]]
+CheckedScalars = list[tuple[bytes, float]]
 
-# What records in this process, the newest last: each has ``log(found, step)``, where a step of None
-# is the current one. A forked process starts without.
+# What records in this process, the newest last: each has ``log(scalars, step)``, where a step of
+# None is the current one. A forked process starts without.
 outlets: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 os.register_at_fork(after_in_child=outlets.clear)
 
@@ -68,7 +68,7 @@ class Scalars:
         self._lock = RLock()
         self._process = os.getpid()
 
-    def write(self, found: Found, step: int, epoch: int | None) -> None:
+    def write(self, scalars: CheckedScalars, step: int, epoch: int | None) -> None:
         """Record values, in about 1 microsecond each.
 
         If there is no space for the ring, one event says so and nothing is recorded.
@@ -77,7 +77,7 @@ class Scalars:
             return
         with self._lock:
             try:
-                self._append(found, step, _NO_EPOCH if epoch is None else epoch)
+                self._append(scalars, step, _NO_EPOCH if epoch is None else epoch)
             except OSError as error:
                 # Imported here because most processes never need it.
                 from holdfast.core.events.process_events import ScalarsNotRecorded
@@ -85,11 +85,11 @@ class Scalars:
                 self._cannot_record = True
                 self._emit(ScalarsNotRecorded(error=error.strerror or str(error)))
 
-    def _append(self, found: Found, step: int, epoch: int) -> None:
+    def _append(self, scalars: CheckedScalars, step: int, epoch: int) -> None:
         if self._ring is None:
             path = self._folder() / SCALARS_FILE
             self._ring = RingWriter(path, payload_bytes=_RECORD.size, capacity=_CAPACITY)
-        for name, value in found:
+        for name, value in scalars:
             self._ring.append(_RECORD.pack(step, value, epoch, len(name), name))
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ def scalars_of(records: list[Record]) -> list[Scalar]:
     return scalars
 
 
-def checked(values: Any, split: str, more: Mapping[str, Any]) -> Found:
+def check_scalars(values: Any, split: str, more: Mapping[str, Any]) -> CheckedScalars:
     """Return the names and values in the arguments of `log`.
 
     Raises:
@@ -184,17 +184,18 @@ def log(values: Mapping[str, Any] | None = None, /, *, split: str = "", **more: 
     they go to the record of the process, at its current step. Otherwise they are checked, and
     nothing is recorded. Arguments and errors are those of `Guard.log`.
     """
-    scalars = checked(values, split, more)
+    scalars = check_scalars(values, split, more)
     outlet = _newest_outlet()
     if outlet is not None:
         outlet.log(scalars)
 
 
 def _newest_outlet() -> Any:
+    """Return the newest outlet, or None if there is none."""
     return next(reversed(list(outlets)), None)
 
 
-def recorded_too(
+def with_recording(
     original: Callable[..., Any], read: Callable[..., Any], failed: Any = None
 ) -> Callable[..., Any]:
     """Return a function that calls `original` and also records the values it is called with.

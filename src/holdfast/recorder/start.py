@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ _PACKAGES = ("torch", "numpy", "transformers", "accelerate", "lightning")
 
 
 def facts_of_start(command: Sequence[str], started: float) -> dict[str, Any]:
-    """Return the facts about a start as JSON values, without running a program. Takes about 2 ms.
+    """Return the facts about a start as JSON values, without running a program.
 
     Args:
         command: The command that was started. Anything in it that looks like a secret is hidden.
@@ -122,18 +123,9 @@ def _gpu_models(driver: Path) -> list[str]:
 
 
 def _package_versions() -> dict[str, str]:
-    """Return versions of packages, from the names of the folders that pip leaves.
-
-    This is ten times faster than ``importlib.metadata``.
-    """
-    suffix = ".dist-info"
     versions = {}
-    # The first folder on the path takes precedence, so it is read last.
-    for folder in reversed(sys.path):
-        with suppress(OSError):
-            # Not with pathlib: there are hundreds of names.
-            for entry in os.listdir(folder):  # noqa: PTH208
-                name, _, version = entry.removesuffix(suffix).partition("-")
-                if name in _PACKAGES and entry.endswith(suffix):
-                    versions[name] = version
+    for package in _PACKAGES:
+        # It is not installed, or its files are damaged.
+        with suppress(Exception):
+            versions[package] = metadata.version(package)
     return versions

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.recorder.history import NAMES, Rows, at_most, rows_of
+from holdfast.recorder.history import NAMES, Rows, merge_rows, rows_of
 from holdfast.recorder.ring import read_ring, slot_struct
 from holdfast.recorder.scalars import Scalar
 
@@ -141,7 +141,7 @@ def thinned(history: Rows, ring: Rows, most: int = MOST_POINTS) -> Rows:
         ring: Rows of the newest steps.
         most: The maximum number of rows.
     """
-    return np.concatenate([at_most(history, most // 2), at_most(ring, most // 2, finest=2)])
+    return np.concatenate([merge_rows(history, most // 2), merge_rows(ring, most // 2, finest=2)])
 
 
 def curves_of_steps(rows: Rows) -> dict[str, Curve]:
@@ -174,7 +174,7 @@ def curves_of_scalars(
 
     curves = {}
     for name in list(by_name)[:MOST_LOGGED]:
-        rows = at_most(_rows_of_scalars(by_name[name]), most // 2, finest=2)
+        rows = merge_rows(_rows_of_scalars(by_name[name]), most // 2, finest=2)
         curve = _curve(_stretches_of(rows, 0))
         if curve is not None:
             own_scale = not _counts_optimizer_steps(by_name[name][-1], times)

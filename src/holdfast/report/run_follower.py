@@ -19,7 +19,7 @@ from holdfast.core.text import sanitise
 from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.following import EventFollower, RingFollower, SampleFollower
 from holdfast.recorder.progress import StepSample
-from holdfast.recorder.reader import not_recorded_any_more
+from holdfast.recorder.reader import describe_lost_steps
 from holdfast.recorder.run_files import (
     PROCESS_FILE,
     PROCESSES_FOLDER,
@@ -154,7 +154,7 @@ class RunFollower:
             news = follower.new(source, hold_back=hold_back)
             lost_steps = ""
             if follower.lost > lost_before:
-                lost_steps = not_recorded_any_more(directory)
+                lost_steps = describe_lost_steps(directory)
         except RunDirectoryError as error:
             self.problems[str(directory)] = sanitise(error.what, most=200)
             return None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.core.secrets import without_secrets
 from holdfast.explain.verdict import Verdict
-from holdfast.recorder.progress import Phase, Standing
+from holdfast.recorder.progress import ProcessPhase, Standing
 from holdfast.recorder.run_files import ProcessInfo
 from holdfast.recorder.scalars import Scalar
 from holdfast.report.run_follower import News
@@ -34,14 +34,14 @@ def role_order(role: str) -> int:
     return _ROLES.index(role if role in _ROLES else "other")
 
 
-def visible_phase(standing: Standing | None, role: str) -> Phase | None:
+def visible_phase(standing: Standing | None, role: str) -> ProcessPhase | None:
     """Return the phase of a process, or None if its board says nothing useful.
 
     Launchers and loader workers never leave the initial phase of every process.
     """
     if standing is None:
         return None
-    if standing.phase is Phase.STARTING and role in ("launcher", "loader worker"):
+    if standing.phase is ProcessPhase.STARTING and role in ("launcher", "loader worker"):
         return None
     return standing.phase
 
@@ -108,7 +108,7 @@ class ProcessSnapshot:
     info: ProcessInfo | None = None
     alive: bool | None = None
     stopped: bool = False
-    phase: Phase | None = None
+    phase: ProcessPhase | None = None
     since_seconds: float | None = None
     step: int = 0
     ended: float | None = None

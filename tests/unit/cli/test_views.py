@@ -15,7 +15,7 @@ from tests.unit.report.made_runs import add_process, make_run, sample
 from typer.testing import CliRunner, Result
 
 from holdfast.cli.views import metrics, report, watch
-from holdfast.recorder.progress import Phase
+from holdfast.recorder.progress import ProcessPhase
 
 pytest.importorskip("plotly")
 
@@ -51,7 +51,7 @@ def test_in_a_terminal_it_ends_with_the_run(tmp_path: Path) -> None:
     """
     trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     run = tmp_path / "run"
-    folder = add_process(run, [sample(5)], phase=Phase.DATA_WAIT)
+    folder = add_process(run, [sample(5)], phase=ProcessPhase.DATA_WAIT)
     ticks = Path(f"/proc/{trainer.pid}/stat").read_text().rpartition(")")[2].split()[19]
     process = json.loads((folder / "process.json").read_text())
     (folder / "process.json").write_text(

@@ -135,17 +135,17 @@ def record(folder: Path, steps: int, *, wait_seconds: float) -> None:
     """
     ring = SampleRing(folder / SAMPLES_FILE)
     for step in range(1, steps + 1):
-        ring.append(
-            StepSample(
-                step=step,
-                micro_steps=1,
-                loss=1.0 + math.exp(-step / 1000),
-                grad_norm=None,
-                learning_rate=0.1,
-                seconds=0.1,
-                wait_seconds=wait_seconds,
-            )
+        sample = StepSample(
+            step=step,
+            micro_steps=1,
+            loss=1.0 + math.exp(-step / 1000),
+            grad_norm=None,
+            learning_rate=0.1,
+            seconds=0.1,
+            wait_seconds=wait_seconds,
         )
+        # Without the time, which the ring sets, and the optimizer.
+        ring.write(*sample[:-2])
     ring.close()
 
 

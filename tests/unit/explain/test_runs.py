@@ -27,7 +27,7 @@ from holdfast.explain.runs.guard_records import already_tried
 from holdfast.explain.signatures import UNJUDGED, WELL
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import EVENTS_FILE, BlackBox
-from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing, StepSample
+from holdfast.recorder.progress import ProcessPhase, ProgressBoard, SampleRing, StepSample
 from holdfast.recorder.run_files import (
     ATTEMPT_LINE,
     BOARD_FILE,
@@ -92,13 +92,13 @@ class SupervisedRun:
         )
         folder = write_process(self.path, info)
         board = ProgressBoard(folder / BOARD_FILE)
-        board.enter(Phase.FORWARD_BACKWARD)
+        board.enter(ProcessPhase.FORWARD_BACKWARD)
         board.step = board.micro_step = steps
         board.enter(board.phase)
         board.close()
         ring = SampleRing(folder / SAMPLES_FILE)
         for step, loss in enumerate(losses, start=1):
-            ring.append(SAMPLE._replace(step=step, loss=loss))
+            ring.write(*SAMPLE._replace(step=step, loss=loss)[:-2])
         ring.close()
         self.write(folder, *events)
         return folder

@@ -15,7 +15,7 @@ from tests.unit.guard.guarded import events, guarded, square_of
 
 import holdfast
 from holdfast.recorder.ring import read_ring
-from holdfast.recorder.scalars import SCALARS_FILE, outlets, recorded_too, scalars_of
+from holdfast.recorder.scalars import SCALARS_FILE, outlets, scalars_of, with_recording
 from holdfast.supervise.observe.logged_scalars import read_lightning_log
 
 
@@ -179,7 +179,7 @@ def test_nothing_is_read_for_nobody():
         raise ValueError("cannot be read")
 
     assert not list(outlets)
-    log = recorded_too(lambda value: 2 * value, read, looked.append)
+    log = with_recording(lambda value: 2 * value, read, looked.append)
     assert log(3) == 6
     assert looked == []
 

@@ -24,7 +24,7 @@ from holdfast.cli.main import make_app
 from holdfast.recorder.black_box import STEPS_FILE
 from holdfast.recorder.history import SUFFIX, read_history
 from holdfast.recorder.progress import SampleRing
-from holdfast.recorder.reader import not_recorded_any_more, read_steps
+from holdfast.recorder.reader import describe_lost_steps, read_steps
 from holdfast.recorder.run_files import SAMPLES_FILE
 from holdfast.report.curves import curves_of_steps, thinned
 from holdfast.report.page.gathering import gather
@@ -112,7 +112,7 @@ def test_killed_again_and_again_it_loses_nothing(tmp_path: Path) -> None:
         assert (rows["finite"][:, 0].sum(), missing) == (newest, 0)
         assert total == pytest.approx(newest * (newest + 1) / 2)
         assert held[0].global_step <= newest + 1
-        assert not_recorded_any_more(tmp_path) == ""
+        assert describe_lost_steps(tmp_path) == ""
 
 
 def test_a_damaged_history_is_never_an_error(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import BlackBox
-from holdfast.recorder.progress import _SAMPLE, Phase, ProgressBoard, SampleRing, StepSample
+from holdfast.recorder.progress import _SAMPLE, ProcessPhase, ProgressBoard, SampleRing, StepSample
 from holdfast.recorder.ring import HEADER_BYTES, slot_struct
 from holdfast.recorder.run_files import (
     BOARD_FILE,
@@ -137,7 +137,7 @@ def add_process(
     run: Path,
     samples: Sequence[StepSample] = (),
     *events: Event,
-    phase: Phase | None = None,
+    phase: ProcessPhase | None = None,
     pid: int = GONE,
     **said: Any,
 ) -> Path:
@@ -202,7 +202,7 @@ def make_run(
                 thread="MainThread",
                 fatal=True,
             ),
-            phase=Phase.FORWARD_BACKWARD,
+            phase=ProcessPhase.FORWARD_BACKWARD,
             pid=GONE + rank,
             rank=rank if ranks > 1 else None,
         )

@@ -29,7 +29,7 @@ from holdfast.cli.main import make_app
 from holdfast.core.clock import SystemClock
 from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import BlackBox, StepMark
-from holdfast.recorder.progress import Phase
+from holdfast.recorder.progress import ProcessPhase
 from holdfast.recorder.run_files import write_settings
 from holdfast.recorder.start import facts_of_start
 from holdfast.report.live.watching import Runs
@@ -282,7 +282,7 @@ def test_a_trainer_that_left_in_order_ends_with_its_attempt(tmp_path: Path) -> N
     That time is in the timeline, as it is in the goodput.
     """
     run = make_run(tmp_path, steps=10)
-    add_process(run, [sample(1)], pid=GONE, phase=Phase.ENDING)
+    add_process(run, [sample(1)], pid=GONE, phase=ProcessPhase.ENDING)
     write_events(run / "supervisor", happened("attempt_ended", 20, attempt=0, status=0))
     drawn = {trace["name"]: trace for trace in figures(gather(run))["timeline"]["data"]}
     assert drawn["ending"]["x"] == [pytest.approx(1000 * (20 - 6))]
@@ -294,14 +294,14 @@ def test_goodput_is_the_time_of_phases_without_what_was_lost(tmp_path: Path) -> 
     """
     run = gather(two_runs(tmp_path)[1])
     spent = {
-        Phase.STARTING: 4.0,
-        Phase.FORWARD_BACKWARD: 15.0,
-        Phase.DATA_WAIT: 5.0,
-        Phase.SAVING: 1.0,
+        ProcessPhase.STARTING: 4.0,
+        ProcessPhase.FORWARD_BACKWARD: 15.0,
+        ProcessPhase.DATA_WAIT: 5.0,
+        ProcessPhase.SAVING: 1.0,
     }
-    times = tuple(spent.get(Phase(number), 0.0) if number else 0.0 for number in range(10))
+    times = tuple(spent.get(ProcessPhase(number), 0.0) if number else 0.0 for number in range(10))
     first, second = sorted(run.processes, key=lambda seen: seen.info.attempt if seen.info else 0)
-    waits = replace(first, spent=times, phase=Phase.DATA_WAIT)
+    waits = replace(first, spent=times, phase=ProcessPhase.DATA_WAIT)
     seen = replace(run, processes=(waits, replace(second, spent=times, phase=None)))
     found = goodput(seen)
     # The first attempt lasted from 1 to 31 s, 5 s more than its phases say; the second 25 s from 70

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import holdfast
 from holdfast.cli.main import make_app
 from holdfast.core.errors import RunDirectoryError
-from holdfast.recorder.progress import Phase
+from holdfast.recorder.progress import ProcessPhase
 from holdfast.recorder.run_files import PROCESSES_FOLDER, SUPERVISED_FILE, VERDICT_FILE
 from holdfast.report.page.gathering import gather
 from holdfast.report.sources import check_run, find_sources
@@ -55,7 +55,7 @@ def test_a_supervised_run_is_gathered_whole(tmp_path):
     assert picture.verdict.runner_up[0] == "H975"
     assert "forward (model.py:31)" in picture.stacks[0].text
     assert picture.output.splitlines()[1:3] == ["epoch 1", "RuntimeError: shapes differ"]
-    assert picture.processes[0].phase is Phase.FORWARD_BACKWARD
+    assert picture.processes[0].phase is ProcessPhase.FORWARD_BACKWARD
     assert picture.problems == ()
 
 

@@ -37,7 +37,7 @@ from tests.unit.report.test_page import HOSTILE, hostile_run
 from holdfast.core.clock import SystemClock
 from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import BlackBox, StepMark
-from holdfast.recorder.progress import Phase, read_board
+from holdfast.recorder.progress import ProcessPhase, read_board
 from holdfast.recorder.reader import read_steps
 from holdfast.recorder.run_files import (
     BOARD_FILE,
@@ -86,7 +86,7 @@ def _running(tmp_path: Path) -> tuple[Path, Clock]:
         run,
         samples,
         happened("checkpoint_saved", 60, 600, **saved, stall_seconds=0.1),
-        phase=Phase.DATA_WAIT,
+        phase=ProcessPhase.DATA_WAIT,
         rank=0,
         **here,
     )
@@ -97,8 +97,8 @@ def _running(tmp_path: Path) -> tuple[Path, Clock]:
         (other / path.name).write_bytes(text.replace(b'"rank": 0', b'"rank": 1'))
     write_samples(other / SAMPLES_FILE, [*samples[:-1], sample(1200, loss=math.nan)])
     # Of an epoch that is over: not shown
-    add_process(run, phase=Phase.ENDING, role="loader worker", rank=0)
-    add_process(run, [sample(3)], phase=Phase.SAVING, pid=GONE + 1, rank=2)
+    add_process(run, phase=ProcessPhase.ENDING, role="loader worker", rank=0)
+    add_process(run, [sample(3)], phase=ProcessPhase.SAVING, pid=GONE + 1, rank=2)
     standing = read_board(folder / BOARD_FILE)
     return run, Clock(unix=BEGAN + 130.0, monotonic=standing.since_seconds + 12.25)
 
@@ -125,7 +125,7 @@ def test_the_numbers_of_the_view_are_those_of_the_run(tmp_path):
     run, clock = _running(tmp_path)
     run_now = Watched(run, clock).look()
     trainer = run_now.processes[0]
-    assert (trainer.step, trainer.phase, trainer.alive) == (1200, Phase.DATA_WAIT, True)
+    assert (trainer.step, trainer.phase, trainer.alive) == (1200, ProcessPhase.DATA_WAIT, True)
     assert trainer.since_seconds == pytest.approx(12.25)
     assert trainer.steps_per_second == pytest.approx(50 / (5.0 + 5.0))  # silent for 5 seconds
     assert trainer.wait_share == pytest.approx(0.2)
@@ -261,7 +261,7 @@ def test_a_run_whose_supervisor_was_killed_has_ended(tmp_path, noted):
 def test_following_ends_when_the_run_does_and_shows_the_verdict(tmp_path):
     """The loop looks twice a second, and its last picture tells why the run ended."""
     run = make_run(tmp_path, verdict=False)
-    add_process(run, [sample(400)], phase=Phase.OPTIMIZER, pid=os.getpid())
+    add_process(run, [sample(400)], phase=ProcessPhase.OPTIMIZER, pid=os.getpid())
     clock = Clock()
     waits: list[float] = []
 
@@ -350,14 +350,14 @@ def test_how_far_it_is_comes_from_what_the_guard_recorded(tmp_path, facts, event
 
 def test_without_a_guard_what_is_not_known_is_not_guessed(tmp_path):
     """An observed process says its steps and no more."""
-    add_process(tmp_path, [sample(5)], phase=Phase.OPTIMIZER, pid=os.getpid())
+    add_process(tmp_path, [sample(5)], phase=ProcessPhase.OPTIMIZER, pid=os.getpid())
     assert "no Guard" in drawn(Watched(tmp_path, Clock()), 120)
 
 
 def test_a_worker_and_a_launcher_run_and_do_not_start_for_ever(tmp_path):
     """What they do is not seen: only that they live, in the table and for machines."""
     for role in ("loader worker", "launcher"):
-        add_process(tmp_path / role, phase=Phase.STARTING, pid=os.getpid(), role=role)
+        add_process(tmp_path / role, phase=ProcessPhase.STARTING, pid=os.getpid(), role=role)
         watched = Watched(tmp_path / role, SystemClock())
         assert [each["phase"] for each in watched.look().as_json()["processes"]] == [None]
         assert re.search(rf"{role.split()[-1]} \d+ +running", drawn(watched, 80))
@@ -366,7 +366,7 @@ def test_a_worker_and_a_launcher_run_and_do_not_start_for_ever(tmp_path):
 def test_several_runs_are_one_line_each(tmp_path):
     """Those that live come first; a key shows another panel and q leaves."""
     make_run(tmp_path / "old")
-    add_process(tmp_path / "new", [sample(7)], phase=Phase.SAVING, pid=os.getpid())
+    add_process(tmp_path / "new", [sample(7)], phase=ProcessPhase.SAVING, pid=os.getpid())
     screen = io.StringIO()
     console = Console(file=screen, width=140, height=50, force_terminal=True)
     seen = follow(Runs(tmp_path, Clock()), console, lambda _: "q")

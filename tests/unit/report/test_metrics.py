@@ -184,7 +184,7 @@ def test_following_starts_before_the_run_and_misses_nothing(tmp_path):
         folder = add_process(run, pid=GONE + attempt, attempt=attempt, started=BEGAN + attempt)
         ring = SampleRing(folder / SAMPLES_FILE)
         for step in range(1, 501):
-            ring.append(sample(step))
+            ring.write(*sample(step)[:-2])
         ring.close()
     stop.set()
     thread.join()

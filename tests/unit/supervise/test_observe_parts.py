@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.importing import ImportWatch
 from holdfast.recorder import progress
-from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing, read_samples
+from holdfast.recorder.progress import ProcessPhase, ProgressBoard, SampleRing, read_samples
 from holdfast.recorder.run_files import (
     PROCESSES_FOLDER,
     ProcessInfo,
@@ -262,24 +262,24 @@ def test_the_phases_of_a_loop(seen: Seen) -> None:
         does(steps.backward_ends)
         does(steps.optimizer_begins, judge, (judge,), {})
         does(steps.optimizer_ends, judge, (judge,), {})
-    does(steps.phases.aside_begins, Phase.SAVING)
+    does(steps.phases.aside_begins, ProcessPhase.SAVING)
     does(steps.phases.aside_ends)
     does(steps.phases.evaluation_begins)
     does(steps.wait_begins)
-    does(steps.wait_ends, Phase.EVALUATION)
-    does(steps.wait_ends, Phase.END_OF_EPOCH)
-    first, usual = Phase.FIRST_STEP, Phase.FORWARD_BACKWARD
+    does(steps.wait_ends, ProcessPhase.EVALUATION)
+    does(steps.wait_ends, ProcessPhase.END_OF_EPOCH)
+    first, usual = ProcessPhase.FIRST_STEP, ProcessPhase.FORWARD_BACKWARD
     assert phases == [
-        Phase.STARTING,
-        *(Phase.DATA_WAIT, first, first, first, first, usual),
-        *(Phase.DATA_WAIT, usual, usual, usual, Phase.OPTIMIZER, usual),
+        ProcessPhase.STARTING,
+        *(ProcessPhase.DATA_WAIT, first, first, first, first, usual),
+        *(ProcessPhase.DATA_WAIT, usual, usual, usual, ProcessPhase.OPTIMIZER, usual),
         *(
-            Phase.SAVING,
+            ProcessPhase.SAVING,
             usual,
-            Phase.EVALUATION,
-            Phase.DATA_WAIT,
-            Phase.EVALUATION,
-            Phase.END_OF_EPOCH,
+            ProcessPhase.EVALUATION,
+            ProcessPhase.DATA_WAIT,
+            ProcessPhase.EVALUATION,
+            ProcessPhase.END_OF_EPOCH,
         ),
     ]
     assert seen.roles == ["trainer"]
@@ -388,7 +388,7 @@ def test_a_step_that_only_makes_state_is_none(seen: Seen) -> None:
     for _ in range(2):
         backward(steps)
         step(steps, sgd)
-        steps.phases.aside_begins(Phase.SAVING)
+        steps.phases.aside_begins(ProcessPhase.SAVING)
         makes_state(sgd, 0.0)
         makes_state(sgd, torch.tensor(0.0))
         steps.phases.aside_ends()
@@ -455,11 +455,11 @@ def test_compiling_is_a_phase_of_its_own(seen: Seen) -> None:
     steps, one = steps_of(seen), Optimizer()
     backward(steps)
     step(steps, one)
-    steps.wait_ends(Phase.EVALUATION)
+    steps.wait_ends(ProcessPhase.EVALUATION)
     steps.phases.compile_begins()
-    assert seen.board.phase is Phase.FIRST_STEP
+    assert seen.board.phase is ProcessPhase.FIRST_STEP
     steps.phases.compile_ends()
-    assert seen.board.phase is Phase.EVALUATION
+    assert seen.board.phase is ProcessPhase.EVALUATION
 
 
 def test_a_late_value_completes_its_sample(seen: Seen) -> None:

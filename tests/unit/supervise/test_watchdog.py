@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from holdfast.core.events.process_events import Hang
-from holdfast.recorder.progress import Phase, ProgressBoard
+from holdfast.recorder.progress import ProcessPhase, ProgressBoard
 from holdfast.recorder.run_files import BOARD_FILE, ProcessInfo, write_process
 from holdfast.supervise.process_tree import read_process
 from holdfast.supervise.watch.attempt_watch import AttemptWatch
@@ -73,7 +73,11 @@ class Scene:
             time.sleep(0.01)
 
     def start(
-        self, program: str = SLEEP, *, phase: Phase = Phase.FORWARD_BACKWARD, **more: Any
+        self,
+        program: str = SLEEP,
+        *,
+        phase: ProcessPhase = ProcessPhase.FORWARD_BACKWARD,
+        **more: Any,
     ) -> int:
         """Start a process that is a trainer, unless told otherwise, and return its pid."""
         child = subprocess.Popen([sys.executable, "-S", "-c", program])
@@ -217,14 +221,14 @@ def test_who_computes_is_left_alone_for_longer_each_time(scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("phase", "torch", "remedy"),
     [
-        (Phase.STARTING, None, "wait"),
-        (Phase.STARTING, "2.13", "restart"),
-        (Phase.ENDING, "2.13", "end"),
-        (Phase.DATA_WAIT, "2.13", "restart"),
+        (ProcessPhase.STARTING, None, "wait"),
+        (ProcessPhase.STARTING, "2.13", "restart"),
+        (ProcessPhase.ENDING, "2.13", "end"),
+        (ProcessPhase.DATA_WAIT, "2.13", "restart"),
     ],
 )
 def test_the_remedy_follows_the_phase(
-    scene: Scene, phase: Phase, torch: str | None, remedy: str
+    scene: Scene, phase: ProcessPhase, torch: str | None, remedy: str
 ) -> None:
     """A training that is over is not begun again, and of a program without torch nothing is
     known.
@@ -244,7 +248,7 @@ def test_a_worker_that_is_stopped_is_to_go_on_and_only_then_to_be_ended(scene: S
         "def _try_get_data(): time.sleep(1e6)\n"
         "_try_get_data()\n"
     )
-    pid = scene.start(program, phase=Phase.DATA_WAIT)
+    pid = scene.start(program, phase=ProcessPhase.DATA_WAIT)
     workers: list[int] = []
     while not workers:
         workers = list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
@@ -276,7 +280,7 @@ def test_a_rank_may_wait_for_another_that_is_within_its_limit(scene: Scene) -> N
     """
     scene.new_watchdog("saving=60")
     scene.start(rank=1, world_size=2)
-    scene.start(rank=0, world_size=2, phase=Phase.SAVING)
+    scene.start(rank=0, world_size=2, phase=ProcessPhase.SAVING)
     scene.look(50)
     assert scene.events == []
     scene.look(20)
@@ -307,7 +311,7 @@ def test_processes_of_other_attempts_and_of_other_people_are_passed_over(scene: 
         scene.run,
         ProcessInfo(pid=stranger.pid, ticks=stranger.ticks, ppid=1, argv=[], **about),  # type: ignore[arg-type]
     )
-    ProgressBoard(folder / BOARD_FILE).enter(Phase.DATA_WAIT)
+    ProgressBoard(folder / BOARD_FILE).enter(ProcessPhase.DATA_WAIT)
     scene.look(5 * LIMIT)
     assert scene.hangs == []
     assert not list((scene.run / "stacks").glob("*"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Statement
 from holdfast.explain.runs.statements import event_text
-from holdfast.recorder.progress import Phase, Standing
+from holdfast.recorder.progress import ProcessPhase, Standing
 from holdfast.recorder.run_files import ProcessInfo
 
 _MOST_EXIT_MESSAGE = 300  # characters
@@ -117,7 +117,7 @@ def _was_replaced(failed: ObservedProcess, survivors: Sequence[ObservedProcess])
     failed_since = failed.standing.since_seconds if failed.standing is not None else 0.0
     for survivor in survivors:
         standing = survivor.standing
-        if standing is None or standing.phase is not Phase.ENDING:
+        if standing is None or standing.phase is not ProcessPhase.ENDING:
             continue
         may_replace = survivor.is_trainer or not failed.is_trainer
         if may_replace and standing.since_seconds > failed_since:

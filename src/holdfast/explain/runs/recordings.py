@@ -18,7 +18,7 @@ from holdfast.core.events.event import Event
 from holdfast.core.files import read_file
 from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.progress import Standing, read_board
-from holdfast.recorder.reader import not_recorded_any_more, read_events
+from holdfast.recorder.reader import describe_lost_steps, read_events
 from holdfast.recorder.run_files import (
     BOARD_FILE,
     LOST_FILE,
@@ -70,7 +70,7 @@ class Recordings:
         for folder, name in folders.items():
             # Damage is reported when the events of this ring are read.
             with suppress(HoldfastError, OSError, ValueError):
-                words = not_recorded_any_more(folder)
+                words = describe_lost_steps(folder)
                 if words:
                     self.missing.append(f"of {name} {words}")
 

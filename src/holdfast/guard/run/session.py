@@ -61,7 +61,7 @@ from holdfast.memory.host_memory import available_bytes
 from holdfast.numerics.gradients import local
 from holdfast.numerics.spikes import SpikeDetector
 from holdfast.recorder.run_files import announce_recording, guarded
-from holdfast.recorder.scalars import Found, outlets
+from holdfast.recorder.scalars import CheckedScalars, outlets
 
 # Created once, since `log` is called in every step.
 _OPEN = contextlib.nullcontext()
@@ -273,7 +273,7 @@ class Session:
                 self.record.open()
             yield
 
-    def log(self, found: Found, step: int | None = None) -> None:
+    def log(self, found: CheckedScalars, step: int | None = None) -> None:
         """Record numbers.
 
         Args:

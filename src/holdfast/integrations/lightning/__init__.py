@@ -22,9 +22,10 @@ Checkpoints hold the random state, so training resumes with the same dropout. Wh
 depends on the loader: exactly the same with a `holdfast.DataLoader`, and with torch's loader,
 shuffled or not, only from the end of an epoch.
 
-Read in this order: ``strategy`` (the guard's life within ``fit``), ``trainer_steps`` (how a step is
-made), ``step_logs`` (what is logged while parts of it are repeated), ``checkpoints`` (the files),
-``delayed_saves`` (when they are written), ``unsupported`` (what is refused).
+Read in this order: ``strategy`` (the guard's life within ``fit``), ``optimization``,
+``automatic_optimization`` and ``manual_optimization`` (how a step is made), ``step_logs`` (what is
+logged while parts of it are repeated), ``checkpoints`` (the files), ``delayed_saves`` (when they
+are written), ``unsupported`` (what is refused).
 """
 
 from holdfast.integrations.lightning.checkpoints import VerifiedCheckpointIO

@@ -120,7 +120,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     def verified(self, path: Any) -> Any:
         """Return a file if it verifies, otherwise the newest file beside it that does.
 
-        A path that is not local, or does not exist, is returned as it is.
+        A path that is not local, or does not exist, is returned unchanged.
 
         Raises:
             CheckpointError: H312 if no file verifies, or if it is a broken link.
@@ -175,7 +175,7 @@ def _publish(draft: Path, target: Path) -> None:
 
 
 def _is_temporary(path: Path) -> bool:
-    """Return whether a file is hidden, as that of Lightning's ``Tuner``, which returns to it."""
+    """Return whether a file is hidden, such as the one to which Lightning's ``Tuner`` returns."""
     return path.name.startswith(".")
 
 

@@ -36,21 +36,19 @@ class DelayedSaves:
             vars(self._callback).pop(name, None)
 
     def _on_train_batch_end(self, *args: Any) -> None:
-        if self._must_wait():
+        if self._is_last_batch():
+            must_wait = not self._saves_after_validation()
+        else:
+            must_wait = self._validation_follows()
+        if must_wait:
             self._waiting.append(args)
         else:
             self._save_at_batch_end(*args)
 
-    def _must_wait(self) -> bool:
-        is_last_batch = self._is_last_batch()
-        if is_last_batch and self._waits_for_its_metric():
-            return False
-        return is_last_batch or self._validation_follows()
-
     def _is_last_batch(self) -> bool:
         return bool(self._trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
-    def _waits_for_its_metric(self) -> bool:
+    def _saves_after_validation(self) -> bool:
         """Return whether the callback itself saves after the validation, by a metric of it."""
         if self._callback.monitor is None:
             return False

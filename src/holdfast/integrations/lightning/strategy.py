@@ -1,7 +1,8 @@
 """Lightning's strategies for one device and for several processes, with the steps of a guard.
 
-How a step is made is in ``trainer_steps``; this module opens the guard when ``fit`` begins to
-train, closes it, and connects Lightning's checkpoints, schedulers and signals with it.
+How a step is made is in ``automatic_optimization`` and ``manual_optimization``. This module opens
+the guard when ``fit`` begins to train, closes it, and connects Lightning's checkpoints, schedulers
+and signals with it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from holdfast.integrations.hosting import (
     restore_random_state,
     warn_of_persistent_workers,
 )
+from holdfast.integrations.lightning.automatic_optimization import (
+    AutomaticOptimization,
+    lightning_clips,
+)
 from holdfast.integrations.lightning.checkpoints import (
     CHECKPOINT_NAME,
     VerifiedCheckpointIO,
@@ -34,16 +39,13 @@ from holdfast.integrations.lightning.checkpoints import (
     save_stopped,
 )
 from holdfast.integrations.lightning.delayed_saves import DelayedSaves
-from holdfast.integrations.lightning.trainer_steps import (
-    TrainerSteps,
-    lightning_clips,
-    optimizer_names,
-)
+from holdfast.integrations.lightning.manual_optimization import ManualOptimization
+from holdfast.integrations.lightning.optimization import Optimization, optimizer_names
 from holdfast.integrations.lightning.unsupported import check_module, check_ranks
 from holdfast.integrations.refusals import check_one_process, load, unsupported
 from holdfast.integrations.saving import on_all_ranks, should_save
 from holdfast.loader.splitting import Split
-from holdfast.recorder.scalars import recorded_too
+from holdfast.recorder.scalars import with_recording
 from holdfast.supervise.observe.logged_scalars import read_lightning_log
 
 load("lightning.pytorch")
@@ -59,7 +61,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E40
 # From Lightning's names of precisions to those of `Policy.precision`. All others are guarded like
 # fp32: there is no loss scale.
 _PRECISIONS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
-# The key of the carried state in a checkpoint of Lightning's.
+# The key of the carried state in Lightning's checkpoints.
 _CARRIED_KEY = "holdfast"
 
 
@@ -85,7 +87,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         self._split = split
         # These two are set while ``fit`` trains.
         self.holdfast_guard: HostedGuard | None = None
-        self._steps: TrainerSteps | None = None
+        self._optimization: Optimization | None = None
         self._delayed_saves: list[DelayedSaves] = []
         # The carried state of the checkpoint that was loaded, until training starts.
         self._carried: dict[str, Any] | None = None
@@ -112,11 +114,17 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         guard = self._open_guard(module, carried)
         self.holdfast_guard = guard
         warn_of_persistent_workers(trainer.train_dataloader, guard.emit)
-        steps = TrainerSteps(module, guard, self.optimizers, self._split, super().training_step)
-        self._steps = steps
-        self._connect(module, guard, steps)
+        optimization: Optimization
+        if module.automatic_optimization:
+            optimization = AutomaticOptimization(
+                module, guard, self.optimizers, self._split, super().training_step
+            )
+        else:
+            optimization = ManualOptimization(module, guard, self.optimizers, self._split)
+        self._optimization = optimization
+        self._connect(module, guard, optimization)
         if carried is not None:
-            self._continue_from(carried, trainer, steps)
+            self._continue_from(carried, trainer, optimization)
 
     def _open_guard(self, module: Any, carried: dict[str, Any] | None) -> HostedGuard:
         trainer = module.trainer
@@ -136,7 +144,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
             self._run_dir or root / "holdfast",
             policy=policy,
             scaler=getattr(self.precision_plugin, "scaler", None),
-            saves_in=(checkpoint_folder(trainer) or root, CHECKPOINT_NAME),
+            checkpoints=(checkpoint_folder(trainer) or root, CHECKPOINT_NAME),
             carried=carried,
             resumed=trainer.ckpt_path is not None,
             model=self.model,
@@ -155,8 +163,8 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
             return None
         return limit
 
-    def _connect(self, module: Any, guard: HostedGuard, steps: TrainerSteps) -> None:
-        """Connect checkpoints, schedulers and logs of Lightning with the guard."""
+    def _connect(self, module: Any, guard: HostedGuard, optimization: Optimization) -> None:
+        """Connect Lightning's checkpoints, schedulers and logs to the guard."""
         trainer = module.trainer
         if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
             self.checkpoint_io.emit = guard.emit
@@ -165,9 +173,9 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
             for callback in trainer.checkpoint_callbacks
             if isinstance(callback, ModelCheckpoint)
         ]
-        self._hold_schedulers_after_skips(module, steps)
+        self._hold_schedulers_after_skips(module, optimization)
         connector = trainer._logger_connector
-        connector.log_metrics = recorded_too(
+        connector.log_metrics = with_recording(
             connector.log_metrics, partial(read_lightning_log, connector)
         )
 
@@ -183,7 +191,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         vars(module).pop("lr_scheduler_step", None)
         vars(module.trainer._logger_connector).pop("log_metrics", None)
 
-    def _hold_schedulers_after_skips(self, module: Any, steps: TrainerSteps) -> None:
+    def _hold_schedulers_after_skips(self, module: Any, optimization: Optimization) -> None:
         """Do not advance a scheduler that counts steps when a step was skipped."""
         advance = module.lr_scheduler_step
         stepwise = {
@@ -193,17 +201,19 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         }
 
         def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
-            if steps.skipped and metric is None and id(scheduler) in stepwise:
+            if optimization.skipped and metric is None and id(scheduler) in stepwise:
                 return
             advance(scheduler, metric)
 
         module.lr_scheduler_step = lr_scheduler_step
 
-    def _continue_from(self, carried: dict[str, Any], trainer: Any, steps: TrainerSteps) -> None:
+    def _continue_from(
+        self, carried: dict[str, Any], trainer: Any, optimization: Optimization
+    ) -> None:
         """Restore what the carried state holds besides the guard's own."""
         window = decode_carried(carried, "window")
         if window is not None:
-            steps.accumulation.load_state_dict(window)
+            optimization.accumulation.load_state_dict(window)
         for callback in trainer.checkpoint_callbacks:
             # Lightning does not remember which step it saved last. After the first batch of a
             # window it would replace the file from the beginning of the window by one with a later
@@ -227,7 +237,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         module = self.lightning_module
         if guard is not None and module is not None and isinstance(exception, SIGTERMException):
             save_stopped(module.trainer)
-            guard.stopped()
+            guard.close_after_stop()
             exception.code = guard.policy.stop_exit_code
         self._close(exception)
 
@@ -238,11 +248,11 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
 
     def _close(self, error: BaseException | None) -> None:
         guard = self.holdfast_guard
-        steps = self._steps
+        optimization = self._optimization
         self.holdfast_guard = None
-        self._steps = None
-        if steps is not None:
-            steps.close()
+        self._optimization = None
+        if optimization is not None:
+            optimization.close()
         if guard is None:
             return
         self._disconnect()
@@ -251,7 +261,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
     # --- Batches and steps ---
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return the loader as it is.
+        """Return the loader unchanged.
 
         If the checkpoint is from the end of an epoch, restore the random state first: the loader
         draws the order of the next epoch from it.
@@ -266,20 +276,27 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Keep the batch, and stop after it if that was requested."""
         super().on_train_batch_start(batch, batch_idx)
-        if self._steps is None or self.holdfast_guard is None:
+        if self._optimization is None or self.holdfast_guard is None:
             return
-        self._steps.begin_batch(batch, batch_idx)
+        self._optimization.begin_batch(batch, batch_idx)
         if self.holdfast_guard.stop_reason is not None:
             self.lightning_module.trainer.should_stop = True
 
+    def _automatic_optimization(self) -> AutomaticOptimization | None:
+        """Return what makes a step of this batch, or None if Lightning makes none."""
+        optimization = self._optimization
+        if isinstance(optimization, AutomaticOptimization) and optimization.makes_steps:
+            return optimization
+        return None
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step`` within a step of the guard."""
-        steps = self._steps
-        if steps is not None and steps.lightning_optimizes:
-            return steps.training_step(*args, **kwargs)
+        optimization = self._automatic_optimization()
+        if optimization is not None:
+            return optimization.training_step(*args, **kwargs)
         output = super().training_step(*args, **kwargs)
-        if steps is not None:
-            steps.note_unguarded_steps()
+        if isinstance(self._optimization, ManualOptimization):
+            self._optimization.note_unguarded_steps()
         return output
 
     def optimizer_step(
@@ -290,10 +307,10 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Any:
         """Make the step as a transaction."""
-        steps = self._steps
-        if steps is None or not steps.lightning_optimizes:
+        optimization = self._automatic_optimization()
+        if optimization is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        loss = steps.optimizer_step(closure)
+        loss = optimization.optimizer_step(closure)
         if self.holdfast_guard is not None and self.holdfast_guard.stopped_by_signal:
             # All ranks know it after the same step, and Lightning ends training after this batch.
             self.lightning_module.trainer._signal_connector.received_sigterm = True
@@ -303,9 +320,9 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Leave the backward pass of automatic optimization to the guard."""
-        steps = self._steps
-        if steps is not None and steps.lightning_optimizes:
-            steps.call_backward_hooks()
+        optimization = self._automatic_optimization()
+        if optimization is not None:
+            optimization.call_backward_hooks()
             return closure_loss
         loss: torch.Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
         return loss
@@ -334,8 +351,10 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
             ``self.trainer.strategy.guarded_step(batch, self.generator_loss,
             optimizer=self.optimizers()[0])``
         """
-        assert self._steps is not None, "only while fit trains"
-        return self._steps.manual_step(batch, loss_fn, optimizer, split)
+        assert isinstance(self._optimization, ManualOptimization), (
+            "only while fit trains, under manual optimization"
+        )
+        return self._optimization.step(batch, loss_fn, optimizer, split)
 
     # --- Checkpoints ---
 
@@ -357,8 +376,8 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         devices = [] if self.root_device.type == "cpu" else [self.root_device]
         # Lightning may save within a window: by time, after a validation, or after a signal.
         window = None
-        if self._steps is not None:
-            window = self._steps.accumulation.state_dict()
+        if self._optimization is not None:
+            window = self._optimization.accumulation.state_dict()
         carried = carried_state(guard, devices, window=window, ranks=self._states_of_ranks)
         epoch_loop = self.lightning_module.trainer.fit_loop.epoch_loop
         carried["between_epochs"] = bool(epoch_loop.batch_progress.is_last_batch)
@@ -478,7 +497,9 @@ class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
         Raises:
             PolicyError: H111 within a step.
         """
-        if self.world_size > 1 and self._steps is not None and self._steps.is_called_by_guard:
+        optimization = self._optimization
+        is_within_step = optimization is not None and optimization.is_called_by_guard
+        if self.world_size > 1 and is_within_step:
             raise unsupported(
                 "self.log(..., sync_dist=True) in training_step, with on_step=True",
                 reason="a rank that repeats its step would wait there for others that do not come",
@@ -504,8 +525,8 @@ class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
 def _reset_finished_epoch(fit_loop: Any) -> None:
     """Let an epoch that follows a checkpoint of the last batch begin like any other.
 
-    Lightning would leave out its beginning, and then mistake checkpoints of this epoch for such of
-    its end.
+    Otherwise Lightning would skip its beginning, and then mistake checkpoints from within this
+    epoch for those of its end.
     """
     progress = fit_loop.epoch_progress.current
     if fit_loop.restarted_mid_epoch and progress.ready == progress.processed:

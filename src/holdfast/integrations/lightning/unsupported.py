@@ -37,7 +37,7 @@ def _runs_backward_itself(module: Any) -> PolicyError | None:
         return None
     return unsupported(
         "LightningModule.backward is overridden",
-        reason="the guard runs backward itself, maybe several times",
+        reason="the guard runs backward itself, possibly several times",
         fix=(
             "leave it out, or use manual optimization with self.trainer.strategy.guarded_step(...)."
         ),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,7 +33,6 @@ from holdfast.integrations.hosting import (
     warn_of_persistent_workers,
 )
 from holdfast.integrations.refusals import check_one_process, load
-from holdfast.integrations.saving import should_save
 from holdfast.integrations.speechbrain.checkpoints import CHECKPOINT_NAME, seal_and_verify
 from holdfast.integrations.speechbrain.padded_batches import split_of
 from holdfast.loader.loader import DataLoader
@@ -122,8 +120,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         self.holdfast_guard = None
         self._holdfast_accumulation = None
         if self.checkpointer is not None:
-            self.checkpointer.emit = None
-            self.checkpointer.should_save = lambda: True
+            self.checkpointer.holdfast_guard = None
         if guard is not None:
             guard.__exit__(None if error is None else type(error), error, None)
 
@@ -143,8 +140,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         self.holdfast_guard = guard
         self._holdfast_accumulation = Accumulation(guard)
         if self.checkpointer is not None:
-            self.checkpointer.emit = guard.emit
-            self.checkpointer.should_save = partial(should_save, guard)
+            self.checkpointer.holdfast_guard = guard
         if type(self).fit_batch is not HoldfastMixin.fit_batch:
             why = "only what goes through guarded_step is guarded"
             guard.emit(run_events.OwnFitBatch(why=why))
@@ -155,10 +151,10 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         self, optimizers: dict[str, Any], carried: dict[str, Any] | None
     ) -> HostedGuard:
         run_dir = self._holdfast_directory()
-        saves_in = None
+        checkpoints = None
         resumed = False
         if self.checkpointer is not None:
-            saves_in = (Path(self.checkpointer.checkpoints_dir), CHECKPOINT_NAME)
+            checkpoints = (Path(self.checkpointer.checkpoints_dir), CHECKPOINT_NAME)
             resumed = bool(self.checkpointer.folders())
             if not resumed:
                 check_checkpoints_found(run_dir, new_start="")
@@ -166,7 +162,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             run_dir,
             policy=self._holdfast_hosted_policy(),
             scaler=self.scaler,
-            saves_in=saves_in,
+            checkpoints=checkpoints,
             carried=carried,
             resumed=resumed,
             model=self.modules,
@@ -278,6 +274,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         stepped = should_step and not result.skipped
         if stepped:
             self.optimizer_step += 1
+        # If the batch was split, the hook gets the last part and the outputs of that.
         part, outputs = self._holdfast_last_part or (batch, None)
         self._holdfast_last_part = None
         self.on_fit_batch_end(part, outputs, result.loss, stepped)
@@ -341,9 +338,9 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def _holdfast_stop(self) -> NoReturn:
         """End the process, as ``Guard.batches`` does when a stop was requested."""
         assert self.holdfast_guard is not None
-        ending = self.holdfast_guard.ending()
-        self.holdfast_guard.stopped()
-        raise ending or SystemExit(0)
+        exception = self.holdfast_guard.stop_exception()
+        self.holdfast_guard.close_after_stop()
+        raise exception or SystemExit(0)
 
 
 class _ResumedLoader:

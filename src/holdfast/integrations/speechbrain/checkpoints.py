@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.seal import begin, check, is_unfinished, seal
 from holdfast.core.files import remove
+from holdfast.guard.hosted import HostedGuard
 from holdfast.integrations.hosting import Framework
-from holdfast.integrations.saving import Emit, attempt_save, checkpoints_in, newest_checkpoint
+from holdfast.integrations.saving import (
+    Emit,
+    attempt_save,
+    checkpoints_in,
+    newest_checkpoint,
+    should_save,
+)
 
 CHECKPOINT_NAME = re.compile(r"CKPT.*")
 # Checkpoints that are kept at least. SpeechBrain keeps one within an epoch, and if that were
 # damaged, there would be none to fall back to.
 _FEWEST_KEPT = 2
-
-
-def _always() -> bool:
-    return True
 
 
 class SealedCheckpoints(Framework):  # type: ignore[misc]
@@ -35,12 +37,14 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
     """
 
     checkpoints_dir: Path
-    # Returns whether the present state may be saved.
-    should_save: Callable[[], bool] = staticmethod(_always)
-    # Records events. None: they are logged.
-    emit: Emit | None = None
+    # The guard of the run, while there is one.
+    holdfast_guard: HostedGuard | None = None
     # Whether the newest save was refused or has failed.
     _newest_save_failed = False
+
+    def _holdfast_emit(self) -> Emit | None:
+        """Return what records events. None: they are logged."""
+        return None if self.holdfast_guard is None else self.holdfast_guard.emit
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Save and seal, and return the checkpoint, or None if it was not saved.
@@ -62,12 +66,14 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
             for draft in set(self.folders()) - folders_before:
                 remove(draft)
 
-        saved = self.should_save() and attempt_save(write, "CKPT", self.emit, undo)
+        saved = should_save(self.holdfast_guard) and attempt_save(
+            write, "CKPT", self._holdfast_emit(), undo
+        )
         self._newest_save_failed = not saved
         return checkpoint if saved else None
 
     def delete_checkpoints(self, **kwargs: Any) -> None:
-        """Delete as asked, but keep two at least, and all of them if the newest save failed."""
+        """Delete as requested, but keep at least two, and all of them if the newest save failed."""
         if self._newest_save_failed:
             return
         num_to_keep = kwargs.get("num_to_keep", 1)
@@ -92,7 +98,7 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         candidates = {
             Path(candidate.path): candidate for candidate in self.find_checkpoints(*args, **kwargs)
         }
-        best = newest_checkpoint([*incomplete, *candidates], self.emit)
+        best = newest_checkpoint([*incomplete, *candidates], self._holdfast_emit())
         return None if best is None else candidates[best]
 
     def load_checkpoint(self, checkpoint: Any) -> None:
@@ -105,12 +111,12 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         super().load_checkpoint(checkpoint)
 
     def _new_checkpoint_dirpath(self) -> Path:
-        return self._marked_as_unfinished(super()._new_checkpoint_dirpath())
+        folder: Path = super()._new_checkpoint_dirpath()
+        begin(folder)
+        return folder
 
     def _custom_checkpoint_dirpath(self, name: str) -> Path:
-        return self._marked_as_unfinished(super()._custom_checkpoint_dirpath(name))
-
-    def _marked_as_unfinished(self, folder: Path) -> Path:
+        folder: Path = super()._custom_checkpoint_dirpath(name)
         begin(folder)
         return folder
 

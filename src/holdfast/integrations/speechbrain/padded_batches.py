@@ -1,4 +1,4 @@
-"""How a batch of SpeechBrain's is split when memory is short."""
+"""How SpeechBrain's batches are split when memory is short."""
 
 from __future__ import annotations
 

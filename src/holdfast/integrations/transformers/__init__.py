@@ -24,7 +24,8 @@ Then workers that die are replaced, bad samples are quarantined by their index i
 training resumes in the loader's order.
 
 Read in this order: ``trainer`` (the mixin), ``window_loss`` (how losses are normalised),
-``positioned_loader`` (resuming within an epoch), ``checkpoints`` (the folders).
+``positioned_loader`` (resuming within an epoch), ``checkpoints`` (the folders), ``unsupported``
+(what is refused).
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def last_good_checkpoint(
 
 
 def verified_checkpoint(trainer: Any, requested: Any, run_dir: str | None = None) -> Any:
-    """Return what the Trainer shall resume from.
+    """Return what the Trainer should resume from.
 
     Args:
         trainer: The Trainer, on every rank.
@@ -74,7 +74,7 @@ def verified_checkpoint(trainer: Any, requested: Any, run_dir: str | None = None
 
     Returns:
         The requested checkpoint if it verifies, otherwise the newest older one that does, or None
-        for a new start. What the Trainer itself must judge is returned as it is.
+        for a new start. A path that does not exist is returned unchanged: the Trainer reports it.
     """
     if not requested:
         return requested
@@ -99,23 +99,18 @@ def _choose_checkpoint(requested: Any, output_dir: str, run_dir: str | None) -> 
     if not path.is_dir() and not path.is_symlink():
         # The Trainer says what is wrong with it.
         return requested
-    checkpoint = _this_or_an_older_one(path)
-    if checkpoint is None:
-        _warn_of_new_start(requested)
-    elif Path(checkpoint) != path:
-        _log.warning("resuming from %s", checkpoint)
-    return checkpoint
-
-
-def _this_or_an_older_one(path: Path) -> str | None:
-    """Return the newest checkpoint that verifies, from this one back."""
     older = [
         checkpoint
         for checkpoint in _newest_first(path.parent)
         if _step_number(checkpoint) < _step_number(path)
     ]
-    checkpoint = newest_checkpoint([path, *older])
-    return None if checkpoint is None else str(checkpoint)
+    newest = newest_checkpoint([path, *older])
+    if newest is None:
+        _warn_of_new_start(requested)
+        return None
+    if newest != path:
+        _log.warning("resuming from %s", newest)
+    return str(newest)
 
 
 def _warn_of_new_start(folder: str) -> None:
@@ -200,7 +195,7 @@ def read_carried_state(checkpoint: Any) -> dict[str, Any] | None:
     """Return the carried state of a checkpoint.
 
     Args:
-        checkpoint: Its path. Anything else is no checkpoint.
+        checkpoint: Its path. Any other value means that there is no checkpoint.
 
     Returns:
         None if there is no checkpoint, or it was written without holdfast.

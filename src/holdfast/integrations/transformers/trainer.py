@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import OutOfMemoryError, PolicyError
+from holdfast.core.errors import OutOfMemoryError
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.integrations.hosting import Framework, open_guard, warn_of_persistent_workers
-from holdfast.integrations.refusals import check_accelerator, load, raise_first, unsupported
+from holdfast.integrations.refusals import check_accelerator, load
 from holdfast.integrations.saving import should_save
 from holdfast.integrations.transformers.checkpoints import (
     CHECKPOINT_NAME,
@@ -30,21 +30,20 @@ from holdfast.integrations.transformers.checkpoints import (
     verified_checkpoint,
 )
 from holdfast.integrations.transformers.positioned_loader import PositionedLoader
+from holdfast.integrations.transformers.unsupported import check_trainer
 from holdfast.integrations.transformers.window_loss import WindowLoss
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.splitting import Split
 from holdfast.memory.oom import find_out_of_memory
-from holdfast.recorder.scalars import recorded_too
+from holdfast.recorder.scalars import with_recording
 from holdfast.supervise.observe.logged_scalars import read_trainer_log
 
 # Counters of the guard that are logged beside the loss once they are above 0.
 _LOGGED_COUNTERS = ("skipped_steps", "out_of_memory", "rollbacks")
-# Parts of the names of optimizers that move weights during the backward pass.
-_STEPS_IN_BACKWARD = ("lomo", "layerwise")
 
 
 @dataclass(slots=True, kw_only=True)
-class _TrainingState:
+class _LoopState:
     """What one call of ``train`` keeps between its steps."""
 
     # Sum of the losses of the steps that were made, also before a resume, and their number.
@@ -111,14 +110,14 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         **named: Any,
     ) -> None:
         super().__init__(*positional, **named)
-        raise_first(_REFUSALS, self)
+        check_trainer(self)
         self._holdfast_policy = Policy.of(holdfast_policy)
         # A contradiction is an error before anything else is made.
         self._holdfast_hosted_policy()
         self._holdfast_run_dir = holdfast_run_dir
         self._holdfast_split = holdfast_split
-        self._holdfast = _TrainingState(loss_sum=torch.zeros((), dtype=torch.float64))
-        # An attribute ``step`` that someone had put on the optimizer before the guard was opened.
+        self._holdfast = _LoopState(loss_sum=torch.zeros((), dtype=torch.float64))
+        # An attribute ``step`` that the optimizer already had before the guard was opened.
         self._holdfast_own_step: Any = None
         self.args.logging_nan_inf_filter = False
         callback_class = type(
@@ -151,7 +150,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             HoldfastError: H307 or H312 for checkpoints, H401, H402, H501 or H503 for steps.
             SystemExit, KeyboardInterrupt: After a stop by a signal, as ``Guard.batches``.
         """
-        raise_first(_REFUSALS, self)
+        check_trainer(self)
         resumed_from = verified_checkpoint(self, resume_from_checkpoint, self._holdfast_run_dir)
         self._holdfast = self._holdfast_initial_state(resumed_from, trial)
         try:
@@ -159,18 +158,18 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         except BaseException as error:
             self._holdfast_close(type(error))
             raise
-        ending = None
+        stop: BaseException | None = None
         if self.holdfast_guard is not None:
-            ending = self.holdfast_guard.ending()
+            stop = self.holdfast_guard.stop_exception()
         self._holdfast_close(None)
-        if ending is not None:
-            raise ending
+        if stop is not None:
+            raise stop
         return output
 
-    def _holdfast_initial_state(self, resumed_from: Any, trial: Any) -> _TrainingState:
+    def _holdfast_initial_state(self, resumed_from: Any, trial: Any) -> _LoopState:
         carried = read_carried_state(resumed_from) or {}
         loss_sum, steps_made = carried.get("losses", (0.0, 0))
-        return _TrainingState(
+        return _LoopState(
             loss_sum=torch.tensor(loss_sum, dtype=torch.float64, device=self.args.device),
             steps_made=steps_made,
             resumed_from=resumed_from,
@@ -185,7 +184,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             self._holdfast_run_dir or folder / "holdfast",
             policy=self._holdfast_hosted_policy(),
             scaler=self.accelerator.scaler,
-            saves_in=(folder, CHECKPOINT_NAME),
+            checkpoints=(folder, CHECKPOINT_NAME),
             carried=carried,
             resumed=bool(training.resumed_from),
             model=model,
@@ -292,7 +291,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             # The rest of an epoch whose length was unknown is trained with the first window of the
             # next one.
             num_items_in_batch = self._get_num_items_in_batch(batches, self.args.device)
-        guard.next_samples(_sample_indices(training.indices))
+        guard.note_next_samples(_sample_indices(training.indices))
         training.indices = []
         model.train()
         self.optimizer.train()
@@ -339,7 +338,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         if not math.isfinite(logs.get("loss", 0.0)):
             # The Trainer subtracts what it has logged, and NaN minus NaN would stay NaN forever.
             self._tr_loss.zero_()
-        log_and_record = recorded_too(super().log, partial(read_trainer_log, self))
+        log_and_record = with_recording(super().log, partial(read_trainer_log, self))
         log_and_record(logs, *rest, **named)
 
     def _finalize_training(self, *rest: Any, **named: Any) -> Any:
@@ -412,7 +411,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, *rest: Any, **named: Any
     ) -> None:
-        """Log, evaluate and save as the Trainer does, but at an epoch's end save last.
+        """Log, evaluate and save as the Trainer does, but save last at the end of an epoch.
 
         The Trainer calls this after the last step of an epoch, and again after the epoch. A save
         between the two would be resumed at the beginning of the next epoch, and the evaluation at
@@ -482,7 +481,7 @@ class _StopOnRequest:
         guard = self._trainer.holdfast_guard
         if guard is None or guard.stop_reason is None or control.should_training_stop:
             return
-        guard.note_stop()
+        guard.record_stop()
         control.should_training_stop = True
         control.should_save = args.save_strategy != "no"
 
@@ -501,69 +500,3 @@ class _StepAlreadyMade:
 
     def __call__(self, _closure: Any = None) -> None:
         self._optimizer._opt_called = True
-
-
-# --- Refusals -------------------------------------------------------------------------------------
-
-_LEAVE_OUT = "leave it out."
-
-
-def _engine_and_precision(trainer: Any) -> None:
-    check_accelerator(trainer.accelerator)
-
-
-def _data_parallel(trainer: Any) -> PolicyError | None:
-    if trainer.args.n_gpu <= 1:
-        return None
-    return unsupported(
-        f"n_gpu={trainer.args.n_gpu}",
-        reason="DataParallel makes copies of the model that cannot be rolled back",
-        fix="set CUDA_VISIBLE_DEVICES to one device, or start one process per device.",
-    )
-
-
-def _smaller_batches_after_out_of_memory(trainer: Any) -> PolicyError | None:
-    if not trainer.args.auto_find_batch_size:
-        return None
-    return unsupported(
-        "auto_find_batch_size=True",
-        reason="it starts the loop again with a smaller batch",
-        fix=_LEAVE_OUT,
-    )
-
-
-def _optimizer_that_steps_in_backward(trainer: Any) -> PolicyError | None:
-    optimizer = str(getattr(trainer.args.optim, "value", trainer.args.optim))
-    if not any(word in optimizer for word in _STEPS_IN_BACKWARD):
-        return None
-    return unsupported(
-        f"optim={optimizer}",
-        reason="it moves weights during the backward pass, which cannot be undone",
-        fix="use another optimizer.",
-    )
-
-
-def _saves_within_a_step(trainer: Any) -> PolicyError | None:
-    if not getattr(trainer.args, "enable_jit_checkpoint", False):
-        return None
-    return unsupported(
-        "enable_jit_checkpoint=True", reason="it saves in the middle of a step", fix=_LEAVE_OUT
-    )
-
-
-def _parallelism_within_a_step(trainer: Any) -> PolicyError | None:
-    if getattr(trainer.accelerator, "parallelism_config", None) is None:
-        return None
-    return unsupported(
-        "a parallelism_config", reason="it spreads a step over devices", fix=_LEAVE_OUT
-    )
-
-
-_REFUSALS = (
-    _engine_and_precision,
-    _data_parallel,
-    _smaller_batches_after_out_of_memory,
-    _optimizer_that_steps_in_backward,
-    _saves_within_a_step,
-    _parallelism_within_a_step,
-)

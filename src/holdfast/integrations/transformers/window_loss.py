@@ -104,7 +104,7 @@ class WindowLoss:
     def _find_out_whether_items_are_used(self, batch: Any, guard: HostedGuard) -> None:
         """Compute the loss of one sample with two numbers of items, and compare."""
         sample = self._sample_with_most_labels(batch)
-        with guard.trying():
+        with guard.evaluating_alone():
             loss_with_one = self._loss_with_items(sample, 1)
             loss_with_two = self._loss_with_items(sample, 2)
         if not math.isfinite(loss_with_one) or not math.isfinite(loss_with_two):

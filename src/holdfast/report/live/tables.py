@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.core.text import duration, moment, sanitise, size
-from holdfast.recorder.progress import Phase
+from holdfast.recorder.progress import ProcessPhase
 from holdfast.recorder.scalars import Scalar
 from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot
 from holdfast.report.severity import severity
@@ -24,11 +24,11 @@ _LONG_CURVE = 30
 _SHORT_CURVE = 10
 _BARS = "▁▂▃▄▅▆▇█"
 _PHASE_STYLES = {
-    Phase.DATA_WAIT: "yellow",
-    Phase.FORWARD_BACKWARD: "green",
-    Phase.OPTIMIZER: "green",
-    Phase.EVALUATION: "cyan",
-    Phase.SAVING: "blue",
+    ProcessPhase.DATA_WAIT: "yellow",
+    ProcessPhase.FORWARD_BACKWARD: "green",
+    ProcessPhase.OPTIMIZER: "green",
+    ProcessPhase.EVALUATION: "cyan",
+    ProcessPhase.SAVING: "blue",
 }
 _SEVERITY_STYLES = {"error": "red", "warning": "yellow", "info": ""}
 STATE_STYLES = {"running": "green", "ended": "bold", "waits to restart": "yellow"}
@@ -77,7 +77,7 @@ def _phase(process: ProcessSnapshot) -> Text:
     phase = process.phase
     name = "" if phase is None else phase.name.lower().replace("_", " ")
     if process.alive is False:
-        ended_normally = phase in (None, Phase.ENDING)
+        ended_normally = phase in (None, ProcessPhase.ENDING)
         return Text("ended" if ended_normally else f"ended in {name}", style="dim")
     if process.stopped:
         return Text(f"stopped in {name}" if name else "stopped", style="bold red")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.recorder.progress import Phase, read_board
+from holdfast.recorder.progress import ProcessPhase, read_board
 from holdfast.recorder.run_files import BOARD_FILE, SETTINGS_FILE, SUPERVISED_FILE
 from holdfast.recorder.start import START_FILE
 from holdfast.report.page.attachments import read_checkpoints, read_output, read_stacks
@@ -159,13 +159,13 @@ def _ended_with_their_attempts(
         for recorded in events
         if recorded.event.kind == "attempt_ended"
     }
-    phases: dict[str, set[Phase | None]] = {}
+    phases: dict[str, set[ProcessPhase | None]] = {}
     for process in processes:
         if process.role == "trainer":
             phases.setdefault(_attempt(process), set()).add(process.phase)
     for process in processes:
         attempt = _attempt(process)
-        exited_normally = process.role == "trainer" and phases[attempt] == {Phase.ENDING}
+        exited_normally = process.role == "trainer" and phases[attempt] == {ProcessPhase.ENDING}
         if exited_normally and attempt in ends:
             yield replace(process, ended=ends[attempt])
         else:

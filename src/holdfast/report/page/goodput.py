@@ -11,20 +11,20 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.recorder.progress import Phase
+from holdfast.recorder.progress import ProcessPhase
 from holdfast.report.run_snapshot import Lane, ProcessSnapshot, RunSnapshot
 
 # The use that the time in each phase counts towards.
 _USES = {
-    Phase.FORWARD_BACKWARD: "steps",
-    Phase.OPTIMIZER: "steps",
-    Phase.DATA_WAIT: "waiting for data",
-    Phase.EVALUATION: "validation",
-    Phase.SAVING: "saves",
-    Phase.END_OF_EPOCH: "between epochs",
-    Phase.STARTING: "start-up",
-    Phase.FIRST_STEP: "start-up",
-    Phase.ENDING: "ending",
+    ProcessPhase.FORWARD_BACKWARD: "steps",
+    ProcessPhase.OPTIMIZER: "steps",
+    ProcessPhase.DATA_WAIT: "waiting for data",
+    ProcessPhase.EVALUATION: "validation",
+    ProcessPhase.SAVING: "saves",
+    ProcessPhase.END_OF_EPOCH: "between epochs",
+    ProcessPhase.STARTING: "start-up",
+    ProcessPhase.FIRST_STEP: "start-up",
+    ProcessPhase.ENDING: "ending",
 }
 # Every use of time with its colour, in display order.
 COLOURS = {
@@ -93,7 +93,7 @@ class _AttemptTime:
     def step_seconds(self) -> float:
         """Return the seconds spent in completed steps."""
         spent = self.process.spent
-        return spent[Phase.FORWARD_BACKWARD] + spent[Phase.OPTIMIZER]
+        return spent[ProcessPhase.FORWARD_BACKWARD] + spent[ProcessPhase.OPTIMIZER]
 
 
 def _seconds_of_attempts(run: RunSnapshot) -> dict[str, float]:

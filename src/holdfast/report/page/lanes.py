@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.recorder.history import NAMES, Rows, read_history
-from holdfast.recorder.reader import not_recorded_any_more
+from holdfast.recorder.reader import describe_lost_steps
 from holdfast.recorder.ring import read_ring
 from holdfast.recorder.run_files import read_optimizers
 from holdfast.recorder.scalars import SCALARS_FILE, Scalar, scalars_of
@@ -103,7 +103,7 @@ class LaneReader:
         return [Lane(label=source.label, curves=curves, times=StepTimes.none(), rank=source.rank)]
 
     def _note_lost_steps(self, source: RunSource) -> None:
-        sentence = self._problems.read(not_recorded_any_more, source.directory)
+        sentence = self._problems.read(describe_lost_steps, source.directory)
         if sentence:
             self._problems.add(f"{source.label}: {sentence}")
 

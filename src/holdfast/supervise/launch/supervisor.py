@@ -447,7 +447,7 @@ class Supervisor:
 
     def _steps_of_attempt(self) -> int | None:
         """Return the number of steps made in this attempt; None without trainers."""
-        return max((standing.made for standing in self._standings()), default=None)
+        return max((standing.steps_made for standing in self._standings()), default=None)
 
     def _standings(self) -> Iterator[Standing]:
         """Yield the current contents of the progress boards of this attempt's trainers."""

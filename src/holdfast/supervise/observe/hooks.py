@@ -17,7 +17,7 @@ from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
-from holdfast.recorder.progress import Phase
+from holdfast.recorder.progress import ProcessPhase
 from holdfast.supervise.observe.observed_process import ObservedProcess
 from holdfast.supervise.observe.step_tracker import StepTracker
 
@@ -154,7 +154,7 @@ class _Hooks:
     def install_in_loader(self, module: Any) -> None:
         _wrap(module._BaseDataLoaderIter, "__next__", self._as_wait)
         # `__iter__` starts the workers.
-        _wrap(module.DataLoader, "__iter__", partial(self._as_aside, Phase.DATA_WAIT))
+        _wrap(module.DataLoader, "__iter__", partial(self._as_aside, ProcessPhase.DATA_WAIT))
 
         def notice(_iterator: Any, loader: Any) -> None:
             if self._torch.is_grad_enabled() and self._is_training_thread():
@@ -189,9 +189,9 @@ class _Hooks:
             try:
                 tracker.wait_begins()
                 batch = original(iterator)
-                tracker.wait_ends(None if is_grad_enabled() else Phase.EVALUATION)
+                tracker.wait_ends(None if is_grad_enabled() else ProcessPhase.EVALUATION)
             except StopIteration:
-                tracker.wait_ends(Phase.END_OF_EPOCH)
+                tracker.wait_ends(ProcessPhase.END_OF_EPOCH)
                 raise
             finally:
                 thread.is_waiting = False
@@ -214,9 +214,9 @@ class _Hooks:
 
     def install_in_savers(self, functions: tuple[str, ...], module: ModuleType) -> None:
         for name in functions:
-            _wrap(module, name, partial(self._as_aside, Phase.SAVING))
+            _wrap(module, name, partial(self._as_aside, ProcessPhase.SAVING))
 
-    def _as_aside(self, phase: Phase, original: Function) -> Function:
+    def _as_aside(self, phase: ProcessPhase, original: Function) -> Function:
         """Return a function that shows as a phase of its own when the training thread calls it."""
         tracker = self._tracker
 

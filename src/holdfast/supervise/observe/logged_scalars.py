@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.core.importing import ImportWatch
-from holdfast.recorder.scalars import recorded_too
+from holdfast.recorder.scalars import with_recording
 
 # Values by name, and the step that they belong to; None means the current step.
 _Logged = tuple[dict[str, Any], Any]
@@ -86,7 +86,7 @@ def install(watch: ImportWatch, note_error: Callable[[Any], None]) -> None:
             class_name, method_name = name.split(".")
             owner = getattr(module, class_name)
             original = getattr(owner, method_name)
-            setattr(owner, method_name, recorded_too(original, read, note_error))
+            setattr(owner, method_name, with_recording(original, read, note_error))
 
     for module_name in _LOGGING_METHODS:
         watch.when_imported(module_name, wrap_methods)

@@ -19,7 +19,7 @@ from holdfast.core.files import make_folder, open_to_write
 from holdfast.core.importing import ImportWatch
 from holdfast.core.raised import printable
 from holdfast.core.secrets import without_secrets
-from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing
+from holdfast.recorder.progress import ProcessPhase, ProgressBoard, SampleRing
 from holdfast.recorder.run_files import (
     ATTEMPT_VARIABLE,
     BOARD_FILE,
@@ -31,7 +31,7 @@ from holdfast.recorder.run_files import (
     write_process,
     write_settings,
 )
-from holdfast.recorder.scalars import Found, Scalars, outlets
+from holdfast.recorder.scalars import CheckedScalars, Scalars, outlets
 from holdfast.supervise.observe import logged_scalars
 from holdfast.supervise.observe.launchers import is_launcher, leave_signals_to_ranks
 from holdfast.supervise.observe.process_end import ProcessEnd
@@ -216,7 +216,7 @@ class ProcessObserver:
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
             self.note_error(error)
 
-    def log(self, values: Found, step: int | None = None) -> None:
+    def log(self, values: CheckedScalars, step: int | None = None) -> None:
         """Record what the script logs; without a step, at the current one."""
         if step is None:
             step = self.board.step
@@ -255,7 +255,7 @@ class ProcessObserver:
                 return
             if self._steps is not None:
                 self._steps.finish()
-            self.board.enter(Phase.ENDING)
+            self.board.enter(ProcessPhase.ENDING)
             is_worth_an_event = self._events is not None or bool(status)
             if not self._has_exited and is_worth_an_event:
                 from holdfast.core.events import process_events

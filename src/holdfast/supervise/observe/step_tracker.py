@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from holdfast.recorder.progress import Phase
+from holdfast.recorder.progress import ProcessPhase
 from holdfast.recorder.run_files import guarded
 from holdfast.supervise.observe.observed_process import ObservedProcess, noted
 from holdfast.supervise.observe.optimizer_facts import only_creates_state, steps_before_this
@@ -43,8 +43,8 @@ _READ_PAUSE_NANOSECONDS = 2_000_000
 # The board has 32 bits for the number of steps.
 _MADE_MASK = 0xFFFFFFFF
 # Looking up a member of an enumeration is slow, so these are kept as module constants.
-_DATA_WAIT = Phase.DATA_WAIT
-_OPTIMIZER = Phase.OPTIMIZER
+_DATA_WAIT = ProcessPhase.DATA_WAIT
+_OPTIMIZER = ProcessPhase.OPTIMIZER
 
 
 class TrainingThread:
@@ -104,7 +104,7 @@ class StepTracker:
         self._scaled_loss: tuple[Any, Any] | None = None
         # Whether an optimizer is stepping, and the phase before that.
         self._in_optimizer = False
-        self._phase_before_optimizer = Phase.STARTING
+        self._phase_before_optimizer = ProcessPhase.STARTING
         # `id` of the optimizer that ended the newest step; 0 if none has stepped yet.
         self._last_optimizer_id = 0
         # `id` of every optimizer that has ended a step.
@@ -127,7 +127,7 @@ class StepTracker:
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
             self.observer.note_error(error)
 
-    def wait_ends(self, phase: Phase | None) -> None:
+    def wait_ends(self, phase: ProcessPhase | None) -> None:
         """The loader has returned a batch, or is exhausted.
 
         Args:
@@ -216,7 +216,7 @@ class StepTracker:
             if no_optimizer_steps and board.micro_step > self._max_backwards_without_step:
                 # Every backward is a step.
                 self._end_step(board, None)
-            elif self._in_optimizer and board.made > 0:
+            elif self._in_optimizer and board.steps_made > 0:
                 # The closure of an optimizer called backward; its step continues.
                 board.enter(_OPTIMIZER)
             else:
@@ -253,7 +253,7 @@ class StepTracker:
             self._in_optimizer = True
             board = self.observer.board
             self._phase_before_optimizer = board.phase
-            if board.made > 0:
+            if board.steps_made > 0:
                 board.enter(_OPTIMIZER)
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
             self.observer.note_error(error)
@@ -285,7 +285,7 @@ class StepTracker:
         another optimizer after the same backward. For these, the phase is restored here. Any other
         one counts, since the script computed its gradients without calling backward.
         """
-        is_before_training = board.made == 0 and board.micro_step == 0
+        is_before_training = board.steps_made == 0 and board.micro_step == 0
         if only_creates_state(optimizer, self._values, is_before_training=is_before_training):
             board.enter(self._phase_before_optimizer)
             return True
@@ -321,7 +321,7 @@ class StepTracker:
         if now >= self._memory.next_look:
             ended.memory = self._memory.read(now)
         self._recorder.record(ended, optimizer)
-        step.reads_values = board.made < _STEPS_ALL_READ or now >= self._next_read
+        step.reads_values = board.steps_made < _STEPS_ALL_READ or now >= self._next_read
         if step.reads_values:
             self._next_read = now + _READ_PAUSE_NANOSECONDS
         # A trace is requested because of the memory readings taken here, so check after those only.
@@ -330,7 +330,7 @@ class StepTracker:
 
     def _count_step(self, board: ProgressBoard, optimizer: Any) -> None:
         """Count a step, and give it the number in the training's own count."""
-        board.made = (board.made + 1) & _MADE_MASK
+        board.steps_made = (board.steps_made + 1) & _MADE_MASK
         guard_entry = guarded.get(id(optimizer))
         guard = None if guard_entry is None else guard_entry[1]()
         if guard is not None:
@@ -340,13 +340,13 @@ class StepTracker:
             is_new = id(optimizer) not in self._optimizer_ids
             # Only while every optimizer so far has made exactly one step: an optimizer that appears
             # later was created during training, not resumed.
-            if is_new and board.made == len(self._optimizer_ids) + 1:
+            if is_new and board.steps_made == len(self._optimizer_ids) + 1:
                 board.step += steps_before_this(optimizer, self._read)
             board.step += 1
         if optimizer is not None:
             self._optimizer_ids.add(id(optimizer))
-        if board.made == 1:
-            self.phases.training = Phase.FORWARD_BACKWARD
+        if board.steps_made == 1:
+            self.phases.training = ProcessPhase.FORWARD_BACKWARD
 
     def _trace_if_requested(self, board: ProgressBoard) -> None:
         """Let the leak tracer look, if the supervisor has requested a trace."""

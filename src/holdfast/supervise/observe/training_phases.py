@@ -6,7 +6,7 @@ whichever phase it is in.
 
 from __future__ import annotations
 
-from holdfast.recorder.progress import Phase
+from holdfast.recorder.progress import ProcessPhase
 from holdfast.supervise.observe.observed_process import ObservedProcess, noted
 
 
@@ -16,13 +16,13 @@ class TrainingPhases:
     def __init__(self, observer: ObservedProcess) -> None:
         self.observer = observer
         # The phase that forward and backward belong to: the first step is a phase of its own.
-        self.training = Phase.FIRST_STEP
+        self.training = ProcessPhase.FIRST_STEP
         # The phases to return to afterwards.
-        self._before_aside = Phase.STARTING
-        self._before_compiling = Phase.STARTING
+        self._before_aside = ProcessPhase.STARTING
+        self._before_compiling = ProcessPhase.STARTING
 
     @noted
-    def aside_begins(self, phase: Phase) -> None:
+    def aside_begins(self, phase: ProcessPhase) -> None:
         """Something other than training begins, such as saving."""
         self._before_aside = self.observer.board.phase
         self.observer.board.enter(phase)
@@ -36,28 +36,28 @@ class TrainingPhases:
     def evaluation_begins(self) -> None:
         """A module was switched to eval mode, which may be the only sign of an evaluation."""
         board = self.observer.board
-        trains = board.phase in (Phase.FORWARD_BACKWARD, Phase.END_OF_EPOCH)
-        if board.made > 0 and trains:
-            board.enter(Phase.EVALUATION)
+        trains = board.phase in (ProcessPhase.FORWARD_BACKWARD, ProcessPhase.END_OF_EPOCH)
+        if board.steps_made > 0 and trains:
+            board.enter(ProcessPhase.EVALUATION)
 
     @noted
     def compile_begins(self) -> None:
         """A part of the model is about to be compiled by torch."""
-        self.training = Phase.FIRST_STEP
+        self.training = ProcessPhase.FIRST_STEP
         board = self.observer.board
-        if board.phase not in (Phase.DATA_WAIT, Phase.SAVING, Phase.ENDING):
+        if board.phase not in (ProcessPhase.DATA_WAIT, ProcessPhase.SAVING, ProcessPhase.ENDING):
             self._before_compiling = board.phase
-            board.enter(Phase.FIRST_STEP)
+            board.enter(ProcessPhase.FIRST_STEP)
 
     @noted
     def compile_ends(self) -> None:
         """The compilation has finished."""
         board = self.observer.board
-        if board.made > 0:
-            self.training = Phase.FORWARD_BACKWARD
-        if board.phase is not Phase.FIRST_STEP:
+        if board.steps_made > 0:
+            self.training = ProcessPhase.FORWARD_BACKWARD
+        if board.phase is not ProcessPhase.FIRST_STEP:
             return
-        if self._before_compiling is Phase.STARTING:
-            board.enter(Phase.FIRST_STEP)
+        if self._before_compiling is ProcessPhase.STARTING:
+            board.enter(ProcessPhase.FIRST_STEP)
         else:
             board.enter(self._before_compiling)

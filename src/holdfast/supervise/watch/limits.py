@@ -11,43 +11,43 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.errors import PolicyError, did_you_mean
-from holdfast.recorder.progress import Phase
+from holdfast.recorder.progress import ProcessPhase
 
 # Minimum limit of each phase, in seconds. Steps repeat, so 30 s suffice for their phases until more
 # is learned. Phases that occur once or rarely cannot be learned in time: reading a data set into
 # memory, compiling a large model, computing a metric over a whole test set, or writing a checkpoint
 # to a network disk takes minutes. (NVIDIA's resiliency extension allows 60 minutes before the first
 # step and 45 after it.)
-FLOORS: Mapping[Phase, float] = {
-    Phase.STARTING: 900.0,
-    Phase.FIRST_STEP: 1800.0,
-    Phase.DATA_WAIT: 30.0,
-    Phase.FORWARD_BACKWARD: 30.0,
-    Phase.OPTIMIZER: 30.0,
-    Phase.EVALUATION: 600.0,
-    Phase.SAVING: 600.0,
-    Phase.END_OF_EPOCH: 600.0,
-    Phase.ENDING: 300.0,
+FLOORS: Mapping[ProcessPhase, float] = {
+    ProcessPhase.STARTING: 900.0,
+    ProcessPhase.FIRST_STEP: 1800.0,
+    ProcessPhase.DATA_WAIT: 30.0,
+    ProcessPhase.FORWARD_BACKWARD: 30.0,
+    ProcessPhase.OPTIMIZER: 30.0,
+    ProcessPhase.EVALUATION: 600.0,
+    ProcessPhase.SAVING: 600.0,
+    ProcessPhase.END_OF_EPOCH: 600.0,
+    ProcessPhase.ENDING: 300.0,
 }
 # The same factor as for loader workers: of a million heavy-tailed steps, none took this many times
 # as long as the longest one before it.
 _SLACK_FACTOR = 8.0
 # These phases occur once, so there is nothing to learn from.
-_PHASES_SEEN_ONCE = frozenset({Phase.STARTING, Phase.FIRST_STEP, Phase.ENDING})
+_PHASES_SEEN_ONCE = frozenset({ProcessPhase.STARTING, ProcessPhase.FIRST_STEP, ProcessPhase.ENDING})
 # Settings other than phases; see `HangLimits.parse`.
 _OTHER_SETTINGS = ("all", "moving")
 _WINDOW_SECONDS = 3600.0
 _WINDOW_COUNT = 256
 
 
-def name_of(phase: Phase) -> str:
+def name_of(phase: ProcessPhase) -> str:
     """Return a phase in words, such as ``"data wait"``."""
-    if phase is Phase.FORWARD_BACKWARD:
+    if phase is ProcessPhase.FORWARD_BACKWARD:
         return "forward/backward"
     return phase.name.lower().replace("_", " ")
 
 
-_PHASES = {name_of(phase): phase for phase in Phase}
+_PHASES = {name_of(phase): phase for phase in ProcessPhase}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class HangLimits:
             moves bytes: ending a run that still computes is worse than waiting an hour.
     """
 
-    fixed: Mapping[Phase, float] = field(default_factory=dict)
+    fixed: Mapping[ProcessPhase, float] = field(default_factory=dict)
     moving_seconds: float = 3600.0
 
     @classmethod
@@ -79,17 +79,17 @@ class HangLimits:
         """
         limits = dict(map(_parse_setting, settings))
         moving_seconds = limits.pop("moving", cls().moving_seconds)
-        fixed: dict[Phase, float] = {}
+        fixed: dict[ProcessPhase, float] = {}
         if "all" in limits:
-            fixed = dict.fromkeys(Phase, limits.pop("all"))
+            fixed = dict.fromkeys(ProcessPhase, limits.pop("all"))
         fixed |= {_PHASES[name]: seconds for name, seconds in limits.items()}
         return cls(fixed=fixed, moving_seconds=moving_seconds)
 
-    def floor(self, phase: Phase) -> float:
+    def floor(self, phase: ProcessPhase) -> float:
         """Return the minimum limit of a phase, in seconds."""
         return self.fixed.get(phase, FLOORS[phase])
 
-    def limit(self, phase: Phase, longest_seconds: float) -> float:
+    def limit(self, phase: ProcessPhase, longest_seconds: float) -> float:
         """Return the limit of a phase in seconds, given its longest recent duration."""
         if phase in self.fixed or phase in _PHASES_SEEN_ONCE:
             return self.floor(phase)
@@ -173,16 +173,16 @@ class LearnedLimits:
 
     def __init__(self, limits: HangLimits) -> None:
         self._limits = limits
-        self._longest: dict[Phase, _LongestDuration] = {}
+        self._longest: dict[ProcessPhase, _LongestDuration] = {}
 
-    def add_duration(self, phase: Phase, seconds: float, now: float) -> None:
+    def add_duration(self, phase: ProcessPhase, seconds: float, now: float) -> None:
         """Learn that a phase took this long, or a part of it between two signs of progress.
 
         `now` is the time on any monotonic clock, in seconds.
         """
         self._longest.setdefault(phase, _LongestDuration(now)).add(seconds, now)
 
-    def limit(self, phase: Phase) -> float:
+    def limit(self, phase: ProcessPhase) -> float:
         """Return how long a phase may go without progress, in seconds."""
         longest = self._longest.get(phase)
         return self._limits.limit(phase, 0.0 if longest is None else longest.seconds)

@@ -17,7 +17,7 @@ from pathlib import Path
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.files import make_folder, remove
 from holdfast.recorder.black_box import EVENTS_FILE
-from holdfast.recorder.progress import Phase, Standing, read_board
+from holdfast.recorder.progress import ProcessPhase, Standing, read_board
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import (
     BOARD_FILE,
@@ -41,7 +41,7 @@ _HARMLESS_EVENTS = ("torch_imported", "environments_imported", "exiting")
 _FOLDER_NAME = re.compile(r"\d{1,20}-\d{1,20}")
 # Placeholder for a board that has not been read yet.
 _UNKNOWN = Standing(
-    pid=0, phase=Phase.STARTING, since_seconds=0.0, progress=0, step=0, micro_step=0
+    pid=0, phase=ProcessPhase.STARTING, since_seconds=0.0, progress=0, step=0, micro_step=0
 )
 
 
@@ -187,7 +187,7 @@ class WatchedProcess:
     def _ended_well(self) -> bool:
         board = read_board(self.folder / BOARD_FILE)
         # In any other phase it was killed, or it ended without a regular interpreter exit.
-        if board is None or board.phase is not Phase.ENDING:
+        if board is None or board.phase is not ProcessPhase.ENDING:
             return False
         return all(
             event.kind in _HARMLESS_EVENTS and not event.data.get("status")

@@ -28,7 +28,7 @@ from holdfast.explain.hangs.blame import (
     diagnose_hang,
 )
 from holdfast.explain.hangs.evidence import Examined
-from holdfast.recorder.progress import Phase
+from holdfast.recorder.progress import ProcessPhase
 from holdfast.recorder.run_files import STACKS_SIGNAL
 from holdfast.supervise.process_tree import ProcessStat, descendants, read_process, read_table
 from holdfast.supervise.watch.attempt_watch import AttemptWatch
@@ -297,7 +297,7 @@ class Watchdog:
         self._emit(hang)
         self._watch.on_hang(hang)
         if hang.remedy == "wait" and diagnosis.moving and suspect.info.torch is not None:
-            is_starting = suspect.standing.phase is Phase.STARTING
+            is_starting = suspect.standing.phase is ProcessPhase.STARTING
             self._announce_left_alone(hang, is_starting=is_starting)
 
     def _any_other_moves(self, suspect: WatchedProcess) -> bool:
@@ -380,10 +380,10 @@ class Watchdog:
             return "continue"
         if diagnosis.heals and seconds < _WORKER_RECOVERY_SECONDS:
             return "wait"
-        may_move_on = phase is Phase.STARTING or seconds < self._watch.limits.moving_seconds
+        may_move_on = phase is ProcessPhase.STARTING or seconds < self._watch.limits.moving_seconds
         if diagnosis.moving and may_move_on:
             return "wait"
-        return "end" if phase is Phase.ENDING else "restart"
+        return "end" if phase is ProcessPhase.ENDING else "restart"
 
     # --- which processes are examined ---
 
