@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.core.events.decisions import Decision, RollBack, SkipStep, Stop
+from holdfast.core.text import counted
 
 
 def decide_after_nonfinite(
@@ -24,7 +25,7 @@ def decide_after_nonfinite(
         return SkipStep(reason=reason, promise="changes training")
     if rollbacks_in_a_row >= max_rollbacks:
         return Stop(
-            reason=f"after {rollbacks_in_a_row} rollback(s) again: {reason}",
+            reason=f"again after {counted(rollbacks_in_a_row, 'rollback')}: {reason}",
             promise="changes training",
         )
     if patience > 1:
@@ -44,5 +45,5 @@ def describe_nonfinite(loss: float, culprits: Sequence[str], count: int) -> str:
         return f"non-finite loss ({loss:g})"
     line = f"non-finite gradient (loss {loss:g}) in {', '.join(culprits)}"
     if count > len(culprits):
-        line += f" and {count - len(culprits)} more parameter(s)"
+        line += f" and {counted(count - len(culprits), 'more parameter')}"
     return line

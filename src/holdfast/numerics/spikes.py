@@ -21,6 +21,7 @@ from typing import Any
 from holdfast.core.containers import check_count, check_number
 from holdfast.core.events.decisions import Decision, RollBack, SkipStep, Stop
 from holdfast.core.policy.kinds import Objective, SpikeAction
+from holdfast.core.text import counted
 from holdfast.numerics.usual_values import (
     LOSS_FLOOR,
     NORM_FLOOR,
@@ -205,7 +206,7 @@ def decide_after_spike(  # noqa: PLR0913
         return RollBack(reason=reason, promise="changes training", rewind_data=False)
     if level is Level.DIVERGED:
         return Stop(
-            reason=f"after {rollbacks_in_a_row} rollback(s) again: {reason}",
+            reason=f"again after {counted(rollbacks_in_a_row, 'rollback')}: {reason}",
             promise="changes training",
         )
     return None

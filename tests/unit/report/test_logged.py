@@ -14,7 +14,7 @@ from tests.unit.report.made_runs import GONE, Clock, add_process, make_run, samp
 from tests.unit.report.test_metrics import _tensorboard, copied
 
 from holdfast.recorder.ring import HEADER_BYTES
-from holdfast.recorder.scalars import SCALARS_FILE, Scalars, checked
+from holdfast.recorder.scalars import SCALARS_FILE, Scalars, check_scalars
 from holdfast.report.live.view import PANELS, draw
 from holdfast.report.live.watching import Watched
 from holdfast.report.page.gathering import gather
@@ -24,7 +24,7 @@ from holdfast.report.page.run_page import figures
 def log(folder: Path, step: int, **values: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     scalars = Scalars(lambda: folder, lambda event: None)
-    scalars.write(checked(values, "", {}), step, None)
+    scalars.write(check_scalars(values, "", {}), step, None)
     scalars.close()
 
 
@@ -100,7 +100,7 @@ def test_too_many_names_and_lost_values_are_said(tmp_path: Path) -> None:
     (problem,) = gather(tmp_path).problems
     assert {str(GONE), "24", "30"} <= set(re.findall(r"\d+", problem))
     scalars = Scalars(lambda: folder, lambda event: None)
-    scalars.write(checked({"a": 1.0}, "", {}) * 32_768, 5, None)
+    scalars.write(check_scalars({"a": 1.0}, "", {}) * 32_768, 5, None)
     scalars.close()
     (problem,) = gather(tmp_path).problems
     assert {str(GONE), "5", "30"} <= set(re.findall(r"\d+", problem))
@@ -115,7 +115,7 @@ def test_a_peak_among_many_values_is_seen(tmp_path: Path) -> None:
     scalars = Scalars(lambda: folder, lambda event: None)
     for step in range(1, 5001):
         value = {2000: 99.0, 3000: -99.0, 4000: math.inf}.get(step, 1.0)
-        scalars.write(checked({"often": value}, "", {}), step, None)
+        scalars.write(check_scalars({"often": value}, "", {}), step, None)
     scalars.close()
     (lane,) = gather(tmp_path).lanes
     curve = lane.curves["logged: often"]
