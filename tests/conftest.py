@@ -49,9 +49,14 @@ _SLOW = (  # they start programs, frameworks, or trainings that take their time
 
 def pytest_collectstart() -> None:
     """Load torch where tests are collected, not in the process that only hands them out."""
-    import hypothesis  # noqa: F401 - while it loads it asks who refers to a generator, and what is frozen is not found
+    import hypothesis  # while it loads it asks who refers to a generator, and what is frozen is not found
     import torch
 
+    # On a busy machine an example may take any time.
+    hypothesis.settings.register_profile(
+        "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("busy machine")
     torch.set_num_threads(1)  # sums are rounded differently by another number of threads
 
 

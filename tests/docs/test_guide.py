@@ -146,7 +146,7 @@ def test_three_ways_to_compile_several_processes(tmp_path: Path) -> None:
             f"runs/{how}",
         ]
         ended = subprocess.run(
-            given, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+            given, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
         )
         assert ended.returncode == 0, ended.stderr[-2000:]
         said |= {line for line in ended.stdout.splitlines() if line.startswith("result 6 ")}

@@ -147,7 +147,7 @@ def test_a_script_of_the_guide_to_guard_runs_and_goes_on_where_it_was_stopped(
             (tmp_path / run / name).write_text(
                 _SCRIPTS[name].replace("max_epochs=4", f"max_epochs={epochs}")
             )
-            ended = run_prepared([name], cwd=tmp_path / run, timeout=60)
+            ended = run_prepared([name], cwd=tmp_path / run, timeout=300)
             assert ended.returncode == 0, ended.stderr
         said.append(ended.stdout)
     assert said[0] == said[1] != ""

@@ -20,7 +20,7 @@ from tests.faults.small_run import train
 from tests.prepared import Prepared
 
 PROGRAMS = Path(__file__).parent / "programs"
-_TIMEOUT_SECONDS = 120.0
+_TIMEOUT_SECONDS = 300.0
 
 
 @pytest.fixture

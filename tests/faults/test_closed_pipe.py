@@ -20,7 +20,7 @@ def into_a_closed_pipe(command: list[str], *, errors_too: bool = False) -> tuple
     errors = writing if errors_too else subprocess.PIPE
     with Prepared([*CLI, *command], stdout=writing, stderr=errors, text=True) as ended:
         os.close(writing)
-        said = ended.communicate(timeout=120)[1]
+        said = ended.communicate(timeout=300)[1]
     return ended.returncode, said or ""
 
 

@@ -17,7 +17,7 @@ from holdfast.report.verdicts import tone, verdict_from
 pytestmark = pytest.mark.slow
 PROGRAMS = Path(__file__).parent / "programs" / "endings"
 CLI = [sys.executable, "-c", "from holdfast.cli.main import main; main()", "run"]
-_TIMEOUT_SECONDS = 120.0
+_TIMEOUT_SECONDS = 300.0
 
 
 def verdict_on(run: Path, name: str, *arguments: str) -> dict[str, Any]:

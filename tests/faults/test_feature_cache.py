@@ -46,7 +46,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def end(process: subprocess.Popen[str]) -> dict[str, Any]:
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     answer: dict[str, Any] = json.loads(output.splitlines()[-1])
     return answer
@@ -65,7 +65,7 @@ def items_written(path: Path) -> int:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -76,7 +76,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("undisturbed") / "f.h5"
     request = json.dumps({"path": str(path), "workers": 0})
     subprocess.run(
-        [sys.executable, *PROGRAM, request], check=True, capture_output=True, timeout=120, cwd=ROOT
+        [sys.executable, *PROGRAM, request], check=True, capture_output=True, timeout=300, cwd=ROOT
     )
     return path.read_bytes()
 
@@ -179,7 +179,7 @@ def test_a_full_disk_is_a_clear_error_and_the_build_goes_on_when_there_is_room(
     command = command_with_small_disk(small_disk, ["sh", "-c", script])
     assert command is not None
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT
+        command, capture_output=True, text=True, timeout=300, check=True, cwd=ROOT
     )
     first, second, third = (json.loads(line) for line in ended.stdout.splitlines())
     for answer in (first, second):

@@ -119,7 +119,7 @@ def test_a_kill_on_a_full_disk_resumes_from_the_last_good_checkpoint(
         command_with_small_disk(small_disk, ["sh", "-c", script]) or [],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     first, second = (

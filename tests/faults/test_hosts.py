@@ -23,7 +23,7 @@ from holdfast.supervise.launch.hosts import HostPosition, find_host
 pytestmark = pytest.mark.slow
 _CLI = [sys.executable, "-c", "from holdfast.cli.main import main; main()"]
 _PYTHON = [sys.executable, "-I", "-S", "-c"]
-_TIMEOUT_SECONDS = 120.0
+_TIMEOUT_SECONDS = 300.0
 # Words are printed to a file that all hosts share, so that their order can be seen.
 _SAY = (
     f"import os, sys, time; host, attempt = sys.argv[-1], os.environ['{ATTEMPT_VARIABLE}']\n"

@@ -19,7 +19,7 @@ from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.reader import read_events, read_steps
 
 pytestmark = pytest.mark.slow
-_TIMEOUT_SECONDS = 120.0
+_TIMEOUT_SECONDS = 300.0
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (2, 2), (2, 0), (0, 3)])

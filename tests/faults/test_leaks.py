@@ -26,7 +26,7 @@ from holdfast.supervise.launch.commands import make_observed_environment
 pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parent / "programs" / "leak_list.py"
 CLI = [sys.executable, "-c", "from holdfast.cli.main import main; main()", "run"]
-_TIMEOUT_SECONDS = 120.0
+_TIMEOUT_SECONDS = 300.0
 _LINE = next(
     number
     for number, line in enumerate(PROGRAM.read_text().splitlines(), 1)

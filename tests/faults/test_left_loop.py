@@ -20,7 +20,7 @@ PROGRAM = Path(__file__).parent / "programs" / "left_loop.py"
 
 def run(tmp_path: Path, leave: str, then: str = "nothing", **more: Any) -> Any:
     request = {"run_dir": str(tmp_path / "run"), "leave": leave, "then": then, **more}
-    return run_prepared([PROGRAM, json.dumps(request)], timeout=120)
+    return run_prepared([PROGRAM, json.dumps(request)], timeout=300)
 
 
 def newest_step(tmp_path: Path) -> int:

@@ -61,7 +61,7 @@ def ran(tmp_path: Path, text: str, *, observed: bool = True, ends: int = 0) -> s
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == ends, done.stdout + done.stderr
     assert not [path.read_text() for path in run.glob("processes/failed-*")]

@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).parent / "programs" / "not_saved.py"
 
 def run(tmp_path: Path, *, fault: str = "no_room", end: str = "returns", **more: Any) -> Any:
     request = {"run_dir": str(tmp_path / "run"), "fault": fault, "end": end, **more}
-    return run_prepared([PROGRAM, json.dumps(request)], timeout=120)
+    return run_prepared([PROGRAM, json.dumps(request)], timeout=300)
 
 
 def test_the_exit_code_is_that_of_an_error_of_input_or_output() -> None:
@@ -101,7 +101,7 @@ def test_a_full_disk_at_the_end_is_an_exit_code(start: Any, small_disk: Path) ->
         filler=str(small_disk / "filler"),
     )
 
-    assert life.process.wait(120) == EXIT_CODE
+    assert life.process.wait(300) == EXIT_CODE
     assert "digest" in life.lines()[-1]
 
 

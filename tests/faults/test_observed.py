@@ -28,7 +28,7 @@ PROGRAM = Path(__file__).parent / "programs" / "observed_train.py"
 GUARDED = Path(__file__).parent / "programs" / "train.py"
 FSDP2 = Path(__file__).parent / "programs" / "observed_fsdp2.py"
 PEERS = Path(__file__).parent / "programs" / "observed_peers.py"
-_SECONDS = 120.0
+_SECONDS = 300.0
 Train = Callable[..., "Ended"]
 
 

@@ -24,7 +24,7 @@ def test_a_program_that_ends_finishes_the_save_that_it_began(start, tmp_path, en
     The checkpoint that was under way is there and verifies.
     """
     run = start(program="saving.py", end=end, command=[] if end == "return" else None)
-    assert run.process.wait(120) == status
+    assert run.process.wait(300) == status
     assert {"saving": True} in run.lines()
     entries = Store(tmp_path / "run" / "checkpoints").entries()
     assert entries[0].global_step >= 4

@@ -36,7 +36,7 @@ from holdfast.supervise.process_tree import marked_processes, read_process
 pytestmark = pytest.mark.slow
 TRAINING = Path(__file__).parent / "programs" / "supervised_training.py"
 CLI = [sys.executable, "-c", "from holdfast.cli.main import main; main()", "run"]
-_TIMEOUT_SECONDS = 120.0
+_TIMEOUT_SECONDS = 300.0
 PYTHON = [sys.executable, "-I", "-S", "-c"]  # starts in 15 ms
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 PROGRAMS = Path(__file__).parent / "programs"
 CLI = [sys.executable, "-c", "from holdfast.cli.main import main; main()", "run"]
 STOPPED = "H1623"
-_TIMEOUT_SECONDS = 120.0
+_TIMEOUT_SECONDS = 300.0
 
 
 class Supervised:

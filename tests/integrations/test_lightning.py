@@ -703,7 +703,7 @@ def test_a_validation_that_follows_a_save_is_not_left_out_after_a_kill(tmp_path,
         f"import {__name__} as t; t.validated(t.Path({str(tmp_path)!r}, 'cut'), *{given}, {dies!r})"
     )
     life = run_prepared(
-        ["-c", program], cwd=Path(__file__).parents[2], timeout=120, loaded=FRAMEWORKS
+        ["-c", program], cwd=Path(__file__).parents[2], timeout=300, loaded=FRAMEWORKS
     )
     assert life.returncode == -signal.SIGKILL, life.stderr
     assert_same(validated(tmp_path / "cut", *given), validated(tmp_path / "calm", *given))

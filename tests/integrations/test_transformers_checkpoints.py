@@ -163,7 +163,7 @@ def test_an_evaluation_after_a_save_is_not_left_out_after_a_kill(
         f"import {__name__} as t; t.evaluated(t.Path({str(tmp_path)!r}, 'cut'), {step}, {where!r})"
     )
     life = run_prepared(
-        ["-c", program], cwd=Path(__file__).parents[2], timeout=120, loaded=FRAMEWORKS
+        ["-c", program], cwd=Path(__file__).parents[2], timeout=300, loaded=FRAMEWORKS
     )
     assert life.returncode == -signal.SIGKILL, life.stderr
     assert evaluated(tmp_path / "cut") == evaluated(tmp_path / "calm")
@@ -192,7 +192,7 @@ def test_a_first_save_that_was_killed_is_not_resumed_from(
         f" here.dies_in_its_next_save(pathlib.Path({str(tmp_path)!r}))"
     )
     life = run_prepared(
-        ["-c", program], cwd=Path(__file__).parents[2], timeout=120, loaded=FRAMEWORKS
+        ["-c", program], cwd=Path(__file__).parents[2], timeout=300, loaded=FRAMEWORKS
     )
     assert life.returncode == -signal.SIGKILL, life.stderr
     assert transformers.trainer_utils.get_last_checkpoint(str(tmp_path)) == str(tmp_path / torn)

@@ -121,7 +121,7 @@ def test_make_demo_starts_it_from_the_clone_and_a_mistake_is_valid_json():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert ended.returncode == 2

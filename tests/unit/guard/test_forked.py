@@ -122,7 +122,7 @@ def test_a_model_on_the_cpu_of_a_machine_with_an_accelerator_is_split_all_the_sa
     """
     found = {}
     for machine in ("plain", "accelerator"):
-        done = run_prepared(["-c", _ON_THE_CPU, machine, tmp_path / machine], timeout=120)
+        done = run_prepared(["-c", _ON_THE_CPU, machine, tmp_path / machine], timeout=300)
         assert done.returncode == 0, done.stderr
         works, found[machine] = done.stdout.splitlines()
         assert works == str(machine == "plain")

@@ -323,7 +323,7 @@ def test_a_loop_that_is_left_open_ends_with_the_process(tmp_path):
 
     Nothing of ours may.
     """
-    done = run_prepared(["-c", UNFINISHED, tmp_path], timeout=60)
+    done = run_prepared(["-c", UNFINISHED, tmp_path], timeout=300)
     assert done.returncode == 0, done.stderr
 
 

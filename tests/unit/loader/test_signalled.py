@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_sharer
 from typing import Any
 
 import pytest
+import torch
 from tests.unit.loader.samples import Samples, items
 from torch.utils.data import IterableDataset, default_collate
 
@@ -141,3 +144,27 @@ def test_a_time_limit_of_a_samples_own_is_the_samples(workers: int) -> None:
         signal.signal(signal.SIGALRM, before)
     assert len(found) == 40
     assert 5 not in found
+
+
+def _breaks_off(index: int) -> torch.Tensor:
+    """Connect to this worker's sender of tensors as the loop does, and leave at once."""
+    sender = resource_sharer._resource_sharer  # type: ignore[attr-defined]
+    if sender._listener is None:
+        sender._start()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(sender._address)
+    return torch.full((3,), float(index))
+
+
+def test_a_connection_that_the_loop_breaks_off_prints_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As when Ctrl-C comes while it receives a batch. The batches that follow are sent all the
+    same.
+    """
+    loader = DataLoader(Samples(4, _breaks_off), batch_size=2, num_workers=1)
+
+    found = [batch.tolist() for batch in loader]
+
+    assert found == [[[0.0] * 3, [1.0] * 3], [[2.0] * 3, [3.0] * 3]]
+    assert "Traceback" not in capfd.readouterr().err

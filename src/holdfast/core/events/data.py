@@ -82,6 +82,32 @@ class EventData:
         return hash(tuple(vars(self).values()))
 
 
+class WithReason(EventData):
+    """Something happened for a reason. `summary` is what happened, unless a kind has its own
+    sentence.
+    """
+
+    kind: ClassVar[str] = ""
+    summary: ClassVar[str]
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.summary}: {self.why}"
+
+
+class Failed(EventData):
+    """Something failed with an error. `summary` is what failed, unless a kind has its own
+    sentence.
+    """
+
+    kind: ClassVar[str] = ""
+    summary: ClassVar[str]
+    error: str
+
+    def __str__(self) -> str:
+        return f"{self.summary}: {self.error}"
+
+
 def key_value_text(kind: str, facts: Mapping[str, Any]) -> str:
     """Return ``kind: key=value, ...``, the fallback text of an event without a sentence."""
     pairs = [f"{key}={value!r}" for key, value in facts.items() if value is not None]

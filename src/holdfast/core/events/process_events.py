@@ -10,7 +10,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from holdfast.core.events.data import EventData
+from holdfast.core.events.data import EventData, Failed, WithReason
 from holdfast.core.raised import exception_text
 from holdfast.core.text import counted, duration, listed, size
 
@@ -88,13 +88,10 @@ class Restart(EventData):
         return text
 
 
-class Stopped(EventData):
+class Stopped(WithReason):
     """The supervisor ended; `why` says why the command is not restarted."""
 
-    why: str
-
-    def __str__(self) -> str:
-        return f"supervisor ended: {self.why}"
+    summary = "supervisor ended"
 
 
 class Signal(EventData):
@@ -131,13 +128,10 @@ class NotWritten(EventData):
         return f"{self.file} could not be written: {self.error}"
 
 
-class OutputLost(EventData):
+class OutputLost(Failed):
     """The output of the command is no longer recorded."""
 
-    error: str
-
-    def __str__(self) -> str:
-        return f"the output of the command is no longer recorded: {self.error}"
+    summary = "the output of the command is no longer recorded"
 
 
 class Leftovers(EventData):
@@ -158,13 +152,10 @@ class NotKillable(EventData):
         return f"{_processes(self.pids)} could not be killed: stuck in the kernel"
 
 
-class EndedElsewhere(EventData):
+class EndedElsewhere(WithReason):
     """Another host of the same training run has ended the attempt."""
 
-    why: str
-
-    def __str__(self) -> str:
-        return f"another host ended the attempt: {self.why}"
+    summary = "another host ended the attempt"
 
 
 # --- the watchdog ---------------------------------------------------------------------------------
@@ -381,22 +372,16 @@ class Exiting(EventData):
         return text
 
 
-class StepsNotRecorded(EventData):
+class StepsNotRecorded(Failed):
     """The curves of this process are not recorded."""
 
-    error: str
-
-    def __str__(self) -> str:
-        return f"steps are not recorded: {self.error}"
+    summary = "steps are not recorded"
 
 
-class ScalarsNotRecorded(EventData):
+class ScalarsNotRecorded(Failed):
     """The values that the script logs are not recorded."""
 
-    error: str
-
-    def __str__(self) -> str:
-        return f"logged values are not recorded: {self.error}"
+    summary = "logged values are not recorded"
 
 
 class Leak(EventData):

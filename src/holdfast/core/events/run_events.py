@@ -11,37 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from holdfast.core.events.data import EventData, Promise
+from holdfast.core.events.data import EventData, Failed, Promise, WithReason
 from holdfast.core.events.decisions import name_of_batch
 from holdfast.core.raised import exception_text
 from holdfast.core.text import counted, duration, listed, number, percent, size
-
-
-class _WithReason(EventData):
-    """Something happened for a reason. `summary` is what happened, unless a kind has its own
-    sentence.
-    """
-
-    kind: ClassVar[str] = ""
-    summary: ClassVar[str]
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.summary}: {self.why}"
-
-
-class _Failed(EventData):
-    """Something failed with an error. `summary` is what failed, unless a kind has its own
-    sentence.
-    """
-
-    kind: ClassVar[str] = ""
-    summary: ClassVar[str]
-    error: str
-
-    def __str__(self) -> str:
-        return f"{self.summary}: {self.error}"
-
 
 # --- a run starts, is observed, and ends ----------------------------------------------------------
 
@@ -137,7 +110,7 @@ class SettingsKept(EventData):
         return f"settings in the script are ignored ({changes}), because {self.why}"
 
 
-class GroupsChanged(_WithReason):
+class GroupsChanged(WithReason):
     """Parameter groups were added during the run, so the script will lack them when it is
     restarted.
     """
@@ -150,7 +123,7 @@ class GroupsChanged(_WithReason):
     )
 
 
-class PositionNotKept(_WithReason):
+class PositionNotKept(WithReason):
     """A resumed run does not continue at the batch at which it was interrupted, at least on one
     rank.
     """
@@ -163,7 +136,7 @@ class PositionNotKept(_WithReason):
     )
 
 
-class ResumeMayDiffer(_WithReason):
+class ResumeMayDiffer(WithReason):
     """A resumed run may read other batches, augment them differently, or use another learning rate
     than an uninterrupted run.
 
@@ -432,7 +405,7 @@ class Saved(EventData):
         return f"checkpoint {self.checkpoint} of the framework saved and sealed"
 
 
-class SaveFailed(_Failed):
+class SaveFailed(Failed):
     """A checkpoint could not be written; training continues, and older checkpoints stay."""
 
     checkpoint: str | None = None
@@ -445,7 +418,7 @@ class SaveFailed(_Failed):
         return f"{text}: {self.error}"
 
 
-class SaveRefused(_WithReason):
+class SaveRefused(WithReason):
     """A state was not saved, or not kept as a checkpoint, because it is bad.
 
     `kept` is its new name. `nonfinite` lists tensors with NaN or Inf, and `count` says how many
@@ -461,19 +434,19 @@ class SaveRefused(_WithReason):
         return f"{_checkpoint(self.checkpoint)} refused: {self.why}{_kept_as(self.kept)}"
 
 
-class SavePostponed(_WithReason):
+class SavePostponed(WithReason):
     """A save waits until spikes are over."""
 
     summary = "save postponed"
 
 
-class SavesSynchronous(_WithReason):
+class SavesSynchronous(WithReason):
     """From now on training waits for saves."""
 
     summary = "training waits for saves from now on"
 
 
-class PruneFailed(_Failed):
+class PruneFailed(Failed):
     """Older checkpoints could not be removed."""
 
     summary = "older checkpoints could not be removed"
@@ -510,13 +483,13 @@ class StepsNotSaved(EventData):
         return f"steps {self.from_step} to {self.to_step} are in no checkpoint"
 
 
-class ChangesNotSaved(_WithReason):
+class ChangesNotSaved(WithReason):
     """Something changes that is not part of any checkpoint."""
 
     summary = "changes are in no checkpoint"
 
 
-class CheckpointDamaged(_WithReason):
+class CheckpointDamaged(WithReason):
     """A checkpoint failed verification and was moved aside; `kept` is its new name."""
 
     checkpoint: str | None = None
@@ -526,7 +499,7 @@ class CheckpointDamaged(_WithReason):
         return f"{_checkpoint(self.checkpoint)} is damaged: {self.why}{_kept_as(self.kept)}"
 
 
-class CheckpointKept(_WithReason):
+class CheckpointKept(WithReason):
     """A checkpoint that failed verification was kept."""
 
     checkpoint: str
@@ -548,7 +521,7 @@ class CheckpointInstead(EventData):
 # --- memory and splitting -------------------------------------------------------------------------
 
 
-class OutOfMemory(_Failed):
+class OutOfMemory(Failed):
     """An attempt ran out of memory."""
 
     attempt: int
@@ -564,7 +537,7 @@ class OutOfMemory(_Failed):
         return f"{text}: {self.error}"
 
 
-class StateTaken(_Failed):
+class StateTaken(Failed):
     """This rank's optimizer ran out of memory halfway and takes over the state of another rank."""
 
     summary = (
@@ -600,7 +573,7 @@ class Promises(EventData):
         return text
 
 
-class SideEffects(_WithReason):
+class SideEffects(WithReason):
     """Each forward pass changes attributes that are in no checkpoint."""
 
     attributes: tuple[str, ...]
@@ -609,7 +582,7 @@ class SideEffects(_WithReason):
         return f"the forward pass has side effects on {listed(self.attributes)}: {self.why}"
 
 
-class SplitNotTried(_WithReason):
+class SplitNotTried(WithReason):
     """This process could not be forked to test whether batches can be split.
 
     The test is repeated before the first split.
@@ -618,7 +591,7 @@ class SplitNotTried(_WithReason):
     summary = "splitting could not be tested yet; it will be before the first split"
 
 
-class SplitRefused(_WithReason):
+class SplitRefused(WithReason):
     """Batches are not split for this loss function, unless the hazard is allowed by name."""
 
     allow_split_with: str
@@ -627,7 +600,7 @@ class SplitRefused(_WithReason):
         return f"batches are not split: {self.why}; {_how_to_allow(self.allow_split_with)}"
 
 
-class SplitStopped(_WithReason):
+class SplitStopped(WithReason):
     """Batches are no longer split for this loss function, because a later check failed.
 
     `equal_until_step` is the last step at which a check passed, or None. The gradients of steps
@@ -649,7 +622,7 @@ class SplitStopped(_WithReason):
         )
 
 
-class CannotSplit(_WithReason):
+class CannotSplit(WithReason):
     """A batch cannot be split."""
 
     fix: str
@@ -658,7 +631,7 @@ class CannotSplit(_WithReason):
         return f"a batch cannot be split: {self.why}. Fix: {self.fix}"
 
 
-class RecomputeImpossible(_WithReason):
+class RecomputeImpossible(WithReason):
     """Activation checkpointing cannot help, or not in these modules."""
 
     modules: tuple[str, ...] = ()
@@ -723,7 +696,7 @@ class NonfiniteOrigin(EventData):
         return f"{text}, {self.origin['phase']} pass"
 
 
-class NonfiniteNotTraced(_WithReason):
+class NonfiniteNotTraced(WithReason):
     """The replay of a step did not show where NaN or Inf came from."""
 
     summary = "the origin of NaN or Inf was not found"
@@ -818,13 +791,13 @@ class RolledBack(EventData):
         return f"rolled back from step {self.from_step} to step {self.to_step}"
 
 
-class RollbackFailed(_Failed):
+class RollbackFailed(Failed):
     """The state could not be restored."""
 
     summary = "rollback failed"
 
 
-class SnapshotFailed(_Failed):
+class SnapshotFailed(Failed):
     """The state could not be copied to host memory."""
 
     summary = "snapshot failed"
@@ -868,7 +841,7 @@ class NoteReported(FindingReported):
     kind: ClassVar[str] = "note"
 
 
-class DiagnosisLimited(_WithReason):
+class DiagnosisLimited(WithReason):
     """The diagnosis cannot check everything."""
 
     summary = "diagnosis limited"
@@ -918,7 +891,7 @@ class LoaderHealed(EventData):
         return f"loader recovered in {duration(self.seconds)}: {cause}; {self.remedy} ({workers})"
 
 
-class SampleQuarantined(_WithReason):
+class SampleQuarantined(WithReason):
     """A sample is replaced by another one from now on.
 
     `quarantined` is the number of quarantined samples, and `not_written` says why the list could
@@ -940,13 +913,13 @@ class SampleQuarantined(_WithReason):
         return text
 
 
-class QuarantineFull(_Failed):
+class QuarantineFull(Failed):
     """One more sample would exceed the limit of the quarantine."""
 
     summary = "quarantine is full"
 
 
-class DescriptorLimitRaised(_WithReason):
+class DescriptorLimitRaised(WithReason):
     """This process may open more files from now on, even after the loader is gone."""
 
     before: int
@@ -956,7 +929,7 @@ class DescriptorLimitRaised(_WithReason):
         return f"limit of open files raised from {self.before:,} to {self.now:,}: {self.why}"
 
 
-class StreamReadOver(_WithReason):
+class StreamReadOver(WithReason):
     """Items before the resume position are read again and discarded."""
 
     items: int
@@ -965,13 +938,13 @@ class StreamReadOver(_WithReason):
         return f"reading {counted(self.items, 'item')} of the stream again: {self.why}"
 
 
-class RanksNotDivided(_WithReason):
+class RanksNotDivided(WithReason):
     """Each rank gets all samples."""
 
     summary = "each rank gets all samples"
 
 
-class NothingLeft(_WithReason):
+class NothingLeft(WithReason):
     """An iteration had no batches, because the restored position is the end of its epoch."""
 
     epoch: int
@@ -980,7 +953,7 @@ class NothingLeft(_WithReason):
         return f"no batches left in epoch {self.epoch}: {self.why}"
 
 
-class EpochSetBack(_WithReason):
+class EpochSetBack(WithReason):
     """The loop set the loader back to an earlier epoch."""
 
     before: int
@@ -1009,19 +982,19 @@ class Preflight(EventData):
 # --- frameworks -----------------------------------------------------------------------------------
 
 
-class OwnSteps(_WithReason):
+class OwnSteps(WithReason):
     """A Lightning module uses manual optimization, without the guard."""
 
     summary = "steps are not guarded"
 
 
-class OwnFitBatch(_WithReason):
+class OwnFitBatch(WithReason):
     """A SpeechBrain Brain has its own `fit_batch`, which is not guarded."""
 
     summary = "the Brain has its own fit_batch"
 
 
-class ItemsIgnored(_WithReason):
+class ItemsIgnored(WithReason):
     """The model ignores `num_items_in_batch`."""
 
     model: str

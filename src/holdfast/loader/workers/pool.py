@@ -7,9 +7,11 @@ replaces a worker: `recovery` starts another pool.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -90,11 +92,28 @@ class _WorkerInit:
         # As with torch's own loader, `info.dataset` is the user's dataset. torch makes the
         # attributes of a worker's info read-only.
         object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
+        _ignore_broken_connections()
         cells = self._board.cells_of(worker)
         if self._worker_init_fn is not None:
             cells[PLACE] = PREPARING
             self._worker_init_fn(worker)
         cells[PLACE] = IDLE
+
+
+def _ignore_broken_connections() -> None:
+    """Print no traceback in this worker when the loop breaks off a connection to it.
+
+    Ctrl-C, or the loss of another worker, may interrupt the loop while it receives a tensor. The
+    thread that sends tensors, of ``multiprocessing.resource_sharer``, then calls `sys.excepthook`
+    and serves the next connection.
+    """
+    previous_hook = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, (EOFError, ConnectionError)):
+            previous_hook(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 class WorkerPool:
