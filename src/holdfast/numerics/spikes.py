@@ -246,39 +246,49 @@ class _LossMonitor:
     """
 
     def __init__(self) -> None:
-        # Rows of step, loss and norm: those that were accepted without suspicion, and those that
-        # were accepted while something is suspected.
+        # --- What is usual
+
+        # Rows of step, loss and norm, accepted without suspicion.
         self.values: list[list[float]] = []
-        self.suspected: list[list[float]] = []
-        # Rows of step and distance: harmless spikes, and spikes of the current suspicion.
-        self.harmless_spikes: list[list[float]] = []
-        self.suspected_spikes: list[list[float]] = []
-        self.recent: deque[float] = deque(maxlen=_RECENT)
         # Values since the window was last evaluated.
         self.new_values = 0
         # Only values after this step count as usual.
         self.start = 0
-        # Calm steps since the last rollback, or None if there was none.
-        self.calm_steps: int | None = None
-        # The loss of the first step after the last rollback.
-        self.first_loss_after_rollback = 0.0
-        # The step at which the current suspicion began.
-        self.suspected_since: int | None = None
-        # Steps of this key. `last_sign` and `odd_since` are counted in them.
-        self.age = 0
-        self.last_sign = 0
-        self.odd_since: int | None = None
-        # CUSUM of the losses in the upper quarter.
-        self.drift = 0.0
-        # Whether the step judged last is far out.
-        self.hard = False
         self.loss: UsualValues | None = None
         self.norm: UsualValues | None = None
-        # The level that the run began with.
-        self.first_level: float | None = None
-        # The statistics of the losses when their level was best.
+        # The usual losses when their level was best, and the level that the run began with.
         self.best: UsualValues | None = None
+        self.first_level: float | None = None
         self.bounds = Bounds()
+        # Rows of step and distance.
+        self.harmless_spikes: list[list[float]] = []
+
+        # --- The newest steps
+
+        # Steps of this key. `last_sign` and `odd_since` are counted in them.
+        self.age = 0
+        # Whether the step judged last is far out.
+        self.hard = False
+        self.recent: deque[float] = deque(maxlen=_RECENT)
+        # CUSUM of the losses in the upper quarter.
+        self.drift = 0.0
+        # When the level became odd.
+        self.odd_since: int | None = None
+
+        # --- The current suspicion
+
+        # The step at which it began, counted over all keys.
+        self.suspected_since: int | None = None
+        self.last_sign = 0
+        # Rows of step, loss and norm, and of step and distance.
+        self.suspected: list[list[float]] = []
+        self.suspected_spikes: list[list[float]] = []
+
+        # --- Since the last rollback
+
+        # Calm steps, or None if there was no rollback.
+        self.calm_steps: int | None = None
+        self.first_loss_after_rollback = 0.0
 
     def judge(self, loss: float, norm: float, now: int) -> Level:
         """Return how far a step stands out. `now` is its number among all judged steps."""
