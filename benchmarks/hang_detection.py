@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from tests.ports import unused_port
 
 from benchmarks.hang_cases import MECHANISMS, ODD, PHASES, RANKS, marked_lines, names, of_ranks
 from benchmarks.results_file import Result, read_options
@@ -39,7 +40,7 @@ from holdfast.supervise.watch.watchdog import Watchdog
 _ROOT = Path(__file__).parents[1]
 _LIMIT_SECONDS = 2.0
 _START_SECONDS = 20.0  # importing torch, on a machine that is busy
-_PATIENCE_SECONDS = 90.0
+_PATIENCE_SECONDS = 240.0
 _LATE_SECONDS = 0.2
 _WRONG_SHARE = 0.05
 _QUICK = 30  # every so many cases
@@ -87,9 +88,11 @@ def running(case: str, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     ranks: list[dict[str, str]] = [{}]
     if of_ranks(case)[0] in RANKS:
         size = of_ranks(case)[1]
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        known = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        known = {
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(unused_port()),
+        }
         ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **known} for rank in range(size)]
     command = [sys.executable, "-m", "benchmarks.hang_cases", case, str(folder)]
     with (folder / "stderr.txt").open("wb") as errors:

@@ -31,7 +31,7 @@ import yaml
 
 from holdfast import HoldfastError, Policy
 from holdfast.core.policy.sources import from_environment, from_options, meanings_of
-from holdfast.loader.quarantine import Ledger
+from holdfast.loader.quarantine import QuarantineLedger
 
 _Options = TypeVar("_Options", bound="RunOptions")
 _OF_THE_POLICY = {*(field.name for field in dataclasses.fields(Policy)), "preset"}
@@ -243,7 +243,7 @@ def insist_on_installed(extra: str, *packages: str) -> None:
 
 def most_quarantined(quarantine: float, samples: int) -> int:
     """Return how many of so many samples `holdfast.DataLoader` quarantines at most."""
-    return Ledger(quarantine, samples, time.time).limit
+    return QuarantineLedger(quarantine, samples, time.time).limit
 
 
 def read_options(

@@ -26,8 +26,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from holdfast import Guard, HoldfastError, Policy
 from holdfast.core.durable import replace_file
 from holdfast.memory.oom import find_out_of_memory
-from holdfast.report.gathering import gather
-from holdfast.report.page import render
+from holdfast.report.page.gathering import gather
+from holdfast.report.page.run_page import render
 from holdfast.report.sources import check_run
 from recipes.options import OptionError, RunOptions, nothing_to_resume
 

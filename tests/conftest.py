@@ -16,9 +16,14 @@ from pathlib import Path
 import pytest
 from tests.prepared import prepare_forecasts
 
-# As a shell starts what it runs in the background
+# A shell starts what it runs in the background with these two ignored, and so would be all that the
+# tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGQUIT) == signal.SIG_IGN:
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+# With it a line is written in pieces, and those of several processes end up in each other.
+os.environ.pop("PYTHONUNBUFFERED", None)
 _HUGE_BYTES, _MADV_COLLAPSE = 2**21, 25  # uapi/asm-generic/mman-common.h
 _SLOW = (  # they start programs, frameworks, or trainings that take their time
     "faults/",

@@ -17,7 +17,7 @@ from typing import Any
 from tests.prepared import run_prepared
 
 _ROOT = Path(__file__).parents[1]
-_TIMEOUT_SECONDS = 280.0
+_TIMEOUT_SECONDS = 580.0
 
 
 def in_own_process(function: Callable[..., Any], *given: Any) -> Any:

@@ -44,7 +44,7 @@ _LOADED = (
     "holdfast.guard.guard",
     "holdfast.forecast.job.building",
     "holdfast.forecast.fake.device",
-    "holdfast.forecast.job.jobs",
+    "holdfast.forecast.job.training_job",
     "holdfast.forecast.trace.tracer",
     "holdfast.forecast.kernels.scratch_cpu",
 )

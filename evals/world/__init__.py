@@ -38,7 +38,7 @@ class Report:
         cause: What was wrong, in one sentence.
         accept: Ids of the signatures that state the cause.
         line: Words of the line that states it by itself; None: no line does.
-        classes: Classes of `holdfast.explain.signature.Family` that are right.
+        classes: Classes of `holdfast.explain.signatures.signature.Family` that are right.
         link: Address of the thread.
     """
 

@@ -20,7 +20,7 @@ from evals.world import all_reports
 from evals.world.__main__ import Outcome
 from holdfast.explain.collecting import collect_stream
 from holdfast.explain.judging import reach_judgement
-from holdfast.explain.wording import in_words
+from holdfast.explain.wording.verdict_words import in_words
 
 _AS_IF = (10, 20)
 """More reports: of causes, of classes."""

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdfast.core.durable import free_bytes, fsync_path, replace_file
+from holdfast.core.durable import fsync_path, replace_file
 from holdfast.core.errors import LoaderError
 from holdfast.core.lock import FileLock, LockHeldError, find_holder
 from recipes.features.items import DIGEST_BYTES, digest_of
@@ -188,7 +188,7 @@ class Draft:
             "index": index,
             "key": key,
         }
-        if free_bytes(self.directory) < (needed := 2 * len(self._index) + 2**20):
+        if shutil.disk_usage(self.directory).free < (needed := 2 * len(self._index) + 2**20):
             raise OSError(
                 errno.ENOSPC, f"no space left on device, the index needs {needed} bytes more"
             )

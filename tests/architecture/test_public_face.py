@@ -182,7 +182,7 @@ def test_importing_holdfast_loads_no_torch() -> None:
     """
     code = (
         "import sys, holdfast; holdfast.Policy.preset('tts'); assert 'yaml' not in sys.modules;"
-        " from holdfast.cli.main import make_app; make_app(); from holdfast.report import page;"
+        " from holdfast.cli.main import make_app; make_app(); from holdfast.report.page import run_page;"
         " from holdfast.cli import plan, checkpoints, quarantine; from holdfast.recorder import reader;"
         " from holdfast.explain import rules; rules.all_rules(); sys.exit('torch' in sys.modules)"
     )

@@ -27,8 +27,8 @@ from tests.unit.report.made_runs import (
 from tests.unit.report.test_page import hostile_run
 
 from holdfast.recorder.run_files import SAMPLES_FILE, VERDICT_FILE
-from holdfast.report.gathering import gather
-from holdfast.report.page import render
+from holdfast.report.page.gathering import gather
+from holdfast.report.page.run_page import render
 
 pytest.importorskip("plotly")
 webdriver = pytest.importorskip("selenium.webdriver")

@@ -134,7 +134,7 @@ def test_what_a_launcher_has_started_is_judged(start: Start) -> None:
     )
     launcher += "while child.poll() is None:\n    time.sleep(0.2)\n"
     child = start(launcher, "import torch\n" + LOCKED)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while (
         len(found := attached(child.pid, None)["processes"]) < 2
         or found[1]["phase"] != "in code of its own"

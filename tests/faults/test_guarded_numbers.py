@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 from holdfast.cli.main import make_app
 from holdfast.core.clock import SystemClock
 from holdfast.recorder.run_files import read_processes
-from holdfast.report.environment import environment
-from holdfast.report.gathering import gather
-from holdfast.report.goodput import goodput
-from holdfast.report.watching import Runs, Watched
+from holdfast.report.live.watching import Runs, Watched
+from holdfast.report.page.environment import environment
+from holdfast.report.page.gathering import gather
+from holdfast.report.page.goodput import goodput
 
 pytestmark = pytest.mark.slow
 SCRIPT = """

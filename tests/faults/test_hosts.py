@@ -5,16 +5,17 @@ Here on one machine.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from tests.ports import unused_port
 
 from holdfast.recorder.run_files import ATTEMPT_VARIABLE
 from holdfast.supervise.launch.hosts import HostPosition, find_host
@@ -28,12 +29,16 @@ _SAY = (
     f"import os, sys, time; host, attempt = sys.argv[-1], os.environ['{ATTEMPT_VARIABLE}']\n"
     "file = os.open('said', os.O_WRONLY | os.O_APPEND | os.O_CREAT)\n"
     "def say(word): os.write(file, f'{host} {attempt} {word}\\n'.encode())\n"
+    "def wait_for(word):\n"
+    "    while word not in open('said').read().splitlines(): time.sleep(0.01)\n"
     "say('begins')\n"
 )
+_AS_LONG_AS_NOBODY_ENDS_IT = "time.sleep(1000)\n"
 
 
-def on_host(folder: Path, command: list[str]) -> subprocess.Popen[str]:
-    options = ["--run-dir", "run", "--restart-delay", "0.1", "--grace-seconds", "1"]
+def on_host(folder: Path, command: list[str], grace_seconds: int = 1) -> subprocess.Popen[str]:
+    options = ["--run-dir", "run", "--restart-delay", "0.1"]
+    options += ["--grace-seconds", str(grace_seconds)]
     return subprocess.Popen(
         [*_CLI, "run", *options, "--", *command],
         cwd=folder,
@@ -59,10 +64,24 @@ def ended(*hosts: subprocess.Popen[str]) -> list[tuple[int, str]]:
     return [(host.returncode, output) for host, output in zip(hosts, outputs, strict=True)]
 
 
+def say(folder: Path, line: str) -> None:
+    with (folder / "said").open("a") as file:
+        file.write(f"{line}\n")
+
+
 def wait_for(folder: Path, line: str) -> None:
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     while line not in said(folder):
         assert time.monotonic() < deadline, said(folder)
+        time.sleep(0.01)
+
+
+def wait_until_ready(folder: Path, number: int) -> None:
+    """Return once a host waits for the others; from then on it handles signals."""
+    file = folder / "run" / "hosts" / f"{number}.json"
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    while not file.exists() or json.loads(file.read_text())["state"] != "ready":
+        assert time.monotonic() < deadline, f"host {number} has not come"
         time.sleep(0.01)
 
 
@@ -71,18 +90,22 @@ def test_the_hosts_begin_an_attempt_together(tmp_path: Path) -> None:
 
     Host 0 is slow to end, and does not end by itself: host 1 must wait for it.
     """
-    dies = "if attempt == '0': time.sleep(1); say('dies'); os.kill(os.getpid(), 9)\n"
+    dies = "if attempt == '0': wait_for('0 0 listens'); say('dies'); os.kill(os.getpid(), 9)\n"
     slow = (
         "import signal\n"
         "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.8), say('ends'), os._exit(1)))\n"
-        "if attempt == '0': time.sleep(60)\n"
+        "if attempt == '0': say('listens'); " + _AS_LONG_AS_NOBODY_ENDS_IT
     )
-    results = ended(on_host(tmp_path, program(1, dies)), on_host(tmp_path, program(0, slow)))
+    results = ended(
+        on_host(tmp_path, program(1, dies)),
+        # Also how long it is left alone before it is asked to end.
+        on_host(tmp_path, program(0, slow), grace_seconds=5),
+    )
     assert [status for status, _ in results] == [0, 0], results
     lines = said(tmp_path)
-    assert set(lines[:2]) == {"0 0 begins", "1 0 begins"}
-    assert lines[2:4] == ["1 0 dies", "0 0 ends"]
-    assert set(lines[4:]) == {"0 1 begins", "1 1 begins"}
+    assert set(lines[:3]) == {"0 0 begins", "1 0 begins", "0 0 listens"}
+    assert lines[3:5] == ["1 0 dies", "0 0 ends"]
+    assert set(lines[5:]) == {"0 1 begins", "1 1 begins"}
     assert "host 1 has ended: killed" in results[1][1], "the reason is known"
 
 
@@ -90,7 +113,8 @@ def test_an_error_that_no_restart_mends_stops_all_hosts(tmp_path: Path) -> None:
     """Host 0 stops with the words of host 1, and `explain` of the run is about host 1."""
     wrong = "time.sleep(0.5); import no_such_module_at_all\n"
     results = ended(
-        on_host(tmp_path, program(0, "time.sleep(60)")), on_host(tmp_path, program(1, wrong))
+        on_host(tmp_path, program(0, _AS_LONG_AS_NOBODY_ENDS_IT)),
+        on_host(tmp_path, program(1, wrong)),
     )
     assert all(status != 0 for status, _ in results)
     assert "host 1" in results[0][1]
@@ -106,7 +130,7 @@ def test_a_host_that_is_lost_and_comes_again(tmp_path: Path) -> None:
 
     A scheduler starts the same command there.
     """
-    until = "if attempt == '0': time.sleep(60)\n"
+    until = "if attempt == '0': " + _AS_LONG_AS_NOBODY_ENDS_IT
     first, lost = (on_host(tmp_path, program(number, until)) for number in (0, 1))
     wait_for(tmp_path, "0 0 begins")
     wait_for(tmp_path, "1 0 begins")
@@ -120,7 +144,10 @@ def test_a_host_that_is_lost_and_comes_again(tmp_path: Path) -> None:
 def test_what_hosts_have_left_is_nothing_to_a_run_of_one(tmp_path: Path) -> None:
     """The same directory, then one host alone: judged, restarted and explained is its own end."""
     wrong = "time.sleep(0.5); import no_such_module_at_all\n"
-    ended(on_host(tmp_path, program(0, "time.sleep(60)")), on_host(tmp_path, program(1, wrong)))
+    ended(
+        on_host(tmp_path, program(0, _AS_LONG_AS_NOBODY_ENDS_IT)),
+        on_host(tmp_path, program(1, wrong)),
+    )
     [(_, output)] = ended(on_host(tmp_path, [*_PYTHON, "raise ValueError('of one host')"]))
     assert "ValueError: of one host" in output
     explained = subprocess.run(
@@ -145,13 +172,15 @@ def test_a_host_whose_part_ended_well_is_not_the_one_to_explain(tmp_path: Path) 
 
 def test_a_host_that_is_started_twice_disturbs_nobody(tmp_path: Path) -> None:
     """The second is refused, and the training goes on."""
-    first, other = (on_host(tmp_path, program(number, "time.sleep(4)")) for number in (0, 1))
+    until_told = "wait_for('go on')"
+    first, other = (on_host(tmp_path, program(number, until_told)) for number in (0, 1))
     wait_for(tmp_path, "0 0 begins")
     wait_for(tmp_path, "1 0 begins")
-    [(status, output)] = ended(on_host(tmp_path, program(1, "time.sleep(4)")))
+    [(status, output)] = ended(on_host(tmp_path, program(1, until_told)))
     assert (status, "H723" in output) == (2, True)
+    say(tmp_path, "go on")
     assert [status for status, _ in ended(first, other)] == [0, 0]
-    assert said(tmp_path).count("0 0 begins") == len(said(tmp_path)) - 1 == 1
+    assert sorted(said(tmp_path)) == ["0 0 begins", "1 0 begins", "go on"]
 
 
 def test_the_folder_of_the_hosts_may_vanish(tmp_path: Path) -> None:
@@ -188,12 +217,11 @@ def test_a_host_that_left_while_it_waited_is_waited_for(tmp_path: Path) -> None:
     first, leaves = (
         on_host(tmp_path, [*program(number, ""), *three, str(number)]) for number in (0, 1)
     )
-    while not (tmp_path / "run" / "hosts" / "1.json").exists():
-        time.sleep(0.01)
-    time.sleep(0.5)
+    wait_until_ready(tmp_path, 1)
     leaves.terminate()
     leaves.communicate(timeout=_TIMEOUT_SECONDS)
     last = on_host(tmp_path, [*program(2, ""), *three, "2"])
+    wait_until_ready(tmp_path, 2)
     time.sleep(1.5)
     assert said(tmp_path) == []
     again = on_host(tmp_path, [*program(1, ""), *three, "1"])
@@ -203,9 +231,7 @@ def test_a_host_that_left_while_it_waited_is_waited_for(tmp_path: Path) -> None:
 def test_a_host_that_is_alone_is_ended_by_a_signal(tmp_path: Path) -> None:
     """One that waits for the others has started nothing, and says so."""
     alone = on_host(tmp_path, program(0, ""))
-    while not (tmp_path / "run" / "hosts" / "0.json").exists():
-        time.sleep(0.01)
-    time.sleep(0.5)
+    wait_until_ready(tmp_path, 0)
     alone.terminate()
     [(status, output)] = ended(alone)
     assert (status, "H725" in output, said(tmp_path)) == (2, True, [])
@@ -216,9 +242,6 @@ def test_two_launchers_go_on_after_a_kill(tmp_path: Path) -> None:
 
     Rank 1 is killed once, and both end with the same weights.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     script = Path(__file__).parent / "programs" / "on_two_hosts.py"
     launcher = [
         sys.executable,
@@ -229,7 +252,7 @@ def test_two_launchers_go_on_after_a_kill(tmp_path: Path) -> None:
         "--nproc-per-node",
         "1",
     ]
-    address = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    address = ["--master-addr", "127.0.0.1", "--master-port", str(unused_port())]
     hosts = [
         on_host(tmp_path, [*launcher, *address, "--node-rank", str(n), str(script)]) for n in (0, 1)
     ]

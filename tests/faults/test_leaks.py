@@ -46,14 +46,20 @@ def events_of(run: Path) -> list[Event]:
     ]
 
 
+def go_on(run: Path) -> Path:
+    """Return the file that a training waits for before it takes its fifth step."""
+    return run.with_name("go on")
+
+
 def request(run: Path, ended: Callable[[], Any]) -> None:
-    """Request a trace from the trainer of a run, once it has made some steps."""
+    """Request a trace from the trainer of a run, once it has made some steps, and let it go on."""
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     while time.monotonic() < deadline and ended() is None:
         for folder, _ in read_processes(run):
             standing = read_board(folder / BOARD_FILE)
             if standing is not None and standing.step >= 3:
                 request_trace(folder / BOARD_FILE, 1)
+                go_on(run).touch()
                 return
         time.sleep(0.01)
 
@@ -67,9 +73,8 @@ def test_a_traced_training_computes_the_same(tmp_path: Path) -> None:
     program = [PROGRAM, "200"]
     plain = run_prepared(program, text=False, timeout=_TIMEOUT_SECONDS)
     assert plain.returncode == 0, plain.stderr
-    with Prepared(
-        program, env=make_observed_environment(os.environ, run, 0), stdout=subprocess.PIPE
-    ) as process:
+    environment = {**make_observed_environment(os.environ, run, 0), "GO_ON": str(go_on(run))}
+    with Prepared(program, env=environment, stdout=subprocess.PIPE) as process:
         request(run, process.poll)
         output, _ = process.communicate(timeout=_TIMEOUT_SECONDS)
     assert process.returncode == 0
@@ -96,7 +101,7 @@ def test_a_run_that_a_leak_has_ended_is_told_so(tmp_path: Path) -> None:
         "5000",
         "128",
     ]
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    alone = {**os.environ, "OMP_NUM_THREADS": "1", "GO_ON": str(go_on(run))}
     with subprocess.Popen(
         command, env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as process:

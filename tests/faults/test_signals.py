@@ -19,12 +19,13 @@ pytestmark = pytest.mark.slow
 
 INTERRUPTED = -signal.SIGINT  # an uncaught KeyboardInterrupt
 ALL = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
-SOON = {"seconds_per_step": 0.02, "save_interval_steps": 1000}
+SOON = {"seconds_per_step": 0.1, "save_interval_steps": 1000}
+_TIMEOUT_SECONDS = 120.0
 
 
 def wait_for_message(run, name):
     """Return once the process has said that it heard a signal: the next one is another request."""
-    late = threading.Timer(60, run.process.kill)
+    late = threading.Timer(_TIMEOUT_SECONDS, run.process.kill)
     late.start()
     line = next((line for line in run.process.stdout if name in line), "nothing")
     late.cancel()
@@ -39,7 +40,7 @@ def test_a_signal_saves_and_stops_at_the_next_boundary(start, undisturbed, name)
     run = start(**SOON)
     run.wait_for(lambda line: line.get("step", 0) >= 7)
     run.send(getattr(signal, name))
-    assert run.process.wait(60) == (INTERRUPTED if name == "SIGINT" else 0)
+    assert run.process.wait(_TIMEOUT_SECONDS) == (INTERRUPTED if name == "SIGINT" else 0)
     if name != "SIGINT":
         assert run.lines()[-1]["stop_reason"] == name
     rest = start(save_interval_steps=1000)
@@ -59,7 +60,7 @@ def test_a_signal_is_honoured_while_nothing_is_trained(start, place, name):
     run = start(save_interval_steps=1000, policy={"stop_exit_code": 85}, **place)
     run.wait_for(lambda line: "evaluating" in line or "waiting" in line)
     run.send(getattr(signal, name))
-    assert run.process.wait(60) == 85
+    assert run.process.wait(_TIMEOUT_SECONDS) == 85
     assert "end" not in run.lines()[-1], "what follows the loop has not run"
     assert start(epochs=1).end()["events"][-1][0] == "closed"
 
@@ -71,7 +72,7 @@ def test_an_evaluation_that_ctrl_c_ends_is_saved_and_interrupted(start):
     run = start(save_interval_steps=1000, evaluate_at=6)
     run.wait_for(lambda line: "evaluating" in line)
     run.send(signal.SIGINT)
-    assert run.process.wait(60) == INTERRUPTED
+    assert run.process.wait(_TIMEOUT_SECONDS) == INTERRUPTED
     rest = start(epochs=1)
     rest.end()
     assert rest.lines()[0]["start"] == 6
@@ -87,7 +88,7 @@ def test_the_signals_are_those_of_the_policy(start, handled):
     other = start(**SOON, policy={"stop_signals": handled}, epochs=1000)
     other.wait_for(lambda line: "step" in line)
     other.send(signal.SIGUSR1)
-    assert other.process.wait(60) == -signal.SIGUSR1
+    assert other.process.wait(_TIMEOUT_SECONDS) == -signal.SIGUSR1
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_a_second_signal_ends_the_process_at_once(start, first, second):
     wait_for_message(run, first)
     assert run.process.poll() is None, "the first one waits for the boundary"
     run.send(getattr(signal, second))
-    assert run.process.wait(60) == -getattr(signal, second)
+    assert run.process.wait(_TIMEOUT_SECONDS) == -getattr(signal, second)
 
 
 def test_signals_that_come_together_are_one_request(start):
@@ -110,7 +111,7 @@ def test_signals_that_come_together_are_one_request(start):
 
     The step under way is saved.
     """
-    run = start(seconds_per_step=0.3, save_interval_steps=1000)
+    run = start(seconds_per_step=0.3, save_interval_steps=1000, one_request_seconds=2.0)
     run.wait_for(lambda line: line.get("step", 0) >= 2)
     for name in ("SIGTERM", "SIGHUP", "SIGTERM", "SIGUSR1"):
         run.send(getattr(signal, name))
@@ -153,16 +154,17 @@ def test_a_signal_to_all_processes_loses_no_worker(start, name, loader, context)
         loader=loader,
         workers=2,
         context=context,
-        seconds_per_step=0.5,
+        long_step=3,
         save_interval_steps=1000,
         policy=policy,
     )
     run.wait_for(lambda line: line.get("step", 0) >= 3)
     workers = workers_of(run.process.pid)
     os.killpg(run.process.pid, getattr(signal, name))
+    wait_for_message(run, name)
     time.sleep(0.25)  # within the step
     alive = workers_of(run.process.pid)
-    assert run.process.wait(60) == 3
+    assert run.process.wait(_TIMEOUT_SECONDS) == 3
     assert len(workers) == 2
     assert workers == alive
     rest = start(loader=loader, epochs=1)

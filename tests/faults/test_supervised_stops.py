@@ -41,14 +41,15 @@ class Supervised:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
         arguments = [*CLI, "--run-dir", str(folder), "--restart-delay", "0.1", "--", *command]
-        self.process = subprocess.Popen(
-            arguments,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-            preexec_fn=as_usual,
-        )
+        with (folder.parent / "stderr.txt").open("wb") as stderr:
+            self.process = subprocess.Popen(
+                arguments,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+                preexec_fn=as_usual,
+            )
 
     def wait_for(self, condition: Callable[[], Any]) -> None:
         deadline = time.monotonic() + _TIMEOUT_SECONDS
@@ -225,6 +226,20 @@ def test_ranks_below_torchrun_stop_together(supervise, tmp_path, reaches):
     assert run.attempts() == 1
     assert f"rank 0 step {saved_step(tmp_path)}\n" in run.output()
     assert f"rank 0 step {saved_step(tmp_path) + 1}\n" not in run.output()
+
+
+def test_a_second_ctrl_c_counts_as_soon_as_it_is_announced(supervise, tmp_path):
+    """The announcement waits until another SIGINT cannot be the same key press any more."""
+    run = supervise("sh", "-c", "trap '' INT; echo ready; while :; do sleep 1; done")
+    run.wait_for_text("ready")
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for(lambda: "second Ctrl-C" in (tmp_path / "stderr.txt").read_text())
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 128 + signal.SIGKILL
+    ended = next(
+        event for event in read_events(run.folder / "supervisor") if event.kind == "attempt_ended"
+    )
+    assert ended.data["seconds"] < 25, "the second Ctrl-C was not counted"
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGHUP", 129), ("SIGQUIT", 131), ("SIGUSR2", 140)])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.errors import LoaderError
-from holdfast.loader.quarantine import FILE_NAME, Ledger, read_ledger
+from holdfast.loader.quarantine import FILE_NAME, QuarantineLedger, read_ledger
 
 _FAST = settings(deadline=None, max_examples=60)
 _KEYS = st.recursive(
@@ -64,7 +64,7 @@ def test_any_history_keeps_to_the_cap_and_to_its_file(
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, FILE_NAME)
-        ledger = Ledger(limit, None, lambda: 1.5)
+        ledger = QuarantineLedger(limit, None, lambda: 1.5)
         ledger.keep_in(path)
         aside: dict[Any, int] = {}
         found: list[Any] = []
@@ -87,7 +87,7 @@ def test_any_history_keeps_to_the_cap_and_to_its_file(
                 for index in taken:
                     aside.pop(index, None)
             else:
-                ledger = Ledger(limit, None, lambda: 1.5)
+                ledger = QuarantineLedger(limit, None, lambda: 1.5)
                 ledger.keep_in(path)
             assert len(ledger) == len(aside) <= limit
             assert all(ledger.bad(epoch) == _expected(aside, epoch) for epoch in range(6))

@@ -12,7 +12,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tests.ports import unused_port
+
+# A rank that lives longer hangs: on a busy machine none takes a fifth of it, and what waits in a
+# collective waits for half an hour.
+_LIMIT_SECONDS = 240.0
 
 
 @dataclass(slots=True)
@@ -42,16 +47,14 @@ class Ended:
         )
 
 
-def run_ranks(
-    function: Callable[..., Any], world_size: int, *given: Any, limit_seconds: float = 30.0
-) -> list[Ended]:
+def run_ranks(function: Callable[..., Any], world_size: int, *given: Any) -> list[Ended]:
     """Call a function of a module on each rank, as ``function(rank, *given)``.
 
     A rank that hangs fails the test.
     """
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "asked"), Path(folder, "ends")
-        asked.write_bytes(pickle.dumps((function, world_size, given, limit_seconds)))
+        asked.write_bytes(pickle.dumps((function, world_size, given)))
         forks = _forks()
         assert forks.stdin is not None
         forks.stdin.write(f"{asked}\n".encode())
@@ -78,19 +81,17 @@ def all_returned(ends: list[Ended]) -> list[Any]:
 
 
 def _fork(asked: Path) -> None:
-    function, world_size, given, limit_seconds = pickle.loads(asked.read_bytes())
-    context, folder, port = multiprocessing.get_context("fork"), asked.parent, _free_port()
+    function, world_size, given = pickle.loads(asked.read_bytes())
+    context, folder, port = multiprocessing.get_context("fork"), asked.parent, unused_port()
     began = time.monotonic()
     ranks = [
-        context.Process(
-            target=_rank, args=(function, rank, world_size, port, given, folder, limit_seconds)
-        )
+        context.Process(target=_rank, args=(function, rank, world_size, port, given, folder))
         for rank in range(world_size)
     ]
     for rank in ranks:
         rank.start()
     ends = [Ended() for _ in ranks]
-    while time.monotonic() < began + limit_seconds and any(end.exit_code is None for end in ends):
+    while time.monotonic() < began + _LIMIT_SECONDS and any(end.exit_code is None for end in ends):
         time.sleep(0.02)
         for rank, end in zip(ranks, ends, strict=True):
             if end.exit_code is None and rank.exitcode is not None:
@@ -113,7 +114,6 @@ def _rank(
     port: int,
     given: Any,
     folder: Path,
-    limit_seconds: float,
 ) -> None:
     import torch
     from torch import distributed
@@ -121,7 +121,7 @@ def _rank(
     output = os.open(folder / f"output{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    faulthandler.dump_traceback_later(limit_seconds - 1.0)
+    faulthandler.dump_traceback_later(_LIMIT_SECONDS - 1.0)
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     distributed.init_process_group("gloo", rank=rank, world_size=world_size)
@@ -135,13 +135,6 @@ def _rank(
             sys.excepthook(type(error), error, error.__traceback__)
     (folder / f"end{rank}").write_bytes(pickle.dumps((returned, raised)))
     os._exit(0 if raised is None else 1)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

@@ -104,9 +104,7 @@ def accelerated_by_itself_and_guarded(rank, run, world_size, accumulate):
 def test_accelerate_on_several_ranks_trains_as_by_itself(tmp_path, world_size, accumulate):
     """Dropout, shuffling, clipping, a schedule that counts all processes, windows: bit for bit."""
     given = world_size, accumulate
-    ends = run_ranks(
-        accelerated_by_itself_and_guarded, world_size, tmp_path, *given, limit_seconds=60
-    )
+    ends = run_ranks(accelerated_by_itself_and_guarded, world_size, tmp_path, *given)
     for (of_itself, rate), (found, guarded_rate) in all_returned(ends):
         assert rate == guarded_rate
         assert torch.equal(of_itself, found) or (
@@ -129,9 +127,7 @@ def test_accelerate_resumes_and_skips_on_all_ranks(tmp_path):
     """A run of two parts equals one of one part; NaN on one rank is skipped by both."""
 
     def train(run, epochs):
-        return all_returned(
-            run_ranks(accelerated_in_parts, 2, tmp_path / run, epochs, limit_seconds=60)
-        )
+        return all_returned(run_ranks(accelerated_in_parts, 2, tmp_path / run, epochs))
 
     for (whole, _, skipped), (resumed, _, then_skipped) in zip(
         train("a", (3,)), train("b", (1, 3)), strict=True
@@ -140,41 +136,12 @@ def test_accelerate_resumes_and_skips_on_all_ranks(tmp_path):
         assert (skipped.count(True), then_skipped.count(True)) == (3, 2)
 
 
-def in_trainers(rank, run, kinds, make_model, settings):
-    """Train with these kinds of a Trainer, one after the other.
+def in_trainers(run, kinds, settings):
+    """Train with these kinds of a Trainer on two ranks; return for each what `train_each` does."""
+    pytest.importorskip("transformers")
+    from tests.ranks import trainer_training  # imports it once for all ranks
 
-    One that saves goes on from what it finds.
-    """
-    transformers = pytest.importorskip("transformers")
-    from accelerate.state import AcceleratorState, GradientState
-    from tests.integrations import hugging_face
-
-    from holdfast.integrations.transformers import HoldfastTrainer
-
-    as_torchrun(rank, torch.distributed.get_world_size())
-    # On several ranks without a device the Trainer asks torch.load for "cpu:0", which torch does
-    # not know.
-    torch.serialization.register_package(
-        0, lambda _: None, lambda data, where: data if where == "cpu:0" else None
-    )
-    found = []
-    for number, (guarded, steps) in enumerate(kinds):
-        AcceleratorState._reset_state(reset_partial_state=False)
-        GradientState._reset_state()
-        transformers.set_seed(rank)
-        trainer = hugging_face.make_trainer(
-            HoldfastTrainer if guarded else transformers.Trainer,
-            run / (f"{number}" if settings.get("save_strategy", "no") == "no" else "same"),
-            getattr(hugging_face, make_model)(),
-            hugging_face.samples(48),
-            max_steps=steps,
-            ddp_backend="gloo",
-            **settings,
-        )
-        trainer.train(resume_from_checkpoint="save_strategy" in settings)
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        found.append((hugging_face.digest(trainer.model), losses))
-    return found
+    return all_returned(run_ranks(trainer_training.train_each, 2, run, kinds, settings))
 
 
 @pytest.mark.parametrize(
@@ -183,8 +150,7 @@ def in_trainers(rank, run, kinds, make_model, settings):
 def test_a_trainer_on_several_ranks_trains_as_by_itself(tmp_path, settings):
     """Tokens counted over all ranks, or means of each; dropout and accumulation: bit for bit."""
     kinds = [(False, 6), (True, 6)]
-    ends = run_ranks(in_trainers, 2, tmp_path, kinds, "make_gpt2", settings, limit_seconds=90)
-    for (of_itself, losses), (found, of_guarded) in all_returned(ends):
+    for (of_itself, losses), (found, of_guarded) in in_trainers(tmp_path, kinds, settings):
         assert (found, of_guarded) == (of_itself, losses)
 
 
@@ -196,9 +162,7 @@ def test_a_trainer_resumes_on_several_ranks(tmp_path):
     saves = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
 
     def train(name, kinds):
-        return all_returned(
-            run_ranks(in_trainers, 2, tmp_path / name, kinds, "make_gpt2", saves, limit_seconds=90)
-        )
+        return in_trainers(tmp_path / name, kinds, saves)
 
     whole = train("whole", [(True, 6)])
     train("parts", [(True, 4)])
@@ -218,7 +182,7 @@ def in_lightning(run, trainings):
     pytest.importorskip("lightning.pytorch")
     from tests.ranks import lightning_training  # imports it once for all ranks
 
-    return all_returned(run_ranks(lightning_training.fit_each, 2, run, trainings, limit_seconds=90))
+    return all_returned(run_ranks(lightning_training.fit_each, 2, run, trainings))
 
 
 def test_lightning_on_several_ranks_trains_as_by_itself(tmp_path):

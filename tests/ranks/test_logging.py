@@ -8,8 +8,8 @@ from tests.ranks.test_ranks import batches_of as batches
 from tests.ranks.test_ranks import loss_of, model_and_optimizer
 
 import holdfast
-from holdfast.report.figures import figures
-from holdfast.report.gathering import gather
+from holdfast.report.page.gathering import gather
+from holdfast.report.page.run_page import figures
 
 pytestmark = pytest.mark.slow
 

@@ -369,9 +369,9 @@ def test_what_one_rank_fails_with_ends_all_with_its_text(tmp_path, kind, what, w
     """
     if (kind, what) == ("replicated", "optimizer"):
         return  # it takes the state of another, and goes on
-    ends = run_ranks(disturbed, 2, tmp_path, kind, what, where, limit_seconds=20.0)
+    ends = run_ranks(disturbed, 2, tmp_path, kind, what, where)
     assert all(end.exit_code for end in ends), ends
-    assert max(end.seconds for end in ends) - min(end.seconds for end in ends) < 5.0
+    assert max(end.seconds for end in ends) - min(end.seconds for end in ends) < 20.0
     assert TEXTS[what] in ends[1 - where].output, ends
     assert what == "killed" or f"rank {where}" in ends[1 - where].output, ends
     for _, results, _ in all_returned(run_ranks(disturbed, 2, tmp_path, kind, None, where)):

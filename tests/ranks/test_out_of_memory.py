@@ -201,7 +201,7 @@ def test_a_static_graph_that_torch_has_half_learned_ends_all(tmp_path):
     for end in run_ranks(
         undisturbed_and, 2, tmp_path, "static", [{(0, 1, 0): ("backward", 2)}], EXACT
     ):
-        assert "torch was learning the static graph" in end.output, end
+        assert "the static graph" in end.output, end
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("buffers", 3), ("resharded", 2), ("resharded", 3)])
@@ -238,9 +238,7 @@ def test_ranks_may_differ_in_their_micro_batches(tmp_path, kind, sizes, since, w
     The sum is that of whole batches, to rounding.
     """
     plans, policy = [too_large(("backward", 2), who, 4, since)], SPLITS
-    ends = all_returned(
-        run_ranks(undisturbed_and, 3, tmp_path, kind, plans, policy, sizes, limit_seconds=60.0)
-    )
+    ends = all_returned(run_ranks(undisturbed_and, 3, tmp_path, kind, plans, policy, sizes))
     for rank, ((undisturbed, _, whole), (found, _, parts)) in enumerate(ends):
         assert whole == [*sizes]
         assert parts == [
@@ -273,7 +271,7 @@ def test_failures_at_random_places_leave_no_trace(tmp_path, kind, sizes, policy)
     """Ten runs on two ranks, each with failures at other steps, ranks and phases."""
     plans = [any_plan(seed) for seed in range(10)]
     check(
-        run_ranks(undisturbed_and, 2, tmp_path, kind, plans, policy, sizes, limit_seconds=120.0),
+        run_ranks(undisturbed_and, 2, tmp_path, kind, plans, policy, sizes),
         plans,
     )
 
@@ -391,7 +389,7 @@ def test_an_optimizer_that_fails_half_way_takes_the_state_of_another_rank(tmp_pa
 
 def test_an_optimizer_that_fails_half_way_on_all_ranks_ends_them(tmp_path):
     """There is no whole state to take; the checkpoint of before is there."""
-    for end in run_ranks(short_in_the_optimizer, 2, tmp_path, [(2, 0), (2, 1)], limit_seconds=20.0):
+    for end in run_ranks(short_in_the_optimizer, 2, tmp_path, [(2, 0), (2, 1)]):
         assert "H402" in (end.raised or ""), end
 
 

@@ -58,7 +58,7 @@ def calling_crosswise(rank, run, what, where):
 @pytest.mark.parametrize(("what", "where"), [("close", 1), ("validated", 0), ("step", 1)])
 def test_guards_that_one_rank_calls_in_another_order_are_an_error(tmp_path, what, where):
     """The ranks would wait for each other for ever, each under another guard."""
-    for end in run_ranks(calling_crosswise, 2, tmp_path, what, where, limit_seconds=20.0):
+    for end in run_ranks(calling_crosswise, 2, tmp_path, what, where):
         assert "H116" in end.output, end
         assert "calls another guard" in end.output, end
 

@@ -6,18 +6,21 @@ Undisturbed they are a bare loop, and whatever happens to one happens to all.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from evals.fuzz.targets import forge
 from tests.docs.pages import DOCS, blocks
-from tests.ranks.harness import Ended, _free_port, all_returned, run_ranks
+from tests.ports import unused_port
+from tests.ranks.harness import Ended, all_returned, run_ranks
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +31,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import holdfast
 from holdfast.checkpoint.store import Store
+from holdfast.guard.ranks import pace
 from holdfast.guard.splitting.window import Window
 from holdfast.testing import limit_memory
 
@@ -351,7 +355,7 @@ def test_ranks_that_differ_are_refused_on_all_of_them(tmp_path, what):
 
 def test_a_loader_that_ends_early_on_one_rank_is_said_on_all(tmp_path):
     """The others are in the middle of a step, and do not wait for ever."""
-    ends = run_ranks(differing, 2, tmp_path, "loader", limit_seconds=20.0)
+    ends = run_ranks(differing, 2, tmp_path, "loader")
     for end in ends:
         assert "the loader of rank 1 has ended" in (end.raised or ""), ends
 
@@ -395,7 +399,7 @@ def parting(rank, run, how, where):
             if how == "left":
                 break
             guard.close() if how == "closed" else guard.validated(0.5, name="accuracy")
-    return time.sleep(20.0)
+    return time.sleep(1000.0)
 
 
 @pytest.mark.slow
@@ -420,9 +424,7 @@ def parting(rank, run, how, where):
 def test_what_one_rank_does_alone_is_an_error_on_all(tmp_path, how, where, text):
     """Nobody waits for ever, not even in a collective that has begun."""
     world_size = 3 if (how, where) == ("left", 0) else 2
-    for rank, end in enumerate(
-        run_ranks(parting, world_size, tmp_path, how, where, limit_seconds=20.0)
-    ):
+    for rank, end in enumerate(run_ranks(parting, world_size, tmp_path, how, where)):
         if (how, rank) != ("ends", where):
             assert end.exit_code == 1, end
             assert text in end.output, end
@@ -477,6 +479,9 @@ def test_an_evaluation_by_one_rank_alone_changes_nothing(tmp_path, who):
 
 
 def slow(rank, run, where):
+    if where == "nowhere":
+        # Equal ranks are as fast as each other only by a clock that no other process delays.
+        pace.time = SimpleNamespace(perf_counter=itertools.count(step=0.001).__next__)
     torch.ones(rank << 26)
     model, optimizer = model_and_optimizer()
     guard = holdfast.Guard(
@@ -484,11 +489,11 @@ def slow(rank, run, where):
     )
 
     def loss_fn(batch):
-        time.sleep(0.01 * (where == "in forward" and rank == 1))
+        time.sleep(0.05 * (where == "in forward" and rank == 1))
         return loss_of(model)(batch)
 
     for batch in guard.batches(max_epochs=1):
-        time.sleep(0.01 * (where == "between steps" and rank == 1))
+        time.sleep(0.05 * (where == "between steps" and rank == 1))
         guard.step(batch, loss_fn)
     return [event.data for event in guard.events() if event.kind == "rank_is_slow"]
 
@@ -513,21 +518,24 @@ def test_the_rank_that_others_wait_for_is_named(tmp_path, where):
 def stays(rank, run):
     model, optimizer = model_and_optimizer()
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank))
+    pids = [None, None]
+    distributed.all_gather_object(pids, os.getpid())
     try:
         for batch in guard.batches(max_epochs=1):
             guard.step(batch, lambda b: 1 / 0 if rank else loss_of(model)(b))
     except ZeroDivisionError:
-        time.sleep(8.0)  # it is caught, and the process stays
+        # It is caught, and the process stays until the other one has ended.
+        while Path(f"/proc/{pids[0]}").exists():
+            time.sleep(0.02)
     return model.broadcast_buffers
 
 
 @pytest.mark.slow
 def test_a_rank_that_catches_its_error_and_stays_holds_nobody(tmp_path):
     """The other one is ended by its own process although it waits in a collective."""
-    first, second = run_ranks(stays, 2, tmp_path, limit_seconds=20.0)
+    first, second = run_ranks(stays, 2, tmp_path)
     assert isinstance(first, Ended)
     assert first.exit_code == 1
-    assert first.seconds < 8.0
     assert "rank 1 has failed with ZeroDivisionError" in first.output
     assert second.returned is True, "calls of the model outside of a step send buffers again"
 
@@ -566,7 +574,7 @@ def test_the_script_of_the_guide_goes_on_after_a_rank_was_killed(tmp_path):
             "ddp.py",
         ]
         ended = subprocess.run(
-            command, cwd=tmp_path / name, capture_output=True, text=True, timeout=120, check=False
+            command, cwd=tmp_path / name, capture_output=True, text=True, timeout=240, check=False
         )
         assert ended.returncode == 0, ended.stderr[-3000:]
         said.append(
@@ -596,11 +604,11 @@ def test_ranks_without_a_launcher_end_in_order(tmp_path):
     environment = os.environ | {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(unused_port()),
     }
     command = [sys.executable, "-c", WITHOUT_LAUNCHER, str(tmp_path)]
     ranks = [subprocess.Popen(command, env=environment | {"RANK": str(rank)}) for rank in range(2)]
-    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    assert [rank.wait(240) for rank in ranks] == [0, 0]
 
 
 def hooks(rank, run):
@@ -654,10 +662,10 @@ def refusals(rank, run):
         "is sharded in part only": lambda: guarded(
             sharded(both := small(), ignored_params={both.bias})
         ),
-        "is spread as": lambda: guarded(
+        "is sharded as": lambda: guarded(
             sharded(small(), shard_placement_fn=lambda p: Shard(p.ndim - 1))
         ),
-        "is spread over 1 of the ranks": lambda: guarded(
+        "is sharded over 1 of the ranks": lambda: guarded(
             sharded(small(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"])
         ),
         "averaged= is given": lambda: guarded(sharded(small()), averaged=AveragedModel(small())),
@@ -693,7 +701,7 @@ def refusals(rank, run):
 
 def test_what_ranks_cannot_do_together_is_refused_on_all(tmp_path):
     """Each with its rule, before anything is done that the others would wait for."""
-    for names, found in all_returned(run_ranks(refusals, 2, tmp_path, limit_seconds=60.0)):
+    for names, found in all_returned(run_ranks(refusals, 2, tmp_path)):
         assert list(found) == names
         for name, text in found.items():
             assert name in text

@@ -80,7 +80,6 @@ def test_ctrl_c_saves_and_says_how_to_go_on(start, tmp_path, times):
     wait_until(lambda: max(checkpoints(tmp_path), default=0) >= 5, process)
     for _ in range(times):
         os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.01)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "Traceback" not in err

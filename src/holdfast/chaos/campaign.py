@@ -20,20 +20,20 @@ from typing import Any
 
 from holdfast.chaos.checkpoint_damage import damage_newest_checkpoint, name_without_numbers
 from holdfast.chaos.command_check import check_command
-from holdfast.chaos.comparison.differences import Difference
+from holdfast.chaos.comparison.differences import RunDifference
 from holdfast.chaos.comparison.reference import Reference
 from holdfast.chaos.comparison.timeline import TrialComparison, compare, compare_undisturbed, losses
 from holdfast.chaos.fault_plans import Fault, FaultDraw
 from holdfast.chaos.injection.plan import Injection
 from holdfast.chaos.judgement import TrialCase, judge
 from holdfast.chaos.results import CampaignReport, FaultResult, TrialResult
-from holdfast.chaos.trials import Bench, ObservedAttempt, Trial, run_trial
+from holdfast.chaos.trials import Bench, Trial, TrialAttempt, run_trial
 from holdfast.chaos.workplace import Workplace
 from holdfast.core.version import __version__
 from holdfast.supervise.launch.commands import find_program
 
 # An attempt hangs if it makes no progress for this long, or for `STALL_FACTOR` times the longest
-# pause of the undisturbed run whichever is longer: restarts load checkpoints and compile again.
+# pause of the undisturbed run if that is longer: restarts load checkpoints and compile again.
 MIN_STALL_SECONDS = 20.0
 STALL_FACTOR = 5.0
 # An attempt may take this long, or `DURATION_FACTOR` times the undisturbed run if that is longer.
@@ -41,18 +41,15 @@ MIN_DURATION_SECONDS = 60.0
 DURATION_FACTOR = 8.0
 # Signals that end a campaign early.
 INTERRUPTS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-# The most files named in a result as read by restarts.
-MAX_NAMED_FILES = 3
 
 NO_SAVE_REMARK = (
     "no checkpoint was written by torch.save, safetensors or torch.distributed.checkpoint, so the"
     " run starts over after each fault, and faults in saves and checkpoints were not tried"
 )
-NO_CHANGE_REMARK = "no step changed a weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
+class _Baseline:
     """The undisturbed runs.
 
     Args:
@@ -65,7 +62,7 @@ class Baseline:
 
     first: Trial
     references: dict[int, Reference]
-    unsteady: Difference | None
+    unsteady: RunDifference | None
     seconds: list[float]
 
     @property
@@ -113,7 +110,6 @@ class Campaign:
         program = find_program(self._command)
         self._workplace = Workplace(origin, writes)
         self._bench = Bench(program, self._command, self._workplace, self._began + budget_seconds)
-        self._seconds_of_runs = 0.0
         # Names, without numbers, of files that restarts have read.
         self._read_names: set[str] = set()
         # Random states that have been tested by `_find_harmless_random_states`.
@@ -127,12 +123,12 @@ class Campaign:
         try:
             return self._report(self._run_undisturbed())
         finally:
-            with interrupts_ignored():
+            with _interrupts_ignored():
                 self._workplace.close()
 
     # --- undisturbed runs -----------------------------------------------------------------------
 
-    def _run_undisturbed(self) -> Baseline:
+    def _run_undisturbed(self) -> _Baseline:
         first = self._run_checked()
         second = self._run_checked()
         second_segments = second.segments_by_rank()
@@ -142,11 +138,11 @@ class Campaign:
             reference, difference = compare_undisturbed(segments, second_segments.get(rank, []))
             references[rank] = reference
             unsteady = unsteady or difference
-        stall_seconds = STALL_FACTOR * longest_pause_seconds(first.last)
+        stall_seconds = STALL_FACTOR * _longest_pause_seconds(first.last)
         self._bench.stall_seconds = max(MIN_STALL_SECONDS, stall_seconds)
         duration_seconds = DURATION_FACTOR * first.last.seconds
         self._bench.max_seconds = max(MIN_DURATION_SECONDS, duration_seconds)
-        return Baseline(
+        return _Baseline(
             first=first,
             references=references,
             unsteady=unsteady,
@@ -155,55 +151,47 @@ class Campaign:
 
     def _run_checked(self) -> Trial:
         trial = run_trial(self._bench)
-        self._seconds_of_runs += trial.seconds
         check_command(trial.last, self._workplace, out_of_time=self._is_out_of_time())
         return trial
 
     # --- faults ---------------------------------------------------------------------------------
 
-    def _report(self, baseline: Baseline) -> CampaignReport:
+    def _report(self, baseline: _Baseline) -> CampaignReport:
         """Try all faults and return the report."""
         reference = baseline.reference
-        report = CampaignReport(
-            command=self._command,
-            seed=self._seed,
-            unsteady=baseline.unsteady,
-            steps=len(reference.steps),
-            undisturbed_seconds=baseline.seconds,
-            remarks=_remarks(baseline),
-            losses=losses(reference.steps),
-            versions=_versions(reference),
-        )
         faults = FaultDraw(reference, self._chance).draw()
         if self._only:
             faults = [fault for fault in faults if fault.kind in self._only]
-        faults = first_of_each_kind_first(faults)
+        faults = _first_of_each_kind_first(faults)
         estimate = _estimate(faults, baseline.first.last.seconds)
         self._say(f"one start takes {baseline.first.last.seconds:.0f} s; {estimate}")
-        report.rows = [FaultResult(kind=fault.kind, fault=fault.description) for fault in faults]
-        self._try_faults(faults, baseline, report)
-        report.remarks += _observer_remarks(baseline, report)
-        if any(row.detail == "no time" for row in report.rows):
-            report.remarks.append(f"{estimate}: give a larger --budget")
-        report.seconds = time.monotonic() - self._began
-        report.seconds_of_runs = self._seconds_of_runs
-        return report
-
-    def _try_faults(
-        self, faults: Sequence[Fault], baseline: Baseline, report: CampaignReport
-    ) -> None:
-        """Try the faults in order and replace their rows in the report."""
+        rows = [FaultResult(kind=fault.kind, fault=fault.description) for fault in faults]
+        interrupted = False
         try:
             for index, fault in enumerate(faults):
-                report.rows[index] = self._try_fault(fault, baseline)
-                self._say(f"{fault.description}: {report.rows[index].result}")
+                rows[index] = self._try_fault(fault, baseline)
+                self._say(f"{fault.description}: {rows[index].result}")
         except KeyboardInterrupt:
-            report.interrupted = True
-            for row in report.rows:
+            interrupted = True
+            for row in rows:
                 if row.result == TrialResult.NOT_TRIED:
                     row.detail = "interrupted"
+        return CampaignReport(
+            command=self._command,
+            seed=self._seed,
+            steps=len(reference.steps),
+            undisturbed_seconds=baseline.seconds,
+            unsteady=baseline.unsteady,
+            remarks=_remarks(baseline, rows, estimate),
+            rows=rows,
+            seconds=time.monotonic() - self._began,
+            seconds_of_runs=self._bench.command_seconds,
+            losses=losses(reference.steps),
+            interrupted=interrupted,
+            versions=_versions(reference),
+        )
 
-    def _try_fault(self, fault: Fault, baseline: Baseline) -> FaultResult:
+    def _try_fault(self, fault: Fault, baseline: _Baseline) -> FaultResult:
         """Run one trial of a fault and return its result.
 
         The trial is repeated if it damaged a file that no restart reads: it has shown which files
@@ -231,10 +219,20 @@ class Campaign:
         result.left_files = self._files_left_behind(trial, baseline.first)
         comparison = self._compare(trial, baseline)
         result.comparison = asdict(comparison)
-        self._judge(result, fault, trial, comparison, baseline)
+        judgement = judge(
+            TrialCase(
+                fault=fault,
+                trial=trial,
+                comparison=comparison,
+                is_steady=baseline.unsteady is None,
+                damaged_unread_file=self._damaged_unread_file(trial),
+            )
+        )
+        result.result = judgement.result
+        result.detail = judgement.detail
         return result
 
-    def _run_trial(self, fault: Fault, baseline: Baseline) -> Trial:
+    def _run_trial(self, fault: Fault, baseline: _Baseline) -> Trial:
         """Run one trial of a fault, and note which files restarts read."""
         damage = None
         if fault.damage is not None:
@@ -252,7 +250,6 @@ class Campaign:
             damage=damage,
             restart_injections=fault.restart_injections,
         )
-        self._seconds_of_runs += trial.seconds
         self._read_names |= {name_without_numbers(path) for path in trial.read}
         return trial
 
@@ -268,7 +265,7 @@ class Campaign:
             return False
         return name_without_numbers(trial.damaged) not in self._read_names
 
-    def _compare(self, trial: Trial, baseline: Baseline) -> TrialComparison:
+    def _compare(self, trial: Trial, baseline: _Baseline) -> TrialComparison:
         """Compare a trial with the undisturbed run.
 
         If a random state is to blame, first find out whether it matters at all.
@@ -284,15 +281,14 @@ class Campaign:
             self._find_harmless_random_states(untried, baseline)
             comparison = compare(baseline.references, trial)
 
-    def _find_harmless_random_states(self, names: set[str], baseline: Baseline) -> None:
+    def _find_harmless_random_states(self, names: set[str], baseline: _Baseline) -> None:
         """Stop comparing the random states that the run does not use.
 
-        The command runs once per state, with that state replaced. If nothing else
-        differs, the run does not use it.
+        The command runs once per state, with that state replaced. If nothing else differs, the run
+        does not use it.
         """
         for name in sorted(names):
             trial = run_trial(self._bench, Injection(reseeded=name))
-            self._seconds_of_runs += trial.seconds
             references = {
                 rank: reference.without(name) for rank, reference in baseline.references.items()
             }
@@ -300,32 +296,6 @@ class Campaign:
             if has_ended_well and not compare(references, trial).differences:
                 baseline.references.update(references)
         self._tried_random_states |= names
-
-    def _judge(
-        self,
-        result: FaultResult,
-        fault: Fault,
-        trial: Trial,
-        comparison: TrialComparison,
-        baseline: Baseline,
-    ) -> None:
-        """Fill in the outcome of the trial."""
-        is_steady = baseline.unsteady is None
-        case = TrialCase(fault=fault, trial=trial, comparison=comparison, is_steady=is_steady)
-        judgement = judge(case)
-        result.result = judgement.result
-        result.detail = judgement.detail
-        if result.passed and self._damaged_unread_file(trial):
-            names = sorted({path.name for path in trial.read})
-            result.result = TrialResult.DID_NOT_OCCUR
-            result.detail = (
-                f"no restart reads such a file; restarts read {', '.join(names[:MAX_NAMED_FILES])}"
-            )
-        if trial.damaged is not None:
-            name = trial.damaged.name
-            is_read_fault = fault.kind == "io"
-            how = f"a read of {name} failed" if is_read_fault else f"{name} was damaged"
-            result.detail += f" ({how})"
 
     def _files_left_behind(self, trial: Trial, first: Trial) -> list[str]:
         """Return names of files that the undisturbed run does not leave, apart from numbers."""
@@ -377,7 +347,7 @@ def check_survives(
 
 
 @contextmanager
-def interrupts_ignored() -> Iterator[None]:
+def _interrupts_ignored() -> Iterator[None]:
     """Ignore the signals that end a campaign for the duration of the context."""
     handlers = {}
     # Only the main thread can set handlers.
@@ -391,7 +361,7 @@ def interrupts_ignored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def longest_pause_seconds(attempt: ObservedAttempt) -> float:
+def _longest_pause_seconds(attempt: TrialAttempt) -> float:
     """Return the longest time without a record in an attempt.
 
     The times before the first record and after the last one, in which the program starts and ends,
@@ -403,7 +373,7 @@ def longest_pause_seconds(attempt: ObservedAttempt) -> float:
     return max([*pauses, start_and_end])
 
 
-def first_of_each_kind_first(faults: Sequence[Fault]) -> list[Fault]:
+def _first_of_each_kind_first(faults: Sequence[Fault]) -> list[Fault]:
     """Return the first fault of each kind, then the second of each, and so on."""
     faults_of_kind: Counter[str] = Counter()
     numbered = []
@@ -413,21 +383,21 @@ def first_of_each_kind_first(faults: Sequence[Fault]) -> list[Fault]:
     return [fault for _, fault in sorted(numbered, key=lambda pair: pair[0])]
 
 
-def _remarks(baseline: Baseline) -> list[str]:
+def _remarks(baseline: _Baseline, rows: Sequence[FaultResult], estimate: str) -> list[str]:
+    """Return what the user should know besides the results."""
     remarks = []
     if not baseline.first.last.saves:
         remarks.append(NO_SAVE_REMARK)
     if len({step.weights for step in baseline.reference.steps}) == 1:
-        remarks.append(NO_CHANGE_REMARK)
+        remarks.append("no step changed a weight")
+    errors = {baseline.first.last.observer_error, *(row.failed for row in rows)} - {""}
+    if errors:
+        remarks.append(
+            f"observing the training run failed; please report this error: {min(errors)}"
+        )
+    if any(row.detail == "no time" for row in rows):
+        remarks.append(f"{estimate}: give a larger --budget")
     return remarks
-
-
-def _observer_remarks(baseline: Baseline, report: CampaignReport) -> list[str]:
-    """Return a remark if the observer failed in any attempt."""
-    errors = {baseline.first.last.observer_error, *(row.failed for row in report.rows)} - {""}
-    if not errors:
-        return []
-    return [f"observing the training run failed; please report this error: {min(errors)}"]
 
 
 def _versions(reference: Reference) -> dict[str, str]:

@@ -19,8 +19,6 @@ TEXT_SUFFIXES = frozenset(
     {".log", ".txt", ".csv", ".json", ".jsonl", ".out", ".yaml", ".yml", ".ring"}
 )
 
-# Files with their `os.stat` results.
-Files: TypeAlias = dict[Path, os.stat_result]
 # Damages a file at a place drawn from the random generator.
 DamageAction: TypeAlias = Callable[[Path, random.Random], None]
 
@@ -78,7 +76,7 @@ def newest_checkpoint(
     return max(large, key=lambda path: candidates[path].st_mtime_ns)
 
 
-def files_written(workplace: Workplace) -> Files:
+def files_written(workplace: Workplace) -> dict[Path, os.stat_result]:
     """Return the files that the script has written in this trial and that are not empty.
 
     A file with a hard link outside of the workplace is left out: it may be user data.
@@ -88,7 +86,9 @@ def files_written(workplace: Workplace) -> Files:
     written = {}
     for path, status in files.items():
         has_link_outside = status.st_nlink > links_inside[status.st_ino]
-        if status.st_size > 0 and not has_link_outside and _has_changed(workplace, path, status):
+        original = workplace.original(path)
+        is_unchanged = original is not None and original.stat().st_mtime_ns == status.st_mtime_ns
+        if status.st_size > 0 and not has_link_outside and not is_unchanged:
             written[path] = status
     return written
 
@@ -111,8 +111,3 @@ def leave_intact(_path: Path, _chance: random.Random) -> None:
 def name_without_numbers(path: object) -> str:
     """Return a path with "#" for each number: steps and times differ between attempts."""
     return re.sub(r"\d+", "#", str(path))
-
-
-def _has_changed(workplace: Workplace, path: Path, status: os.stat_result) -> bool:
-    original = workplace.original(path)
-    return original is None or original.stat().st_mtime_ns != status.st_mtime_ns

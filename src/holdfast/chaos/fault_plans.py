@@ -18,7 +18,7 @@ from holdfast.chaos.checkpoint_damage import (
     truncate_to_half,
 )
 from holdfast.chaos.comparison.reference import Reference
-from holdfast.chaos.injection.plan import Action, Injection, LaterSignal, Moment
+from holdfast.chaos.injection.plan import Action, Injection, Moment
 from holdfast.chaos.trace import RecordedSave
 
 # All kinds of faults, in the order in which they are shown.
@@ -95,29 +95,31 @@ class FaultDraw:
 
     def draw(self) -> list[Fault]:
         """Return all faults, in the order of `KINDS`."""
-        draws = (
-            self._kill_in_first_step,
-            self._kill_in_random_steps,
-            self._terminate,
-            self._kill_and_stop_worker,
-            self._kill_and_stop_rank,
-            self._use_up_memory,
-            self._put_nan,
-            self._kill_in_evaluation,
-            self._disturb_saves_and_damage_checkpoint,
-            self._fail_read_and_shift_clock,
-            self._slow_down_and_cut_off_rank,
-        )
-        faults = [fault for draw in draws for fault in draw()]
+        faults = [
+            *self._kill_or_terminate(),
+            *self._kill_and_stop_worker(),
+            *self._kill_and_stop_rank(),
+            *self._use_up_memory(),
+            *self._put_nan(),
+            *self._kill_in_evaluation(),
+        ]
+        if self._saves:
+            damage_step = self._draw_step()
+            faults += [
+                *self._disturb_save(),
+                *self._damage_checkpoint(damage_step),
+                self._fail_read(),
+                self._shift_clock(),
+            ]
+        faults += self._slow_down_and_cut_off_rank()
         return sorted(faults, key=lambda fault: KINDS.index(fault.kind))
 
-    # --- kills ----------------------------------------------------------------------------------
+    # --- the process ----------------------------------------------------------------------------
 
-    def _kill_in_first_step(self) -> Iterable[Fault]:
-        injection = Injection(action=Action.SIGKILL, moment=Moment.BACKWARD)
-        yield Fault(kind="first", description="SIGKILL in the first step", injection=injection)
-
-    def _kill_in_random_steps(self) -> Iterable[Fault]:
+    def _kill_or_terminate(self) -> Iterable[Fault]:
+        yield Fault(
+            kind="first", description="SIGKILL in the first step", injection=_kill_in_backward(0)
+        )
         moments = [
             self._chance.choice([Moment.BACKWARD, Moment.BEFORE_STEP]) for _ in range(RANDOM_KILLS)
         ]
@@ -125,13 +127,10 @@ class FaultDraw:
             step = self._draw_step(part)
             injection = Injection(action=Action.SIGKILL, moment=moment, count=step)
             yield _in_step("kill", "SIGKILL in", injection)
-
-    def _terminate(self) -> Iterable[Fault]:
         injection = Injection(
             action=Action.SIGTERM,
             moment=Moment.BACKWARD,
             count=self._draw_step(),
-            later_signal=LaterSignal.KILL_COMMAND,
             later_seconds=SIGTERM_GRACE_SECONDS,
         )
         yield _in_step("term", "SIGTERM in", injection)
@@ -165,7 +164,6 @@ class FaultDraw:
         if self._segment.world_size > 1:
             slow = Injection(
                 action=Action.SIGSTOP,
-                later_signal=LaterSignal.CONTINUE_PROCESS,
                 later_seconds=SLOW_RANK_SECONDS,
             )
             yield self._disturb_rank(f"stopped for {SLOW_RANK_SECONDS:.0f} s", slow)
@@ -200,10 +198,7 @@ class FaultDraw:
 
     # --- saves and checkpoints ------------------------------------------------------------------
 
-    def _disturb_saves_and_damage_checkpoint(self) -> Iterable[Fault]:
-        if not self._saves:
-            return
-        damage_step = self._draw_step()
+    def _disturb_save(self) -> Iterable[Fault]:
         # Prefer a later save to the first: the checkpoint that it replaces can then be checked.
         number = self._chance.randint(min(2, len(self._saves)), len(self._saves))
         save = self._saves[number - 1]
@@ -213,23 +208,35 @@ class FaultDraw:
             description=f"SIGKILL after writing in {name}",
             injection=Injection(action=Action.SIGKILL, moment=Moment.SAVE_ENDS, count=number),
         )
-        largest_bytes = max(save.size_bytes for save in self._saves)
-        if largest_bytes > 0:
-            yield from self._cut_writes(save)
-            yield self._fill_disk(largest_bytes // 2)
-            yield Fault(
-                kind="io",
-                description=f"a write fails (EIO) in the middle of {name}",
-                injection=Injection(
-                    action=Action.FAIL_WRITE,
-                    moment=Moment.SAVE_BEGINS,
-                    count=number,
-                    size_bytes=largest_bytes // 2,
-                    errno=errno.EIO,
-                    refuse_once=True,
-                ),
-            )
-        yield from self._damage_checkpoint(damage_step)
+        half_bytes = max(save.size_bytes for save in self._saves) // 2
+        if half_bytes == 0:
+            return
+        yield from self._cut_writes(save)
+        yield Fault(
+            kind="disk",
+            description=(
+                f"disk full in the middle of a checkpoint, from step {self._first_save_step} on"
+            ),
+            injection=Injection(
+                action=Action.FILL_DISK,
+                moment=Moment.AFTER_STEP,
+                count=self._first_save_step,
+                size_bytes=half_bytes,
+                errno=errno.ENOSPC,
+            ),
+        )
+        yield Fault(
+            kind="io",
+            description=f"a write fails (EIO) in the middle of {name}",
+            injection=Injection(
+                action=Action.FAIL_WRITE,
+                moment=Moment.SAVE_BEGINS,
+                count=number,
+                size_bytes=half_bytes,
+                errno=errno.EIO,
+                refuse_once=True,
+            ),
+        )
 
     def _cut_writes(self, save: RecordedSave) -> Iterable[Fault]:
         """Kill in the middle of the first and of the last file that is saved at the same step."""
@@ -252,21 +259,6 @@ class FaultDraw:
                 ),
             )
 
-    def _fill_disk(self, size_bytes: int) -> Fault:
-        return Fault(
-            kind="disk",
-            description=(
-                f"disk full in the middle of a checkpoint, from step {self._first_save_step} on"
-            ),
-            injection=Injection(
-                action=Action.FILL_DISK,
-                moment=Moment.AFTER_STEP,
-                count=self._first_save_step,
-                size_bytes=size_bytes,
-                errno=errno.ENOSPC,
-            ),
-        )
-
     def _damage_checkpoint(self, step: int) -> Iterable[Fault]:
         actions: tuple[tuple[str, DamageAction], ...] = (
             ("a bit of the newest checkpoint flipped", flip_random_bit),
@@ -280,11 +272,9 @@ class FaultDraw:
                 damage=action,
             )
 
-    def _fail_read_and_shift_clock(self) -> Iterable[Fault]:
-        if not self._saves:
-            return
+    def _fail_read(self) -> Fault:
         step = self._draw_step()
-        yield Fault(
+        return Fault(
             kind="io",
             description=(
                 f"SIGKILL in step {step + 1}, a read of the newest checkpoint fails (EIO)"
@@ -293,7 +283,6 @@ class FaultDraw:
             damage=leave_intact,
             restart_injections=(Injection(errno=errno.EIO, refuse_once=True), Injection()),
         )
-        yield self._shift_clock()
 
     def _shift_clock(self) -> Fault:
         """Set the clock back after a kill, and kill again once another checkpoint was saved.

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.core.durable import free_bytes
 from holdfast.memory.host_memory import UNDER_A_LIMIT_BYTES, set_malloc_threshold, trim_heap
 
 # The disk is filled in blocks of this size.
@@ -102,7 +102,7 @@ def fill_disk(file: Path, *, leave_bytes: int = 0) -> None:
     """
     with file.open("wb") as filler:
         while True:
-            bytes_to_fill = free_bytes(file.parent) - leave_bytes
+            bytes_to_fill = shutil.disk_usage(file.parent).free - leave_bytes
             if bytes_to_fill <= 0:
                 return
             try:

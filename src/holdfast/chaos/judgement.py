@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from holdfast.chaos.comparison.differences import OLDER, TEXT, Difference
+from holdfast.chaos.comparison.differences import OLDER, TEXT, RunDifference
 from holdfast.chaos.comparison.timeline import TrialComparison
 from holdfast.chaos.fault_plans import Fault
 from holdfast.chaos.injection.plan import Action
 from holdfast.chaos.results import TrialResult
 from holdfast.chaos.trials import Trial
 
+# The most files named as read by restarts.
+MAX_NAMED_FILES = 3
 # Length of the last line of output that is shown.
 MAX_LINE_CHARACTERS = 200
 # A line that reports an exception, such as "ValueError: no data".
@@ -33,12 +35,14 @@ class TrialCase:
         trial: All attempts.
         comparison: How they compare with the undisturbed run.
         is_steady: Whether two undisturbed runs are the same; otherwise differences mean nothing.
+        damaged_unread_file: Whether the damaged file is one that no restart reads.
     """
 
     fault: Fault
     trial: Trial
     comparison: TrialComparison
     is_steady: bool
+    damaged_unread_file: bool
 
     @property
     def steps_repeated(self) -> str:
@@ -58,12 +62,16 @@ Rule: TypeAlias = Callable[[TrialCase], TrialJudgement | None]
 
 
 def judge(case: TrialCase) -> TrialJudgement:
-    """Return the answer of the first rule in `RULES` that has one."""
-    for rule in RULES:
-        judgement = rule(case)
-        if judgement is not None:
-            return judgement
-    return survived(case)
+    """Return the answer of the first rule in `RULES` that has one, and which file was damaged."""
+    answers = (rule(case) for rule in RULES)
+    judgement = next(answer for answer in answers if answer is not None)
+    damaged = case.trial.damaged
+    if damaged is None:
+        return judgement
+    how = f"{damaged.name} was damaged"
+    if case.fault.kind == "io":
+        how = f"a read of {damaged.name} failed"
+    return replace(judgement, detail=f"{judgement.detail} ({how})")
 
 
 # --- did the fault happen? ----------------------------------------------------------------------
@@ -179,19 +187,13 @@ def lost_saved_work(case: TrialCase) -> TrialJudgement | None:
     return None
 
 
-RULES: tuple[Rule, ...] = (
-    moment_never_came,
-    no_checkpoint_to_damage,
-    command_restarted_training_itself,
-    nothing_could_be_injected,
-    last_attempt_hung,
-    last_attempt_failed,
-    earlier_attempt_hung,
-    ended_in_nan,
-    changed_by_nan,
-    became_another_training,
-    lost_saved_work,
-)
+def damage_without_effect(case: TrialCase) -> TrialJudgement | None:
+    """The run is the same because no restart reads the damaged file."""
+    if not case.damaged_unread_file:
+        return None
+    names = sorted({path.name for path in case.trial.read})
+    detail = f"no restart reads such a file; restarts read {', '.join(names[:MAX_NAMED_FILES])}"
+    return TrialJudgement(TrialResult.DID_NOT_OCCUR, detail)
 
 
 def survived(case: TrialCase) -> TrialJudgement:
@@ -204,7 +206,25 @@ def survived(case: TrialCase) -> TrialJudgement:
     return TrialJudgement(TrialResult.EXACT, "; ".join([case.steps_repeated, *texts]))
 
 
-def _grave_differences(case: TrialCase) -> list[Difference]:
+# The last rule always has an answer.
+RULES: tuple[Rule, ...] = (
+    moment_never_came,
+    no_checkpoint_to_damage,
+    command_restarted_training_itself,
+    nothing_could_be_injected,
+    last_attempt_hung,
+    last_attempt_failed,
+    earlier_attempt_hung,
+    ended_in_nan,
+    changed_by_nan,
+    became_another_training,
+    lost_saved_work,
+    damage_without_effect,
+    survived,
+)
+
+
+def _grave_differences(case: TrialCase) -> list[RunDifference]:
     """Return the differences that count: none if two undisturbed runs already differ."""
     if not case.is_steady:
         return []

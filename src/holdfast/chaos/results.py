@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from holdfast.chaos.comparison.differences import Difference
+from holdfast.chaos.comparison.differences import RunDifference
 
 
 class TrialResult(StrEnum):
@@ -105,7 +105,7 @@ class CampaignReport:
     seed: int
     steps: int
     undisturbed_seconds: list[float]
-    unsteady: Difference | None
+    unsteady: RunDifference | None
     remarks: list[str]
     rows: list[FaultResult] = field(default_factory=list)
     seconds: float = 0.0

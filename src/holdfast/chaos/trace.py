@@ -10,7 +10,7 @@ Digests are strings of `digests`: equal digests mean equal bits.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -133,6 +133,12 @@ class RecordedSave:
     size_bytes: int
     states: list[SavedState | None]
 
+    def state_of(self, optimizer_index: int) -> SavedState | None:
+        """Return the state of an optimizer, None if it is not known."""
+        if optimizer_index < len(self.states):
+            return self.states[optimizer_index]
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEvent:
@@ -192,14 +198,12 @@ def read_segment(path: Path) -> Segment:
     Incomplete and foreign lines are ignored: the process may have been killed while writing, and
     the training script may have written into the file by accident.
     """
+    records: list[Record] = []
     complete_lines = path.read_bytes().split(b"\n")[:-1]
-    return Segment(records=list(_parse(complete_lines)))
-
-
-def _parse(lines: Iterable[bytes]) -> Iterator[Record]:
-    for line in lines:
+    for line in complete_lines:
         with suppress(ValueError, TypeError, KeyError):
-            yield parse_record(json.loads(line))
+            records.append(parse_record(json.loads(line)))
+    return Segment(records=records)
 
 
 def parse_record(line: dict[str, Any]) -> Record:

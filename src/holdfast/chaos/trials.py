@@ -27,7 +27,6 @@ from holdfast.chaos.injection.plan import (
     Action,
     AttemptPlan,
     Injection,
-    LaterSignal,
 )
 from holdfast.chaos.injection.seccomp import Refuser
 from holdfast.chaos.trace import RecordedSave, Segment, TraceEvent, read_segment
@@ -53,7 +52,7 @@ MIN_FREE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObservedAttempt:
+class TrialAttempt:
     """One start of the command: how it ended, and the records of its processes.
 
     Args:
@@ -103,13 +102,13 @@ class Trial:
         read: Files of this trial that restarts were observed reading before their first step.
     """
 
-    attempts: list[ObservedAttempt]
+    attempts: list[TrialAttempt]
     files: set[Path]
     damaged: Path | None = None
     read: set[Path]
 
     @property
-    def last(self) -> ObservedAttempt:
+    def last(self) -> TrialAttempt:
         """Return the attempt that ended the trial."""
         return self.attempts[-1]
 
@@ -156,9 +155,11 @@ class Bench:
         # limits once it knows the undisturbed run.
         self.stall_seconds = 600.0
         self.max_seconds = 1e9
+        # Time in which the command ran, over all attempts.
+        self.command_seconds = 0.0
         self._attempts_started = 0
 
-    def attempt(self, injection: Injection | None = None) -> ObservedAttempt:
+    def attempt(self, injection: Injection | None = None) -> TrialAttempt:
         """Start the command once, wait for its end, and return what was observed.
 
         Args:
@@ -189,12 +190,13 @@ class Bench:
             hung = self._wait(child, traces, output, plan.injection)
         finally:
             seconds = time.monotonic() - began
+            self.command_seconds += seconds
             leftover_processes = end_command(child, mark, tree)
             output.close()
             if refuser is not None:
                 refuser.close()
         _check_free_space(traces)
-        observed = ObservedAttempt(
+        observed = TrialAttempt(
             status=child.wait(),
             seconds=seconds,
             hung=hung,
@@ -234,10 +236,10 @@ class Bench:
         output: OutputTail,
         injection: Injection,
     ) -> bool:
-        """Wait for the command, and send it the later signal of its fault.
+        """Wait until the command ends or hangs, and end its fault after `later_seconds`.
 
         Returns:
-            Whether it hangs: it was still running at the deadline, or made no progress.
+            Whether it hangs: it made no progress, or was still running when its time was over.
         """
         began = time.monotonic()
         last_progress = began
@@ -255,12 +257,12 @@ class Bench:
                 last_progress = now
                 if fault_time is None and (traces / MET_FILE).exists():
                     fault_time = now
-            if now - last_progress > self.stall_seconds or now - began > self.max_seconds:
-                return True
-            if now > self.deadline:
+            makes_no_progress = now - last_progress > self.stall_seconds
+            is_out_of_time = now - began > self.max_seconds or now > self.deadline
+            if makes_no_progress or is_out_of_time:
                 return True
             if fault_time is not None and now - fault_time > injection.later_seconds:
-                _send_later_signal(injection, child, traces)
+                _end_fault(injection, child, traces)
 
 
 class OutputTail:
@@ -375,8 +377,9 @@ def end_command(child: subprocess.Popen[bytes], mark: str, tree: Tree | None) ->
     return leftover_processes
 
 
-def _send_later_signal(injection: Injection, child: subprocess.Popen[bytes], traces: Path) -> None:
-    if injection.later_signal == LaterSignal.KILL_COMMAND:
+def _end_fault(injection: Injection, child: subprocess.Popen[bytes], traces: Path) -> None:
+    """Kill a command that has not exited after SIGTERM, or resume a process that was stopped."""
+    if injection.action == Action.SIGTERM:
         signal_all([child.pid], signal.SIGKILL)
     else:
         stopped_process = int((traces / MET_FILE).read_text())
@@ -407,7 +410,7 @@ def _read_observer_error(traces: Path) -> str:
     return notes[0].read_text().strip().rpartition("\n")[2]
 
 
-def _saved_paths(attempt: ObservedAttempt) -> list[Path]:
+def _saved_paths(attempt: TrialAttempt) -> list[Path]:
     """Return the paths of an attempt's saves, including those after a rename."""
     saved = [save.path for save in attempt.saves if save.path is not None]
     moved = [event.facts["path"] for event in attempt.events("moved")]
@@ -419,7 +422,7 @@ def _repeat_last(injections: Sequence[Injection]) -> Iterator[Injection]:
     return itertools.chain(injections, itertools.repeat(last))
 
 
-def _is_complete(attempt: ObservedAttempt, expected_steps: int) -> bool:
+def _is_complete(attempt: TrialAttempt, expected_steps: int) -> bool:
     """Return whether a scheduler would not start the command again.
 
     A command that exits with 0 after SIGTERM, before all steps are done, expects to be restarted.
@@ -430,7 +433,7 @@ def _is_complete(attempt: ObservedAttempt, expected_steps: int) -> bool:
     return not terminated or attempt.most_steps >= expected_steps
 
 
-def _fails_alike(attempt: ObservedAttempt, next_attempt: ObservedAttempt) -> bool:
+def _fails_alike(attempt: TrialAttempt, next_attempt: TrialAttempt) -> bool:
     """Return whether a restart failed in the same way, so that further ones would too."""
     if next_attempt.status == 0 or next_attempt.events("fault"):
         return False

@@ -103,12 +103,10 @@ class Workplace:
             return word
         # The last part may be a link, which is copied as a link.
         real_path = Path(os.path.realpath(path.parent), path.name)
-        if not real_path.is_relative_to(self.origin):
+        path_in_copy = self._path_in_copy(real_path)
+        if path_in_copy is None:
             return word
-        relative_path = real_path.relative_to(self.origin)
-        if UNCOPIED_FOLDERS.intersection(relative_path.parts):
-            return word
-        return str(self.work / relative_path)
+        return str(path_in_copy)
 
     def original(self, path: Path) -> Path | None:
         """Return the original of a file in the copy, None if it is new."""
@@ -172,11 +170,16 @@ class Workplace:
         A link within the directory points into the copy; others keep their target.
         """
         destination = Path(os.path.realpath(path))
-        if destination.is_relative_to(self.origin):
-            relative_path = destination.relative_to(self.origin)
-            if not UNCOPIED_FOLDERS.intersection(relative_path.parts):
-                destination = self.work / relative_path
-        target.symlink_to(destination)
+        target.symlink_to(self._path_in_copy(destination) or destination)
+
+    def _path_in_copy(self, path: Path) -> Path | None:
+        """Return the path that a file of the directory has in the copy, None if it has none."""
+        if not path.is_relative_to(self.origin):
+            return None
+        relative_path = path.relative_to(self.origin)
+        if UNCOPIED_FOLDERS.intersection(relative_path.parts):
+            return None
+        return self.work / relative_path
 
 
 def _files_below(top: Path) -> Iterator[Path]:

@@ -26,7 +26,7 @@ _THREAD_NAME = "holdfast-writer"
 _POLL_SECONDS = 0.02
 
 
-class Job(Generic[_Result]):
+class BackgroundJob(Generic[_Result]):
     """A function that runs while training continues. It is started at once.
 
     Args:

@@ -67,8 +67,7 @@ class HostBuffers:
         """Return contiguous copies of all tensors, in the same groups. Overwrites earlier copies.
 
         Cost: one pass over memory. Copies from CUDA devices run concurrently; the call then waits
-            for one event per device. Nothing is allocated on devices, except for a tensor that is
-            not
+        for one event per device. Nothing is allocated on devices, except for a tensor that is not
         contiguous.
         """
         position = 0

@@ -68,6 +68,13 @@ _PLAIN_ARRAYS = (
 
 # The keys and indices that lead to a value.
 _Place = tuple[str, ...]
+# Where a tensor is: device, address, shape, strides and dtype.
+Memory = tuple[torch.device, int, torch.Size, tuple[int, ...], torch.dtype]
+
+
+def memory_of(tensor: torch.Tensor) -> Memory:
+    """Return where a dense tensor is. Tied tensors are at the same place."""
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class Encoder:
@@ -80,7 +87,7 @@ class Encoder:
     def __init__(self, component: str) -> None:
         self._component = component
         # The name of each tensor by its place in memory, so that tied weights are stored once.
-        self._names: dict[tuple[Any, ...], str] = {}
+        self._names: dict[Memory, str] = {}
         self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, value: Any, place: _Place = ()) -> Any:
@@ -145,7 +152,7 @@ class Encoder:
         """Add a tensor to `tensors` and return its name there."""
         tensor = tensor.detach().resolve_neg()
         self._check_dense(tensor, place)
-        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        memory = memory_of(tensor)
         if tensor.numel() and memory in self._names:
             return self._names[memory]
         # Surrogates cannot be encoded in UTF-8.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,7 +31,11 @@ def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
         CheckpointError: H310 if the checkpoint has no such weights, or the format cannot hold them.
         OSError: The file cannot be written.
     """
-    tensors = _averaged_weights(entry) if averaged else _weights_of(entry, kind="model")
+    if averaged:
+        # AveragedModel keeps the averaged module under this name, beside a counter.
+        tensors = _weights_of(entry, kind="state.averaged", inside="module.")
+    else:
+        tensors = _weights_of(entry, kind="model")
     if not tensors:
         raise _no_weights(entry, averaged=averaged)
     for name, tensor in tensors.items():
@@ -54,11 +56,6 @@ def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _averaged_weights(entry: Entry) -> dict[str, torch.Tensor]:
-    # AveragedModel keeps the averaged module under this name, beside a counter.
-    return _weights_of(entry, kind="state.averaged", inside="module.")
 
 
 def _no_weights(entry: Entry, *, averaged: bool) -> CheckpointError:
@@ -92,15 +89,11 @@ def _weights_of(entry: Entry, kind: str, inside: str = "") -> dict[str, torch.Te
         if len(components) > 1:
             prefix = f"{component.removeprefix(f'{kind}.')}."
         with reading(entry.path):
-            own = _tensors_in(tree)
-        for name, tensor in own.items():
-            if name.startswith(inside):
-                tensors[prefix + name.removeprefix(inside)] = tensor
+            items = list(tree.items())
+        for name, value in items:
+            if isinstance(value, torch.Tensor) and name.startswith(inside):
+                tensors[prefix + name.removeprefix(inside)] = value
     return tensors
-
-
-def _tensors_in(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in tree.items() if isinstance(value, torch.Tensor)}
 
 
 def _check_replaceable(path: Path) -> None:

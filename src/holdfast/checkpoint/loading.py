@@ -20,7 +20,7 @@ from holdfast.checkpoint.tensor_files import SUFFIX, Share, is_saved_as, read_te
 from holdfast.core.files import read_file
 
 _MOST_STATE_BYTES = 1 << 30
-# The beginning of torch's errors about a lack of memory.
+# How torch's messages about a lack of memory begin.
 _OUT_OF_MEMORY = ("[enforce fail", "CUDA out of memory")
 
 

@@ -23,7 +23,7 @@ FILE_NAME = "manifest.json"
 FORMAT = 1
 # The name of the bytes before the first tensor, among the extents of a safetensors file.
 HEADER = "header of the file"
-# A checkpoint from after the year 3058 has a damaged time.
+# In the year 3058. A later time can only be damage.
 _LATEST_UNIX_SECONDS = 2**35
 _NUMBERS_BELOW = 2**63
 

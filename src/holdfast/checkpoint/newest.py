@@ -6,7 +6,6 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.checkpoint.read_errors import DAMAGED, unreadable
@@ -16,17 +15,9 @@ from holdfast.core.errors import CheckpointError
 from holdfast.core.files import remove
 
 
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    """A checkpoint that is damaged or unfinished, and why."""
-
-    checkpoint: Path
-    why: str
-
-
 def newest_good(
     candidates: Iterable[Path],
-    on_refused: Callable[[Path, str], None],
+    on_refused: Callable[[Path, str], None] | None,
     *,
     complete: bool = False,
     renames: bool = False,
@@ -40,7 +31,7 @@ def newest_good(
     Args:
         candidates: Folders or files, newest first.
         on_refused: Called with each damaged or unfinished checkpoint before the good one, and the
-            reason.
+            reason; None to call nothing.
         complete: Whether the names guarantee that the checkpoints were complete, so that a missing
             manifest means damage.
         renames: Whether refused checkpoints are moved aside before `on_refused` is called. This is
@@ -59,20 +50,22 @@ def newest_good(
     _check_links(checkpoints)
     must_verify = bool(checkpoints) and (complete or any(map(was_sealed, checkpoints)))
     good: Path | None = None
-    refusals: list[_Refusal] = []
+    # Why each checkpoint before that is refused.
+    refused: dict[Path, str] = {}
     for checkpoint in checkpoints:
         why = _why_refused(checkpoint, must_verify=must_verify)
         if why is None:
             good = checkpoint
             break
-        refusals.append(_Refusal(checkpoint, why))
+        refused[checkpoint] = why
     if good is None and must_verify:
-        folder = checkpoints[0].parent
-        raise nothing_verifies(folder, len(checkpoints), refusals[0].why)
-    for refusal in refusals:
+        newest = checkpoints[0]
+        raise nothing_verifies(newest.parent, len(checkpoints), refused[newest])
+    for checkpoint, why in refused.items():
         if renames:
-            move_aside(refusal.checkpoint)
-        on_refused(refusal.checkpoint, refusal.why)
+            move_aside(checkpoint)
+        if on_refused is not None:
+            on_refused(checkpoint, why)
     return good
 
 

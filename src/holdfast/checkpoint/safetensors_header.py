@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,15 +32,8 @@ class TensorPlace:
     shape: tuple[int, ...]
 
 
-def header_bytes(path: Path) -> int:
-    """Return the bytes before the first tensor."""
-    with open_to_read(path) as file:
-        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-    return _LENGTH.size + int(length)
-
-
-def tensor_places(path: Path) -> Iterator[TensorPlace]:
-    """Yield the position of each tensor in a safetensors file.
+def tensor_places(path: Path) -> tuple[int, list[TensorPlace]]:
+    """Return the number of bytes before the first tensor, and the place of each tensor.
 
     Raises:
         ValueError, LookupError, TypeError, AttributeError, struct.error: It is not a safetensors
@@ -51,16 +43,19 @@ def tensor_places(path: Path) -> Iterator[TensorPlace]:
         (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
         header = json.loads(file.read(min(length, _MOST_HEADER_BYTES)))
     start = _LENGTH.size + length
+    places = []
     for name, entry in header.items():
         if name == METADATA:
             continue
         begin, end = entry["data_offsets"]
         if not (type(begin) is int and type(end) is int and 0 <= begin <= end):
             raise ValueError(f"{name!r:.80} has no valid position in {path.name}")
-        yield TensorPlace(
+        place = TensorPlace(
             name=name,
             begin=start + begin,
             end=start + end,
             dtype=entry["dtype"],
             shape=tuple(entry["shape"]),
         )
+        places.append(place)
+    return start, places

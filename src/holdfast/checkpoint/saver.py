@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from holdfast.checkpoint.buffers import Groups, HostBuffers
-from holdfast.checkpoint.codec import SAVED_AS, Encoder
+from holdfast.checkpoint.codec import SAVED_AS, Encoder, Memory, memory_of
 from holdfast.checkpoint.manifest import Extent, Manifest
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.checkpoint.tensor_files import SUFFIX, write_tensors
@@ -31,8 +31,6 @@ STATE_FILE = "state.json"
 # For headers, the manifest (about 250 bytes per tensor) and file system blocks.
 _SPARE_BYTES = 2**20
 _T = TypeVar("_T")
-# Device, address, shape, strides and dtype of a tensor.
-_Memory = tuple[torch.device, int, torch.Size, tuple[int, ...], torch.dtype]
 # Extents by file and name, as plain values that ranks can exchange.
 _PlainExtents = dict[str, dict[str, dict[str, Any]]]
 
@@ -104,7 +102,7 @@ class Snapshot:
     state: Mapping[str, Any]
     # If the tensors are copies: the component and name of each live tensor, by its location in
     # memory.
-    names_by_memory: Mapping[_Memory, tuple[str, str]] = field(default_factory=dict)
+    names_by_memory: Mapping[Memory, tuple[str, str]] = field(default_factory=dict)
 
     def size_bytes(self) -> int:
         """Return the bytes of all tensors."""
@@ -114,7 +112,7 @@ class Snapshot:
         """Return the copy of a live tensor, or None if there is none."""
         if tensor.layout != torch.strided:
             return None
-        location = self.names_by_memory.get(_memory_of(tensor))
+        location = self.names_by_memory.get(memory_of(tensor))
         if location is None:
             return None
         component, name = location
@@ -176,7 +174,7 @@ def snapshot(
     if buffers is None:
         return Snapshot(global_step=global_step, tensors=encoded.tensors, state=encoded.state)
     names_by_memory = {
-        _memory_of(tensor): (component, name)
+        memory_of(tensor): (component, name)
         for component, group in encoded.tensors.items()
         for name, tensor in group.items()
     }
@@ -186,10 +184,6 @@ def snapshot(
         state=encoded.state,
         names_by_memory=names_by_memory,
     )
-
-
-def _memory_of(tensor: torch.Tensor) -> _Memory:
-    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def write(

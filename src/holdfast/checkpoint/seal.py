@@ -12,7 +12,7 @@ from pathlib import Path
 
 from holdfast.checkpoint.manifest import FILE_NAME, HEADER, Extent, Manifest, manifest_of
 from holdfast.checkpoint.read_errors import MALFORMED
-from holdfast.checkpoint.safetensors_header import header_bytes, tensor_places
+from holdfast.checkpoint.safetensors_header import tensor_places
 from holdfast.checkpoint.verify import digest, verify
 from holdfast.core.durable import fsync_path, replace_file
 from holdfast.core.files import SHARED, open_to_read
@@ -72,7 +72,7 @@ def seal(checkpoint: Path, *, global_step: int, unix_seconds: float) -> None:
     """Flush every file of a checkpoint, a folder or a file, and write the digests of all of them.
 
     Raises:
-        OSError: The disk is full or fails. Then there is no manifest.
+        OSError: The disk is full or fails. In that case, no manifest is written.
     """
     manifest_path = manifest_of(checkpoint)
     manifest_path.unlink(missing_ok=True)
@@ -114,10 +114,9 @@ def _extents_of(path: Path) -> dict[str, Extent]:
 
 
 def _extents_of_tensors(path: Path) -> dict[str, Extent]:
-    places = list(tensor_places(path))
-    header_end = header_bytes(path)
+    header_bytes, places = tensor_places(path)
     with open_to_read(path) as file:
-        extents = {HEADER: Extent(begin=0, end=header_end, sha256=digest(file, 0, header_end))}
+        extents = {HEADER: Extent(begin=0, end=header_bytes, sha256=digest(file, 0, header_bytes))}
         for place in places:
             extents[place.name] = Extent(
                 begin=place.begin,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from holdfast.checkpoint.manifest import FILE_NAME, Manifest
 from holdfast.checkpoint.newest import newest_good, nothing_verifies, paths_in
 from holdfast.checkpoint.read_errors import DAMAGED
 from holdfast.checkpoint.verify import verify
-from holdfast.core.durable import free_bytes, rename_directory, write_file
+from holdfast.core.durable import rename_directory, write_file
 from holdfast.core.errors import CheckpointError
 from holdfast.core.files import remove
 
@@ -89,11 +90,6 @@ class Store:
         Raises:
             HoldfastError: As `holdfast.checkpoint.newest.newest_good`.
         """
-
-        def report(path: Path, why: str) -> None:
-            if on_damaged is not None:
-                on_damaged(path, why)
-
         entries = {entry.path: entry for entry in self.entries()}
         if before_step is not None:
             entries = {
@@ -102,7 +98,7 @@ class Store:
         elif not entries:
             self._check_none_were_moved_aside()
         try:
-            path = newest_good(entries, report, complete=True, renames=on_damaged is not None)
+            path = newest_good(entries, on_damaged, complete=True, renames=on_damaged is not None)
         except CheckpointError:
             if before_step is None:
                 raise
@@ -126,7 +122,7 @@ class Store:
             OSError: Fewer bytes than needed are free, or the folder cannot be created.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        free = free_bytes(self.directory)
+        free = shutil.disk_usage(self.directory).free
         if free < needed_bytes:
             raise OSError(
                 f"No space left on device: the checkpoint needs {needed_bytes} bytes and {free} are"

@@ -127,7 +127,7 @@ def is_saved_as(tensor: torch.Tensor, extent: Extent) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
+class _SavedRows:
     """Rows of a tensor in the file of one writer."""
 
     file: BufferedReader
@@ -156,11 +156,12 @@ def read_tensors(
         OSError: A file cannot be read.
     """
     with contextlib.ExitStack() as files:
-        rows_by_name: dict[str, list[_Rows]] = {}
+        rows_by_name: dict[str, list[_SavedRows]] = {}
         for path in paths:
             file = files.enter_context(open_to_read(path))
-            for place in tensor_places(path):
-                rows = _Rows(
+            _, places = tensor_places(path)
+            for place in places:
+                rows = _SavedRows(
                     file=file,
                     begin=place.begin,
                     size_bytes=place.end - place.begin,
@@ -175,7 +176,7 @@ def read_tensors(
 
 
 def _read_tensor(
-    name: str, parts: Sequence[_Rows], target: torch.Tensor | None, share_of: ShareOf
+    name: str, parts: Sequence[_SavedRows], target: torch.Tensor | None, share_of: ShareOf
 ) -> torch.Tensor:
     """Read one tensor from the files of its writers.
 
@@ -206,7 +207,7 @@ def _read_tensor(
     return target if share is None else share.whole(target)
 
 
-def _full_shape(parts: Sequence[_Rows]) -> torch.Size:
+def _full_shape(parts: Sequence[_SavedRows]) -> torch.Size:
     """Return the full shape of a tensor whose rows were written by several writers."""
     if len(parts) == 1:
         return parts[0].shape
@@ -219,7 +220,7 @@ def _can_hold(target: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> bo
 
 
 def _read_bytes(
-    name: str, parts: Sequence[_Rows], content: torch.Tensor, first_byte: int, last_byte: int
+    name: str, parts: Sequence[_SavedRows], content: torch.Tensor, first_byte: int, last_byte: int
 ) -> None:
     """Read the bytes ``[first_byte, last_byte)`` of a tensor into `content`, across its parts."""
     raw = content.detach().reshape(-1).view(torch.uint8).numpy()

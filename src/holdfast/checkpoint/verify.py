@@ -16,7 +16,7 @@ from holdfast.checkpoint.manifest import (
     read_manifest,
 )
 from holdfast.checkpoint.read_errors import MALFORMED, damaged, unreadable
-from holdfast.checkpoint.safetensors_header import TensorPlace, header_bytes, tensor_places
+from holdfast.checkpoint.safetensors_header import TensorPlace, tensor_places
 from holdfast.core.files import open_to_read
 
 _CHUNK_BYTES = 4 * 2**20
@@ -112,11 +112,11 @@ def _matches_header(path: Path, extents: Extents) -> bool:
     The sizes must also fit the types and shapes.
     """
     try:
-        places = list(tensor_places(path))
+        header_bytes, places = tensor_places(path)
         if {HEADER, *(place.name for place in places)} != extents.keys():
             return False
         header = extents[HEADER]
-        if header != Extent(begin=0, end=header_bytes(path), sha256=header.sha256):
+        if header != Extent(begin=0, end=header_bytes, sha256=header.sha256):
             return False
         return all(_matches(place, extents[place.name]) for place in places)
     except MALFORMED:

@@ -18,8 +18,7 @@ from holdfast.cli.nvidia_smi import nvidia_smi
 from holdfast.cli.output import CHECK_FAILED, Json, failing_clearly, print_json, working
 from holdfast.core.control_groups import memory_available_bytes, read_fields
 from holdfast.core.text import as_json_value, size
-from holdfast.explain.hangs.blame import Diagnosis, describe_frame
-from holdfast.explain.hangs.evidence import Examined
+from holdfast.explain.hangs.blame import describe_frame
 from holdfast.explain.hangs.frames import user_frame
 from holdfast.supervise.watch.inspection import (
     IMPORT_FILE,
@@ -50,11 +49,13 @@ def run(pid: _Pid, seconds: _Seconds = 3.0, as_json: Json = False) -> None:
             inspection = inspect_process(pid, seconds, Path(folder))
         rows = _rows(inspection)
     if as_json:
-        _print_as_json(pid, inspection, rows)
+        print_json(_as_json(pid, inspection, rows))
     else:
         _print_conclusion(inspection, seconds)
         _print_processes(inspection, rows)
-        _print_memory_left()
+        left_bytes = memory_available_bytes()
+        left = "unknown" if left_bytes is None else size(left_bytes)
+        typer.echo(f"memory left on this machine or in this container: {left}")
     raise typer.Exit(0 if inspection.is_moving else CHECK_FAILED)
 
 
@@ -92,30 +93,20 @@ def _read_device_bytes() -> dict[int, int]:
     return device_bytes
 
 
-# --- as JSON ---
-
-
-def _print_as_json(pid: int, inspection: Inspection, rows: list[dict[str, Any]]) -> None:
-    content = {
-        "pid": pid,
-        "moves": inspection.is_moving,
-        "verdict": None if inspection.is_moving else _verdict(inspection.diagnosis),
-        "processes": rows,
-    }
-    print_json(as_json_value(content))
-
-
-def _verdict(diagnosis: Diagnosis) -> dict[str, Any]:
-    return {
-        "kind": diagnosis.kind,
-        "pid": diagnosis.process.pid,
-        "frame": describe_frame(diagnosis.frame),
-        "sentence": diagnosis.sentence,
-        "confidence": diagnosis.confidence,
-    }
-
-
-# --- for people ---
+def _as_json(pid: int, inspection: Inspection, rows: list[dict[str, Any]]) -> Any:
+    verdict = None
+    if not inspection.is_moving:
+        diagnosis = inspection.diagnosis
+        verdict = {
+            "kind": diagnosis.kind,
+            "pid": diagnosis.process.pid,
+            "frame": describe_frame(diagnosis.frame),
+            "sentence": diagnosis.sentence,
+            "confidence": diagnosis.confidence,
+        }
+    return as_json_value(
+        {"pid": pid, "moves": inspection.is_moving, "verdict": verdict, "processes": rows}
+    )
 
 
 def _print_conclusion(inspection: Inspection, seconds: float) -> None:
@@ -133,9 +124,10 @@ def _print_conclusion(inspection: Inspection, seconds: float) -> None:
 
 def _print_processes(inspection: Inspection, rows: list[dict[str, Any]]) -> None:
     """Print full stacks of judged and blamed processes, and one line for every other process."""
+    blamed_pid = None if inspection.is_moving else inspection.diagnosis.process.pid
     for process, row in zip(inspection.processes, rows, strict=True):
         facts = _describe_facts(row)
-        if process.judged or _is_to_blame(process, inspection):
+        if process.judged or process.pid == blamed_pid:
             stacks = _IMPORT_FRAMES.sub("  (imports)\n", describe(process))
             typer.echo(f"{stacks}\nprocess {process.pid}: {facts}\n")
         else:
@@ -143,18 +135,8 @@ def _print_processes(inspection: Inspection, rows: list[dict[str, Any]]) -> None
             typer.echo(f"process {process.pid}: {facts}, at {frame}")
 
 
-def _is_to_blame(process: Examined, inspection: Inspection) -> bool:
-    return not inspection.is_moving and process.pid == inspection.diagnosis.process.pid
-
-
 def _describe_facts(row: dict[str, Any]) -> str:
     facts = f"{row['phase']}, {size(row['resident_bytes'])} in memory"
     if row["device_bytes"]:
         facts += f", {size(row['device_bytes'])} on the device"
     return facts
-
-
-def _print_memory_left() -> None:
-    left_bytes = memory_available_bytes()
-    left = "unknown" if left_bytes is None else size(left_bytes)
-    typer.echo(f"memory left on this machine or in this container: {left}")

@@ -6,7 +6,6 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,18 +15,26 @@ from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.chaos.campaign import Campaign
+from holdfast.chaos.campaign import INTERRUPTS, Campaign
 from holdfast.chaos.fault_plans import KINDS
 from holdfast.chaos.page import render
 from holdfast.chaos.results import CampaignReport, FaultResult, TrialResult
 from holdfast.chaos.trials import adopt_orphans
-from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
+from holdfast.cli.output import (
+    CHECK_FAILED,
+    Json,
+    check_writable,
+    console,
+    failing_clearly,
+    print_json,
+)
+from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError, did_you_mean
+from holdfast.core.files import SHARED
 from holdfast.core.secrets import without_secrets
 from holdfast.core.text import sanitise
 
 SECONDS_PER_UNIT = {"": 1, "s": 1, "m": 60, "h": 3600}
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Exit code of a process ended by signal n is this + n.
 SIGNAL_EXIT_CODE = 128
 # How many left-behind files are shown per fault.
@@ -74,7 +81,7 @@ def run(
     handlers = _raise_keyboard_interrupt(received)
     with failing_clearly(as_json=as_json):
         if page is not None:
-            _check_page(page)
+            check_writable(page)
         adopt_orphans()
         try:
             report = Campaign(
@@ -97,7 +104,11 @@ def run(
     else:
         _print_report(report)
     if page is not None:
-        _write_page(page, report)
+        # Even with --json an error is plain text: stdout already holds a complete document.
+        with failing_clearly(as_json=False):
+            command_words = shlex.join(without_secrets(report.command))
+            text = render(report, command_words, verdict(report))
+            replace_file(page, text.encode(), SHARED)
     if received:
         raise typer.Exit(SIGNAL_EXIT_CODE + received[0])
     if not report.passed:
@@ -127,27 +138,6 @@ def _raise_keyboard_interrupt(received: list[int]) -> dict[int, Any]:
         for number in INTERRUPTS
         if signal.getsignal(number) != signal.SIG_IGN
     }
-
-
-def _check_page(page: Path) -> None:
-    """Raise an error now if the page could not be written at the end of the campaign."""
-    if page.exists() and not page.is_file():
-        raise PolicyError(
-            f"--page {str(page)!r} is not a regular file",
-            limit="the page is written to a file",
-            fix="name a file that does not exist yet.",
-            rule="H704",
-        )
-    page.open("a").close()
-    if page.stat().st_size == 0:
-        page.unlink()
-
-
-def _write_page(page: Path, report: CampaignReport) -> None:
-    # Even with --json print plain text: stdout already holds a complete document.
-    with failing_clearly(as_json=False):
-        command = shlex.join(without_secrets(report.command))
-        page.write_text(render(report, command, verdict(report)), encoding="utf-8")
 
 
 def _parse_kinds(only: str) -> list[str]:
@@ -207,30 +197,24 @@ def _describe_tried(report: CampaignReport) -> str:
     tried = [row for row in report.rows if row.tried]
     if not tried:
         return "Nothing could be tried"
-    survived = f"It survives {_count(tried, lambda row: not row.lost)} of {len(tried)} faults"
+    survivals = sum(1 for row in tried if not row.lost)
+    survived = f"It survives {survivals} of {len(tried)} faults"
     if report.unsteady is not None:
         return (
             f"{survived}. Whether it is still the same run cannot be determined: two"
             f" undisturbed runs differ already, first in {report.unsteady}"
         )
-    passed = _count(tried, lambda row: row.passed)
+    passed = sum(1 for row in tried if row.passed)
     if passed == len(tried):
-        return f"{survived} and is the same run after each{_describe_exactness(tried)}"
-    repeating = _count(tried, lambda row: row.result == TrialResult.WORK_LOST)
+        sentence = f"{survived} and is the same run after each, bit for bit"
+        if any(row.result == TrialResult.SURVIVES for row in tried):
+            sentence += ", apart from the NaN in its data"
+        return sentence
+    repeating = sum(1 for row in tried if row.result == TrialResult.WORK_LOST)
     sentence = f"{survived} and is the same run after {passed + repeating} of them"
     if repeating:
         sentence += f", but repeats work that was already saved after {repeating}"
     return sentence
-
-
-def _describe_exactness(tried: list[FaultResult]) -> str:
-    if any(row.result == TrialResult.SURVIVES for row in tried):
-        return ", bit for bit, apart from the NaN in its data"
-    return ", bit for bit"
-
-
-def _count(rows: list[FaultResult], condition: Callable[[FaultResult], bool]) -> int:
-    return sum(1 for row in rows if condition(row))
 
 
 # --- the terminal -------------------------------------------------------------------------------
@@ -242,9 +226,16 @@ def _print_report(report: CampaignReport) -> None:
         # A fault that was not tried has no starts and no duration.
         starts = str(row.attempts) if row.attempts else ""
         lost = f"{row.seconds_lost:.1f} s" if row.attempts else ""
-        left_behind = _plain(_describe_left_behind(row))
+        left_behind = row.left_files[:MAX_SHOWN_FILES]
+        if row.left_processes:
+            left_behind = [f"processes: {row.left_processes}", *left_behind]
         table.add_row(
-            row.fault, _coloured_result(row), _plain(row.detail), starts, lost, left_behind
+            row.fault,
+            _coloured_result(row),
+            _plain(row.detail),
+            starts,
+            lost,
+            _plain(", ".join(left_behind)),
         )
     out = console()
     out.print(table)
@@ -253,13 +244,6 @@ def _print_report(report: CampaignReport) -> None:
     for remark in report.remarks:
         out.print(_plain(f"Note: {remark}."))
     out.print(f"{report.seconds:.0f} s; repeat with --seed {report.seed}", style="dim")
-
-
-def _describe_left_behind(row: FaultResult) -> str:
-    left_behind = row.left_files[:MAX_SHOWN_FILES]
-    if row.left_processes:
-        left_behind = [f"processes: {row.left_processes}", *left_behind]
-    return ", ".join(left_behind)
 
 
 def _coloured_result(row: FaultResult) -> str:

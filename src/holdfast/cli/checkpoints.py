@@ -21,10 +21,6 @@ from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.text import sanitise, size
 from holdfast.guard.saving.best import best_in
 
-_COMPLETE = "complete"
-_VERIFIED = "verified"
-_OF_A_NEWER_VERSION = "of a newer holdfast"
-_MOVED_ASIDE = "damaged, moved aside"
 # Beginnings of statuses that make the exit code 1.
 _FAILED_STATUSES = ("damaged:", "cannot be read now")
 # What `best_in` returns if the file that names the best checkpoint cannot be read.
@@ -114,21 +110,18 @@ def _entry_to_export(store: Store, step: int | None) -> Entry:
             entry.verify()
     if entry is not None:
         return entry
+    missing = "checkpoint"
+    if step == _UNKNOWN_BEST_STEP:
+        missing = "checkpoint that its best.json calls the best"
+    elif step is not None:
+        missing = f"checkpoint of step {step}"
     steps = ", ".join(map(str, entry_by_step)) or "none"
     raise PolicyError(
-        f"{store.directory} has no checkpoint{_of_step(step)}",
+        f"{store.directory} has no {missing}",
         limit=f"steps there: {steps}",
-        fix="name another, by --step.",
+        fix="name another step with --step.",
         rule="H105",
     )
-
-
-def _of_step(step: int | None) -> str:
-    if step is None:
-        return ""
-    if step == _UNKNOWN_BEST_STEP:
-        return " that its best.json calls the best"
-    return f" of step {step}"
 
 
 # --- Listing --------------------------------------------------------------------------------------
@@ -144,7 +137,7 @@ def _rows(store: Store, entries: list[Entry], *, verify: bool) -> list[dict[str,
     # A run may have removed, or moved aside, what was just read.
     rows = [row for path, row in row_by_path.items() if path.exists()]
     for entry in store.damaged():
-        rows.append(_row(entry, verify=False) | {"status": _MOVED_ASIDE})
+        rows.append(_row(entry, verify=False) | {"status": "damaged, moved aside"})
     return rows
 
 
@@ -162,7 +155,7 @@ def _row(entry: Entry, *, verify: bool) -> dict[str, Any]:
         return row | {"status": _status_after(error, entry)}
     saved = datetime.fromtimestamp(manifest.unix_seconds, UTC)
     return row | {
-        "status": _VERIFIED if verify else _COMPLETE,
+        "status": "verified" if verify else "complete",
         "size_bytes": manifest.size_bytes(),
         "saved": saved.isoformat(timespec="seconds"),
         "written_by": manifest.written_by,
@@ -176,7 +169,7 @@ def _status_after(error: RunDirectoryError | CheckpointError, entry: Entry) -> s
         return f"damaged: {reason}"
     if error.rule == "H307":
         return error.what.removeprefix(f"checkpoint {entry.path.name} ")
-    return _OF_A_NEWER_VERSION
+    return "of a newer holdfast"
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:

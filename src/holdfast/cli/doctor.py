@@ -110,7 +110,7 @@ def memory(_run_dir: Path) -> list[CheckResult]:
     left_bytes = available_bytes()
     left = "unknown" if left_bytes is None else size(left_bytes)
     total_bytes = 1024 * read_fields(Path("/proc/meminfo")).get("MemTotal", 0)
-    value = f"{left} left for this container, of {size(total_bytes)} of the machine"
+    value = f"{left} available in this container; the machine has {size(total_bytes)}"
     fix = ""
     if allocation_can_fail():
         value += ", and allocations are refused before it is used up"

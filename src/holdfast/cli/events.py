@@ -30,7 +30,7 @@ def run(
         all_events = _read_events(recordings)
         # Some rings are read twice, so they may be reported as unreadable twice.
         unread = list(dict.fromkeys(recordings.missing))
-    events = _of_kinds(all_events, kind)
+    events = [recorded for recorded in all_events if not kind or recorded.event.kind in kind]
     if as_json:
         json_events = [_as_json(recorded) for recorded in events]
         print_json({"run": str(run_dir), "events": json_events, "unread": unread})
@@ -38,7 +38,7 @@ def run(
     for recorded in events:
         typer.echo(_line(recorded))
     if not events:
-        typer.echo(_no_such_events(all_events), err=True)
+        typer.echo(_describe_kinds(all_events), err=True)
     for reason in unread:
         typer.echo(f"not read: {sanitise(reason)}", err=True)
 
@@ -55,13 +55,6 @@ def _read_events(recordings: Recordings) -> list[RecordedEvent]:
             recordings.missing.append(f"{left_out} events of {source} without a time or a step")
         all_events += [RecordedEvent(source=source, event=event) for event in sound_events]
     return sorted(all_events, key=lambda recorded: recorded.event.unix_seconds)
-
-
-def _of_kinds(events: list[RecordedEvent], kinds: list[str] | None) -> list[RecordedEvent]:
-    """Return the events of these kinds, or all events if no kind is requested."""
-    if not kinds:
-        return events
-    return [recorded for recorded in events if recorded.event.kind in kinds]
 
 
 def _as_json(recorded: RecordedEvent) -> Any:
@@ -84,7 +77,7 @@ def _line(recorded: RecordedEvent) -> str:
     return f"{time}  {sanitise(recorded.source)}  {sentence}"
 
 
-def _no_such_events(all_events: list[RecordedEvent]) -> str:
+def _describe_kinds(all_events: list[RecordedEvent]) -> str:
     kinds = sorted({recorded.event.kind for recorded in all_events})
     if not kinds:
         return "this run has no events"

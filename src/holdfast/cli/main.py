@@ -38,7 +38,7 @@ COMMANDS = {
 _WRAPPING_COMMANDS = ("run", "chaos")
 # Environment variables in which a shell passes the words typed so far when it asks for completions.
 _COMPLETION_VARIABLES = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
-# `output.READER_GONE`, without importing typer and rich.
+# Exit code if the reader of the output has closed it. Shells report it for SIGPIPE.
 _READER_GONE = 141
 
 _HELP = (
@@ -59,7 +59,7 @@ def main() -> None:
 
             # It exits, unless typer has to parse the options.
             run_if_called_plainly(words[1:])
-        elif as_json:
+        if as_json:
             from holdfast.cli import output
 
             output.keep_stdout_for_json()

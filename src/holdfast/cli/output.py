@@ -30,7 +30,6 @@ from holdfast.core.text import sanitise
 
 CHECK_FAILED = 1
 ERROR = 2
-READER_GONE = 141
 
 # Width of tables in a file or a pipe, which have no width of their own.
 _COLUMNS_WITHOUT_TERMINAL = 150
@@ -64,12 +63,12 @@ def keep_stdout_for_json() -> None:
     os.dup2(_STDERR, _STDOUT)
 
 
-def print_json(value: Any) -> None:
-    """Print one JSON value."""
+def print_json(value: Any, *, indent: int | None = 2) -> None:
+    """Print one JSON value, on one line if `indent` is None."""
     sys.stdout.flush()
     for descriptor in _json_descriptors:
         os.dup2(descriptor, _STDOUT)
-    print(json.dumps(value, indent=2), flush=True)
+    print(json.dumps(value, indent=indent), flush=True)
     if _json_descriptors:
         os.dup2(_STDERR, _STDOUT)
 
@@ -104,14 +103,33 @@ def working(words: str) -> Iterator[Callable[[str], None]]:
     It yields a function that changes the words.
     """
     if not sys.stderr.isatty():
-        yield _show_nothing
+        yield lambda _words: None
         return
     with Console(stderr=True).status(words) as status:
         yield status.update
 
 
-def _show_nothing(_words: str) -> None:
-    pass
+# --- Files that a command writes ------------------------------------------------------------------
+
+
+def check_writable(path: Path) -> None:
+    """Check that a file can be written, before spending time on its contents.
+
+    Raises:
+        PolicyError: H704 if it cannot.
+    """
+    problem = ""
+    if path.exists() and not path.is_file():
+        problem = "is not a regular file"
+    elif not os.access(path.absolute().parent, os.W_OK):
+        problem = "is in a directory that does not exist or is not writable"
+    if problem:
+        raise PolicyError(
+            f"{str(path)!r} {problem}",
+            limit="the output is written to a file",
+            fix="name another file.",
+            rule="H704",
+        )
 
 
 # --- Errors ---------------------------------------------------------------------------------------
@@ -132,25 +150,26 @@ def failing_clearly(*, as_json: bool) -> Iterator[None]:
 
 def print_error(error: Exception, *, as_json: bool) -> None:
     """Print an error: as JSON on stdout, or as text on stderr."""
-    if as_json:
-        print_json({"error": _error_fields(error)})
-        return
-    # An error may quote what others have written.
-    text = sanitise(_error_text(error), most=_MOST_CHARACTERS_OF_ERROR, lines=True)
-    print(text, file=sys.stderr)
-
-
-def _error_text(error: Exception) -> str:
-    error = _as_own_error(error)
-    if isinstance(error, HoldfastError):
-        return str(error)
+    if isinstance(error, OSError):
+        error = PolicyError(
+            str(error),
+            limit="the system refuses it",
+            fix="correct it or pass another.",
+            rule="H704",
+        )
     fields = _error_fields(error)
-    return f"error: {fields['what']}\nFix: {fields['fix']}"
+    if as_json:
+        print_json({"error": fields})
+        return
+    text = f"error: {fields['what']}\nFix: {fields['fix']}"
+    if isinstance(error, HoldfastError):
+        text = str(error)
+    # An error may quote what others have written.
+    print(sanitise(text, most=_MOST_CHARACTERS_OF_ERROR, lines=True), file=sys.stderr)
 
 
 def _error_fields(error: Exception) -> dict[str, str | None]:
     """Return the fields of an error: its rule, what was found, the limit, and the fix."""
-    error = _as_own_error(error)
     if isinstance(error, HoldfastError):
         return {
             "rule": error.rule,
@@ -167,18 +186,6 @@ def _error_fields(error: Exception) -> dict[str, str | None]:
         "limit": None,
         "fix": "this should have been a clear message: please report it.",
     }
-
-
-def _as_own_error(error: Exception) -> Exception:
-    """Return an error of the system as one of ours; others are returned as they are."""
-    if not isinstance(error, OSError):
-        return error
-    return PolicyError(
-        str(error),
-        limit="the system refuses it",
-        fix="correct it or pass another.",
-        rule="H704",
-    )
 
 
 def _usage_error_fields(error: Any) -> dict[str, str | None]:

@@ -6,7 +6,6 @@ forecast as tables for people, JSON for machines, and YAML for `Policy.from_yaml
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -17,17 +16,25 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json, working
+from holdfast.cli.output import (
+    CHECK_FAILED,
+    Json,
+    check_writable,
+    console,
+    failing_clearly,
+    print_json,
+    working,
+)
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import OutOfMemoryError, PolicyError
 from holdfast.core.files import SHARED
+from holdfast.core.text import counted
 from holdfast.forecast.devices.catalogue import GIB, Device, bytes_in, find_device
 from holdfast.forecast.plan.fit import UNMEASURED_MARGIN_SHARE
 from holdfast.forecast.plan.forecasting import (
     DeviceForecast,
     Forecast,
     ForecastRequest,
-    Verification,
     make_forecast,
 )
 from holdfast.forecast.plan.planning import MemoryPlan, with_relative_times
@@ -38,8 +45,6 @@ _MIB = 1 << 20
 # Modules and source lines that hold less than this at the peak are not shown.
 _MIN_SHOWN_BYTES = GIB / 1000
 
-_TEXT_COLUMNS = ("precision", "recompute")
-_NUMBER_COLUMNS = ("micro-batch", "peak", "margin", "time")
 _LEGEND = (
     "micro-batch: the largest that fits, in samples. peak: device memory that the process takes,"
     " including the CUDA context; the margin is kept free beyond it. time: per sample, as a"
@@ -150,8 +155,7 @@ def _check_out(out: Path | None, devices: int) -> None:
     """Check that the plan can be written, before spending a minute on the forecast.
 
     Raises:
-        PolicyError: H421, if there are several devices.
-        OSError: If the file cannot be written.
+        PolicyError: H421 if there are several devices, H704 if the file cannot be written.
     """
     if out is None:
         return
@@ -159,8 +163,7 @@ def _check_out(out: Path | None, devices: int) -> None:
         raise _invalid_option(
             f"--out for {devices} devices", "a policy is for one device", "name one --device."
         )
-    if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):
-        raise PermissionError(f"{out} cannot be written")
+    check_writable(out)
 
 
 def _read_precisions(text: str | None, devices: Iterable[Device]) -> tuple[str, ...]:
@@ -210,33 +213,34 @@ def print_forecast(forecast: Forecast) -> None:
             _print_owners(plan)
         shown.add(step)
         _print_recommendation(plan)
-    _print_assumptions(forecast)
+    typer.echo("Assumptions")
+    for text in _assumption_texts(forecast.assumptions):
+        console().print(Text(f"  - {text}"), highlight=False, soft_wrap=True)
 
 
 def _print_table(plan: DeviceForecast) -> None:
     device = plan.target.device
     title = f"{device.name}: {_size(device.usable_bytes)} usable"
     table = Table(title=title, title_justify="left")
-    for name in _TEXT_COLUMNS:
-        table.add_column(name, justify="left")
-    for name in _NUMBER_COLUMNS:
+    for name in ("precision", "recompute"):
+        table.add_column(name)
+    for name in ("micro-batch", "peak", "margin", "time"):
         table.add_column(name, justify="right")
     for row, relative_time in with_relative_times(plan.rows):
-        table.add_row(*_cells(row, relative_time), style=_row_style(row, plan.best))
+        style = None
+        if row is plan.best:
+            style = "bold"
+        elif not row.fits:
+            style = "dim"
+        table.add_row(*_cells(row, relative_time), style=style)
     console().print(table)
     typer.echo(f"{_LEGEND}\nfigures of {device.name}: {_sources(device)}\n")
-
-
-def _row_style(row: MemoryPlan, best: MemoryPlan | None) -> str | None:
-    if row is best:
-        return "bold"
-    return None if row.fits else "dim"
 
 
 def _cells(row: MemoryPlan, relative_time: float) -> tuple[str, ...]:
     """Return a row of the table: text columns first, then number columns."""
     if not row.fits:
-        missing = f"{_size(row.missing_bytes)} too few"
+        missing = f"{_size(row.missing_bytes)} short"
         return (row.precision, row.recompute, "none", missing, _size(row.margin_bytes), "")
     return (
         row.precision,
@@ -265,7 +269,7 @@ def _sources(device: Device) -> str:
 def _print_owners(plan: DeviceForecast) -> None:
     shares = shares_of(plan.trace)
     peak = _size(sum(shares["owners"].values()))
-    samples = _samples(max(1, plan.shown.micro_batch_size))
+    samples = counted(max(1, plan.shown.micro_batch_size), "sample")
     typer.echo(f"Tensors hold {peak} at the peak ({_settings(plan.shown)}, {samples})")
     for title, sizes in (
         ("", shares["owners"]),
@@ -293,8 +297,13 @@ def _print_recommendation(plan: DeviceForecast) -> None:
     margin = _about_margin(plan)
     if margin:
         typer.echo(f"  {margin}")
-    if plan.verification is not None:
-        typer.echo(f"  {_about_verification(plan.verification)}")
+    verification = plan.verification
+    if verification is not None:
+        typer.echo(
+            "  traced again with these settings: tensors hold"
+            f" {_size(verification.live_bytes)}; the forecast was"
+            f" {_size(verification.forecast_bytes)} ({verification.error:+.2%})"
+        )
     typer.echo("")
 
 
@@ -317,13 +326,6 @@ def _about_margin(plan: DeviceForecast) -> str:
     if not covered:
         return ""
     return "; ".join([*covered, "change it with --margin SIZE"])
-
-
-def _about_verification(verification: Verification) -> str:
-    return (
-        f"traced again with these settings: tensors hold {_size(verification.live_bytes)}; the"
-        f" forecast was {_size(verification.forecast_bytes)} ({verification.error:+.2%})"
-    )
 
 
 def _why_nothing_fits(plan: DeviceForecast) -> str:
@@ -357,12 +359,6 @@ def _why_nothing_fits(plan: DeviceForecast) -> str:
     return str(error)
 
 
-def _print_assumptions(forecast: Forecast) -> None:
-    typer.echo("Assumptions")
-    for text in _assumption_texts(forecast.assumptions):
-        console().print(Text(f"  - {text}"), highlight=False, soft_wrap=True)
-
-
 def _assumption_texts(assumptions: Iterable[Assumption]) -> list[str]:
     """Return the assumptions with the lines they concern, then those of every forecast."""
     lines_by_text: dict[str, list[str]] = {}
@@ -389,12 +385,8 @@ def _settings(row: MemoryPlan) -> str:
 
 
 def _summary(row: MemoryPlan) -> str:
-    samples = _samples(row.micro_batch_size)
+    samples = counted(row.micro_batch_size, "sample")
     return f"{_settings(row)}, micro-batches of {samples}: {_size(row.process_bytes)}"
-
-
-def _samples(count: int) -> str:
-    return "1 sample" if count == 1 else f"{count} samples"
 
 
 def _size(size_bytes: float) -> str:

@@ -21,9 +21,9 @@ from rich.text import Text
 from holdfast.cli.guard_directory import GuardDirectory, open_store
 from holdfast.cli.output import Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
-from holdfast.core.text import moment, sanitise
+from holdfast.core.text import listed, moment, sanitise
 from holdfast.guard.directory import RunDirectory
-from holdfast.loader.quarantine import FILE_NAME, Ledger, Quarantined, last_line, plain
+from holdfast.loader.quarantine import FILE_NAME, Quarantined, QuarantineLedger, last_line, plain
 
 # Samples that a message names.
 _MOST_NAMED = 10
@@ -56,7 +56,9 @@ def run(
             open_store(run_dir)
         changes_ledger = bool(release) or release_all
         with _locked(run_dir) if changes_ledger else contextlib.nullcontext():
-            ledger = _open_ledger(run_dir)
+            # How many samples the run may quarantine does not matter here.
+            ledger = QuarantineLedger(sys.maxsize, None, time.time)
+            ledger.keep_in(run_dir / FILE_NAME)
             held = [sample for sample in ledger if not sample.released]
             if release_all:
                 indices = [sample.index for sample in held]
@@ -87,14 +89,6 @@ def _locked(run_dir: Path) -> Iterator[None]:
         directory.release()
 
 
-def _open_ledger(run_dir: Path) -> Ledger:
-    """Return the ledger of a run, which writes changes to the run directory."""
-    # How many samples the run may quarantine does not matter here.
-    ledger = Ledger(sys.maxsize, None, time.time)
-    ledger.keep_in(run_dir / FILE_NAME)
-    return ledger
-
-
 def _indices_named(names: list[str], held: list[Quarantined], run_dir: Path) -> list[Any]:
     """Return the dataset indices of the samples with these names.
 
@@ -106,8 +100,8 @@ def _indices_named(names: list[str], held: list[Quarantined], run_dir: Path) -> 
         if name not in held_names:
             raise PolicyError(
                 f"sample {name!r} is not quarantined in {run_dir}",
-                limit=f"quarantined there: {_listed(held_names)}",
-                fix=f"pass a name as `holdfast quarantine {run_dir}` prints it.",
+                limit=f"quarantined there: {listed(held_names, most=_MOST_NAMED) or 'none'}",
+                fix=f"pass a name from the output of `holdfast quarantine {run_dir}`.",
                 rule="H710",
             )
     return [sample.index for sample in held if _name(sample) in names]
@@ -116,15 +110,6 @@ def _indices_named(names: list[str], held: list[Quarantined], run_dir: Path) -> 
 def _name(sample: Quarantined) -> str:
     """Return what a sample is called in the output and in ``--release``."""
     return str(plain(sample.index))
-
-
-def _listed(names: list[str]) -> str:
-    if not names:
-        return "none"
-    text = ", ".join(names[:_MOST_NAMED])
-    if len(names) > _MOST_NAMED:
-        text += ", ..."
-    return text
 
 
 # --- Printing -------------------------------------------------------------------------------------

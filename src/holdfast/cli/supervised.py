@@ -6,7 +6,6 @@ Importing the parser (typer) takes longer than everything here, so a plain call 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -22,7 +21,6 @@ from holdfast.supervise.launch.supervisor import RunOptions, Supervisor
 if TYPE_CHECKING:
     from holdfast.supervise.launch.supervisor import RunOutcome
 
-_STDOUT = 1
 _STDERR = 2
 _WRONG_USE = 2
 # A good end that is at least this certain is printed without its certainty.
@@ -68,14 +66,10 @@ def supervise(
         command: The words of the command.
         run_dir: Where to record; by default a new directory in ``runs``.
         quiet: Whether to print nothing but what the command prints.
-        as_json: Whether stdout is a summary in JSON; the command's output then goes to stderr.
+        as_json: Whether stdout is a summary in JSON; see `output.keep_stdout_for_json`.
         options: Further fields of `RunOptions`.
     """
-    stdout = _STDOUT
     try:
-        if as_json:
-            stdout = os.dup(_STDOUT)
-            os.dup2(_STDERR, _STDOUT)
         run_options = RunOptions(
             command=tuple(command),
             program=find_program(command),
@@ -88,23 +82,33 @@ def supervise(
     except (HoldfastError, OSError) as error:
         from holdfast.cli.output import print_error
 
-        os.dup2(stdout, _STDOUT)
         print_error(error, as_json=as_json)
         sys.exit(error.status if isinstance(error, CommandError) else _WRONG_USE)
     if not quiet:
         supervisor.begin_line(_STDERR)
         _print_outcome(outcome)
     if as_json:
-        os.dup2(stdout, _STDOUT)
-        _print_line(json.dumps(_summarise(outcome)), _STDOUT)
+        from holdfast.cli.output import print_json
+
+        summary = {
+            "run": str(outcome.run_path),
+            "exit_code": outcome.exit_code,
+            "attempts": outcome.attempts,
+            "seconds": round(outcome.seconds, 3),
+            "why_stopped": outcome.why,
+            "verdict": outcome.verdict.as_json(),
+        }
+        # A closed pipe does not change the exit code.
+        with contextlib.suppress(OSError, SystemExit):
+            print_json(summary, indent=None)
     sys.exit(outcome.exit_code)
 
 
 def _print_outcome(outcome: RunOutcome) -> None:
     """Print the verdict, the facts of the run, and the command that explains it."""
-    from holdfast.core.text import duration
+    from holdfast.core.text import counted, duration
 
-    attempts = "1 attempt" if outcome.attempts == 1 else f"{outcome.attempts} attempts"
+    attempts = counted(outcome.attempts, "attempt")
     run_path = _shorten(outcome.run_path)
     lines = [
         _describe_verdict(outcome),
@@ -112,7 +116,7 @@ def _print_outcome(outcome: RunOutcome) -> None:
         f"holdfast explain {shlex.quote(run_path)}",
     ]
     for line in lines:
-        _print_line(f"holdfast: {line}", _STDERR)
+        _print_error_line(f"holdfast: {line}")
 
 
 def _describe_verdict(outcome: RunOutcome) -> str:
@@ -137,21 +141,10 @@ def _shorten(path: Path) -> str:
     return str(path)
 
 
-def _print_line(text: str, stream: int) -> None:
-    """Print a line to stdout or stderr; a closed pipe does not change the exit code."""
+def _print_error_line(text: str) -> None:
+    """Print a line to stderr; a closed pipe does not change the exit code."""
     try:
-        print(text, file=sys.stderr if stream == _STDERR else sys.stdout, flush=True)
+        print(text, file=sys.stderr, flush=True)
     except (OSError, SystemExit):
         # Python flushes again on exit, which must not fail either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-
-
-def _summarise(outcome: RunOutcome) -> dict[str, Any]:
-    return {
-        "run": str(outcome.run_path),
-        "exit_code": outcome.exit_code,
-        "attempts": outcome.attempts,
-        "seconds": round(outcome.seconds, 3),
-        "why_stopped": outcome.why,
-        "verdict": outcome.verdict.as_json(),
-    }
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDERR)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import os
 import select
 import signal
@@ -30,6 +29,7 @@ from holdfast.cli.output import (
     CHECK_FAILED,
     Json,
     RunDirectory,
+    check_writable,
     console,
     failing_clearly,
     print_json,
@@ -41,10 +41,8 @@ from holdfast.core.errors import PolicyError, RunDirectoryError
 from holdfast.core.text import as_json_value, sanitise
 
 if TYPE_CHECKING:
-    from holdfast.report.comparing import Comparison
+    from holdfast.report.live.watching import Runs, Watched
     from holdfast.report.metrics.copying import CopySummary
-    from holdfast.report.run_snapshot import RunSnapshot
-    from holdfast.report.watching import Runs, Watched
 
 # The page has this many colours for runs.
 _MAX_COMPARED = 10
@@ -61,7 +59,7 @@ def watch(
     between everything, processes, training and events; q quits. Without a terminal, print the view
     once and exit.
     """
-    from holdfast.report.live import draw, follow
+    from holdfast.report.live.view import draw, follow
 
     with failing_clearly(as_json=as_json):
         watched = _watched(run_dir)
@@ -79,8 +77,8 @@ def watch(
 
 def _watched(path: Path) -> Watched | Runs:
     """Return a single run to watch, or all runs in a directory."""
+    from holdfast.report.live.watching import Runs, Watched
     from holdfast.report.sources import check_run, runs_in
-    from holdfast.report.watching import Runs, Watched
 
     try:
         return Watched(check_run(path), SystemClock())
@@ -122,48 +120,32 @@ def report(
 ) -> None:
     """Write an HTML page that says why a run ended and how it went; it opens offline."""
     with failing_clearly(as_json=as_json):
-        from holdfast.report.gathering import gather
-        from holdfast.report.page import render
+        from holdfast.report.page.gathering import gather
+        from holdfast.report.page.run_page import render
         from holdfast.report.sources import check_run
 
+        run_path = check_run(run_dir)
+        page = (out or run_path / "report.html").absolute()
+        check_writable(page)
         with working("reading the run"):
-            run = gather(check_run(run_dir))
+            run = gather(run_path)
             data = render(run).encode()
-        page = _write_page(out or run.path / "report.html", data)
+        replace_file(page, data)
     if as_json:
-        print_json(_report_as_json(run, page, len(data)))
+        print_json(
+            {
+                "page": str(page),
+                "bytes": len(data),
+                "processes": len(run.processes),
+                "curves": len(run.lanes),
+                "events": len(run.events),
+                "problems": list(run.problems),
+            }
+        )
         return
     _print_written(page, data)
     for problem in run.problems:
         typer.echo(f"note: {problem}", err=True)
-
-
-def _report_as_json(run: RunSnapshot, page: Path, size_bytes: int) -> dict[str, object]:
-    return {
-        "page": str(page),
-        "bytes": size_bytes,
-        "processes": len(run.processes),
-        "curves": len(run.lanes),
-        "events": len(run.events),
-        "problems": list(run.problems),
-    }
-
-
-def _write_page(path: Path, data: bytes) -> Path:
-    """Write a page and return its absolute path; an OSError says how to solve the problem."""
-    page = path.absolute()
-    if page.exists() and not page.is_file():
-        reason = "it is not a regular file; choose another path with --out FILE"
-        raise OSError(errno.EINVAL, reason, str(page))
-    try:
-        replace_file(page, data)
-    except OSError as error:
-        reason = (
-            f"the page cannot be written here ({error.strerror}); choose another path with --out"
-            " FILE"
-        )
-        raise OSError(error.errno, reason, str(page)) from error
-    return page
 
 
 def _print_written(page: Path, data: bytes) -> None:
@@ -179,39 +161,33 @@ def compare(
 ) -> None:
     """Write an HTML page that compares runs: curves, different settings, and how each ended."""
     with failing_clearly(as_json=as_json):
-        from holdfast.report.comparing import Comparison
-        from holdfast.report.gathering import gather
+        from holdfast.report.page.comparing import Comparison
+        from holdfast.report.page.gathering import gather
         from holdfast.report.sources import check_run
 
         # A run that is named twice counts once.
         paths = list(dict.fromkeys(check_run(path) for path in run_dirs))
-        _check_count(len(paths))
+        if not 2 <= len(paths) <= _MAX_COMPARED:
+            raise PolicyError(
+                f"{len(paths)} different runs to compare",
+                limit=f"a page compares 2 to {_MAX_COMPARED} runs",
+                fix="pass at least two, such as runs/a runs/b; `holdfast report` shows a single"
+                " run.",
+                rule="H105",
+            )
+        page = out.absolute()
+        check_writable(page)
         with working(f"reading {len(paths)} runs"):
             comparison = Comparison([gather(path) for path in paths])
             data = comparison.page().encode()
-        page = _write_page(out, data)
+        replace_file(page, data)
     if as_json:
         values = {"page": str(page), "bytes": len(data), **comparison.as_json()}
         print_json(as_json_value(values))
         return
-    _print_comparison(comparison)
-    _print_written(page, data)
-
-
-def _check_count(runs: int) -> None:
-    if 2 <= runs <= _MAX_COMPARED:
-        return
-    raise PolicyError(
-        f"{runs} different runs to compare",
-        limit=f"a page compares 2 to {_MAX_COMPARED} runs",
-        fix="pass at least two, such as runs/a runs/b; `holdfast report` shows a single run.",
-        rule="H105",
-    )
-
-
-def _print_comparison(comparison: Comparison) -> None:
     for title, rows in (("", comparison.facts), ("what differs", comparison.differs)):
         console().print(_comparison_table(title, comparison.names, rows))
+    _print_written(page, data)
 
 
 def _comparison_table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:

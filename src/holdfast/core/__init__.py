@@ -7,7 +7,7 @@ Start with `errors` (how every error is built), `events` (what a run records) an
 settings of a run). The other modules are independent of each other:
 
 - files: `files` (safe opening), `durable` (durable writes), `lock` (exclusive use by one process)
-- processes: `forked`, `threads`, `control_groups`, `importing`, `user_modules`
+- processes: `forked`, `threads`, `control_groups`, `importing`
 - values: `containers`, `raised` (exceptions as facts), `secrets`, `text`
 - `clock`, `version`, `vector_functions`, `warned`
 """

@@ -1,7 +1,7 @@
 """Take nested batch containers apart, and rebuild them with different contents.
 
 Mappings, lists, tuples, named tuples and dataclasses are containers; everything else, including a
-tensor, is a leaf. `number` and `count` validate values from untrusted files.
+tensor, is a leaf. `check_number` and `check_count` validate values from untrusted files.
 """
 
 from __future__ import annotations

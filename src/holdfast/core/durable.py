@@ -69,9 +69,3 @@ def rename_directory(source: Path, target: Path) -> None:
     fsync_path(source)
     source.rename(target)
     fsync_path(target.parent)
-
-
-def free_bytes(path: Path) -> int:
-    """Return how many bytes this user can still write to the file system of ``path``."""
-    status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize

@@ -98,7 +98,10 @@ def run_in_forked_copy(
     Raises:
         NoAnswer: If the copy could not be made, failed, or did not answer in time.
     """
-    reading, writing = _open_pipe()
+    try:
+        reading, writing = os.pipe()
+    except OSError as error:
+        raise NoAnswer(f"no pipe for a copy of this process ({error})", not_made=True) from error
     child = _fork(reading, writing)
     if child == 0:
         # The copy will need a descriptor, and none may be left.
@@ -106,7 +109,8 @@ def run_in_forked_copy(
         _be_the_copy(function, writing)
     os.close(writing)
     try:
-        message = _read_message(reading, timeout_seconds)
+        (length,) = _LENGTH.unpack(_read_bytes(reading, _LENGTH.size, timeout_seconds))
+        message = json.loads(_read_bytes(reading, length, timeout_seconds))
     finally:
         os.close(reading)
         _kill(child)
@@ -117,13 +121,6 @@ def run_in_forked_copy(
 
 
 # --- in this process ------------------------------------------------------------------------------
-
-
-def _open_pipe() -> tuple[int, int]:
-    try:
-        return os.pipe()
-    except OSError as error:
-        raise NoAnswer(f"no pipe for a copy of this process ({error})", not_made=True) from error
 
 
 def _fork(reading: int, writing: int) -> int:
@@ -142,18 +139,12 @@ def _fork(reading: int, writing: int) -> int:
             is_copying = False
 
 
-def _read_message(reading: int, timeout_seconds: float) -> dict[str, Any]:
-    """Return the message that the copy sends.
+def _read_bytes(reading: int, count: int, timeout_seconds: float) -> bytes:
+    """Return the next bytes that the copy sends.
 
     Raises:
         NoAnswer: If it dies, or sends nothing for `timeout_seconds`.
     """
-    (length,) = _LENGTH.unpack(_read_bytes(reading, _LENGTH.size, timeout_seconds))
-    message: dict[str, Any] = json.loads(_read_bytes(reading, length, timeout_seconds))
-    return message
-
-
-def _read_bytes(reading: int, count: int, timeout_seconds: float) -> bytes:
     received = b""
     while len(received) < count:
         ready, _, _ = select.select([reading], [], [], timeout_seconds)

@@ -6,18 +6,13 @@ at the end of an error, a finding or a verdict.
 
 Read it in the order in which a verdict is made:
 
-1. ``evidence``: the records that hold everything known about an attempt. ``collecting`` and
-   ``attempts`` fill them in, using the readers in ``logs`` and ``runs``.
-2. ``signature`` and ``signatures``: the catalogue of known failures, as data. ``matching`` finds
-   the signatures that match a text.
-3. ``candidate`` and ``weighing``: the possible causes found in logs and exceptions, and how certain
-   each one is.
-4. ``runtime_causes``: the cause suggested by exit statuses, signals and kernel counters.
-5. ``choosing``: which of all these is the cause, as a table of rules. ``doubts`` and ``good_ends``
-   examine a run that ended with status 0.
-6. ``judging``: ties these steps together and computes the confidence. ``wording`` makes the
-   `Verdict`, with sentences from ``remarks`` and quotations from ``exhibits``; both ask
-   ``observations``.
+1. ``evidence``: the records that hold everything known about an attempt. ``collecting`` fills them
+   in, using the readers in ``logs`` and ``runs``.
+2. ``signatures``: the catalogue of known failures, as data, and how they are found in a text.
+3. ``causes``: the possible causes, and which of them is chosen.
+4. ``judging``: ties these steps together and computes the confidence.
+5. ``wording``: makes the `Verdict`. ``observations`` and ``exhibits`` read the events and quote
+   them, for ``causes`` and ``wording``.
 
 ``hangs`` explains processes that make no progress; the watchdog of ``holdfast run`` uses it
 directly.

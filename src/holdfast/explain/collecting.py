@@ -10,14 +10,15 @@ import math
 from pathlib import Path
 
 from holdfast.core.errors import RunDirectoryError
-from holdfast.explain.attempts import collect_attempt
-from holdfast.explain.evidence import Ending, Evidence, GuardClosing
+from holdfast.explain.evidence import Ending, Evidence
 from holdfast.explain.logs.keeping import Readable
 from holdfast.explain.logs.text import LogText, read_log
-from holdfast.explain.printed_losses import learning_from_output, lost_from_output
-from holdfast.explain.runs.curves import find_lost_training
+from holdfast.explain.runs.attempts import collect_attempt
+from holdfast.explain.runs.divergence import find_lost_training, lost_from_output
+from holdfast.explain.runs.guard_records import already_tried, how_closed, statements_of_guards
+from holdfast.explain.runs.learning import learning_from_output
+from holdfast.explain.runs.recorded_steps import newest_step_of_guard
 from holdfast.explain.runs.recordings import Recordings, open_recordings, unreadable_error
-from holdfast.explain.runs.statements import already_tried, how_closed, statements_of_guards
 
 _NO_STATUS = (
     "no exit status: a log does not contain it (pass the exit status of the command, `--status 0`"
@@ -125,7 +126,7 @@ def _collect_guard(recordings: Recordings) -> Evidence:
     for folder in folders:
         events += recordings.events(folder)
     events.sort(key=lambda event: event.unix_seconds)
-    marks = [recordings.newest_step(folder) for folder in folders]
+    marks = [newest_step_of_guard(folder) for folder in folders]
     newest = max(
         (mark for mark in marks if mark is not None),
         key=lambda mark: mark.unix_seconds,
@@ -153,5 +154,5 @@ def _collect_guard(recordings: Recordings) -> Evidence:
         tried=tuple(already_tried(events)),
         lost=lost,
         steps=newest.global_step if newest is not None else None,
-        guard_closing=GuardClosing(**closing) if closing is not None else None,
+        guard_closing=closing,
     )

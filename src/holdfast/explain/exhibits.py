@@ -6,28 +6,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from holdfast.core.events.event import Event
-from holdfast.core.text import size
+from holdfast.core.text import counted, size
 from holdfast.explain import observations
 from holdfast.explain.evidence import Ending, Evidence, Statement
 from holdfast.explain.exit_status import status_text
-from holdfast.explain.logs.text import quoted
 from holdfast.explain.verdict import Exhibit
 
 _MOST_FAULTS = 3
 _MOST_LOADER_WARNINGS = 3
 _MOST_MEMORY_EVENTS = 4
+_MOST_LINES = 6
+# Of one line of a quotation.
 _MOST_CHARACTERS = 300
 
 
 def quote(statement: Statement, role: str) -> Exhibit:
-    """Return a statement as evidence.
-
-    Args:
-        statement: The statement to quote.
-        role: See `Exhibit.role`.
-    """
+    """Return the first lines of a statement as evidence; for `role`, see `Exhibit.role`."""
     return Exhibit(
-        text="\n".join(quoted(statement)),
+        text="\n".join(_first_lines(statement, _MOST_LINES)),
         source=statement.source,
         role=role,
         unix_seconds=statement.unix_seconds,
@@ -37,7 +33,19 @@ def quote(statement: Statement, role: str) -> Exhibit:
 
 def first_line(statement: Statement) -> str:
     """Return the first line of a statement as evidence shows it."""
-    return next(quoted(statement, most_lines=1))
+    return _first_lines(statement, 1)[0]
+
+
+def _first_lines(statement: Statement, most: int) -> list[str]:
+    """Return the first lines of a statement, with the exception's class, shortened if long."""
+    head = statement.exception or ""
+    if head and statement.text:
+        head += ": "
+    lines = (head + statement.text).strip().splitlines() or [""]
+    return [
+        line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}..."
+        for line in lines[:most]
+    ]
 
 
 # --- How the attempt ended ------------------------------------------------------------------------
@@ -80,7 +88,7 @@ def _exhibit_of_status(name: str, ending: Ending) -> Exhibit:
     if ending.phase not in (None, "ending"):
         words += f", in phase {ending.phase}"
     if ending.step:
-        words += f", after {ending.step} step{'s' if ending.step > 1 else ''}"
+        words += f", after {counted(ending.step, 'step')}"
     return Exhibit(
         text=words, source="exit status", unix_seconds=ending.unix_seconds, rank=ending.rank
     )

@@ -1,14 +1,14 @@
 """Turn evidence into a verdict.
 
-1. `case` finds how the attempt ended and which statements are candidates for the cause.
+1. `causes.case` finds how the attempt ended and which statements are candidates for the cause.
 2. `choosing` picks one of them by an ordered table of rules.
 3. A run that ended well is examined further: `doubts` looks for reasons to distrust the exit
    status, `good_ends` for problems such as a loss that did not fall.
 4. This module computes how certain the cause and its class are, and finds the runner-up.
 5. `wording` puts all of it into words.
 
-A confidence is how often verdicts on the same grounds were right (`candidate.SHARES`), reduced by
-contradicting evidence. If counters, signals or a hang decide, `runtime_causes` provides it.
+A confidence is how often verdicts on the same grounds were right (`causes.candidate.SHARES`),
+reduced by contradicting evidence. If counters, signals or a hang decide, `causes.ends` provides it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from holdfast.explain import observations
-from holdfast.explain.case import Case, open_case
-from holdfast.explain.choosing import Choice, choose
-from holdfast.explain.doubts import Doubt, find_doubt
+from holdfast.explain.causes.case import Case, open_case
+from holdfast.explain.causes.choosing import Choice, choose
+from holdfast.explain.causes.doubts import Doubt, find_doubt
+from holdfast.explain.causes.good_ends import find_shortfalls
 from holdfast.explain.evidence import Evidence
-from holdfast.explain.good_ends import find_shortfalls
-from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import UNJUDGED, WELL, all_signatures, endings
+from holdfast.explain.signatures.signature import Signature
 from holdfast.explain.verdict import Verdict
-from holdfast.explain.wording import Judgement, in_words
+from holdfast.explain.wording.judgement import Judgement
+from holdfast.explain.wording.verdict_words import in_words
 
 # The highest confidence in a good end that is in doubt.
 _MOST_IN_DOUBT = 0.7

@@ -2,7 +2,7 @@
 
 Examples are growing memory, training faults that a Guard found, and failed saves. `remarks` turns
 these observations into sentences, `exhibits` into pieces of evidence. Nothing here chooses a cause
-(see `choosing`).
+(see `causes.choosing`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Ending, Evidence, Statement
+from holdfast.explain.exit_status import is_signal_name
 
-# Events that tell whether a Guard's newest state is in a checkpoint.
 # How a save can end.
 _EVENTS_OF_SAVES = ("checkpoint_saved", "save_failed", "save_refused")
+# Events that tell whether a Guard's newest state is in a checkpoint.
 _EVENTS_ABOUT_SAVING = ("not_saved", "checkpoint_saved", "saved", "loop")
 _FULL_DISK_MESSAGES = ("No space left on device", "Disk quota exceeded")
 
@@ -71,14 +72,13 @@ def training_faults(evidence: Evidence) -> list[Event]:
     """
     newest: dict[tuple[str, str], Event] = {}
     for event in evidence.events:
-        if event.kind == "finding" and _is_sound_finding(event):
+        # A damaged recording may lack the rule or the text.
+        is_sound = isinstance(event.data.get("rule"), str) and isinstance(
+            event.data.get("what"), str
+        )
+        if event.kind == "finding" and is_sound:
             newest[event.data["rule"], str(event.data.get("where"))] = event
     return sorted(newest.values(), key=_importance_of_finding)
-
-
-def _is_sound_finding(event: Event) -> bool:
-    """Return whether a finding has a rule and a text; a damaged recording may lack them."""
-    return isinstance(event.data.get("rule"), str) and isinstance(event.data.get("what"), str)
 
 
 def _importance_of_finding(finding: Event) -> tuple[bool, bool, float]:
@@ -150,6 +150,40 @@ def _reason_of_failed_save(error: object) -> str:
         return "the disk is full"
     # Without the class of the exception.
     return error.partition(": ")[2] or error
+
+
+def stop_request(events: Iterable[Event]) -> Event | None:
+    """Return the newest request to stop a Guard.
+
+    None if there is none, or if a loop began after it.
+
+    Args:
+        events: Events in the order of their times.
+    """
+    request = None
+    for event in events:
+        if event.kind == "stop_requested":
+            request = event
+        elif event.kind in ("loop", "resumed"):
+            request = None
+    return request
+
+
+def signal_of_stop(request: Event) -> str | None:
+    """Return the name of the signal that requested a stop, or None if the program itself did."""
+    for value in (request.data.get("signal"), request.data.get("reason")):
+        if isinstance(value, str) and is_signal_name(value):
+            return value
+    return None
+
+
+def closed_after(events: Iterable[Event], request: Event) -> bool:
+    """Return whether a Guard closed as requested after a request to stop."""
+    for event in events:
+        is_stop = event.kind == "closed" and event.data.get("how") == "stopped"
+        if is_stop and event.unix_seconds >= request.unix_seconds:
+            return True
+    return False
 
 
 # --- Processes ------------------------------------------------------------------------------------

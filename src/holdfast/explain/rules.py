@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib import resources
 
 from holdfast.core.errors import PolicyError, nearest
-from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import all_signatures
+from holdfast.explain.signatures.signature import Signature
 
 PAGES = ("rules.md", "learning_rules.md")
 _SECTION = re.compile(r"^## (H\d{3,4}): ([^\n]+)\n\n(.+?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -23,8 +23,8 @@ _LEAST_LIKENESS = 0.85
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One rule.
+class RulePage:
+    """The page of one rule.
 
     Attributes:
         id: Such as ``"H101"``.
@@ -39,26 +39,26 @@ class Rule:
 
 
 @functools.cache
-def all_rules() -> dict[str, Rule]:
+def all_rules() -> dict[str, RulePage]:
     """Return every rule of the pages by its id."""
-    rules: dict[str, Rule] = {}
+    rules: dict[str, RulePage] = {}
     for name in PAGES:
         page = resources.files("holdfast.explain").joinpath(name).read_text(encoding="utf-8")
         for section in _SECTION.finditer(page):
             rule_id, title, text = section.groups()
-            rules[rule_id] = Rule(id=rule_id, title=title, text=text.strip())
+            rules[rule_id] = RulePage(id=rule_id, title=title, text=text.strip())
     return rules
 
 
 @functools.cache
-def catalogue() -> dict[str, Rule]:
+def catalogue() -> dict[str, RulePage]:
     """Return the rules of the pages and of all signatures by their ids, in the order of the ids."""
     rules = {signature.id: _rule_of(signature) for signature in all_signatures().values()}
     rules.update(all_rules())
     return dict(sorted(rules.items(), key=lambda entry: int(entry[0][1:])))
 
 
-def find_rule(rule_id: str) -> Rule:
+def find_rule(rule_id: str) -> RulePage:
     """Return the rule with this id, in upper or lower case.
 
     Raises:
@@ -77,7 +77,7 @@ def find_rule(rule_id: str) -> Rule:
     )
 
 
-def _rule_of(signature: Signature) -> Rule:
+def _rule_of(signature: Signature) -> RulePage:
     """Return the rule page of a signature: meaning, fix, false positives, examples and class."""
     parts = [signature.means, f"**Fix.** {signature.fix}"]
     if signature.changes:
@@ -91,7 +91,7 @@ def _rule_of(signature: Signature) -> Rule:
         parts.append(f"**Also** ({where}).\n\n{_indented(text)}")
     family = signature.family[:1].upper() + signature.family[1:]
     parts.append(f"**Class of causes.** {family}.")
-    return Rule(id=signature.id, title=signature.title, text="\n\n".join(parts))
+    return RulePage(id=signature.id, title=signature.title, text="\n\n".join(parts))
 
 
 def _indented(text: str) -> str:

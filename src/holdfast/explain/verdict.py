@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from holdfast.core.text import sanitise
-from holdfast.explain.signature import FAMILIES, Family, Restart
+from holdfast.explain.signatures import WELL
+from holdfast.explain.signatures.signature import FAMILIES, Family, Restart
 
 _MOST_CHARACTERS = 20_000
 # Fields that keep their line breaks; in all others, line breaks become spaces.
@@ -20,8 +21,8 @@ _FIELDS_WITH_LINES = frozenset({"text", "summary", "fix"})
 # error with its rule. The ids of signatures start at H900.
 _IN_ITS_OWN_WORDS = re.compile(r"H1608|H[1-8]\d\d")
 # The lowest confidence in an uncontradicted exception that ended its process: the smallest entry of
-# `candidate.SHARES` for exceptions without a signature. Any contradicting evidence (a signal from
-# outside, another failure, progress after the exception) lowers the confidence below this.
+# `causes.candidate.SHARES` for exceptions without a signature. Any contradicting evidence (a signal
+# from outside, another failure, progress after the exception) lowers the confidence below this.
 _UNDISPUTED = 0.65
 
 
@@ -90,6 +91,14 @@ class Verdict:
         if self.family == "ended well":
             return 0
         return 10 + FAMILIES.index(self.family)
+
+    @property
+    def is_plain_success(self) -> bool:
+        """Return whether the run ended well without reservations.
+
+        A doubt about the exit status or a fault in the training has a title of its own.
+        """
+        return self.cause == WELL.id and self.title == WELL.title
 
     @property
     def names_an_exception(self) -> bool:

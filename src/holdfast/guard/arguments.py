@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from holdfast.core.errors import PolicyError
+from holdfast.core.text import counted
 from holdfast.guard.optimizers import check_optimizer, identities
 from holdfast.guard.parts import Parts, Stateful, named_tensors
 from holdfast.numerics.eager import as_written
@@ -246,7 +247,7 @@ def _check_shapes(kind: str, values: Mapping[str, Any]) -> None:
         lazy = [key for key, tensor in named_tensors(value) if is_lazy(tensor)]
         if lazy:
             raise PolicyError(
-                f"{kind} {name!r} has {len(lazy)} tensor(s) without a shape, the first is"
+                f"{kind} {name!r} has {counted(len(lazy), 'tensor')} without a shape, the first is"
                 f" {lazy[0]}",
                 limit=(
                     "a lazy layer creates them in its first forward pass, and a guard saves them"

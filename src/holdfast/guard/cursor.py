@@ -25,7 +25,7 @@ from holdfast.guard.loader_positions import (
     position_in,
 )
 from holdfast.guard.parts import Stateful
-from holdfast.loader.foreign import EXACT, keeps_by_state_dict, resume_promise
+from holdfast.loader.foreign.promises import EXACT, keeps_by_state_dict, resume_promise
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.random_state import RandomState, capture
 
@@ -316,7 +316,7 @@ class Cursor:
         """Return whether another rank trains on the current batch too, and counts it there."""
         if not self._progress.fetching or self._holdfast_loader is None:
             return False
-        return self._holdfast_loader.repeats
+        return self._holdfast_loader.batch_is_repeated
 
     def random_state(self) -> RandomState:
         """Return the random state that belongs to the position.

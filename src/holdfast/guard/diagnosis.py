@@ -48,7 +48,7 @@ class Diagnosis:
         self._is_open = False
         if self._record.is_open and self._observer.steps:
             self._observer.finish()
-            self._emit(self._observer.take_fresh())
+            self._emit(self._observer.findings.take_fresh())
         self._observer.close()
 
     def findings_on_request(self) -> list[Finding]:
@@ -56,7 +56,7 @@ class Diagnosis:
         if self._observer is None:
             return []
         self._observer.judge_now()
-        findings = self._observer.findings_on_request()
+        findings = self._observer.findings.all()
         return [with_origin(finding, self._origin) for finding in findings]
 
     def attempt(self) -> contextlib.AbstractContextManager[None] | None:
@@ -86,7 +86,7 @@ class Diagnosis:
         if self._observer is None:
             return
         if self._observer.sampled:
-            notice = self._observer.take_notice()
+            notice = self._observer.hooks.take_notice()
             if notice is not None:
                 self._record.emit(run_events.DiagnosisLimited(why=notice))
         if reason is not None and _is_traced(outcome):
@@ -107,7 +107,9 @@ class Diagnosis:
         for finding in findings:
             fields = asdict(with_origin(finding, self._origin))
             about = fields.pop("kind")
-            event = run_events.Note if finding.severity == "note" else run_events.Finding
+            event = run_events.FindingReported
+            if finding.severity == "note":
+                event = run_events.NoteReported
             self._record.emit(event(about=about, **fields))
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -1,9 +1,11 @@
-"""`Guard`: the user's own loop, made to hold.
+"""`Guard`, the public face of a guarded training run.
 
-batches()   where the run continues, when it saves, and where it stops
-step()      one transaction, and what is done about NaN, Inf and an optimizer step that fails
-            half-way
-evaluate()  evaluation that leaves no trace in training and can be interrupted
+The work is done elsewhere:
+
+- ``run/session.py``: the open run directory, resuming, and what a checkpoint holds
+- ``run/loop.py``: `Guard.batches`, the boundaries between batches, when to save and to stop
+- ``run/steps.py``: `Guard.step`, and what follows a step that was refused
+- ``step/engine.py``: one step as a transaction
 """
 
 from __future__ import annotations
@@ -54,39 +56,43 @@ from holdfast.recorder.scalars import check_scalars
 class Guard:
     """Keeps one training run alive, correct and inside its memory.
 
-    Making a guard takes the lock of the run directory and, if there is a good checkpoint in it,
-    puts all state back into the given objects. It is released by `close`, by the end of `batches`,
-    or as a context manager.
+    Creating a guard locks the run directory. If the directory holds a valid checkpoint, the state
+    of all objects passed here is restored from the newest one. The directory is unlocked when
+    `batches` ends, by `close`, or on leaving the guard as a context manager.
 
     Args:
-        run_dir: Directory of the run, made if missing.
-        model: One module, or a dict of named ones. On several ranks one, in
-            ``DistributedDataParallel``.
-        optimizer: One optimizer, or a dict of named ones. All their parameters belong to the
-            models.
-        scheduler: Learning-rate scheduler(s); several in a dict by optimizer name. Any object with
-            ``step()``, ``state_dict()`` and ``load_state_dict(state)`` is advanced at
-            ``Policy.scheduler_interval``; ReduceLROnPlateau by `validated`, since it needs your
-            metric; timm's schedulers after steps and epochs.
-        loader: What `batches` iterates: a `holdfast.DataLoader`, or any other iterable of batches.
-        state: Further state by name: anything with ``state_dict`` and ``load_state_dict``.
-        averaged: ``torch.optim.swa_utils.AveragedModel`` of the bare model, or a dict of such by
-            the names of models. It takes in the weights after each step that is committed and has
-            moved them; see `averaged`.
-        policy: Settings: a `Policy` or a dict of its fields, the path of a YAML file, or None for
-            the defaults. Files and the defaults are overridden by ``HOLDFAST_*`` variables.
-        split: Where the batch dimension is (see ``guard.splitting``): a number, a prefix of the
-            batch's structure, or a function of batch and micro-batch size.
-        clock: Time, for tests.
-        **overrides: Policy fields by name, stronger than `policy`; for instance
-            ``precision="bf16"``.
+        run_dir: Run directory; it is created if it does not exist.
+        model: One module, or a dict of modules by name. With several ranks, one module wrapped in
+            ``DistributedDataParallel``, or sharded by ``fully_shard``.
+        optimizer: One optimizer, or a dict of optimizers by name. All their parameters must belong
+            to the models.
+        scheduler: One learning-rate scheduler, or a dict of schedulers by optimizer name. Any
+            object with ``step()``, ``state_dict()`` and ``load_state_dict(state)`` is stepped at
+            ``Policy.scheduler_interval``. ReduceLROnPlateau is stepped by `validated`, since it
+            needs your metric; timm's schedulers are stepped after steps and after epochs.
+        loader: The loader that `batches` iterates: a `holdfast.DataLoader` or any other iterable
+            of batches.
+        state: Further state to save, by name: objects with ``state_dict`` and
+            ``load_state_dict``.
+        averaged: A ``torch.optim.swa_utils.AveragedModel`` of the unwrapped model, or a dict of
+            them by model name. It is updated after each committed step that moved the model's
+            weights; see `averaged`.
+        policy: A `Policy`, a dict of its fields, the path of a YAML file, or None for the
+            defaults. ``HOLDFAST_*`` environment variables override files and defaults.
+        split: Where the batch dimension is: a number, a prefix of the batch's structure, or a
+            function of batch and micro-batch size. See ``guard.splitting``.
+        clock: The source of time. Tests pass a fake one.
+        **overrides: Policy fields by name, such as ``precision="bf16"``. They take precedence over
+            `policy`.
 
     Raises:
-        PolicyError: H1xx, for an argument that cannot be used; on several ranks H108 or H115.
-        RankError: H114, if another rank has failed meanwhile.
-        RunDirectoryError: H30x, if the directory is locked, not writable, newer, or of another
-            model.
-        CheckpointError: H31x, if no checkpoint verifies, or the newest does not fit these objects.
+        PolicyError: H1xx for an argument that cannot be used; with several ranks also H108 or
+            H115.
+        RankError: H114 if another rank has failed.
+        RunDirectoryError: H30x if the directory is locked, not writable, written by a newer version
+            of holdfast, or belongs to another model.
+        CheckpointError: H31x if no checkpoint can be verified, or the newest one does not fit the
+            objects passed here.
 
     Example:
         >>> import tempfile, torch, holdfast
@@ -118,7 +124,8 @@ class Guard:
         with naming_lack_of_memory("making the guard"):
             self._parts = gather_parts(model, optimizer, scheduler, state, averaged)
             self._ranks = ranks_of(self._parts)
-            with self._ranks.together():  # an error on one is an error on all
+            # An error on one rank is raised on all of them.
+            with self._ranks.together():
                 self._begin(
                     run_dir, loader, split, clock or SystemClock(), Policy.of(policy, **overrides)
                 )
@@ -151,11 +158,15 @@ class Guard:
         ):
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
         self._cursor = None if loader is None else Cursor(loader, self._parts.devices())
-        self._validated: dict[str, BestOf] = {}  # by metric
-        # A loop of ours goes to its place, or it was said that none does
-        self._position_is_clear = False
-        self._asked = StopRequest(self.policy.stop_signals)  # of this process
-        self._swapped = ExitStack()  # puts the weights of the run back
+        # The best validations of each metric, by its name.
+        self._validated: dict[str, BestOf] = {}
+        # True once it is known where the data continues: either `batches` has moved there, or the
+        # user was warned that the script must do so itself.
+        self._position_known = False
+        # The request to stop that this process has received; `self._stop` is that of all ranks.
+        self._asked = StopRequest(self.policy.stop_signals)
+        # Closing it restores the trained weights within `averaged`.
+        self._swapped = ExitStack()
         self._trained_weights = TrainedWeights(self._parts.models)
         with ranks.in_turn():
             self._directory = RunDirectory(run_dir, ranks.rank)
@@ -169,7 +180,7 @@ class Guard:
         self._stop, saves = ranks.agreed(self._asked, self._session.saving, self._cursor)
         self._boundaries = Loop(self._session, self._stop, saves, self._recovery)
         weakref.finalize(self, self._asked.uninstall)
-        # At exit: later, torch would abort the process
+        # Runs at exit. If the observer's hooks were removed later, torch would abort the process.
         weakref.finalize(self, self._engine.diagnosis.close)
         with ranks.in_turn():
             self._open()
@@ -189,21 +200,22 @@ class Guard:
 
     @property
     def global_step(self) -> int:
-        """Return the optimizer steps in the weights, over all restarts of the run."""
+        """Return the number of optimizer steps in the weights, over all restarts of the run."""
         return self._record.global_step
 
     @property
     def epoch(self) -> int:
-        """Return the epochs that `batches` has completed."""
-        return 0 if self._cursor is None else self._cursor.epoch
+        """Return the number of epochs that `batches` has completed."""
+        if self._cursor is None:
+            return 0
+        return self._cursor.epoch
 
     @property
     def epochs_validated(self) -> int:
-        """Return how many epochs were completed when `validated` was called last, as the newest
-        checkpoint holds it.
+        """Return how many epochs were complete at the last call of `validated`.
 
-        A run that is started again after its end does not know what was validated after its last
-        save.
+        After a restart this is the value in the newest checkpoint. Validations after the last save
+        of the previous process are therefore not counted.
         """
         return self._session.counters.epochs_validated
 
@@ -211,25 +223,28 @@ class Guard:
     def stop_reason(self) -> str | None:
         """Return why the run was asked to stop, such as ``"SIGUSR1"``, or None.
 
-        See ``Policy.stop_signals``.
-
-        It is the same on all ranks, whichever of them was asked.
+        All ranks return the same reason, whichever of them received the request. The signals that
+        stop a run are set by ``Policy.stop_signals``.
         """
         return self._stop.reason
 
     def statistics(self) -> Statistics:
         """Return a snapshot of the run's totals.
 
-        Cost: in fp16, one host sync.
+        With fp16 this waits for the device once.
         """
         return self._session.statistics()
 
     def events(self) -> list[Event]:
-        """Return what was recorded in the run directory, oldest first, by earlier processes too."""
+        """Return the events in the run directory, oldest first, including earlier processes'."""
         return self._record.events()
 
     def request_stop(self, reason: str = "requested") -> None:
-        """Ask the run to end at the next boundary, with a checkpoint."""
+        """Ask the run to save a checkpoint and to end at the next boundary.
+
+        Args:
+            reason: The reason that `stop_reason` and the recorded event give.
+        """
         self._asked.request(reason)
 
     # --- the loop
@@ -237,29 +252,30 @@ class Guard:
     def batches(
         self, *, max_epochs: int | None = None, max_steps: int | None = None
     ) -> Iterator[Any]:
-        """Yield batches from where the run stands, until a limit is reached or a stop was
-        requested.
+        """Yield the batches of the run, from its current position to a limit or a stop request.
 
-        A checkpoint is written when one is due and at the end; then the run directory is released.
-        If that last save fails, the loop ends normally, but the process ends with exit code 74
-        unless a later save succeeds.
+        A checkpoint is saved whenever one is due, and at the end; then the run directory is
+        unlocked. If that last save fails, the loop ends normally, but the process exits with code
+        74 unless a later save succeeds.
 
-        Leaving the loop with ``break``, or with ``next`` before its end, writes no checkpoint
-        unless a stop was requested: use `request_stop`, or call `close` afterwards. If nobody does,
-        a line on stderr names the steps that are in no checkpoint when the process ends. Starting a
-        new loop ends one that is still open, as ``break`` does. A signal of ``Policy.stop_signals``
-        ends the loop with a checkpoint; the script can check `stop_reason` after it.
+        A signal of ``Policy.stop_signals`` ends the loop after a checkpoint was saved. The script
+        can read `stop_reason` after the loop.
+
+        Leaving the loop early, by ``break`` or by calling ``next`` only a few times, saves no
+        checkpoint unless a stop was requested. Call `request_stop` instead, or `close` afterwards;
+        otherwise a line on stderr names the steps that are in no checkpoint when the process ends.
+        Starting a new loop ends one that is still open, as ``break`` does.
 
         Args:
-            max_epochs: Passes over the loader, counted over all restarts of the run.
-            max_steps: Optimizer steps, counted in the same way.
+            max_epochs: Number of passes over the loader, over all restarts of the run.
+            max_steps: Number of optimizer steps, over all restarts of the run.
 
         Raises:
-            PolicyError: H105 without a loader or a limit. LoaderError: H601 for an empty loader,
-                H602 if `max_steps` can never be reached since no step is made.
-            SystemExit: After a stop by a signal and the last save, if ``Policy.stop_exit_code`` is
-                set.
-            KeyboardInterrupt: After a stop by Ctrl-C and the last save, if it is not set.
+            PolicyError: H105 without a loader or without a limit.
+            LoaderError: H601 for an empty loader; H602 if no step was made in a whole epoch, so
+                that `max_steps` would never be reached.
+            SystemExit: After a signal and the last save, if ``Policy.stop_exit_code`` is set.
+            KeyboardInterrupt: After Ctrl-C and the last save, if it is not set.
         """
         if self._cursor is None or (max_epochs is None and max_steps is None):
             missing = "loader=" if self._cursor is None else "max_epochs= or max_steps="
@@ -273,12 +289,13 @@ class Guard:
 
     def _loop(self, cursor: Cursor, max_epochs: int | None, max_steps: int | None) -> Iterator[Any]:
         self._session.check_not_in_step()
-        # Else the last loop would end this one, whenever its iterator is collected
+        # Otherwise the previous loop would end this one when its iterator is garbage collected.
         self._boundaries.leave()
-        self._position_is_clear = True
+        self._position_known = True
         with naming_lack_of_memory("iterating over batches"):
             self._stop.reset(raised=self._ending() is not None)
-            self._ready()  # not before the first batch is asked for
+            # This is a generator, so the directory is opened when the first batch is requested.
+            self._ready()
             self._asked.install()
             yield from self._boundaries.begin(cursor, max_epochs, max_steps, self._release)
             ending = self._ending()
@@ -286,18 +303,20 @@ class Guard:
             raise ending
 
     def _ready(self) -> None:
-        """Open the run directory if it was released, and keep boundaries in a loop that is not
-        ours.
+        """Open the run directory if it is closed.
+
+        If the script does not iterate `batches`, a call of `step` is also a boundary: the step
+        before it is over, so a save may be due, and a stop request ends the process.
         """
         self._session.check_not_in_step()
         if self._stop.honoured and self._ending() is not None:
-            # The caller has seen the exception and goes on nevertheless.
+            # The script has caught the exception of the stop and continues training.
             self._stop.reset(raised=True)
         if not self._record.is_open:
             self._open()
         if not self._session.state.in_loop:
-            if self.resumed_from is not None and not self._position_is_clear:
-                self._position_is_clear = True
+            if self.resumed_from is not None and not self._position_known:
+                self._position_known = True
                 self._record.emit(run_events.PositionNotKept())
             self._boundaries.boundary_outside()
             if self._stop.by_signal:
@@ -313,25 +332,29 @@ class Guard:
         optimizer: str | Sequence[str] | None = None,
         split: Split | None = None,
     ) -> StepResult:
-        """Make one training step: forward, backward, clip, optimizer step. All of it, or nothing.
+        """Make one training step: forward, backward, gradient clipping and optimizer step.
+
+        The step is a transaction: either all of it takes effect, or none of it.
 
         Args:
-            batch: Any pytree of tensors.
-            loss_fn: Takes a batch, or a part of one, and returns its scalar mean loss, or `Loss`,
-                or a pair (mean, items). It may run several times, so it should change nothing but
-                buffers and `state`.
-            optimizer: Name(s) of the optimizers to step; None: all. Gradients reach only their
-                parameters.
+            batch: The batch, any pytree of tensors.
+            loss_fn: A function that takes a batch, or a part of one, and returns its mean loss as
+                a scalar tensor, as a `Loss`, or as a pair ``(mean, items)``. It may be called
+                several times for one step, so it should change nothing but buffers and the objects
+                passed as ``state=``.
+            optimizer: The name of the optimizer to step, or a sequence of names; None steps all of
+                them. Only their parameters receive gradients.
             split: Overrides the guard's `split` for this batch.
 
         Returns:
-            What happened. ``skipped`` is True if the weights were left as they were.
+            The result of the step. ``skipped`` is True if the batch is not in the weights.
 
         Raises:
-            BatchError: H2xx, if the batch or the loss cannot be used; no trace is left.
-            OutOfMemoryError: H401 if no remedy is left, H402 if an optimizer failed half-way for
-                good.
-            NonFiniteError: H501, if NaN or Inf persists.
+            BatchError: H2xx if the batch or the loss cannot be used; the step leaves no trace.
+            OutOfMemoryError: H401 if the batch does not fit after all remedies; H402 if an
+                optimizer ran out of memory half-way and the run cannot return to an earlier state.
+            NonFiniteError: H501 if losses or gradients stay NaN or Inf.
+            DivergenceError: H503 if the loss has diverged and ``Policy.max_rollbacks`` is used up.
         """
         try:
             names = self._parts.optimizer_names(optimizer)
@@ -347,7 +370,7 @@ class Guard:
     def _leave(self, error: BaseException) -> None:
         """Record an error that leaves the guard.
 
-        Raise that of another rank, if that is behind it.
+        If another rank's error is the cause, that one is raised instead.
         """
         behind = self._ranks.leave(error)
         self._record.left_by(behind or error)
@@ -373,9 +396,9 @@ class Guard:
             self._session.close(how)
 
     def close(self) -> None:
-        """Write what is not saved yet, also without a step since; release the run directory.
+        """Save what is in no checkpoint yet, and unlock the run directory.
 
-        May be called again.
+        May be called more than once.
         """
         with naming_lack_of_memory("saving and closing the run"):
             self._session.check_averages()
@@ -399,7 +422,7 @@ class Guard:
             self._release("failed")
 
     def _end_process(self) -> NoReturn:
-        """Save and end the process cleanly, where there is no loop of ours that could end."""
+        """Save a checkpoint and end the process, because there is no `batches` loop to end."""
         self._swapped.close()
         self._stop.honoured = True
         request = run_events.StopRequested(
@@ -410,17 +433,17 @@ class Guard:
         self._record.emit(request)
         self._boundaries.count_batch()
         self._session.save_the_rest(self._open)
-        self._session.save()  # a first checkpoint in any case
+        # A run that has made no step yet gets its first checkpoint too.
+        self._session.save()
         self._release("stopped")
         raise self._ending() or SystemExit(0) from None
 
     def _ending(self) -> BaseException | None:
-        """Return the exception to raise after a stop by a signal, once the run is saved, or None.
+        """Return the exception to raise after a stop by a signal and the last save, or None.
 
         Ctrl-C raises KeyboardInterrupt, as without a guard, so that a notebook's "Run all" stops.
         """
-        # A signal to this rank may have come after the last step of all ranks, so that they did not
-        # agree on it.
+        # This rank may have received a signal too late for the ranks to agree on it.
         number = self._stop.signal or self._asked.signal
         if number is None:
             return None
@@ -439,54 +462,63 @@ class Guard:
         keep: int | None = None,
         patience: int | None = None,
     ) -> bool:
-        """Take in a metric of an evaluation; on several ranks all say the same.
+        """Report a metric that was measured on the validation set.
 
-        It drives each ReduceLROnPlateau of the same mode, which must not be fed with losses of
-        batches. The loss shows overfitting.
+        Every ReduceLROnPlateau of the same `mode` is stepped with it. The metric ``"loss"`` also
+        lets the diagnosis see overfitting. With several ranks, all must report the same value.
 
         Args:
-            value: Over the validation set: a number or a tensor of one element. NaN and Inf are no
-                best one, but count for `patience`.
-            name: Of the metric.
-            mode: Whether lower or higher is better.
-            keep: How many of the best checkpoints are kept beside the newest ones, see `best`; they
-                need a save, but no more room. None: 1, of the loss without a name 0.
-            patience: So many validations in a row that are not the best one stop the training, as
-                `request_stop`.
+            value: The metric over the whole validation set: a number, or a tensor with one element.
+                NaN and Inf are never the best value, but count towards `patience`.
+            name: The name of the metric.
+            mode: Whether lower (``"min"``) or higher (``"max"``) values are better.
+            keep: The number of best checkpoints to keep beside the newest ones; see `best`. A
+                value that is among the best is saved at once. None keeps one, and none for
+                ``"loss"``.
+            patience: The training stops, as by `request_stop`, after this many validations in a
+                row without a new best value. None never stops it.
 
         Returns:
-            Whether its checkpoint was kept.
+            Whether a checkpoint of this state was kept as one of the best.
 
         Raises:
-            PolicyError: H105 for a name, a mode or a value that cannot be; H115 if ranks differ.
+            PolicyError: H105 for a name, mode or value that cannot be used; H115 if the ranks
+                report different values.
         """
         self._session.check_averages()
-        number, self._session.validated = as_metric(value, keep, patience), True
-        if name not in self._validated:  # read before another rank writes
+        number = as_metric(value, keep, patience)
+        self._session.validated = True
+        if name not in self._validated:
+            # Read on all ranks before one of them writes.
             self._validated[name] = BestOf(
                 self._directory.path, name, mode, writes=self._ranks.rank == 0
             )
         best = self._validated[name]
         with self._ranks.together():
-            # NaN is not equal to itself
+            # Compared as text, since NaN is not equal to itself.
             self._ranks.agree("guard.validated", lambda: {name: repr(number)})
         self._session.counters.epochs_validated = self.epoch
         changed = self._session.schedules.validated(number, mode, self.epoch)
         if name == "loss":
             self._engine.diagnosis.validated(number)
-        most = int(name != "loss") if keep is None else keep
+        most = keep
+        if most is None:
+            most = 0 if name == "loss" else 1
         entry = None
         if best.is_better(number, self.global_step, most):
             if self._session.is_open:
-                self._boundaries.count_batch()  # it is in the weights
+                # The batch of the last step is in the weights, so the checkpoint counts it.
+                self._boundaries.count_batch()
             entry = self._session.checkpoint_of_now(and_then=best.link)
         if entry is not None:
             best.keep(number, entry, most)
         best.write()
-        kept_as, by = None if entry is None else entry.path.name, tuple(changed)
         self.emit(
             run_events.Validated(
-                loss=number, learning_rate_changed_by=by, name=name, kept_as=kept_as
+                loss=number,
+                learning_rate_changed_by=tuple(changed),
+                name=name,
+                kept_as=None if entry is None else entry.path.name,
             )
         )
         if patience is not None and best.waited >= patience:
@@ -494,26 +526,31 @@ class Guard:
         return entry is not None
 
     def best(self, name: str = "loss") -> Best | None:
-        """Return the best checkpoint that `validated` has kept for a metric, in this process or
-        an earlier one.
+        """Return the best checkpoint that `validated` has kept for a metric, or None.
+
+        Checkpoints that earlier processes of the run have kept count too.
+
+        Args:
+            name: The name of the metric, as passed to `validated`.
         """
         return next(iter(BestOf(self._directory.path, name, "min", writes=False).kept), None)
 
     def diagnose(self) -> list[Finding]:
-        """Return why the run may not be learning, the most important finding first.
+        """Return the findings on why the run may not be learning, the most important one first.
 
-        Most of it is recorded as events when it is found. Only on request it also says whether the
-        run learns nothing (H828) or its loss has risen (H826), which is often right, but not often
-        enough to be said of every run. Empty if the policy has ``diagnose=False``.
+        Most findings are also recorded as events as soon as they are made. Two appear only here,
+        because they are not reliable enough to be reported unasked: that the run learns nothing
+        (H828) and that its loss has risen (H826). The list is empty if the policy has
+        ``diagnose=False``.
         """
         return self._engine.diagnosis.findings_on_request()
 
     def emit(self, data: EventData) -> None:
-        """Record an event of ``core.events.run_events``, or of a subclass of `EventData` of your
-        own.
+        """Record an event, which `holdfast events` and the report show.
 
-        `holdfast events` and the report show it. ``learning.alignment.report_alignment`` uses it
-        for rule H852.
+        Args:
+            data: An event of ``core.events.run_events``, or an instance of your own subclass of
+                `EventData`.
         """
         with self._session.recording():
             self._record.emit(data)
@@ -523,56 +560,59 @@ class Guard:
     def log(
         self, values: Mapping[str, Any] | None = None, /, *, split: str = "", **more: Any
     ) -> None:
-        """Record numbers of your own with step, epoch and time, also after `batches`.
+        """Record numbers of your own with the current step, epoch and time.
 
-        All reports show them.
+        They appear in all reports. May also be called after the loop.
 
         Args:
-            values: By name: numbers, or tensors of one element. One on a device is read, which
-                waits for it.
-            split: Such as ``"validation"``; what is shown is ``split/name``, of at most 64 bytes of
-                UTF-8.
-            **more: Further values by name, such as ``accuracy=0.93``. NaN and Inf are values.
+            values: Numbers, or tensors with one element, by name. Reading a tensor on an
+                accelerator waits for the device.
+            split: A prefix such as ``"validation"``, shown as ``split/name``. Both together have at
+                most 64 bytes of UTF-8.
+            **more: Further values by name, such as ``accuracy=0.93``. NaN and Inf are recorded
+                too.
 
         Raises:
-            PolicyError: H117, for what is no number or a name that is empty or too long. A full
-                disk raises nothing.
+            PolicyError: H117 for a value that is not a number, or a name that is empty or too long.
+                A full disk raises nothing.
         """
         self._session.log(check_scalars(values, split, more))
 
     def add_image(self, tag: str, image: Any) -> None:
-        """Keep an image of this step, such as a grid of samples.
+        """Save an image of this step, such as a grid of samples.
 
-        The report shows the newest of each tag.
-
-        The last 16 of a tag are kept, as ``images/<tag>/<step>.png`` in the run directory. Where a
-        run has gone back to an earlier checkpoint, images of later steps still lie there: harmless,
-        they are replaced or dropped later.
+        The report shows the newest image of each tag. The last 16 of a tag are kept in the run
+        directory, as ``images/<tag>/<step>.png``. After a rollback or a resume, images of later
+        steps stay there until the run makes these steps again.
 
         Args:
-            tag: Letters, digits, ``-``, ``_`` and ``.``, 64 at most.
-            image: Array or tensor, shape ``(height, width)`` or ``(height, width, 3)``, uint8 or
-                floats from 0 to 1. What lies outside is clipped, NaN is black; the event counts
-                both.
+            tag: The name of the series: at most 64 letters, digits, ``-``, ``_`` and ``.``.
+            image: An array or tensor of shape ``(height, width)`` or ``(height, width, 3)``, uint8
+                or floats from 0 to 1. Floats outside this range are clipped, and NaN becomes black;
+                the recorded event counts both.
 
         Raises:
-            PolicyError: H105, for a tag or an image that cannot be used; H742, if Pillow, of the
-                extra ``report``, is not installed. A full disk raises nothing.
+            PolicyError: H105 for a tag or an image that cannot be used; H742 if Pillow, which the
+                extra ``report`` installs, is missing. A full disk raises nothing.
         """
         with self._session.recording():
             keep_image(self._directory.path, self._record, tag, image)
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
-        """Switch the models to evaluation without gradients, and leave no trace in training.
+        """Switch the models to evaluation mode without gradients.
 
-        Train/eval modes and random state are restored afterwards. If a signal of
-        ``Policy.stop_signals`` comes inside, a checkpoint is saved and the process ends with
-        ``Policy.stop_exit_code`` or 0, and on Ctrl-C with a KeyboardInterrupt: an interrupted
-        evaluation has no result with which the script could continue. The rest of the loop body
-        does not run. `request_stop` lets the evaluation finish and ends the loop after it. So does
-        a signal while the models hold other weights than the trained ones, such as an average that
-        the script has put there, since a checkpoint would save those.
+        The training or evaluation mode of each module and the random state are restored
+        afterwards, so an evaluation changes nothing in training.
+
+        A signal of ``Policy.stop_signals`` interrupts the evaluation: a checkpoint is saved, and
+        the process ends with ``Policy.stop_exit_code`` or 0, or after Ctrl-C with a
+        KeyboardInterrupt. The rest of the loop body does not run, because an interrupted
+        evaluation has no result.
+
+        After `request_stop` the evaluation runs to its end, and the loop ends after it. The same
+        holds for a signal while the models hold other weights than the trained ones, such as an
+        average that the script has put there, since a checkpoint would save those weights.
         """
         try:
             models, devices = list(self._parts.models.values()), self._parts.devices()
@@ -583,24 +623,23 @@ class Guard:
             self._end_process()
 
     def _may_save_in_evaluation(self) -> bool:
-        """Return whether the weights of the run are in the models, or it is the guard that puts
-        them back.
-        """
+        """Return whether the models hold the trained weights, or the guard can restore them."""
         return self._session.state.averaged or self._trained_weights.are_in_place()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Have averaged weights in the models for an evaluation.
+        """Put the averaged weights into the models, for an evaluation.
 
-        Those of the run come back bit for bit, in any case.
+        The trained weights are restored afterwards, bit for bit, however the context is left. The
+        buffers are those of the average: they are averaged too if it was made with
+        ``use_buffers=True``, and otherwise those of the last step. An average that was not updated
+        yet changes nothing.
 
-        Buffers are those of the average: averaged too with its ``use_buffers=True``, else those of
-        the last step. An average that has taken in nothing yet changes nothing. Memory: one more
-        copy of the models.
+        This needs memory for one more copy of the models.
 
         Raises:
-            PolicyError: H105 where none was given, and for a step, a save, or the next batch
-                inside.
+            PolicyError: H105 if the guard has no average. Making a step, saving, or requesting the
+                next batch inside the context raises H105 too.
         """
         self._session.check_not_in_step()
         self._session.check_averages(there=True)
@@ -611,9 +650,9 @@ class Guard:
 
 @contextmanager
 def evaluating(models: Sequence[nn.Module], devices: Sequence[torch.device]) -> Iterator[None]:
-    """Switch to evaluation without gradients.
+    """Switch models to evaluation mode without gradients.
 
-    Modes and random state come back, however the context is left.
+    The mode of each module and the random state are restored, however the context is left.
     """
     modules = [module for model in models for module in model.modules()]
     modes = [module.training for module in modules]
@@ -630,9 +669,9 @@ def evaluating(models: Sequence[nn.Module], devices: Sequence[torch.device]) -> 
 
 
 def take_scale(guard: Guard, scaler: torch.amp.GradScaler | None) -> None:
-    """Let a guard begin with the loss scale of its host, as that was set or restored.
+    """Let a guard continue with the loss scale of a framework's scaler.
 
-    Without one nothing changes.
+    Nothing changes if the framework has no scaler, or one that is switched off.
     """
     if scaler is not None and scaler.is_enabled():
         guard._engine.loss_scale.load_state_dict(scaler.state_dict())

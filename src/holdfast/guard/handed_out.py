@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.loader.loader import DataLoader, batches_handed_out
+from holdfast.loader.epoch import Epoch
+from holdfast.loader.loader import DataLoader
 from holdfast.loader.splitting import leaves_of
 
 # Kinds of numpy arrays that torch can hold: bool, signed and unsigned integers, and floats.
@@ -36,7 +37,7 @@ class HandedOut:
         self._entries = _entries_of(batch)
         # Taken now, because another iterator of the same loader may move it during the step.
         self._place = loader.place
-        self._batches_handed_out = batches_handed_out()
+        self._batches_handed_out = Epoch.handed_out
 
     def indices_of(self, batch: Any, size: int | None) -> list[int] | None:
         """Return the dataset indices of the rows of a batch, or None if they may be other samples.
@@ -71,7 +72,7 @@ class HandedOut:
             return True
         # The other leaves may be augmented versions of the loader's. They may also come from
         # another loader, unless none has yielded a batch since.
-        no_other_batch = batches_handed_out() == self._batches_handed_out
+        no_other_batch = Epoch.handed_out == self._batches_handed_out
         return no_other_batch and _sizes(leaves) == _sizes(originals)
 
 

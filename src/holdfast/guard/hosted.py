@@ -22,8 +22,9 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.events import run_events
 from holdfast.core.events.data import EventData
 from holdfast.core.policy.kinds import check
-from holdfast.core.policy.policy import Policy, fields
+from holdfast.core.policy.policy import Policy, field_kinds
 from holdfast.core.policy.sources import PREFIX, from_environment
+from holdfast.core.text import counted
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.guard import Guard, evaluating
 from holdfast.guard.record import End
@@ -100,7 +101,7 @@ def _is_from_variable(name: str, value: Any) -> bool:
     variables = from_environment()
     if name not in variables:
         return False
-    return bool(check(name, fields()[name], variables[name]) == value)
+    return bool(check(name, field_kinds()[name], variables[name]) == value)
 
 
 # --- the guard
@@ -263,7 +264,7 @@ class HostedGuard(Guard):
         names, count = nonfinite_tensors(self._session.must_be_finite())
         if not count:
             return None
-        return f"{count} tensor(s) hold NaN or Inf: {', '.join(names)}"
+        return f"NaN or Inf in {counted(count, 'tensor')}: {', '.join(names)}"
 
     def roll_back(self, why: str) -> None:
         """Return to the last good state after `nonfinite_state` has found something.

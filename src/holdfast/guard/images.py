@@ -4,7 +4,7 @@
 
 An image is checked, converted to 8-bit pixels, encoded by Pillow and written; the number of files
 is bounded. Tensors are converted through their own methods, so torch is not imported here. Images
-are read and shown by ``report.images``.
+are read and shown by ``report.page.images``.
 """
 
 from __future__ import annotations

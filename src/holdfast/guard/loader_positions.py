@@ -6,7 +6,7 @@
                    the batches before the position are read and dropped
 
 `Cursor` counts the batches and calls these. What each kind of loader can promise for a resume is in
-``loader.foreign``.
+``loader.foreign.promises``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ import torch
 from holdfast.guard.handed_out import HandedOut
 from holdfast.guard.parts import Stateful
 from holdfast.guard.state.trees import copied, same
-from holdfast.loader.generators import sources_of_state
-from holdfast.loader.given_order import digest_order
+from holdfast.loader.foreign.carried_state import digest_order, sources_of_state
+from holdfast.loader.foreign.torch_workers import has_workers, match_workers
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.random_state import RandomState, capture, restore
 from holdfast.loader.samplers import is_stateful, set_epoch, torch_loader_of
-from holdfast.loader.torch_workers import has_workers, match_workers
 
 # Marks that an iterator has ended.
 _END = object()
@@ -303,7 +302,11 @@ class ReplayedLoader:
         return iter(self._loader)
 
     def _replay(self, random_state: RandomState | None) -> Iterator[Any]:
-        """Start the epoch as it was started before, and drop the batches that count already."""
+        """Start the epoch as it was started before, and drop the batches that count already.
+
+        The replay draws random numbers again. Training then continues with those that it would have
+        had without the replay.
+        """
         random_state_afterwards = random_state or capture(self._devices)
         self._match_workers()
         generators_afterwards = self._generator_states()

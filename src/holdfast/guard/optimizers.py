@@ -12,6 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from holdfast.core.errors import PolicyError
+from holdfast.core.text import counted
 from holdfast.guard.reachable import levels_inside
 
 # An optimizer that has all methods of one of these sets computes the gradient a second time within
@@ -221,8 +222,8 @@ def _check_parameters_belong_to_models(name: str, optimizer: Optimizer, owned: s
     ]
     if foreign:
         raise PolicyError(
-            f"optimizer {name!r} holds {len(foreign)} parameter(s) of no model passed to Guard, "
-            f"the first of shape {tuple(foreign[0].shape)}",
+            f"optimizer {name!r} holds {counted(len(foreign), 'parameter')} of no model"
+            f" passed to Guard, the first of shape {tuple(foreign[0].shape)}",
             limit="they would be missing from every checkpoint",
             fix=(
                 'pass the module that owns them too: model={"net": net, "loss": loss_module}; if'

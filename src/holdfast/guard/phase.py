@@ -1,11 +1,11 @@
-"""Where a run stands: one value, and the ways from one to the next.
+"""The phase of a run, and the transitions between phases.
 
     closed → at boundary → in step → committing → after step → at boundary
                               ↓           ↓
              (taken back: as before)   rolling back → after step, or rewound → at boundary
 
-Only at a boundary and after a step may the state be saved. The engine, whoever drives it, and the
-session name the transition, and are trusted to name one that is drawn here: nothing checks it.
+The state may be saved only at a boundary and after a step. The engine, its callers and the session
+call the transitions; that a transition is one of those drawn here is not checked.
 """
 
 from __future__ import annotations
@@ -16,33 +16,35 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """What the weights, buffers and moments in memory belong to."""
+    """The moment in a run to which the weights, buffers and moments in memory belong."""
 
+    # A boundary, and the run directory is not locked.
     CLOSED = "closed"
-    """A boundary; the run directory is not held."""
+    # Everything that belongs to a batch is done.
     AT_BOUNDARY = "at boundary"
-    """All that belongs to a batch is done."""
+    # Attempts are made; the step can still be taken back.
     IN_STEP = "in step"
-    """An attempt may be under way: all of it can be taken back."""
+    # Optimizers move the weights. If that fails, the run must return to an earlier state.
     COMMITTING = "committing"
-    """Optimizers move weights: only an earlier state helps."""
+    # A step was made or skipped, and the rest of the loop body has yet to run.
     AFTER_STEP = "after step"
-    """A step was made or skipped, and the rest of the loop body is still to come."""
+    # An earlier state is being restored.
     ROLLING_BACK = "rolling back"
-    """An earlier state is being loaded."""
+    # An earlier state was restored, and the loop must return to an earlier position in the data
+    # before it continues.
     REWOUND = "rewound"
-    """An earlier state is back, and the loop must go back in the data too, before anything else
-    counts."""
+    # The state belongs to no boundary. It is never saved, and becomes valid again only by a return
+    # to an earlier state.
     BROKEN = "broken"
-    """To no boundary: never saved, and whole again only after a return to an earlier state."""
 
 
 _MAY_BE_SAVED = (Phase.CLOSED, Phase.AT_BOUNDARY, Phase.AFTER_STEP)
-_LASTING = (Phase.REWOUND, Phase.BROKEN)  # a step or a boundary does not end these
+# Phases that neither a step nor a boundary ends.
+_LASTING = (Phase.REWOUND, Phase.BROKEN)
 
 
 class RunState:
-    """The phase of one run, and whether a loop of ours knows its boundaries.
+    """The phase of one run.
 
     Example:
         >>> state = RunState()
@@ -53,15 +55,15 @@ class RunState:
 
     def __init__(self) -> None:
         self.phase = Phase.CLOSED
+        # Whether the script iterates `Guard.batches`, which marks the boundaries.
         self.in_loop = False
-        self.averaged = False  # averaged weights stand in the place of those of the run
+        # Whether the models hold averaged weights instead of the trained ones.
+        self.averaged = False
         self._before_step = Phase.CLOSED
 
     @property
     def may_be_saved(self) -> bool:
-        """Return whether the state belongs to a boundary, as far as the run itself has changed
-        it.
-        """
+        """Return whether the state is complete, so that a checkpoint of it can be resumed."""
         return self.phase in _MAY_BE_SAVED and not self.averaged
 
     @property
@@ -70,56 +72,62 @@ class RunState:
         return self.phase is Phase.AFTER_STEP
 
     def open(self) -> None:
-        """Note that the run directory is held."""
+        """Note that the run directory was locked."""
         if self.phase is Phase.CLOSED:
             self.phase = Phase.AT_BOUNDARY
 
     def close(self) -> None:
-        """Note that the run directory was given back; a state that is no boundary's stays one."""
+        """Note that the run directory was unlocked. A state that is not complete stays so."""
         if self.phase in (Phase.AT_BOUNDARY, Phase.AFTER_STEP):
             self.phase = Phase.CLOSED
 
     def begin(self) -> None:
-        """Begin a step."""
-        self._before_step, self.phase = self.phase, Phase.IN_STEP
+        """Note that a step begins."""
+        self._before_step = self.phase
+        self.phase = Phase.IN_STEP
 
     def take_back(self) -> None:
-        """Note that a step has left no trace: the phase is that from before it."""
+        """Note that a step was taken back, and return to the phase before it."""
         self.phase = self._before_step
 
     def commit(self) -> None:
-        """Note that optimizers begin to move weights."""
+        """Note that optimizers begin to move the weights."""
         self.phase = Phase.COMMITTING
 
     def committed(self) -> None:
-        """Note that all that belongs to a committed step is done."""
-        self.phase = self._before_step if self._before_step in _LASTING else Phase.AFTER_STEP
+        """Note that everything is done that belongs to a committed step."""
+        if self._before_step in _LASTING:
+            self.phase = self._before_step
+        else:
+            self.phase = Phase.AFTER_STEP
 
     def skipped(self) -> None:
-        """Note that a step which has left no trace will not be made with this batch."""
+        """Note that a step was taken back and its batch is skipped."""
         if self.phase not in _LASTING:
             self.phase = Phase.AFTER_STEP
 
     def step_failed(self) -> None:
-        """Note that an error leaves a step.
+        """Note that a step ended with an error.
 
-        Nothing has happened if all was taken back, and no other step was made with the batch: else
-        there is only half of what belongs to it.
+        The state stays valid if the step was taken back and no other step was made with the batch.
+        Otherwise only a part of what belongs to the batch was done.
         """
         if self.phase in (Phase.IN_STEP, Phase.COMMITTING) and self._before_step is Phase.REWOUND:
-            self.phase = Phase.REWOUND  # all of it is loaded again
+            # The earlier state will be restored once more.
+            self.phase = Phase.REWOUND
         elif self.phase not in (Phase.AT_BOUNDARY, Phase.REWOUND, Phase.CLOSED):
             self.phase = Phase.BROKEN
 
     def boundary(self) -> None:
-        """Note that all that belongs to a batch is done."""
+        """Note that everything is done that belongs to a batch."""
         if self.phase is Phase.AFTER_STEP:
             self.phase = Phase.AT_BOUNDARY
 
     @contextlib.contextmanager
     def rolling_back(self) -> Iterator[None]:
-        """Load an earlier state inside; an error leaves half of it."""
-        before, self.phase = self.phase, Phase.ROLLING_BACK
+        """Surround the restoration of an earlier state; an error leaves the state broken."""
+        before = self.phase
+        self.phase = Phase.ROLLING_BACK
         try:
             yield
         except BaseException:
@@ -127,15 +135,15 @@ class RunState:
             raise
         if before in (Phase.CLOSED, Phase.AT_BOUNDARY):
             self.phase = before
+        elif before is Phase.REWOUND:
+            self.phase = Phase.AT_BOUNDARY
         else:
-            self.phase = Phase.AT_BOUNDARY if before is Phase.REWOUND else Phase.AFTER_STEP
+            self.phase = Phase.AFTER_STEP
 
     def rewound(self) -> None:
-        """Note that the position in the data went back too, so that the loop must begin there
-        again.
-        """
+        """Note that the loop must return to an earlier position in the data."""
         self.phase = Phase.REWOUND
 
     def spoil(self) -> None:
-        """Note that what is in memory is wrong, and that there was no way back."""
+        """Note that the state in memory is wrong and could not be restored."""
         self.phase = Phase.BROKEN

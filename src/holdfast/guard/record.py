@@ -57,7 +57,7 @@ _LOGGED_ONCE: frozenset[type[EventData]] = frozenset(
         run_events.DiagnosisLimited,
         run_events.SplitStopped,
         run_events.Spike,
-        run_events.Finding,
+        run_events.FindingReported,
         run_events.SplitNotTried,
         run_events.SideEffects,
         run_events.SchedulersWait,

@@ -25,10 +25,10 @@ from holdfast.core.policy.policy import Policy
 from holdfast.guard.guard import take_scale
 from holdfast.guard.hosted import HostedGuard
 from holdfast.integrations.saving import Emit, emit_or_log
+from holdfast.loader.foreign.torch_workers import keeps_workers
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.order.ranks import ranks_now
 from holdfast.loader.random_state import RandomState, capture, of_another_rank, restore
-from holdfast.loader.torch_workers import keeps_workers
 
 # The class of a framework that a mixin stands in front of. A type checker cannot know it.
 if TYPE_CHECKING:

@@ -4,37 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.learning.eager_hooks import remove_all
-from holdfast.learning.measures import dense_gradient
+from holdfast.learning.measures import dense_gradient, streak
+from holdfast.learning.observations import ObservedOptimizer
 from holdfast.numerics.eager import is_symbolic
 
 # How many parameters are watched. `zero_grad` clears all of them, so a few small ones are enough.
 WATCHED_PARAMETERS = 3
 # Parameters with more elements than this are not watched, since their gradients are copied.
 MAX_ELEMENTS = 10**6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """What happened to the watched gradients in one step.
-
-    Args:
-        arrived: Whether backward delivered any gradient.
-        started_from_zero: Whether at least one was added to None or to zeros.
-        reversed: Whether all of them were reversed between backward and step.
-        zeroed: Whether all of them were set to zero between backward and step.
-    """
-
-    arrived: bool
-    started_from_zero: bool
-    reversed: bool
-    zeroed: bool
 
 
 class AccumulationCheck:
@@ -55,6 +38,7 @@ class AccumulationCheck:
         del self._watched[WATCHED_PARAMETERS:]
         # Copies of the gradients as backward left them, by parameter id.
         self._accumulated: dict[int, Tensor] = {}
+        # Whether at least one gradient was added to None or to zeros since the last step.
         self._started_from_zero = False
         self._handles: list[RemovableHandle] = []
         for parameter in self._watched:
@@ -78,18 +62,16 @@ class AccumulationCheck:
         if gradient is not None:
             self._accumulated[id(parameter)] = gradient.clone()
 
-    def at_step(self) -> Arrival:
-        """Return what was observed since the last step, and start over."""
-        factors = self._factors()
-        arrival = Arrival(
-            arrived=bool(self._accumulated),
-            started_from_zero=self._started_from_zero,
-            reversed=bool(factors) and all(factor < 0 for factor in factors),
-            zeroed=bool(factors) and all(factor == 0 for factor in factors),
-        )
+    def note_step(self, observed: ObservedOptimizer) -> None:
+        """Count what happened to the watched gradients since the last step, and start over."""
+        if self._accumulated:
+            observed.checked += 1
+            observed.leaks = streak(observed.leaks, continues=not self._started_from_zero)
+            factors = self._factors()
+            observed.reversed += bool(factors) and all(factor < 0 for factor in factors)
+            observed.zeroed += bool(factors) and all(factor == 0 for factor in factors)
         self._accumulated.clear()
         self._started_from_zero = False
-        return arrival
 
     def _factors(self) -> list[float]:
         """Return the factor by which each watched gradient has been scaled since backward.

@@ -60,17 +60,21 @@ def alignment_facts(
 
     Returns:
         Means over the usable utterances (valid lengths, no NaN or Inf), or NaN for all values if
-        there are none.
+        there are none:
 
-        ``diagonality``: 1 minus the guided-attention loss of Tachibana et al. (arXiv 1710.08969,
-        eq. 8). 1 on the diagonal; 0.42 for uniform attention; 0.25 if stuck at the first or the
-        last position. ``sharpness``: the largest weight of each step, averaged: the focus rate of
-        FastSpeech (arXiv 1905.09263). ``entropy``: entropy of each step divided by its maximum, log
-        N; 1 for uniform attention, 0 for a sharp one. ``monotonic_share``: steps whose strongest
-        position does not precede that of the previous step. He et al. (arXiv 1906.00672) require
-        this of every step; chance gives 0.5. Attention that is stuck at one position is monotonic
-        too. ``share_at_max_decoder``: utterances that reached `max_decoder_steps`, typically
-        because the model never predicted the stop token. ``utterances``: how many were usable.
+        - ``diagonality``: 1 minus the guided-attention loss of Tachibana et al. (arXiv 1710.08969,
+          eq. 8). 1 on the diagonal; 0.42 for uniform attention; 0.25 if stuck at the first or the
+          last position.
+        - ``sharpness``: the largest weight of each step, averaged: the focus rate of FastSpeech
+          (arXiv 1905.09263).
+        - ``entropy``: entropy of each step divided by its maximum, log N; 1 for uniform attention,
+          0 for a sharp one.
+        - ``monotonic_share``: share of steps whose strongest position does not precede that of the
+          previous step. He et al. (arXiv 1906.00672) require this of every step; chance gives 0.5.
+          Attention that is stuck at one position is monotonic too.
+        - ``share_at_max_decoder``: share of utterances that reached `max_decoder_steps`, typically
+          because the model never predicted the stop token.
+        - ``utterances``: how many were usable.
 
     Raises:
         ValueError: If the shapes do not match each other.

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from holdfast.numerics.eager import anything_compiled, is_symbolic
 
-HOOKS_DISABLED = (
+DISABLED_NOTICE = (
     "torch.compile or TorchScript is used in this process, so the diagnosis cannot examine inputs"
     " and the arguments of losses without triggering recompilation. It still examines gradients,"
     " updates and optimizers"
@@ -52,6 +52,8 @@ class EagerHooks:
     def __init__(self, mode: TorchFunctionMode, *, disabled: bool) -> None:
         self._mode = mode
         self._disabled = disabled
+        # True once the user was told that compilation hides most of the run.
+        self._notice_taken = False
         self._handles: list[RemovableHandle] = []
         self._step_handles: list[RemovableHandle] = []
 
@@ -60,6 +62,13 @@ class EagerHooks:
         """Whether something is compiled, so that neither hooks nor mode are used any more."""
         self._disabled = self._disabled or anything_compiled()
         return self._disabled
+
+    def take_notice(self) -> str | None:
+        """Return, only once, why most observation is off; None if nothing is hidden."""
+        if self._notice_taken or not self.disabled:
+            return None
+        self._notice_taken = True
+        return DISABLED_NOTICE
 
     def register_until_close(self, hooks: Iterable[RemovableHandle]) -> None:
         """Register hooks until `close`.

@@ -1,17 +1,15 @@
 """`Finding`: one thing that is wrong with a run; and the order of findings in a report.
 
-Causes come before symptoms, and a symptom that a cause explains comes last, as a note. Not here:
-which findings explain others (`explanations`).
+Causes come before symptoms. A symptom that another finding explains is reported last, as a note,
+so that one mistake is reported once: a run that learns nothing looks the same whatever the reason.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
-
-from holdfast.learning.explanations import EXPLAINED_BY
 
 Severity = Literal["error", "advice", "note"]
 Kind = Literal["cause", "symptom"]
@@ -20,6 +18,42 @@ Kind = Literal["cause", "symptom"]
 SEVERITIES: tuple[Severity, ...] = ("error", "advice", "note")
 # Rules about NaN or Inf, for which a guard may know the origin.
 NONFINITE_RULES = frozenset({"H801", "H802", "H806"})
+
+# The optimizer does not receive the gradient of the loss, or it maximises the loss.
+WRONG_GRADIENT = frozenset({"H811", "H817", "H831", "H840", "H859"})
+# The loss receives arguments that it does not accept.
+WRONG_ARGUMENTS = frozenset({"H836", "H837", "H838", "H839", "H855"})
+# Weights receive no usable gradient.
+NOTHING_LEARNS = frozenset({"H808", "H809", "H810", "H812", "H813", "H814", "H822"})
+
+CAUSES_OF_NONFINITE = WRONG_GRADIENT | {"H806", "H825", "H839", "H848"}
+CAUSES_OF_LOST_GRADIENT = WRONG_GRADIENT | WRONG_ARGUMENTS | {"H822", "H843", "H856"}
+CAUSES_OF_NO_PROGRESS = (
+    WRONG_GRADIENT
+    | WRONG_ARGUMENTS
+    | NOTHING_LEARNS
+    | {"H801", "H802", "H806", "H819", "H820", "H825", "H841", "H842", "H843", "H848", "H854"}
+)
+
+# For each rule, the rules whose findings explain it. Among symptoms the earlier one explains the
+# later: first the loss, then its gradient, then the weights, then the lack of progress.
+EXPLAINED_BY: Mapping[str, frozenset[str]] = {
+    "H801": CAUSES_OF_NONFINITE,
+    "H802": CAUSES_OF_NONFINITE | {"H801"},
+    "H804": CAUSES_OF_NONFINITE | {"H801", "H802"},
+    "H808": frozenset({"H809", "H810", "H812"}),
+    "H812": frozenset({"H809"}),
+    "H813": frozenset({"H809", "H810"}),
+    "H814": frozenset({"H813"}),
+    "H815": CAUSES_OF_LOST_GRADIENT | {"H825"},
+    "H819": frozenset({"H820", "H854"}),
+    "H824": CAUSES_OF_NO_PROGRESS,
+    "H825": WRONG_GRADIENT | {"H839", "H843", "H855", "H856"},
+    "H826": CAUSES_OF_NO_PROGRESS | {"H804", "H824", "H856", "H858"},
+    "H828": CAUSES_OF_NO_PROGRESS | {"H804", "H815", "H824", "H826", "H856", "H858"},
+    "H839": frozenset({"H842"}),
+    "H848": CAUSES_OF_LOST_GRADIENT | {"H815"},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +100,9 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
     reported = []
     for finding in unique.values():
         is_explained = not explaining.isdisjoint(EXPLAINED_BY.get(finding.rule, ()))
-        reported.append(_as_note(finding) if is_explained else finding)
+        if is_explained and finding.severity != "note":
+            finding = dataclasses.replace(finding, severity="note", kind="symptom")
+        reported.append(finding)
     return sorted(reported, key=_importance)
 
 
@@ -84,12 +120,6 @@ def _importance(finding: Finding) -> tuple[bool, str, int, float]:
     )
 
 
-def _as_note(finding: Finding) -> Finding:
-    if finding.severity == "note":
-        return finding
-    return dataclasses.replace(finding, severity="note", kind="symptom")
-
-
 def with_origin(finding: Finding, origin: str | None) -> Finding:
     """Return a finding about NaN or Inf whose fix names the origin instead of the usual causes.
 
@@ -100,7 +130,9 @@ def with_origin(finding: Finding, origin: str | None) -> Finding:
     """
     if origin is None or finding.rule not in NONFINITE_RULES:
         return finding
-    look = f"look at the origin of the newest such step, from the event nonfinite_origin: {origin}."
+    place = f"the origin of the newest such step, from the event nonfinite_origin: {origin}."
+    fix = f"look at {place}"
     if finding.rule == "H806":
-        look = f"{finding.fix.rstrip('.')}. {look.capitalize()}"
-    return dataclasses.replace(finding, fix=look)
+        # Its fix says how to find and drop the samples, whatever the origin is.
+        fix = f"{finding.fix} Look at {place}"
+    return dataclasses.replace(finding, fix=fix)

@@ -71,11 +71,10 @@ class InputObserver:
         else:
             append_newest(self._offsets, abs(mean) / spread)
 
-    def observations(self, *, windows: bool = True) -> ObservedInput:
-        """Return what was observed; medians are updated only if `windows` is true."""
-        if windows:
-            self._observed.largest = median_or_none(self._magnitudes)
-            self._observed.offset = median_or_none(self._offsets)
+    def observations(self) -> ObservedInput:
+        """Return what was observed, with all medians up to date."""
+        self._observed.largest = median_or_none(self._magnitudes)
+        self._observed.offset = median_or_none(self._offsets)
         return self._observed
 
 

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from holdfast.learning.measures import dense_gradient, median_or_none, norms_of, sample_of
+from holdfast.learning.measures import (
+    append_bounded,
+    dense_gradient,
+    median_or_none,
+    norms_of,
+    sample_of,
+)
 from holdfast.learning.observations import ObservedLayer
 
 # How many elements of a parameter are compared before and after a step. Each touches a cache line
@@ -90,7 +96,7 @@ class LayerObserver:
             layer.with_gradient += 1
             layer.zero_gradient += norm == 0
             rms = norm / math.sqrt(moved.gradient.numel())
-            _append(self._gradient_rms.setdefault(moved.name, []), rms)
+            _append(self._gradient_rms, moved.name, rms)
             # The square of a finite gradient of 1e20 overflows float32, so look at the elements.
             if not math.isfinite(norm) and not bool(moved.gradient.isfinite().all()):
                 nonfinite.append(moved.name)
@@ -152,25 +158,19 @@ class LayerObserver:
             if not math.isfinite(step):
                 layer.nonfinite = True
             elif weight > 0:
-                _append(self._ratios.setdefault(name, []), step / weight)
+                _append(self._ratios, name, step / weight)
         return any(step != 0 for step in step_norms)
 
-    def observations(self, *, windows: bool = True) -> dict[str, ObservedLayer]:
-        """Return the observations of each parameter, in the order of the model.
-
-        Medians are updated only if `windows` is true.
-        """
-        if windows:
-            for name, layer in self._layers.items():
-                ratios = self._ratios.get(name, [])
-                layer.ratio = median_or_none(ratios)
-                layer.largest_ratio = max(ratios[:FIRST_STEPS], default=None)
-                layer.gradient_rms = median_or_none(self._gradient_rms.get(name, []))
+    def observations(self) -> dict[str, ObservedLayer]:
+        """Return the observations of each parameter, in the order of the model."""
+        for name, layer in self._layers.items():
+            ratios = self._ratios.get(name, [])
+            layer.ratio = median_or_none(ratios)
+            layer.largest_ratio = max(ratios[:FIRST_STEPS], default=None)
+            layer.gradient_rms = median_or_none(self._gradient_rms.get(name, []))
         return dict(self._layers)
 
 
-def _append(history: list[float], value: float) -> None:
-    """Append to a bounded history, which keeps the first and the newest values."""
-    history.append(value)
-    if len(history) > MAX_VALUES:
-        del history[FIRST_VALUES]
+def _append(histories: dict[str, list[float]], name: str, value: float) -> None:
+    history = histories.setdefault(name, [])
+    append_bounded(history, value, first=FIRST_VALUES, most=MAX_VALUES)

@@ -79,7 +79,13 @@ def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *
     """
     _check_size("old_batch", old_batch)
     _check_size("new_batch", new_batch)
-    _check_by(by)
+    if by not in get_args(By):
+        raise PolicyError(
+            f"by={by!r}",
+            limit=f"it must be one of {get_args(By)}",
+            fix="pass what the two sizes count.",
+            rule="H105",
+        )
     if by != "batch":
         return _no_change(
             "an update still averages over the same samples, however they are divided; if their"
@@ -158,13 +164,3 @@ def _check_size(name: str, value: object) -> None:
         fix="pass a count.",
         rule="H105",
     )
-
-
-def _check_by(by: object) -> None:
-    if by not in get_args(By):
-        raise PolicyError(
-            f"by={by!r}",
-            limit=f"it must be one of {get_args(By)}",
-            fix="pass what the two sizes count.",
-            rule="H105",
-        )

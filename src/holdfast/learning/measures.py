@@ -112,6 +112,18 @@ def median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
+def streak(length: int, *, continues: bool) -> int:
+    """Return the length of a streak after one more step, which continues or ends it."""
+    return length + 1 if continues else 0
+
+
+def append_bounded(history: list[float], value: float, *, first: int, most: int) -> None:
+    """Append a value; beyond `most` values, keep the `first` ones and the newest."""
+    history.append(value)
+    if len(history) > most:
+        del history[first]
+
+
 def append_newest(history: list[Any], value: Any) -> None:
     """Append a value, and drop the oldest ones beyond `HISTORY_LENGTH`."""
     history.append(value)

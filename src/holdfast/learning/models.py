@@ -18,7 +18,7 @@ MAX_NAMES = 5
 # After this many sampled steps without a gradient, a parameter counts as never getting one.
 ENOUGH_STEPS_WITHOUT_GRADIENT = 10
 
-Named = Mapping[str, nn.Parameter]
+NamedParameters = Mapping[str, nn.Parameter]
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -111,7 +111,7 @@ class ModelObserver:
         self._observed.normalizes_input = normalizes_input(self.module)
         return self._observed
 
-    def _parameters_meant_to_learn(self) -> Named:
+    def _parameters_meant_to_learn(self) -> NamedParameters:
         return {
             name: parameter
             for name, parameter in self.named_parameters().items()
@@ -119,7 +119,7 @@ class ModelObserver:
             and not any(matches(name, pattern) for pattern in self._frozen)
         }
 
-    def _note_outside(self, outside: Named) -> None:
+    def _note_outside(self, outside: NamedParameters) -> None:
         self._observed.outside = list(outside)[:MAX_NAMES]
         self._observed.outside_count = len(outside)
         self._observed.outside_weights = _elements(outside)
@@ -128,13 +128,13 @@ class ModelObserver:
         )
         self._observed.outside_changed = self._any_changed(outside)
 
-    def _note_never(self, never: Named, *, first: str) -> None:
+    def _note_never(self, never: NamedParameters, *, first: str) -> None:
         self._observed.never_gradient = list(never)[:MAX_NAMES]
         self._observed.never_gradient_count = len(never)
         self._observed.never_gradient_weights = _elements(never)
         self._observed.never_gradient_first = first in never
 
-    def _symmetric(self, learning: Named) -> list[str]:
+    def _symmetric(self, learning: NamedParameters) -> list[str]:
         """Return the matrices whose rows are all equal; rows of an embedding are not units."""
         tables = {
             f"{self._prefix}{name}.weight"
@@ -175,7 +175,9 @@ class ModelObserver:
         return False
 
 
-def parameters_missing_from(in_optimizers: Collection[int], learning: Named) -> Named:
+def parameters_missing_from(
+    in_optimizers: Collection[int], learning: NamedParameters
+) -> NamedParameters:
     """Return the parameters that are in no optimizer."""
     return {
         name: parameter
@@ -185,8 +187,8 @@ def parameters_missing_from(in_optimizers: Collection[int], learning: Named) -> 
 
 
 def parameters_without_gradient(
-    in_optimizers: Collection[int], learning: Named, layers: Mapping[str, ObservedLayer]
-) -> Named:
+    in_optimizers: Collection[int], learning: NamedParameters, layers: Mapping[str, ObservedLayer]
+) -> NamedParameters:
     """Return the optimized parameters that had no gradient in any sampled step."""
     without = {}
     for name, parameter in learning.items():
@@ -224,5 +226,5 @@ def _is_dense_number(tensor: torch.Tensor) -> bool:
     return can_be_measured(tensor) and tensor.layout is torch.strided and tensor.element_size() > 1
 
 
-def _elements(parameters: Named) -> int:
+def _elements(parameters: NamedParameters) -> int:
     return sum(parameter.numel() for parameter in parameters.values())

@@ -156,7 +156,7 @@ class ObservedLoss:
     # All calls, and how many had their arguments examined.
     calls: int = 0
     examined: int = 0
-    # How many examined calls raised a flag, such as "softmax_input"; see `arguments.CHECKS`.
+    # How many examined calls raised a flag, such as "softmax_input"; see `losses.arguments.CHECKS`.
     flags: dict[str, int] = field(default_factory=dict)
     # The shapes that were broadcast, as text.
     shapes: str = ""

@@ -17,26 +17,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from holdfast.learning.eager_hooks import HOOKS_DISABLED, EagerHooks, Hook
+from holdfast.learning.eager_hooks import EagerHooks, Hook
 from holdfast.learning.finding import Finding
-from holdfast.learning.functions import FunctionMode
 from holdfast.learning.inputs import InputObserver
 from holdfast.learning.layers import LayerObserver
-from holdfast.learning.losses import LossSites
-from holdfast.learning.measures import median_or_none
+from holdfast.learning.losses.function_mode import FunctionMode
+from holdfast.learning.losses.sites import LossSites
+from holdfast.learning.losses.sources import unscaled
+from holdfast.learning.measures import median_or_none, streak
 from holdfast.learning.models import ModelObserver
 from holdfast.learning.observations import Observations
-from holdfast.learning.optimizers import OptimizerObserver
-from holdfast.learning.rules.judge import Findings, judge
+from holdfast.learning.optimizers import OptimizerObserver, SchedulerObserver
+from holdfast.learning.rules.judge import Findings
 from holdfast.learning.sampling import (
     EXAMINED,
     SAMPLED,
     is_end_of_window,
-    is_in_schedule,
     is_judged_after,
+    is_selected,
 )
-from holdfast.learning.schedulers import SchedulerObserver
-from holdfast.learning.sources import unscaled
 from holdfast.learning.subjects import Intent, Subjects, check_frozen
 from holdfast.memory.oom import find_out_of_memory
 
@@ -126,12 +125,10 @@ class Observer:
         self._inputs = {name: InputObserver() for name in subjects.models}
         self._layers = LayerObserver(names)
         self._losses = LossSites()
-        self._findings = Findings()
+        self.findings = Findings(intent.ignore)
 
         self.mode = FunctionMode(self._losses, self._on_backward, self._on_weight)
         self.hooks = EagerHooks(self.mode, disabled=subjects.compiled)
-        # True once the user was told that compilation hides most of the run.
-        self._disabled_hooks_reported = False
 
         # Whether the current step is sampled.
         self.sampled = False
@@ -180,7 +177,7 @@ class Observer:
             return False
         if self._run.backwards_since_step > MAX_BACKWARDS_WITHOUT_STEP:
             return False
-        return is_in_schedule(self._ended_steps, len(self._optimizers), SAMPLED)
+        return is_selected(self._ended_steps, len(self._optimizers), SAMPLED)
 
     def begin_step(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that observes forward and backward passes if this step is `due`.
@@ -202,7 +199,7 @@ class Observer:
     @_contain_errors
     def begin_sampling(self) -> None:
         """Begin a sampled step: register hooks on the models and reset the counters of the step."""
-        examine = is_in_schedule(self._ended_steps, len(self._optimizers), EXAMINED)
+        examine = is_selected(self._ended_steps, len(self._optimizers), EXAMINED)
         self.sampled = True
         self._calls = 0
         self._in_forward = False
@@ -339,7 +336,7 @@ class Observer:
         if not (windows or self.sampled):
             return []
         self._judge_step(windows=windows)
-        return self.take_fresh()
+        return self.findings.take_fresh()
 
     @_contain_errors
     def _judge_step(self, *, windows: bool) -> None:
@@ -355,30 +352,21 @@ class Observer:
 
     def _note_clipping(self) -> None:
         too_early = self.mode.clipped_too_early()
-        if too_early:
-            self._run.early_clips += 1
-        elif too_early is False:
-            self._run.early_clips = 0
+        if too_early is not None:
+            self._run.early_clips = streak(self._run.early_clips, continues=too_early)
 
     # --- judging --------------------------------------------------------------------------------
 
-    def observations(self, *, windows: bool = True) -> Observations:
-        """Return everything measured so far. The same object is updated by later steps.
-
-        Args:
-            windows: Whether to update medians and other statistics too, which only the window rules
-                need.
-        """
+    def observations(self) -> Observations:
+        """Return everything measured so far. The same object is updated by later steps."""
         in_models = self._parameters_of_models()
         in_optimizers = self._parameters_of_optimizers()
         run = self._run
         run.steps = self.steps
         run.strays = len(self._strays)
-        run.layers = self._layers.observations(windows=windows)
-        run.losses = self._losses.observations(windows=windows)
-        run.inputs = {
-            name: inputs.observations(windows=windows) for name, inputs in self._inputs.items()
-        }
+        run.layers = self._layers.observations()
+        run.losses = self._losses.observations()
+        run.inputs = {name: inputs.observations() for name, inputs in self._inputs.items()}
         run.optimizers = {
             name: optimizer.observations(in_models) for name, optimizer in self._optimizers.items()
         }
@@ -405,30 +393,9 @@ class Observer:
 
     def _judge(self, *, windows: bool, ended: bool = False) -> None:
         with _unobserved():
-            run = self.observations(windows=windows)
+            run = self.observations()
         run.ended = ended
-        self._findings.add_contracts(judge(run, "contract", self._intent.ignore))
-        if windows:
-            self._findings.replace_windows(judge(run, "window", self._intent.ignore))
-
-    def findings(self) -> list[Finding]:
-        """Return the findings, most important first, without those reported only on request."""
-        return self._findings.reported()
-
-    def findings_on_request(self) -> list[Finding]:
-        """Return all findings, including those that are wrong too often to be reported unasked."""
-        return self._findings.all()
-
-    def take_fresh(self) -> list[Finding]:
-        """Return the findings that this method has not returned before."""
-        return self._findings.take_fresh()
-
-    def take_notice(self) -> str | None:
-        """Return, only once, why most observation is off; None if nothing is hidden."""
-        if self._disabled_hooks_reported or not self.hooks.disabled:
-            return None
-        self._disabled_hooks_reported = True
-        return HOOKS_DISABLED
+        self.findings.judge(run, windows=windows)
 
     @_contain_errors
     def validated(self, loss: float) -> None:
@@ -463,7 +430,7 @@ class Observer:
                 name: optimizer.state_dict() for name, optimizer in self._optimizers.items()
             },
             "validations": [list(validation) for validation in self._run.validations],
-            "reported": self._findings.reported_places(),
+            "reported": self.findings.reported_keys(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -475,4 +442,4 @@ class Observer:
             (int(step), training, float(validation))
             for step, training, validation in state["validations"]
         ]
-        self._findings.load_reported_places(state["reported"])
+        self.findings.load_reported_keys(state["reported"])

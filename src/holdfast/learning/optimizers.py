@@ -1,4 +1,4 @@
-"""Observe an optimizer: its steps, learning rates, losses and gradients."""
+"""Observe optimizers (steps, learning rates, losses, gradients) and learning-rate schedulers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from holdfast.learning.accumulation import AccumulationCheck
 from holdfast.learning.layers import Gradients
 from holdfast.learning.learning_rate import rate_of
-from holdfast.learning.observations import ObservedOptimizer
+from holdfast.learning.measures import append_bounded, streak
+from holdfast.learning.observations import ObservedOptimizer, ObservedScheduler
 
 # In how many sampled steps of each optimizer `AccumulationCheck` runs.
 CHECKED_STEPS = 8
@@ -77,51 +78,30 @@ class OptimizerObserver:
         observed.uses_closure = observed.uses_closure or closure
         # A rate that lasted for a single step was an accident, or the step was rolled back.
         observed.largest_lr = max(observed.largest_lr, min(lr, observed.lr))
-        if lr <= NO_RATE * observed.largest_lr:
-            observed.zero_lr_steps += 1
-        else:
-            observed.zero_lr_steps = 0
-        if lr < LOW_RATE * observed.largest_lr:
-            observed.low_lr_steps += 1
-        else:
-            observed.low_lr_steps = 0
+        is_zero = lr <= NO_RATE * observed.largest_lr
+        is_low = lr < LOW_RATE * observed.largest_lr
+        observed.zero_lr_steps = streak(observed.zero_lr_steps, continues=is_zero)
+        observed.low_lr_steps = streak(observed.low_lr_steps, continues=is_low)
         observed.lr = lr
 
     def note_gradients(self, gradients: Gradients) -> None:
         """Record what was measured just before a sampled step."""
         observed = self.observed
         observed.observed += 1
-        if gradients.tensors > 0:
-            observed.with_gradient_steps += 1
-            observed.no_gradient_steps = 0
-        else:
-            observed.no_gradient_steps += 1
-        if gradients.tensors > 0 and gradients.total_norm == 0:
-            observed.zero_gradient_steps += 1
-        else:
-            observed.zero_gradient_steps = 0
-        observed.gradient_norms.append(gradients.total_norm)
-        if len(observed.gradient_norms) > MAX_NORMS:
-            del observed.gradient_norms[FIRST_NORMS]
+        has_gradient = gradients.tensors > 0
+        is_zero = has_gradient and gradients.total_norm == 0
+        observed.with_gradient_steps += has_gradient
+        observed.no_gradient_steps = streak(observed.no_gradient_steps, continues=not has_gradient)
+        observed.zero_gradient_steps = streak(observed.zero_gradient_steps, continues=is_zero)
+        append_bounded(
+            observed.gradient_norms, gradients.total_norm, first=FIRST_NORMS, most=MAX_NORMS
+        )
         if gradients.nonfinite:
             observed.nonfinite_gradients += 1
             observed.first_nonfinite_gradient = observed.first_nonfinite_gradient or observed.steps
             observed.nonfinite_names = observed.nonfinite_names or gradients.nonfinite
         if self._accumulation is not None:
-            self._note_arrival(self._accumulation)
-
-    def _note_arrival(self, accumulation: AccumulationCheck) -> None:
-        """Count what the accumulation check saw in this step."""
-        arrival = accumulation.at_step()
-        if not arrival.arrived:
-            return
-        self.observed.checked += 1
-        if arrival.started_from_zero:
-            self.observed.leaks = 0
-        else:
-            self.observed.leaks += 1
-        self.observed.reversed += arrival.reversed
-        self.observed.zeroed += arrival.zeroed
+            self._accumulation.note_step(observed)
 
     def end_step(self, *, moved: bool, has_loss: bool) -> None:
         """End a step.
@@ -185,3 +165,40 @@ class OptimizerObserver:
             (int(step), float(loss))
             for step, loss in zip(state["loss_steps"], state["losses"], strict=True)
         ]
+
+
+class SchedulerObserver:
+    """The observations of one scheduler: a torch scheduler, or any object with ``last_epoch``."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self._count_at_start = self._count()
+        self._count_at_last_step = self._count_at_start
+        self.observed = ObservedScheduler(
+            kind=type(scheduler).__name__,
+            patience=getattr(scheduler, "patience", None),
+            period=_period_of(scheduler),
+        )
+
+    def _count(self) -> int:
+        return int(getattr(self.scheduler, "last_epoch", 0))
+
+    def note_step(self) -> None:
+        """Count the advances since the previous optimizer step. Called before every step."""
+        count = self._count()
+        advances = count - self._count_at_last_step
+        if self.observed.optimizer_steps == 0:
+            self.observed.before_first = advances
+        elif advances == 1:
+            self.observed.advanced_once += 1
+        elif advances > 1:
+            self.observed.advanced_several += 1
+        self.observed.optimizer_steps += 1
+        self.observed.advanced = count - self._count_at_start
+        self._count_at_last_step = count
+
+
+def _period_of(scheduler: Any) -> int | None:
+    """Return the number of advances to the end of a cycle or to the next milestone."""
+    period = getattr(scheduler, "T_max", None) or getattr(scheduler, "step_size", None)
+    return period if isinstance(period, int) else None

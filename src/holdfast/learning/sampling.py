@@ -18,7 +18,7 @@ HASH_RANGE = 2**32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class SamplingDensity:
     """How densely steps are selected.
 
     Args:
@@ -34,25 +34,25 @@ class Schedule:
 
 
 # In these steps losses, targets and gradients are recorded.
-SAMPLED = Schedule(first_rounds=8, one_in=12, later_one_in=80)
+SAMPLED = SamplingDensity(first_rounds=8, one_in=12, later_one_in=80)
 # In these steps layers, weights, inputs and the arguments of losses are recorded too.
-EXAMINED = Schedule(first_rounds=6, one_in=40, later_one_in=160)
+EXAMINED = SamplingDensity(first_rounds=6, one_in=40, later_one_in=160)
 
 
-def is_in_schedule(step: int, optimizers: int, schedule: Schedule) -> bool:
-    """Return whether a schedule selects a step: all of the first rounds, then an irregular subset.
+def is_selected(step: int, optimizers: int, density: SamplingDensity) -> bool:
+    """Return whether a step is selected: all of the first rounds, then an irregular subset.
 
     Every examined step is also sampled.
 
     Args:
         step: Number of the step, of all optimizers together.
         optimizers: How many there are; their steps are one round.
-        schedule: `SAMPLED` or `EXAMINED`.
+        density: `SAMPLED` or `EXAMINED`.
     """
     round_number = step // max(1, optimizers)
-    if round_number < schedule.first_rounds:
+    if round_number < density.first_rounds:
         return True
-    one_in = schedule.one_in if round_number < FIRST_WINDOW_STEPS else schedule.later_one_in
+    one_in = density.one_in if round_number < FIRST_WINDOW_STEPS else density.later_one_in
     # Select two consecutive rounds, so that the effect of a step is visible too.
     pair = round_number // 2
     # Use a hash instead of every n-th step: it cannot synchronise with epochs, it draws no random

@@ -61,13 +61,13 @@ class Watch:
         self._hooks.clear()
         try:
             self._observer.finish()
-            self._log(self._observer.take_fresh())
+            self._log(self._observer.findings.take_fresh())
         finally:
             self._observer.close()
 
     def findings(self) -> list[Finding]:
         """Return the findings so far, most important first."""
-        return self._observer.findings()
+        return self._observer.findings.reported()
 
     def diagnose(self) -> list[Finding]:
         """Return the findings so far, including those reported only on request.
@@ -76,7 +76,7 @@ class Watch:
         often enough to be reported for every run.
         """
         self._observer.judge_now()
-        return self._observer.findings_on_request()
+        return self._observer.findings.all()
 
     def facts(self) -> dict[str, Any]:
         """Return the plain data on which the findings are based.
@@ -131,7 +131,7 @@ class Watch:
         self._sample_if_due()
 
     def _log(self, findings: Sequence[Finding]) -> None:
-        notice = self._observer.take_notice()
+        notice = self._observer.hooks.take_notice()
         if notice is not None:
             _log.warning("%s", notice)
         for finding in findings:

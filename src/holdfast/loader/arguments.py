@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sized
+from collections.abc import Sized
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +15,7 @@ from holdfast.core.errors import LoaderError
 from holdfast.loader.order.batches import EpochBatches
 from holdfast.loader.order.orders import Order, Sequential, Shuffled
 from holdfast.loader.order.ranks import ranks_now
-from holdfast.loader.order.sampled import Sampled
+from holdfast.loader.order.sampler_order import SamplerOrder
 from holdfast.loader.streams.sharding import divides_among_ranks
 
 _TORCH_SIGNATURE = inspect.signature(TorchDataLoader.__init__)
@@ -45,69 +45,47 @@ def check_arguments(
     """
     arguments: Arguments = dict(_TORCH_SIGNATURE.bind(None, dataset, *args, **kwargs).arguments)
     del arguments["self"]
-    for check in _CHECKS:
-        check(arguments)
-    _check_seed(seed)
-    _check_quarantine(quarantine)
-    _check_has_samples(dataset)
+    _check_options(arguments)
+    _check_samplers(arguments)
+    _check_own_arguments(seed, quarantine)
+    _check_dataset(dataset)
     return arguments
 
 
-def _check_num_workers(arguments: Arguments) -> None:
+def _check_options(arguments: Arguments) -> None:
+    """Check the options that have nothing to do with the dataset."""
     workers = arguments.get("num_workers", 0)
     if not isinstance(workers, int):
         raise _unusable(
             f"num_workers={workers!r}",
-            limit="it is a number",
+            limit="num_workers must be a whole number",
             fix="pass one; H630 says when it is too many.",
         )
-
-
-def _check_prefetch_factor(arguments: Arguments) -> None:
     prefetch_factor = arguments.get("prefetch_factor")
-    if prefetch_factor is None:
-        return
-    if not isinstance(prefetch_factor, int) or prefetch_factor <= 0:
+    is_count = isinstance(prefetch_factor, int) and prefetch_factor > 0
+    if prefetch_factor is not None and not is_count:
         raise _unusable(
             f"prefetch_factor={prefetch_factor!r}",
             limit="each worker prepares at least one batch ahead",
             fix="pass 1 or more.",
         )
-
-
-def _check_timeout(arguments: Arguments) -> None:
-    if arguments.get("timeout") and not arguments.get("num_workers", 0):
+    if arguments.get("timeout") and not workers:
         raise _unusable(
             "timeout with num_workers=0",
             limit="the loop only waits for workers",
             fix="omit it.",
         )
-
-
-def _check_generator(arguments: Arguments) -> None:
     generator = arguments.get("generator")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise _unusable(
             f"generator={generator!r}",
-            limit="it is a torch.Generator",
+            limit="a generator must be a torch.Generator",
             fix="pass seed= for a number.",
         )
 
 
-def _check_dataset_is_read_by_sample(arguments: Arguments) -> None:
-    dataset = arguments["dataset"]
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitems__"):
-        return
-    if getattr(type(dataset), "__getitem__", None) in (None, Dataset.__getitem__):
-        raise _unusable(
-            f"{type(dataset).__name__} has __getitems__ and no __getitem__",
-            limit="samples are read one by one, each with its own random numbers",
-            fix="add a __getitem__; with batch_size=None and a sampler of lists it may read many at"
-            " once.",
-        )
-
-
-def _check_batch_sampler(arguments: Arguments) -> None:
+def _check_samplers(arguments: Arguments) -> None:
+    """Check that an `Order` is passed as the sampler, and is one for this dataset."""
     batch_sampler = arguments.get("batch_sampler")
     if isinstance(batch_sampler, Order):
         raise _unusable(
@@ -115,9 +93,6 @@ def _check_batch_sampler(arguments: Arguments) -> None:
             limit="an order yields indices, not batches",
             fix="pass it as sampler=.",
         )
-
-
-def _check_length_of_order(arguments: Arguments) -> None:
     sampler = arguments.get("sampler")
     dataset = arguments["dataset"]
     if not isinstance(sampler, Order) or not isinstance(dataset, Sized):
@@ -130,36 +105,37 @@ def _check_length_of_order(arguments: Arguments) -> None:
         )
 
 
-_CHECKS: tuple[Callable[[Arguments], None], ...] = (
-    _check_num_workers,
-    _check_prefetch_factor,
-    _check_timeout,
-    _check_generator,
-    _check_dataset_is_read_by_sample,
-    _check_batch_sampler,
-    _check_length_of_order,
-)
-
-
-def _check_seed(seed: Any) -> None:
+def _check_own_arguments(seed: Any, quarantine: Any) -> None:
+    """Check the arguments that torch's loader does not have."""
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise _unusable(f"seed={seed!r}", limit="it is a whole number", fix="pass one, such as 0.")
-
-
-def _check_quarantine(quarantine: Any) -> None:
+        raise _unusable(
+            f"seed={seed!r}", limit="a seed is a whole number", fix="pass one, such as 0."
+        )
     is_number = isinstance(quarantine, (int, float)) and not isinstance(quarantine, bool)
     if not is_number or not 0 <= quarantine < math.inf:
         raise _unusable(
             f"quarantine={quarantine!r}",
-            limit="it is a share or a number of samples",
+            limit="it must be a share or a number of samples",
             fix="pass 0.001, 5, or 0 for none.",
         )
 
 
-def _check_has_samples(dataset: Any) -> None:
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+def _check_dataset(dataset: Any) -> None:
+    """Check that a map-style dataset has samples, and can be asked for a single one."""
+    if isinstance(dataset, IterableDataset):
         return
-    if len(dataset) == 0:
+    reads_single_samples = getattr(type(dataset), "__getitem__", None) not in (
+        None,
+        Dataset.__getitem__,
+    )
+    if hasattr(dataset, "__getitems__") and not reads_single_samples:
+        raise _unusable(
+            f"{type(dataset).__name__} has __getitems__ and no __getitem__",
+            limit="samples are read one by one, each with its own random numbers",
+            fix="add a __getitem__; with batch_size=None and a sampler of lists it may read many at"
+            " once.",
+        )
+    if isinstance(dataset, Sized) and len(dataset) == 0:
         raise LoaderError(
             f"{type(dataset).__name__} has no samples",
             limit="an epoch needs at least one",
@@ -271,9 +247,9 @@ def plan_batches(
     if ranks_were_passed:
         _check_loader_divides(sampler, batch_sampler, ranks)
     samples = len(dataset) if isinstance(dataset, Sized) else None
-    order: Order | Sampled
+    order: Order | SamplerOrder
     if batch_sampler is not None:
-        order = Sampled(
+        order = SamplerOrder(
             batch_sampler,
             loader.seed,
             repeats=repeats,
@@ -285,7 +261,9 @@ def plan_batches(
     if isinstance(sampler, Order):
         order = sampler
     elif sampler is not None:
-        order = Sampled(sampler, loader.seed, repeats=repeats, samples=samples, dataset=dataset)
+        order = SamplerOrder(
+            sampler, loader.seed, repeats=repeats, samples=samples, dataset=dataset
+        )
         # The sampler yields what belongs to this rank only.
         ranks = (0, 1)
     elif arguments.get("shuffle"):
@@ -328,7 +306,7 @@ def check_position(identity: dict[str, Any], state: dict[str, Any]) -> None:
         state: What `DataLoader.state_dict` returned.
 
     Raises:
-        LoaderError: H604 if it is no position, or one in another order.
+        LoaderError: H604 if it is not a position, or is one in another order.
     """
     problems = [f"no {name}" for name in ("epoch", "consumed", "order") if name not in state]
     if not problems:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-import weakref
 from collections.abc import Callable, Generator, Iterator, Sized
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -33,12 +32,13 @@ from holdfast.loader.arguments import (
     why_not_divided,
 )
 from holdfast.loader.device import find_copy_target, move_to_device
+from holdfast.loader.epoch import Epoch, FailedBatch
 from holdfast.loader.machine import Load, Machine, concerns
 from holdfast.loader.order.host_epochs import HostEpochs
 from holdfast.loader.order.ranks import ranks_now, steps_left
-from holdfast.loader.order.sampled import Drawn, Sampled
+from holdfast.loader.order.sampler_order import Drawn, SamplerOrder
 from holdfast.loader.position import LoaderPosition
-from holdfast.loader.quarantine import FILE_NAME, Ledger
+from holdfast.loader.quarantine import FILE_NAME, QuarantineLedger
 from holdfast.loader.random_state import SeededGenerator
 from holdfast.loader.samplers import is_stateful
 from holdfast.loader.seeds import derive_seed
@@ -56,116 +56,49 @@ from holdfast.loader.workers.report import as_error
 _log = logging.getLogger("holdfast")
 
 
-class _FailedBatch(NamedTuple):
-    """An error in the place of a batch.
-
-    It is raised by `Epoch`, because an exception would end the generators below it.
-    """
-
-    error: Exception
-
-
-class Epoch:
-    """The iterator over the batches of an epoch.
-
-    As with torch, it continues after it has raised an error in the place of a batch.
-    """
-
-    # Iterators that have handed out a batch since `take_unkept_loaders`, and have not reached their
-    # end. One that nobody refers to disappears from the set.
-    under_way: ClassVar[weakref.WeakSet[Epoch]] = weakref.WeakSet()
-
-    # Batches that all loaders of this process have handed out.
-    handed_out: ClassVar[int] = 0
-
-    def __init__(self, batches: Generator[Any], loader: DataLoader) -> None:
-        self._batches = batches
-        self.loader = loader
-
-    def __len__(self) -> int:
-        """Return the batches of a whole epoch, as an iterator of torch's."""
-        return len(self.loader)
-
-    def __iter__(self) -> Epoch:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self.under_way.discard(self)
-            raise
-        self.under_way.add(self)
-        Epoch.handed_out += 1
-        if isinstance(batch, _FailedBatch):
-            raise batch.error
-        return batch
-
-    def close(self) -> None:
-        """Give up the rest of the epoch."""
-        self.under_way.discard(self)
-        self._batches.close()
-
-
-def batches_handed_out() -> int:
-    """Return how many batches all `DataLoader` of this process have handed out so far."""
-    return Epoch.handed_out
-
-
-def take_unkept_loaders() -> list[DataLoader]:
-    """Return the loaders in the middle of an epoch whose position nobody saves.
-
-    Only loaders that have handed out a batch since the last call are returned.
-    """
-    epochs = list(Epoch.under_way)
-    Epoch.under_way.clear()
-    return [epoch.loader for epoch in epochs if not epoch.loader.is_kept]
-
-
 class DataLoader(TorchDataLoader[Any]):
-    """A drop-in `torch.utils.data.DataLoader` that resumes exactly and replaces its workers when
-    they are lost.
+    """A drop-in `torch.utils.data.DataLoader` that resumes exactly and replaces lost workers.
 
     Each ``iter()`` is one epoch, as with torch; the position is in `state_dict`. Workers that die,
-    are stopped or hang are replaced, and the batches go on as if nothing had happened. A sample
-    that cannot be read is tried again and then quarantined: the next readable one of the epoch's
-    order takes its place.
+    are stopped or hang are replaced, and the loop gets the same batches as without the loss. A
+    sample that cannot be read is tried once more and then quarantined: the next readable sample in
+    the epoch's order takes its place.
 
-    Under ``torch.distributed`` the samples are divided among the ranks, as they are when an epoch
-    begins, unless you give a ``batch_sampler`` or a ``sampler`` of your own, which says itself what
-    this rank gets. Its ``set_epoch`` is called for each epoch. If you have called it, and its
-    attribute ``epoch`` shows that, the epoch you named comes next: not if `load_state_dict` or
-    `go_to` was called since, and in the middle of an epoch only a later one.
+    Under ``torch.distributed`` the samples are divided among the ranks that exist when an epoch
+    begins. A ``batch_sampler`` or ``sampler`` of your own decides itself what this rank gets. Its
+    ``set_epoch`` is called for each epoch. If you call it too, and its attribute ``epoch`` shows
+    that, the next epoch is the one that you named; in the middle of an epoch, only a later one. A
+    call before `load_state_dict` or `go_to` does not count.
 
     Args:
-        dataset: As torch. An ``IterableDataset`` that does not divide its items among workers is
-            divided here, and continues by its own ``state_dict`` if it has one, else by reading
-            over. A map-style one is read by ``__getitem__``, also if it has ``__getitems__``: each
-            sample has random numbers of its own. To read many at once, pass ``batch_size=None`` and
-            a sampler of lists, such as a ``BatchSampler``. One that you have divided among ranks
-            yourself, such as a ``Subset``, is divided again unless you pass ``rank=0`` and
-            ``world_size=1``.
-        *args: As torch.
+        dataset: As in torch. The items of an ``IterableDataset`` are divided among workers, unless
+            it does that itself. It resumes through its own ``state_dict`` if it has one, otherwise
+            by reading everything before the position again. A map-style dataset is read through
+            ``__getitem__`` even if it has ``__getitems__``, because each sample has random numbers
+            of its own. To read many at once, pass ``batch_size=None`` and a sampler of lists, such
+            as a ``BatchSampler``. A dataset that you have divided among ranks yourself, such as a
+            ``Subset``, is divided again unless you pass ``rank=0`` and ``world_size=1``.
+        *args: As in torch.
         seed: Decides the order of every epoch and the random numbers of every sample;
-            ``torch.manual_seed`` does not. If torch's ``generator`` is given, its initial seed is
-            used instead. Two loaders that are zipped need different seeds, or equal lengths are
-            shuffled alike.
-        quarantine: Most samples that may be quarantined: a share of the dataset below 1, which
-            allows at least one, or a number. 0: none, the sample's own exception ends the epoch.
-        repeats: Whether your sampler may yield an index more than once an epoch; None: only if it
-            says that it draws with replacement.
-        sharded: Whether an ``IterableDataset`` divides its items among workers itself; None: as its
-            code shows. Such items, and those of a dataset that asks for ranks, are divided among
-            ranks only if you pass ``rank``.
-        rank: Which rank this is; None: as ``torch.distributed`` says.
-        world_size: Number of ranks; None: as ``torch.distributed`` says.
-        device: Where each batch is copied to when it is asked for; best with ``pin_memory=True``,
-            so that the host does not wait. None leaves them on the host.
-        **kwargs: As torch. ``timeout`` is how long the loop waits for a batch before workers are
-            replaced; also without it a worker that is stuck is found, after a minute or eight times
+            ``torch.manual_seed`` does not. If you pass torch's ``generator``, its initial seed is
+            used instead. Give two loaders that are zipped different seeds: with equal lengths they
+            would be shuffled alike.
+        quarantine: The most samples that may be quarantined: a number, or a share of the dataset
+            below 1, which allows at least one. With 0, the exception of a sample ends the epoch.
+        repeats: Whether your sampler may yield an index more than once per epoch. With None, only
+            if it says that it draws with replacement.
+        sharded: Whether an ``IterableDataset`` divides its items among workers itself. With None,
+            its code decides. The items of such a dataset, and of one whose code asks for a rank,
+            are divided among ranks only if you pass ``rank``.
+        rank: This rank. With None, as ``torch.distributed`` says.
+        world_size: The number of ranks. With None, as ``torch.distributed`` says.
+        device: The device to which a batch is copied when it is requested, best with
+            ``pin_memory=True``, so that the host does not wait. None leaves batches on the host.
+        **kwargs: As in torch. ``timeout`` is how long the loop waits for a batch before the workers
+            are replaced. Even without it, a worker counts as stuck after a minute, or eight times
             the longest sample so far. Its start and ``worker_init_fn`` may take ten times as long.
             Batches always come in order, since a position is one number: ``in_order=False`` is
-            taken as True.
+            ignored.
 
     Raises:
         LoaderError: H603 for a sampler without a length, H607 for arguments that cannot be used,
@@ -193,13 +126,11 @@ class DataLoader(TorchDataLoader[Any]):
     ) -> None:
         arguments = check_arguments(dataset, args, kwargs, seed=seed, quarantine=quarantine)
         self._iterable = isinstance(dataset, IterableDataset)
-        # Whether a stream divides its items among workers itself, and whether the user says so.
-        self.sharded = False
-        self._sharding_was_passed = sharded is not None
+        # Whether a stream divides its items among workers itself.
+        self.sharded = self._iterable and bool(sharded)
         if self._iterable and sharded is None:
             self.sharded = shards_itself(dataset, arguments.get("worker_init_fn"))
-        elif self._iterable:
-            self.sharded = bool(sharded)
+        self._hides_worker = sharded is None and not self.sharded
         super().__init__(**arguments)
         self.seed = int(seed) if self.generator is None else self.generator.initial_seed()
         self.device = device
@@ -229,7 +160,7 @@ class DataLoader(TorchDataLoader[Any]):
                 self._length = len(dataset)
 
         # Samples that are quarantined, with the evidence.
-        self.ledger = Ledger(quarantine, self._length, time.time)
+        self.ledger = QuarantineLedger(quarantine, self._length, time.time)
         self._replaces_bad_samples = quarantine > 0
         # Whether samples draw from python's or numpy's generator, as far as is known.
         self._draws = False
@@ -241,7 +172,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._host_epochs = HostEpochs(self)
         # Whether the batch that was handed out last is also one of another rank, because fewer
         # samples were left than there are ranks.
-        self.repeats = False
+        self.batch_is_repeated = False
         self._initial_state = InitialState()
 
         # Whether a guard iterates this loader, or somebody has asked for its `state_dict`.
@@ -320,7 +251,12 @@ class DataLoader(TorchDataLoader[Any]):
             drawn = self._sampler.check_drawn(epoch, self._position.drawn)
         self._report_changed_sampler()
         self._worker_seeds.manual_seed(derive_seed(self.seed, epoch, "workers"))
-        source = self._stream_source() if self._iterable else self._map_source()
+        source: MapSource | StreamSource
+        if self._iterable:
+            self._warn_about_stream()
+            source = self._stream_source()
+        else:
+            source = self._map_source()
         target = find_copy_target(self.device)
         with contextlib.closing(self._receive_batches(source, drawn)) as batches:
             for batch, position in batches:
@@ -342,7 +278,7 @@ class DataLoader(TorchDataLoader[Any]):
             self._epoch = epoch
             self._under_way = True
         if self._epoch_batches is not None:
-            self.repeats = self._epoch_batches.is_repeated(epoch, self._position.consumed)
+            self.batch_is_repeated = self._epoch_batches.is_repeated(epoch, self._position.consumed)
         self._position = position
 
     def _go_to_next_epoch(self) -> None:
@@ -380,7 +316,7 @@ class DataLoader(TorchDataLoader[Any]):
             )
 
     @property
-    def _sampler(self) -> Sampled | None:
+    def _sampler(self) -> SamplerOrder | None:
         return None if self._epoch_batches is None else self._epoch_batches.sampler
 
     def _receive_batches(
@@ -397,7 +333,7 @@ class DataLoader(TorchDataLoader[Any]):
             for batch, report in received:
                 consumed_batches += 1
                 if report.fatal is not None:
-                    yield _FailedBatch(as_error(report.fatal, report)), None
+                    yield FailedBatch(as_error(report.fatal, report)), None
                     continue
                 if self._machine_is_unchecked:
                     # The size of a batch is known only now.
@@ -470,11 +406,16 @@ class DataLoader(TorchDataLoader[Any]):
             batch_size=self.batch_size,
             drop_last=self.drop_last,
             sharded=self.sharded,
-            sharding_was_passed=self._sharding_was_passed,
+            hides_worker=self._hides_worker,
             rank=rank,
             world_size=world_size,
             initial_state=self._initial_state,
         )
+        workers = max(1, self.num_workers)
+        return StreamSource(settings, dict(self._position.stream), self._position.turn, workers)
+
+    def _warn_about_stream(self) -> None:
+        """Warn if items are read again, or if every rank gets all of them."""
         if self._position.stream and not is_stateful(self.dataset):
             why = (
                 "the dataset has no state_dict and load_state_dict: what comes before the position"
@@ -485,8 +426,6 @@ class DataLoader(TorchDataLoader[Any]):
         _, world_size_now = ranks_now((0, 1))
         if self._why_not_divided and world_size_now > 1:
             self._emit(run_events.RanksNotDivided(why=self._why_not_divided))
-        workers = max(1, self.num_workers)
-        return StreamSource(settings, dict(self._position.stream), self._position.turn, workers)
 
     def __len__(self) -> int:
         """Return the batches of an epoch, of this rank."""
@@ -583,7 +522,7 @@ class DataLoader(TorchDataLoader[Any]):
         """Continue from a position at the next ``iter()``.
 
         Raises:
-            LoaderError: H604 if it is no position, or would mean other samples in this loader.
+            LoaderError: H604 if it is not a position, or would mean other samples in this loader.
         """
         check_position(self._identity(), state)
         position = LoaderPosition.from_state(state)

@@ -89,37 +89,32 @@ class Load:
 def concerns(load: Load, machine: Machine) -> Iterator[Preflight]:
     """Yield what will or may go wrong with these workers; nothing without workers."""
     if load.num_workers > machine.cpu_quota:
-        yield _too_many_workers(load, machine.cpu_quota)
+        whole_processors = max(1, math.floor(machine.cpu_quota))
+        yield Preflight(
+            what=(
+                f"num_workers={load.num_workers} on {machine.cpu_quota:g} processors (affinity and"
+                " quota)"
+            ),
+            limit=(
+                "more workers than processors slow loading down if they compute, but not if they"
+                " wait for a disk or a network"
+            ),
+            fix=f"pass num_workers={whole_processors} if loading computes.",
+            rule="H630",
+        )
     free_bytes = machine.shared_memory_free_bytes
     if free_bytes is not None and load.shared_memory_bytes > free_bytes:
-        yield _too_little_shared_memory(load, free_bytes)
-
-
-def _too_many_workers(load: Load, processors: float) -> Preflight:
-    whole_processors = max(1, math.floor(processors))
-    return Preflight(
-        what=(f"num_workers={load.num_workers} on {processors:g} processors (affinity and quota)"),
-        limit=(
-            "more workers than processors slow loading down if they compute, but not if they wait"
-            " for a disk or a network"
-        ),
-        fix=f"pass num_workers={whole_processors} if loading computes.",
-        rule="H630",
-    )
-
-
-def _too_little_shared_memory(load: Load, free_bytes: int) -> Preflight:
-    return Preflight(
-        what=(
-            f"{load.num_workers} workers x prefetch_factor={load.prefetch_factor}, batches of"
-            f" {size(load.batch_bytes)}: {size(load.shared_memory_bytes)} of shared memory, and"
-            f" /dev/shm has {size(free_bytes)} free"
-        ),
-        limit="a worker that finds it full fails",
-        fix=(
-            "enlarge /dev/shm (docker run --shm-size=8g), or lower prefetch_factor, then"
-            " num_workers."
-        ),
-        rule="H631",
-        certain=load.batch_bytes > free_bytes,
-    )
+        yield Preflight(
+            what=(
+                f"{load.num_workers} workers x prefetch_factor={load.prefetch_factor}, batches of"
+                f" {size(load.batch_bytes)}: {size(load.shared_memory_bytes)} of shared memory, and"
+                f" /dev/shm has {size(free_bytes)} free"
+            ),
+            limit="a worker that finds it full fails",
+            fix=(
+                "enlarge /dev/shm (docker run --shm-size=8g), or lower prefetch_factor, then"
+                " num_workers."
+            ),
+            rule="H631",
+            certain=load.batch_bytes > free_bytes,
+        )

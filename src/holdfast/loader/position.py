@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdfast.loader.order.sampled import Drawn
+from holdfast.loader.order.sampler_order import Drawn
 from holdfast.loader.streams.stream import StreamPosition
 
 
@@ -33,7 +33,7 @@ class LoaderPosition(NamedTuple):
     def dataset_indices(self) -> list[int] | None:
         """Return the dataset indices of the samples in the batch before this position.
 
-        Returns None if they are not known or are no numbers.
+        Returns None if they are not known or not numbers.
         """
         if not self.indices:
             return None

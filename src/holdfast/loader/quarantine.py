@@ -57,7 +57,7 @@ class Quarantined:
     released: bool = False
 
 
-class Ledger:
+class QuarantineLedger:
     """The samples that are quarantined.
 
     Args:
@@ -93,7 +93,7 @@ class Ledger:
         released there and found bad here afterwards is quarantined again.
 
         Raises:
-            LoaderError: H612 if the file quarantines too many samples, H617 if it is no ledger.
+            LoaderError: H612 if the file quarantines too many samples, H617 if it is not a ledger.
         """
         entries = read_ledger(path)
         for entry in self:
@@ -208,8 +208,8 @@ def last_line(evidence: str) -> str:
 def key_of(index: Any) -> Any:
     """Return an index in the form in which it is compared and written to a file.
 
-    Numbers of numpy and torch become numbers of python, and lists become tuples. What JSON or a set
-    cannot hold, such as a slice or a path, becomes its text.
+    NumPy and torch numbers become Python numbers, and lists become tuples. Anything that JSON or a
+    set cannot hold, such as a slice or a path, becomes its text.
     """
     if type(index) is int:
         return index
@@ -248,7 +248,7 @@ def read_ledger(path: Path) -> dict[Any, Quarantined]:
     """Return the ledger of a run by the key of the index; empty if there is no file.
 
     Raises:
-        LoaderError: H617 for a file that is no ledger.
+        LoaderError: H617 for a file that is not a ledger.
     """
     try:
         entries = _parse(read_file(path, _MOST_BYTES))
@@ -256,7 +256,7 @@ def read_ledger(path: Path) -> dict[Any, Quarantined]:
         return {}
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise LoaderError(
-            f"{path} is no quarantine ledger ({type(error).__name__}: {error})",
+            f"{path} is not a quarantine ledger ({type(error).__name__}: {error})",
             limit="it would be forgotten silently which samples are quarantined",
             fix="restore it from a copy, or delete it; upgrade holdfast if a newer one wrote it.",
             rule="H617",

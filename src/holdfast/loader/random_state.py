@@ -21,6 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+# The random generators that a user's program may hold.
+GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
 # The Mersenne Twister MT19937: 624 words of 4 bytes, and the position in them.
 _MT19937_BYTES = 624 * 4 + 4
 
@@ -63,10 +66,10 @@ class RandomState:
         """Return the state that `to_tree` has returned, after trying whether it can be restored.
 
         Raises:
-            KeyError, TypeError, ValueError: The tree is no random state.
+            KeyError, TypeError, ValueError: The tree is not a random state.
         """
         random.Random().setstate(tree["python"])  # noqa: S311 - nothing is drawn
-        # A dict holds the state of another generator than numpy's default one.
+        # A dict is the state of a generator other than NumPy's default one.
         if not isinstance(tree["numpy"], dict):
             np.random.RandomState().set_state(tree["numpy"])
         try:
@@ -79,8 +82,8 @@ class RandomState:
 def capture(devices: Sequence[torch.device] = ()) -> RandomState:
     """Return the random state of this process, without waiting for a device.
 
-    This takes about 5 microseconds, and 40 more if the generators of python and numpy were used
-    since the last call.
+    This takes about 5 microseconds, plus 40 if the generators of Python or NumPy were used since
+    the last call.
 
     Args:
         devices: Accelerators whose state is included.
@@ -139,14 +142,14 @@ def isolated() -> Iterator[None]:
 # --- reading the states quickly -------------------------------------------------------------------
 
 
-class _Reading(NamedTuple):
+class _CachedState(NamedTuple):
     """A state, with the raw memory of the generator when it was read."""
 
     memory: Any
     state: Any
 
 
-_NO_READING = _Reading(None, None)
+_NO_READING = _CachedState(None, None)
 
 # The generator behind ``random.random()``.
 _PYTHON_GENERATOR: Any = random._inst
@@ -183,7 +186,7 @@ def _python_state() -> Any:
     # The second half of a pair of normal numbers is an attribute, outside this memory.
     memory = (_python_memory.raw, _PYTHON_GENERATOR.gauss_next)
     if memory != _python_reading.memory:
-        _python_reading = _Reading(memory, random.getstate())
+        _python_reading = _CachedState(memory, random.getstate())
     return _python_reading.state
 
 
@@ -201,7 +204,7 @@ def _numpy_state() -> Any:
     # one is always read again; its fourth field says so.
     holds_normal = _numpy_reading.state is not None and _numpy_reading.state[3]
     if memory != _numpy_reading.memory or holds_normal:
-        _numpy_reading = _Reading(memory, np.random.get_state())
+        _numpy_reading = _CachedState(memory, np.random.get_state())
     return _numpy_reading.state
 
 

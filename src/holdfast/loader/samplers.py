@@ -1,4 +1,4 @@
-"""The samplers of a loader that is not holdfast's: which there are, and what they carry."""
+"""Find the samplers of any loader, and what they carry from epoch to epoch."""
 
 from __future__ import annotations
 

@@ -96,17 +96,21 @@ class SampleSeeds:
         if epoch != self._epoch:
             self._epoch = epoch
             self._key = derive_seed(self._seed, epoch, "samples")
-        # The usual case is recognised without looking at each index in python.
+        # The usual case is recognised without looking at each index in Python.
         are_plain_integers = set(map(type, indices)) == {int}
-        if not are_plain_integers and not all(_is_integer(index) for index in indices):
-            return [self._of_any_index(epoch, index) for index in indices]
+        if are_plain_integers or all(_is_integer(index) for index in indices):
+            return self._of_integers(indices)
+        seeds: list[int] = []
+        for index in indices:
+            if _is_integer(index):
+                seeds += self._of_integers([index])
+            else:
+                seeds.append(derive_seed(self._seed, epoch, index))
+        return seeds
+
+    def _of_integers(self, indices: Sequence[Any]) -> list[int]:
         counters = np.array([int(index) & _MASK_64_BITS for index in indices], dtype=np.uint64)
         return (random_bits(counters, self._key) >> _ONE).tolist()  # type: ignore[no-any-return]
-
-    def _of_any_index(self, epoch: int, index: Any) -> int:
-        if _is_integer(index):
-            return self.of_sample(epoch, index)
-        return derive_seed(self._seed, epoch, index)
 
 
 def _is_integer(index: Any) -> bool:

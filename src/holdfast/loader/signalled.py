@@ -1,8 +1,8 @@
 """Exceptions that a signal handler has raised while other code was running.
 
-A handler runs wherever the main thread is, so possibly in the middle of a sample's code. Its
-exception, such as that of ``sys.exit()`` at SIGTERM, is then no fault of the sample. Whoever
-handles what samples raise has to let it through.
+A handler runs wherever the main thread happens to be, possibly in the middle of a sample's code. If
+it raises, for instance through ``sys.exit()`` at SIGTERM, the sample is not at fault. Code that
+handles the exceptions of samples must let such an exception through.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-# By these signals a sample limits its own time, so their handlers do belong to the sample.
+# A sample may use these signals to limit its own time. Their handlers then belong to the sample.
 _TIMER_SIGNALS = {signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
 
-# The code of the handlers that there were when an epoch began.
+# The code of the signal handlers that were installed when the epoch began.
 _noted_handlers: set[CodeType] = set()
 
 
 def note_handlers() -> None:
-    """Remember the handlers that there are now.
+    """Remember the handlers that are installed now.
 
-    Many handlers begin by putting another one in their place, so they could not be found later.
+    Many handlers start by replacing themselves, so they could not be found later.
     """
     _noted_handlers.clear()
     _noted_handlers.update(_current_handlers())
@@ -35,7 +35,7 @@ def note_handlers() -> None:
 def let_through(error: BaseException) -> None:
     """Raise an exception again if a signal handler has raised it or its cause.
 
-    In a worker nothing is raised: a signal to a worker is no request to the training run.
+    In a worker, nothing is raised: a signal to a worker is not a request to the training run.
     """
     if get_worker_info() is None and is_from_handler(error):
         raise error

@@ -34,7 +34,7 @@ SplitSpec: TypeAlias = int | Literal["items"] | Mapping[Any, Any] | Sequence[Any
 SplitFunction: TypeAlias = Callable[[Any, int], Sequence[Any]]
 Split: TypeAlias = SplitSpec | SplitFunction
 
-# Leaves that every part shares, whatever the dimension.
+# Types of leaves that are never cut: every part gets the whole leaf.
 _SHARED = (str, bytes, bool, int, float, complex, type(None), np.generic, torch.device, torch.dtype)
 
 # A list of values of one of these kinds, such as the names of utterances, is one leaf.
@@ -176,11 +176,6 @@ def leaves_of(batch: Any) -> Iterator[tuple[str, Any]]:
         yield path, leaf
 
 
-def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return autograd's counters of in-place changes; -1 for a tensor that has none."""
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
 def fresh(batch: Any) -> Any:
     """Return the batch in new containers and with arrays copied, so that a loss function may change
     both.
@@ -223,7 +218,7 @@ def _children(node: Any, spec: SplitSpec) -> dict[Any, Any] | None:
     """Return the children of a container by key, or None for a leaf."""
     if spec == "items" or _is_plain_list(node):
         return None
-    # A named tuple of tensors, but their first dimension is no batch dimension.
+    # It is a named tuple of tensors, but their first dimension is not a batch dimension.
     if isinstance(node, PackedSequence):
         return None
     return children_of(node)

@@ -53,11 +53,19 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 def _left_by_process_limits(root: Path) -> Iterator[int]:
     """Yield the bytes that each limit of this process leaves."""
     status = read_fields(root / "proc/self/status")
-    for limit, field in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
-        soft, _ = resource.getrlimit(limit)
-        if soft != resource.RLIM_INFINITY and field in status:
+    for field, limit_bytes in _process_limits().items():
+        if field in status:
             used_kib = status[field]
-            yield soft - used_kib * 1024
+            yield limit_bytes - used_kib * 1024
+
+
+def _process_limits() -> dict[str, int]:
+    """Return the limits in bytes, by the field of /proc/self/status that says what is used."""
+    limits = {
+        "VmData": resource.getrlimit(resource.RLIMIT_DATA)[0],
+        "VmSize": resource.getrlimit(resource.RLIMIT_AS)[0],
+    }
+    return {field: limit for field, limit in limits.items() if limit != resource.RLIM_INFINITY}
 
 
 def allocation_can_fail(root: Path = Path("/")) -> bool:
@@ -66,10 +74,8 @@ def allocation_can_fail(root: Path = Path("/")) -> bool:
     It can if this process has a resource limit or if the kernel does not overcommit. A control
     group never refuses an allocation: it kills the process.
     """
-    for limit in (resource.RLIMIT_DATA, resource.RLIMIT_AS):
-        soft, _ = resource.getrlimit(limit)
-        if soft != resource.RLIM_INFINITY:
-            return True
+    if _process_limits():
+        return True
     overcommit = root / "proc/sys/vm/overcommit_memory"
     return overcommit.is_file() and overcommit.read_text().strip() == _STRICT_OVERCOMMIT
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,27 +131,22 @@ class _RecomputedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not _can_be_checkpointed():
             return self._forward(*args, **kwargs)
-        call = _Call(
-            block=self._block,
-            forward=self._forward,
-            second_pass=_SecondPass(self._block, self._capture, self._restore),
-            input_versions=versions_of(tensors_of((args, kwargs))),
-            weights=_weights_of(self._block),
-            fingerprints=[] if self._verify else None,
-        )
+        second_pass = _SecondPass(self._block, self._capture, self._restore)
+        forward = functools.partial(self._forward, *args, **kwargs)
+        call = _BlockCall(self._block, forward, second_pass, verify=self._verify)
 
         # `checkpoint` passes the arguments that autograd kept. With hooks on saved tensors these
         # are not the original objects, but a block may test whether two of its arguments are the
-        # same object, as attention does. So the original ones are used.
+        # same object, as attention does. So the call uses the original ones.
         def run(*_: Any, **__: Any) -> Any:
-            return call.run(*args, **kwargs)
+            return call.run()
 
         return checkpoint(
             run,
             *args,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (contextlib.nullcontext(), call.second_pass),
+            context_fn=lambda: (contextlib.nullcontext(), second_pass),
             # A recomputation that was stopped early has no outputs to compare.
             early_stop=not self._verify,
             **kwargs,
@@ -165,107 +160,110 @@ def _can_be_checkpointed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Weight:
-    """A parameter, with the evidence of whether its values were changed."""
+class _BlockCall:
+    """One call of a block, which is computed twice.
 
-    tensor: torch.Tensor
-    version: int
-    # Address of the values. It changes with ``tensor.data = ...``, and stays the same if a sharded
-    # weight is gathered again. Zeros for a tensor without a single storage.
-    storage: int
-    offset: int
+    Args:
+        block: The block.
+        forward: Its ``forward`` with the arguments of this call.
+        second_pass: Whether the second computation runs.
+        verify: Whether the outputs of both computations are compared.
+    """
 
-    def is_same(self, other: _Weight) -> bool:
-        return (
-            self.tensor is other.tensor
-            and self.version == other.version
-            and self.storage == other.storage
-            and self.offset == other.offset
-        )
+    def __init__(
+        self,
+        block: nn.Module,
+        forward: functools.partial[Any],
+        second_pass: _SecondPass,
+        *,
+        verify: bool,
+    ) -> None:
+        self._block = block
+        self._forward = forward
+        self._second_pass = second_pass
+        self._input_versions = self._versions_of_inputs()
+        self._weights = _weights_of(block)
+        self._verify = verify
+        # One fingerprint per output of the first computation.
+        self._fingerprints: list[torch.Tensor] = []
 
+    def run(self) -> Any:
+        """Compute the block for the first or the second time.
 
-def _weights_of(block: nn.Module) -> list[_Weight]:
-    """Return a block's current parameters, or the tensors that `functional_call` put there."""
-    weights = []
-    for module in block.modules():
-        for tensor in module._parameters.values():
-            if tensor is not None:
-                weights.append(_weight(tensor))
-    return weights
-
-
-def _weight(tensor: torch.Tensor) -> _Weight:
-    (version,) = versions_of([tensor])
-    if not has_storage(tensor):
-        return _Weight(tensor=tensor, version=version, storage=0, offset=0)
-    return _Weight(
-        tensor=tensor,
-        version=version,
-        storage=tensor.untyped_storage()._cdata,
-        offset=int(tensor.storage_offset()),
-    )
-
-
-def _are_same(weights: Sequence[_Weight], others: Sequence[_Weight]) -> bool:
-    if len(weights) != len(others):
-        return False
-    return all(weight.is_same(other) for weight, other in zip(weights, others, strict=True))
-
-
-@dataclass(slots=True, kw_only=True)
-class _Call:
-    """One call of a block: the inputs of its first computation, and its outputs."""
-
-    block: nn.Module
-    forward: Callable[..., Any]
-    second_pass: _SecondPass
-    input_versions: list[int]
-    weights: list[_Weight]
-    # One fingerprint per output of the first computation, or None if outputs are not compared.
-    fingerprints: list[torch.Tensor] | None
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block, for the first or the second time."""
-        if not self.second_pass.is_active:
-            outputs = self.forward(*args, **kwargs)
-        else:
-            self._check_inputs_and_weights(args, kwargs)
-            outputs = self._compute_again(*args, **kwargs)
-        if self.fingerprints is not None:
+        Raises:
+            RecomputeDiffersError: The second computation has other inputs, weights or outputs.
+        """
+        outputs = self._compute_again() if self._second_pass.is_active else self._forward()
+        if self._verify:
             self._compare_outputs(outputs)
         return outputs
 
-    def _check_inputs_and_weights(self, args: Any, kwargs: Any) -> None:
-        if versions_of(tensors_of((args, kwargs))) != self.input_versions:
-            raise RecomputeDiffersError(
-                self.block, "its input was changed in place after it was used"
-            )
-        if not _are_same(self.weights, _weights_of(self.block)):
-            raise RecomputeDiffersError(
-                self.block, "its weights were replaced or changed after they were used"
-            )
+    def _versions_of_inputs(self) -> list[int]:
+        return versions_of(tensors_of((self._forward.args, self._forward.keywords)))
 
-    def _compute_again(self, *args: Any, **kwargs: Any) -> Any:
+    def _compute_again(self) -> Any:
+        if self._versions_of_inputs() != self._input_versions:
+            raise RecomputeDiffersError(
+                self._block, "its input was changed in place after it was used"
+            )
+        if _weights_of(self._block) != self._weights:
+            raise RecomputeDiffersError(
+                self._block, "its weights were replaced or changed after they were used"
+            )
         try:
-            return self.forward(*args, **kwargs)
+            return self._forward()
         except Exception as error:
             if _shows_a_difference(error):
                 raise RecomputeDiffersError(
-                    self.block, f"its second computation raises {error!r}"
+                    self._block, f"its second computation raises {error!r}"
                 ) from error
             raise
 
     def _compare_outputs(self, outputs: Any) -> None:
         """Compare the outputs with the fingerprints of the first computation, if there are any."""
         fingerprints = [_fingerprint(tensor) for tensor in tensors_of(outputs)]
-        assert self.fingerprints is not None
-        for first, second in zip(self.fingerprints, fingerprints, strict=False):
+        for first, second in zip(self._fingerprints, fingerprints, strict=False):
             if not _are_equal(first, second):
                 raise RecomputeDiffersError(
-                    self.block, "its second computation gives a different result"
+                    self._block, "its second computation gives a different result"
                 )
-        self.fingerprints = fingerprints
+        self._fingerprints = fingerprints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WeightVersion:
+    """The evidence of whether a parameter was replaced or changed. Equal if it was not."""
+
+    identity: int
+    version: int
+    # Address of the values. It changes with ``tensor.data = ...``, and stays the same if a sharded
+    # weight is gathered again. Zeros for a tensor without a single storage.
+    storage: int
+    offset: int
+    # Kept alive, so that no other tensor gets its identity.
+    tensor: torch.Tensor = field(compare=False)
+
+
+def _weights_of(block: nn.Module) -> list[_WeightVersion]:
+    """Return a block's current parameters, or the tensors that `functional_call` put there."""
+    weights = []
+    for module in block.modules():
+        for tensor in module._parameters.values():
+            if tensor is not None:
+                weights.append(_version_of_weight(tensor))
+    return weights
+
+
+def _version_of_weight(tensor: torch.Tensor) -> _WeightVersion:
+    storage = 0
+    offset = 0
+    if has_storage(tensor):
+        storage = tensor.untyped_storage()._cdata
+        offset = int(tensor.storage_offset())
+    (version,) = versions_of([tensor])
+    return _WeightVersion(
+        identity=id(tensor), version=version, storage=storage, offset=offset, tensor=tensor
+    )
 
 
 def _shows_a_difference(error: Exception) -> bool:

@@ -48,7 +48,7 @@ NOTHING_SAVES = (
 
 
 @dataclass(slots=True, kw_only=True)
-class _Call:
+class _ModuleCall:
     """One call of a module. It made the saves ``[begin, end)`` of the pass."""
 
     name: str
@@ -64,7 +64,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Save:
+class _SavedTensor:
     """One tensor that autograd saved: its storage, and the innermost call at that time."""
 
     storage: int
@@ -78,8 +78,8 @@ class Measurement:
     Calls are numbered in order. A storage is identified by torch's `StorageImpl` pointer.
     """
 
-    calls: list[_Call] = field(default_factory=list)
-    saves: list[_Save] = field(default_factory=list)
+    calls: list[_ModuleCall] = field(default_factory=list)
+    saves: list[_SavedTensor] = field(default_factory=list)
     # Bytes of each storage.
     sizes: dict[int, int] = field(default_factory=dict)
 
@@ -89,6 +89,10 @@ class Measurement:
 
     def peak(self, chosen: Collection[str], bytes_of_active: Mapping[str, int]) -> int:
         """Return the most bytes that the pass would keep if the chosen modules were recomputed.
+
+        Time is counted in saves. At the end of the forward pass, everything exists that is kept.
+        While a call is recomputed in the backward pass, what was kept until the end of that call
+        exists, and all that the call itself saves.
 
         Args:
             chosen: Names of the modules.
@@ -116,7 +120,7 @@ class Measurement:
             peaks.append(kept_until[self._end(call)] + self.bytes_inside(call, kept_from))
         return max(peaks)
 
-    def bytes_inside(self, call: _Call, kept: Collection[int] = ()) -> int:
+    def bytes_inside(self, call: _ModuleCall, kept: Collection[int] = ()) -> int:
         """Return the bytes that a call saved beyond its inputs and the storages in `kept`."""
         storages = {save.storage for save in self.saves[call.begin : self._end(call)]}
         storages.difference_update(call.inputs)
@@ -135,11 +139,14 @@ class Measurement:
             owners.append(owner)
         return owners
 
-    def _kept_from(self, owners: Sequence[int], recomputed: Iterable[_Call]) -> dict[int, int]:
-        """Return the storages that the forward pass keeps, each with its first save.
+    def _kept_from(
+        self, owners: Sequence[int], recomputed: Iterable[_ModuleCall]
+    ) -> dict[int, int]:
+        """Return the storages that the forward pass keeps, each with the save that it is kept from.
 
-        Kept are storages that are saved outside of all recomputed calls, and the inputs of
-        recomputed calls. A save is given by its index in `saves`.
+        A storage that is saved outside of all recomputed calls is kept from its first such save. An
+        input of a recomputed call is kept from the beginning of that call. Saves are given by their
+        index in `saves`.
 
         Args:
             owners: The recomputed call that each call belongs to, or `_NO_CALL`.
@@ -154,7 +161,7 @@ class Measurement:
                 kept_from[storage] = min(call.begin, kept_from.get(storage, call.begin))
         return kept_from
 
-    def _end(self, call: _Call) -> int:
+    def _end(self, call: _ModuleCall) -> int:
         return len(self.saves) if call.end is None else call.end
 
 
@@ -210,9 +217,9 @@ class SavedBytes:
     def choose(self, active: Sequence[str]) -> tuple[str, ...]:
         """Return the modules to recompute from now on: the active ones and further ones.
 
-        Groups of modules are added greedily, the one that lowers the peak most first, until the
-        next would lower it by less than 5 %. Of these, the smallest number is taken that reaches
-        half of their total reduction.
+        Groups of modules are added greedily, starting with the one that lowers the peak most, until
+        the next one would lower it by less than 5 %. Only as many of them are chosen as reach half
+        of their total reduction.
 
         Args:
             active: Modules that were recomputed in the measured pass.
@@ -356,7 +363,7 @@ class _Recorder:
         if storage is not None and storage not in self._excluded:
             self._begin_pass_after_backward()
             self._record_size(storage, tensor)
-            self._current.saves.append(_Save(storage=storage, call=self._innermost_call()))
+            self._current.saves.append(_SavedTensor(storage=storage, call=self._innermost_call()))
         # Detached, because an output that its own graph node saves would keep itself alive.
         return tensor.detach()
 
@@ -403,7 +410,7 @@ class _Recorder:
                 self._record_size(storage, tensor)
                 inputs.append(storage)
         number = len(self._current.calls)
-        call = _Call(
+        call = _ModuleCall(
             name=name,
             parent=self._innermost_call(),
             begin=len(self._current.saves),
@@ -462,7 +469,7 @@ def _state_of(module: nn.Module) -> dict[tuple[str, int], int]:
     state: dict[tuple[str, int], int] = {}
     for name, value in vars(module).items():
         if isinstance(value, torch.Tensor):
-            (state[name, id(value)],) = versions_of([value])
+            state[name, id(value)] = versions_of([value])[0]
         elif isinstance(value, (list, dict, set, deque)) and name not in OWN_ATTRIBUTES:
             state[name, id(value)] = len(value)
     return state

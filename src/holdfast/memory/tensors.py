@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+from holdfast.core.containers import children_of
 
 _PLAIN_CLASSES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
@@ -17,18 +18,8 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
         return
-    for item in _items_of(value):
-        yield from tensors_of(item)
-
-
-def _items_of(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, (tuple, list)):
-        return value
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return ()
+    for child in (children_of(value) or {}).values():
+        yield from tensors_of(child)
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:

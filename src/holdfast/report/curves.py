@@ -1,7 +1,7 @@
 """Curves over steps, thinned to what a screen can show.
 
 A curve has the mean of each stretch of steps and a band from its least to its greatest value, so
-that every peak stays visible however long the run was. ``step_figure`` draws the curves.
+that every peak stays visible however long the run was. ``page.figures.steps`` draws them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.recorder.history import NAMES, Rows, merge_rows, rows_of
 from holdfast.recorder.ring import read_ring, slot_struct
 from holdfast.recorder.scalars import Scalar
 
-Numbers = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 # How many values each stretch has, as 32-bit integers; or whether it has a value, as booleans.
 Counts = NDArray[Any]
 
@@ -37,17 +37,17 @@ MOST_LOGGED = 24
 _NEAR_STEPS = 10
 
 _INDEX_OF = {name: index for index, name in enumerate(NAMES)}
-# Like a row of ``recorder.history``, but with a single number instead of one for each of `NAMES`.
+# Like a row of ``recorder.history``, but for a single number instead of all of `NAMES`.
 _SCALAR_ROW = np.dtype(
     [
         ("number", "<u8"),
         ("optimizer", "u1"),
         ("step", "<f8"),
-        ("low", "<f8"),
-        ("mean", "<f8"),
-        ("high", "<f8"),
-        ("finite", "<u4"),
-        ("odd", "<u4"),
+        ("low", "<f8", (1,)),
+        ("mean", "<f8", (1,)),
+        ("high", "<f8", (1,)),
+        ("finite", "<u4", (1,)),
+        ("odd", "<u4", (1,)),
     ]
 )
 
@@ -56,9 +56,9 @@ _SCALAR_ROW = np.dtype(
 class Band:
     """The area between the least and the greatest value of each stretch of steps."""
 
-    steps: Numbers
-    low: Numbers
-    high: Numbers
+    steps: FloatArray
+    low: FloatArray
+    high: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,19 +74,19 @@ class Curve:
         own_scale: Whether `steps` counts something other than optimizer steps, such as epochs.
     """
 
-    steps: Numbers
-    values: Numbers
-    nonfinite: Numbers
+    steps: FloatArray
+    values: FloatArray
+    nonfinite: FloatArray
     band: Band | None
     own_scale: bool = False
 
     @property
-    def finite(self) -> Numbers:
+    def finite(self) -> FloatArray:
         """Return all finite values, the least and greatest of each stretch included."""
         parts = [self.values]
         if self.band is not None:
             parts += [self.band.low, self.band.high]
-        values: Numbers = np.concatenate(parts)
+        values: FloatArray = np.concatenate(parts)
         return values[np.isfinite(values)]
 
 
@@ -102,15 +102,15 @@ class StepTimes:
             `counts`, because only the proportions between stretches are used.
     """
 
-    unix_seconds: Numbers
-    steps: Numbers
-    counts: Numbers
-    seconds: Numbers
+    unix_seconds: FloatArray
+    steps: FloatArray
+    counts: FloatArray
+    seconds: FloatArray
 
     @classmethod
     def none(cls) -> StepTimes:
         """Return the times of a process that recorded no step."""
-        empty: Numbers = np.array([])
+        empty: FloatArray = np.array([])
         return cls(unix_seconds=empty, steps=empty, counts=empty, seconds=empty)
 
     def __len__(self) -> int:
@@ -175,7 +175,7 @@ def curves_of_scalars(
     curves = {}
     for name in list(by_name)[:MOST_LOGGED]:
         rows = merge_rows(_rows_of_scalars(by_name[name]), most // 2, finest=2)
-        curve = _curve(_stretches_of(rows))
+        curve = _curve(_stretches_of(rows, 0))
         if curve is not None:
             own_scale = not _counts_optimizer_steps(by_name[name][-1], times)
             curves[LOGGED + name] = replace(curve, own_scale=own_scale)
@@ -192,7 +192,7 @@ def _counts_optimizer_steps(scalar: Scalar, times: StepTimes) -> bool:
 
 def _rows_of_scalars(scalars: Sequence[Scalar]) -> Rows:
     """Return the values logged under one name as rows."""
-    values = np.array([scalar.value for scalar in scalars], np.float64)
+    values = np.array([[scalar.value] for scalar in scalars], np.float64)
     finite = np.isfinite(values)
     rows = np.zeros(len(values), _SCALAR_ROW)
     rows["number"] = np.arange(len(values))
@@ -219,28 +219,23 @@ class _Stretches:
         high: The greatest of them.
     """
 
-    steps: Numbers
+    steps: FloatArray
     finite: Counts
     odd: Counts
-    mean: Numbers
-    low: Numbers
-    high: Numbers
+    mean: FloatArray
+    low: FloatArray
+    high: FloatArray
 
 
-def _stretches_of(rows: Rows, index: int | None = None) -> _Stretches:
-    """Return one number of the rows: the one at this index in `NAMES`, or the only one (None)."""
-
-    def column(name: str) -> NDArray[Any]:
-        values: NDArray[Any] = rows[name]
-        return values if index is None else values[:, index]
-
+def _stretches_of(rows: Rows, index: int) -> _Stretches:
+    """Return one number of the rows."""
     return _Stretches(
         steps=rows["step"].astype(np.float64),
-        finite=column("finite"),
-        odd=column("odd"),
-        mean=column("mean"),
-        low=column("low"),
-        high=column("high"),
+        finite=rows["finite"][:, index],
+        odd=rows["odd"][:, index],
+        mean=rows["mean"][:, index],
+        low=rows["low"][:, index],
+        high=rows["high"][:, index],
     )
 
 

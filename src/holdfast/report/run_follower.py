@@ -1,21 +1,20 @@
 """Follow a run: return what each process has recorded since the previous look.
 
 Processes and guards may appear at any time. In a run of many epochs, most process folders belong to
-loader workers that ended long ago; these are read to their end and then dropped. ``gathering`` and
-``watching`` turn the records into views.
+loader workers that ended long ago; these are read to their end and then dropped.
+``page.gathering`` and ``live.watching`` turn the records into views.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holdfast.core.errors import RunDirectoryError
-from holdfast.core.events.event import Event
 from holdfast.core.text import sanitise
 from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.following import EventFollower, RingFollower, SampleFollower
@@ -31,7 +30,8 @@ from holdfast.recorder.run_files import (
 )
 from holdfast.recorder.scalars import SCALARS_FILE, Scalar, scalars_of
 from holdfast.report.sources import (
-    Source,
+    RecordedEvent,
+    RunSource,
     find_sources,
     guard_run_of,
     guard_sources,
@@ -50,13 +50,19 @@ class News:
         samples: Steps. Steps that were overwritten before they could be read are replaced by means
             over many steps. A guard records only loss, gradient norm and duration.
         events: Events with a valid time and step.
-        scalars: Numbers that the script logged.
+        scalars: FloatArray that the script logged.
     """
 
-    source: Source
+    source: RunSource
     samples: list[StepSample]
-    events: list[Event]
+    events: list[RecordedEvent]
     scalars: list[Scalar]
+
+
+def events_in_time_order(all_news: Sequence[News]) -> list[RecordedEvent]:
+    """Return the events of all sources, oldest first."""
+    events = [recorded for news in all_news for recorded in news.events]
+    return sorted(events, key=lambda recorded: recorded.event.unix_seconds)
 
 
 class RunFollower:
@@ -80,8 +86,8 @@ class RunFollower:
         self._finished_workers: set[str] = set()
         self._followers: dict[Path, _SourceFollower] = {}
         # Guards that the run's processes opened elsewhere, by recording directory.
-        self._guards: dict[Path, Source] = {}
-        self.sources: list[Source] = []
+        self._guards: dict[Path, RunSource] = {}
+        self.sources: list[RunSource] = []
         self.problems: dict[str, str] = {}
         self.lost_steps: dict[str, str] = {}
 
@@ -137,7 +143,7 @@ class RunFollower:
                 processes.append((folder / name, info))
         return sorted(processes, key=lambda process: process[1].started)
 
-    def _read(self, source: Source, *, hold_back: bool) -> News | None:
+    def _read(self, source: RunSource, *, hold_back: bool) -> News | None:
         """Return the news of one source, or None if its recording cannot be read."""
         directory = source.directory
         if directory not in self._followers:
@@ -161,8 +167,8 @@ class RunFollower:
         """Add the guards whose run directories a process names in its events."""
         if news.source.kind != "process":
             return
-        for event in news.events:
-            run = guard_run_of(event)
+        for recorded in news.events:
+            run = guard_run_of(recorded.event)
             if run is None:
                 continue
             for guard in guard_sources(run, attempt=news.source.attempt):
@@ -178,7 +184,7 @@ class RunFollower:
             del self._followers[directory]
 
 
-def _is_finished_worker(source: Source) -> bool:
+def _is_finished_worker(source: RunSource) -> bool:
     """Return whether a source is a loader worker that has ended.
 
     Finished trainers are kept, because views show them.
@@ -192,7 +198,7 @@ def _is_finished_worker(source: Source) -> bool:
 class _SourceFollower:
     """Follow the rings in the directory of one source."""
 
-    def __init__(self, source: Source, *, steps: bool) -> None:
+    def __init__(self, source: RunSource, *, steps: bool) -> None:
         directory = source.directory
         self._events = EventFollower(directory / EVENTS_FILE)
         self._scalars = RingFollower(directory / SCALARS_FILE)
@@ -208,10 +214,14 @@ class _SourceFollower:
         """Return how many steps were overwritten before they were read."""
         return 0 if self._samples is None else self._samples.lost
 
-    def new(self, source: Source, *, hold_back: bool) -> News:
+    def new(self, source: RunSource, *, hold_back: bool) -> News:
         """Return what is new; raise H305 for a damaged ring of steps or events."""
         samples = self._new_samples(hold_back=hold_back)
-        events = [event for event in self._events.new() if is_sound_event(event)]
+        events = [
+            RecordedEvent(source=source.label, event=event, attempt=source.attempt)
+            for event in self._events.new()
+            if is_sound_event(event)
+        ]
         return News(source=source, samples=samples, events=events, scalars=self._new_scalars())
 
     def _new_samples(self, *, hold_back: bool) -> list[StepSample]:

@@ -1,7 +1,7 @@
 """Records of what is known about a run at one moment, for `holdfast report`, `watch` and `metrics`.
 
-``gathering.gather`` fills in a `RunSnapshot` from everything that was recorded, for the page;
-``watching.Watched`` does so incrementally, for the live view and for metrics. Nothing is read here.
+``page.gathering`` fills in a `RunSnapshot` from everything that was recorded, for the page;
+``live.watching`` does so incrementally, for the live view and for metrics. Nothing is read here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ from holdfast.report.run_follower import News
 from holdfast.report.sources import RecordedEvent
 
 if TYPE_CHECKING:
-    # These modules import numpy, which takes a tenth of a second.
+    # This module imports numpy, which takes a tenth of a second.
     from holdfast.report.curves import Curve, StepTimes
-    from holdfast.report.images import PageImage
 
-State = Literal["running", "waits to restart", "ended"]
+RunState = Literal["running", "waits to restart", "ended"]
+# Roles of processes in the order in which views list them.
+_ROLES = ("trainer", "launcher", "other", "loader worker")
+
+
+def role_order(role: str) -> int:
+    """Return the position of a role among the roles of a view; an unknown one counts as "other"."""
+    return _ROLES.index(role if role in _ROLES else "other")
 
 
 def visible_phase(standing: Standing | None, role: str) -> ProcessPhase | None:
@@ -152,6 +158,17 @@ class RecordedStacks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PageImage:
+    """One image on the page: a complete PNG file, and its size in pixels."""
+
+    tag: str
+    global_step: int
+    png: bytes
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
     """Everything known about a run. Some fields are filled in only for one kind of view.
 
@@ -185,7 +202,7 @@ class RunSnapshot:
     path: Path
     start: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    state: State = "ended"
+    state: RunState = "ended"
     attempt: int = 0
     now: float = 0.0
     newest: float | None = None

@@ -6,7 +6,7 @@ from typing import Literal
 
 from holdfast.core.events.event import Event
 
-Severity = Literal["error", "warning", "info"]
+EventSeverity = Literal["error", "warning", "info"]
 _ERRORS = frozenset(
     {
         "exception",
@@ -51,7 +51,7 @@ _WARNINGS = frozenset(
 )
 
 
-def severity(event: Event) -> Severity:
+def severity(event: Event) -> EventSeverity:
     """Return how severe an event is; findings state it themselves."""
     stated = event.data.get("severity")
     if event.kind in _ERRORS or stated == "error":

@@ -1,7 +1,7 @@
 """Find the recordings of a run: those of the supervisor, of each process, and of guards.
 
 This module finds the directories and gives them display names. Their contents are read by
-``run_follower``, ``gathering`` and ``lanes``.
+``run_follower``, and for a page by ``page.gathering`` and ``page.lanes``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LATEST_UNIX_SECONDS = 1e11
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class RunSource:
     """One directory with recordings.
 
     Args:
@@ -69,10 +69,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedEvent:
-    """An event and the label of the source that recorded it."""
+    """An event, and the label and the attempt of the source that recorded it."""
 
     source: str
     event: Event
+    attempt: int = 0
 
 
 def check_run(run: Path) -> Path:
@@ -107,7 +108,7 @@ def runs_in(folder: Path) -> list[Path]:
 
 def find_sources(
     run: Path, processes: Sequence[tuple[Path, ProcessInfo]] | None = None
-) -> list[Source]:
+) -> list[RunSource]:
     """Return the sources of a run: the supervisor, processes by attempt and rank, then guards.
 
     Args:
@@ -119,14 +120,14 @@ def find_sources(
     return [*_supervisor_sources(run), *_process_sources(processes), *guard_sources(run)]
 
 
-def guard_sources(run: Path, *, attempt: int = 0) -> list[Source]:
+def guard_sources(run: Path, *, attempt: int = 0) -> list[RunSource]:
     """Return the recordings of a guard in its run directory, one for each rank."""
     sources = []
     for folder in sorted((run / RECORDER_FOLDER).glob("rank*")):
         digits = folder.name.removeprefix("rank")
         rank = int(digits) if digits.isascii() and digits.isdigit() else None
         sources.append(
-            Source(
+            RunSource(
                 kind="guard",
                 directory=folder,
                 label=f"guard {folder.name}",
@@ -137,18 +138,18 @@ def guard_sources(run: Path, *, attempt: int = 0) -> list[Source]:
     return sources
 
 
-def _supervisor_sources(run: Path) -> list[Source]:
+def _supervisor_sources(run: Path) -> list[RunSource]:
     folder = run / SUPERVISOR_FOLDER
     if not folder.is_dir():
         return []
-    return [Source(kind="supervisor", directory=folder, label="supervisor")]
+    return [RunSource(kind="supervisor", directory=folder, label="supervisor")]
 
 
-def _process_sources(processes: Sequence[tuple[Path, ProcessInfo]]) -> list[Source]:
+def _process_sources(processes: Sequence[tuple[Path, ProcessInfo]]) -> list[RunSource]:
     ordered = sorted(processes, key=lambda process: _attempt_and_rank(process[1]))
     labels = _unique_labels([info for _, info in ordered])
     return [
-        Source(
+        RunSource(
             kind="process",
             directory=folder,
             label=label,

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from holdfast.core.text import sanitise
-from holdfast.explain.signature import FAMILIES, Restart
-from holdfast.explain.signatures.endings import ENDED_WELL, NOT_JUDGED
+from holdfast.explain.signatures.endings import NOT_JUDGED
+from holdfast.explain.signatures.signature import FAMILIES, Restart
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import VERDICT_FILE
 from holdfast.report.sources import read_json
@@ -146,14 +146,13 @@ def tone(verdict: Verdict) -> Tone:
     """Return how a run should be presented.
 
     Returns:
-        "well" if it ended well without a doubt; "unjudged" if learning could not be judged;
-        "unknown" if a good end is in doubt, if the cause is unknown, or if the run was preempted;
-        "failed" otherwise.
+        "well" if it ended well without reservations; "unjudged" if learning could not be judged;
+        "unknown" for any other good end, an unknown cause or a preemption; "failed" otherwise.
     """
     if verdict.cause == NOT_JUDGED:
         return "unjudged"
-    if verdict.family == "ended well":
-        # A doubt is part of the title, after a comma.
-        has_doubt = ", " in verdict.title
-        return "well" if verdict.cause == ENDED_WELL and not has_doubt else "unknown"
-    return "unknown" if verdict.family in ("unknown", "preempted") else "failed"
+    if verdict.is_plain_success:
+        return "well"
+    if verdict.family in ("ended well", "unknown", "preempted"):
+        return "unknown"
+    return "failed"

@@ -20,5 +20,5 @@ Where to look first:
 - How long a phase may go without progress: ``watch.limits``.
 - What is done about a hang: `Watchdog._choose_remedy` proposes, ``launch.attempt`` acts.
 - When growing memory counts as a leak: ``leaks.growth``.
-- What a recorded step contains: `StepTracker._write_sample` in ``observe.step_tracker``.
+- What a recorded step contains: `Step` in ``observe.step_recorder``.
 """

@@ -30,12 +30,14 @@ _LOOK_SECONDS = 0.01
 _SENTINEL_SECONDS = 20.0
 
 
-class Process:
+class ProcessStat:
     """One row of the process table."""
 
-    __slots__ = ("pid", "ppid", "session", "state", "ticks")
+    __slots__ = ("cpu_ticks", "pid", "ppid", "session", "state", "ticks")
 
-    def __init__(self, pid: int, ppid: int, session: int, state: str, ticks: int) -> None:
+    def __init__(
+        self, pid: int, ppid: int, session: int, state: str, ticks: int, cpu_ticks: int
+    ) -> None:
         self.pid = pid
         self.ppid = ppid
         # PID of the session leader.
@@ -44,26 +46,41 @@ class Process:
         self.state = state
         # When it started, in clock ticks since boot.
         self.ticks = ticks
+        # CPU time of all its threads, in clock ticks.
+        self.cpu_ticks = cpu_ticks
 
 
-def read_process(pid: int) -> Process | None:
+def read_process(pid: int) -> ProcessStat | None:
     """Return one process, or None if it does not exist."""
+    return read_stat(f"/proc/{pid}/stat")
+
+
+def read_stat(path: str) -> ProcessStat | None:
+    """Return the process, or the thread, that a ``stat`` file describes; None if it is gone."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - faster, of all processes
+        with open(path, "rb") as file:  # noqa: PTH123 - faster, of all processes
             # The name of the program, in parentheses, may contain anything.
-            words = file.read().rpartition(b")")[2].split()
-        return Process(
-            pid=pid,
+            first_word, _, rest = file.read().partition(b" ")
+            words = rest.rpartition(b")")[2].split()
+        return ProcessStat(
+            pid=int(first_word),
             ppid=int(words[1]),
             session=int(words[3]),
             state=words[0].decode(),
             ticks=int(words[19]),
+            cpu_ticks=int(words[11]) + int(words[12]),
         )
     except (OSError, ValueError, IndexError):
         return None
 
 
-def read_table() -> dict[int, Process]:
+def read_start_ticks() -> int:
+    """Return when this process started, in clock ticks since boot; 0 if ``/proc`` is missing."""
+    process = read_process(os.getpid())
+    return 0 if process is None else process.ticks
+
+
+def read_table() -> dict[int, ProcessStat]:
     """Return all processes by PID; takes about 20 microseconds per process."""
     table = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - faster
@@ -74,16 +91,22 @@ def read_table() -> dict[int, Process]:
     return table
 
 
-def descendants(table: dict[int, Process], of: Iterable[int]) -> set[int]:
+def children_by_parent(table: dict[int, ProcessStat]) -> dict[int, list[int]]:
+    """Return the PIDs of the children of each process that has any, by its PID."""
+    children: dict[int, list[int]] = {}
+    for process in table.values():
+        children.setdefault(process.ppid, []).append(process.pid)
+    return children
+
+
+def descendants(table: dict[int, ProcessStat], of: Iterable[int]) -> set[int]:
     """Return the PIDs of all descendants of these processes.
 
     Args:
         table: All processes.
         of: PIDs; they themselves are not returned, unless one descends from another.
     """
-    children: dict[int, list[int]] = {}
-    for process in table.values():
-        children.setdefault(process.ppid, []).append(process.pid)
+    children = children_by_parent(table)
     pids: set[int] = set()
     parents = list(of)
     while parents:
@@ -141,7 +164,7 @@ class Tree:
             if child.state == "Z" and child.pid not in waited_for
         ]
 
-    def _children(self, table: dict[int, Process]) -> list[Process]:
+    def _children(self, table: dict[int, ProcessStat]) -> list[ProcessStat]:
         return [
             process
             for process in table.values()

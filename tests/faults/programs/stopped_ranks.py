@@ -21,6 +21,13 @@ from torch.utils.data import TensorDataset
 import holdfast
 
 request: dict[str, Any] = json.loads(sys.argv[1])
+
+
+def say(text: str) -> None:
+    """Print a line at once and whole, whatever the other rank prints at that moment."""
+    os.write(1, f"{text}\n".encode())
+
+
 torch.set_num_threads(1)
 distributed.init_process_group("gloo")
 torch.manual_seed(0)
@@ -40,10 +47,10 @@ guard = holdfast.Guard(
     **request.get("policy", {}),
 )
 rank = distributed.get_rank()
-print(f"rank {rank} pid {os.getpid()} starts at {guard.global_step}", flush=True)
+say(f"rank {rank} pid {os.getpid()} starts at {guard.global_step}")
 for batch in guard.batches(max_steps=guard.global_step + request.get("steps", 400)):
     guard.step(batch, lambda batch: model(batch[0]).square().mean())
-    print(f"rank {rank} step {guard.global_step}", flush=True)
+    say(f"rank {rank} step {guard.global_step}")
     time.sleep(0.02)
-print(f"rank {rank} ended at {guard.global_step}: {guard.stop_reason}", flush=True)
+say(f"rank {rank} ended at {guard.global_step}: {guard.stop_reason}")
 distributed.destroy_process_group()

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.guard import stop
 
 torch.set_num_threads(1)
 request: dict[str, Any] = json.loads(sys.argv[1])
@@ -34,6 +35,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 for name in request.get("ignored", ()):
     signal.signal(getattr(signal, name), signal.SIG_IGN)
+# A test that is held up between two signals must not make two requests of one.
+stop._ONE_REQUEST_SECONDS = request.get("one_request_seconds", stop._ONE_REQUEST_SECONDS)
 trace = os.open(request["trace"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
@@ -129,6 +132,8 @@ def main() -> None:
             Path(request["filler"]).unlink()
         if guard.global_step == request.get("die_at"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if guard.global_step == request.get("long_step"):
+            time.sleep(3.0)
         time.sleep(request.get("seconds_per_step", 0.0))
     if request.get("fails_after_loop"):
         raise ValueError("in the evaluation after training")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.checkpoint.background import Job, nonfinite_copies
+from holdfast.checkpoint.background import BackgroundJob, nonfinite_copies
 from holdfast.checkpoint.health import nonfinite_tensors
 
 
@@ -58,7 +58,7 @@ def test_the_largest_finite_values_are_healthy() -> None:
 def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(tmp_path: Path) -> None:
     """In a child that was forked meanwhile a job is over, without a result."""
     gate = threading.Event()
-    job = Job(lambda: gate.wait(60), tmp_path)
+    job = BackgroundJob(lambda: gate.wait(60), tmp_path)
     child = os.fork()
     if child == 0:
         signal.alarm(20)

@@ -18,8 +18,8 @@ from holdfast.cli.explain import print_verdict
 from holdfast.cli.main import make_app
 from holdfast.core.events.event import Event
 from holdfast.explain.rules import catalogue
-from holdfast.explain.signature import FAMILIES
 from holdfast.explain.signatures import WELL
+from holdfast.explain.signatures.signature import FAMILIES
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.run_files import OUTPUT_FILE, SUPERVISOR_FOLDER, ProcessInfo, write_process

@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 
 import holdfast
 from holdfast.cli.main import make_app
-from holdfast.explain.signature import FAMILIES
+from holdfast.explain.signatures.signature import FAMILIES
 
 app = make_app()
 HERE = Path(__file__).name

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from holdfast import DataLoader
 from holdfast.cli.quarantine import run as quarantine
 from holdfast.guard.directory import RunDirectory
-from holdfast.loader.quarantine import FILE_NAME, Ledger
+from holdfast.loader.quarantine import FILE_NAME, QuarantineLedger
 
 
 class Files:
@@ -67,7 +67,7 @@ def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "fault3").write_text("raise")
     (tmp_path / "fault5").write_text("damage")
     assert quarantine_by_a_run(tmp_path, 0) == {3, 5}
-    ledger = Ledger(9, None, lambda: 1.7e9)
+    ledger = QuarantineLedger(9, None, lambda: 1.7e9)
     ledger.keep_in(tmp_path / FILE_NAME)
     ledger.add(8, "hung", 2, "worker 1 is stuck")
     ledger.add(9, "killed its worker", 2, "worker 0 was killed by SIGSEGV")
@@ -136,7 +136,7 @@ def test_samples_are_released_by_name(run_dir: Path) -> None:
 
     --release-all takes the rest.
     """
-    ledger = Ledger(9, None, lambda: 1.7e9)
+    ledger = QuarantineLedger(9, None, lambda: 1.7e9)
     ledger.keep_in(run_dir / FILE_NAME)
     ledger.add(("anna", 7), "raised", 0, "")
     ledger.add(b"\x01", "raised", 0, "")

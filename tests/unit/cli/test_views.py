@@ -59,7 +59,7 @@ def test_in_a_terminal_it_ends_with_the_run(tmp_path: Path) -> None:
     )
     ours, theirs = pty.openpty()
     code = (
-        "import typer; from holdfast.report import watching; watching._SILENT_SECONDS = 0.5; "
+        "import typer; from holdfast.report.live import run_state; run_state.SILENT_SECONDS = 0.5; "
         "from holdfast.cli.views import watch; typer.run(watch)"
     )
     watching = subprocess.Popen(

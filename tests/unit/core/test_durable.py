@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.durable import free_bytes, rename_directory, replace_file, write_file
+from holdfast.core.durable import rename_directory, replace_file, write_file
 
 
 @contextmanager
@@ -71,10 +70,3 @@ def test_a_directory_never_replaces_another_one(tmp_path: Path) -> None:
         rename_directory(source, target)
     assert (source / "data").read_bytes() == b"draft"
     assert (target / "data").read_bytes() == b"final"
-
-
-def test_free_bytes_are_those_for_users(tmp_path: Path) -> None:
-    """The free space is counted in bytes, without the blocks that are kept for root."""
-    found = os.statvfs(tmp_path)
-    assert 0 < free_bytes(tmp_path) <= found.f_bfree * found.f_frsize
-    assert free_bytes(tmp_path) % found.f_frsize == 0

@@ -66,7 +66,9 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     (Stop(reason=REASON, promise="bit-exact", rule="H402"), (REASON, "H402")),
     # a run starts, is observed, and ends
     (
-        run.Loop(resume_promise="bit-exact", epoch=2, batches=30, max_epochs=10, max_steps=5000),
+        run.LoopStarted(
+            resume_promise="bit-exact", epoch=2, batches=30, max_epochs=10, max_steps=5000
+        ),
         ("epoch 2", "30 batches", "10 epochs", "5,000 steps", "bit-exact"),
     ),
     (run.EpochEnded(epochs=3, steps=50, batches=100, batch_size=8), ("3", "50", "100", "8")),
@@ -219,7 +221,7 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     (run.SnapshotsDoNotFit(), ("host memory",)),
     # why it does not learn
     (
-        run.Finding(
+        run.FindingReported(
             rule="H858",
             severity="advice",
             what="weight decay has shrunk the weights to 8 % of their initial size",
@@ -230,7 +232,7 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
         ("8 % of their initial size (encoder, H858)", "Fix: lower weight_decay."),
     ),
     (
-        run.Note(rule="H801", severity="note", what="two layers are frozen", fix=""),
+        run.NoteReported(rule="H801", severity="note", what="two layers are frozen", fix=""),
         ("two layers are frozen (H801)",),
     ),
     (run.DiagnosisLimited(why="the model is compiled"), ("the model is compiled",)),

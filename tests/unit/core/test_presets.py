@@ -30,7 +30,8 @@ def test_every_preset_is_a_policy_and_names_its_sources() -> None:
     }
     for name, preset in presets().items():
         assert find_preset(name) is preset
-        assert Policy.preset(name) == Policy(**preset.values())
+        values = {field: setting.value for field, setting in preset.settings.items()}
+        assert Policy.preset(name) == Policy(**values)
         assert preset.about
         assert all(setting.source for setting in preset.settings.values())
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from holdfast.explain.evidence import Frame, is_user_code
-from holdfast.explain.hangs.blame import Diagnosis, describe_frame, diagnose_hang
+from holdfast.explain.hangs.blame import HangDiagnosis, describe_frame, diagnose_hang
 from holdfast.explain.hangs.evidence import Examined, ProcessLook, ThreadLook, Waits, waits_for
 from holdfast.explain.hangs.frames import user_frame
 
@@ -78,7 +78,7 @@ def frames_of(names: list[Any]) -> list[tuple[str, int, str]]:
     ]
 
 
-def judged(*processes: Examined, suspect: int = 1, **more: Any) -> Diagnosis:
+def judged(*processes: Examined, suspect: int = 1, **more: Any) -> HangDiagnosis:
     return diagnose_hang(processes, suspect, **more)
 
 

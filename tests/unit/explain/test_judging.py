@@ -15,13 +15,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.events.event import Event
-from holdfast.explain.candidate import FALLBACKS, SHARES
+from holdfast.explain.causes.candidate import FALLBACKS, SHARES
 from holdfast.explain.collecting import collect_stream
 from holdfast.explain.evidence import Ending, Evidence, Frame, Statement
 from holdfast.explain.judging import judge
 from holdfast.explain.rules import all_rules
-from holdfast.explain.signature import FAMILIES
 from holdfast.explain.signatures import all_signatures
+from holdfast.explain.signatures.signature import FAMILIES
 from holdfast.explain.verdict import Verdict
 
 SHAPES = "mat1 and mat2 shapes cannot be multiplied (4x11 and 10x2)"

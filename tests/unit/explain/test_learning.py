@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.explain.runs.learning import (
-    Reading,
-    learning_of,
-    learning_of_process,
-    learning_of_run,
+from holdfast.explain.runs.learning import learning_of, learning_of_process, learning_of_run
+from holdfast.explain.runs.recorded_steps import (
+    LossReading,
     loader_wait_of_run,
-    readings_of_process,
+    losses_of_process,
 )
 from holdfast.recorder.progress import SampleRing, StepSample
 from holdfast.recorder.run_files import SAMPLES_FILE
@@ -26,11 +24,12 @@ from holdfast.recorder.run_files import SAMPLES_FILE
 Curve = Callable[[int, random.Random], float]
 
 
-def readings(curve: Curve, count: int = 300, *, optimizers: int = 1) -> list[Reading]:
+def readings(curve: Curve, count: int = 300, *, optimizers: int = 1) -> list[LossReading]:
     """Return what is recorded of a curve, with the optimizers in turns."""
     noise = random.Random(0)
     return [
-        Reading(step + 1, curve(step, noise), optimizer=step % optimizers) for step in range(count)
+        LossReading(step + 1, curve(step, noise), optimizer=step % optimizers)
+        for step in range(count)
     ]
 
 
@@ -111,7 +110,7 @@ def test_optimizers_that_take_turns_are_not_judged_and_those_of_trainings_in_a_r
     """The first is a GAN; of several trainings the newest counts."""
     falling: Curve = lambda step, _: 2.3 / (1 + step)  # noqa: E731
     assert learning_of_process(readings(falling, optimizers=2)).outcome == "unclear"
-    flat = [Reading(step, 0.7, optimizer=2) for step in range(301, 400)]
+    flat = [LossReading(step, 0.7, optimizer=2) for step in range(301, 400)]
     assert learning_of_process([*readings(falling), *flat]).outcome == "flat"
     assert learning_of_process([*flat, *readings(falling)]).outcome == "fell"
 
@@ -171,6 +170,6 @@ def test_a_run_that_is_longer_than_its_ring_is_judged_from_its_beginning(tmp_pat
     The loss fell long ago, and is flat in the ring.
     """
     record(tmp_path, 70_000, wait_seconds=0.0)
-    kept = readings_of_process(tmp_path)
+    kept = losses_of_process(tmp_path)
     assert kept[0].step == 1
     assert learning_of_process(kept).outcome == "fell"

@@ -9,7 +9,7 @@ import pytest
 
 import holdfast.explain.rules
 from holdfast.core.errors import PolicyError
-from holdfast.explain.rules import PAGES, Rule, all_rules, find_rule
+from holdfast.explain.rules import PAGES, RulePage, all_rules, find_rule
 
 _PAGE = "\n".join(
     Path(holdfast.explain.rules.__file__).with_name(name).read_text(encoding="utf-8")
@@ -18,7 +18,7 @@ _PAGE = "\n".join(
 
 
 @pytest.mark.parametrize("rule", all_rules().values(), ids=all_rules())
-def test_every_rule_says_what_why_and_what_to_do(rule: Rule) -> None:
+def test_every_rule_says_what_why_and_what_to_do(rule: RulePage) -> None:
     """A rule has a title, the meaning, why it matters and a fix.
 
     One about learning also says when it errs.

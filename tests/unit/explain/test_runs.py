@@ -22,8 +22,8 @@ from holdfast.explain.collecting import collect
 from holdfast.explain.evidence import Ending, Evidence, Statement
 from holdfast.explain.judging import judge
 from holdfast.explain.rules import all_rules
-from holdfast.explain.runs.curves import find_lost
-from holdfast.explain.runs.statements import already_tried
+from holdfast.explain.runs.divergence import find_lost
+from holdfast.explain.runs.guard_records import already_tried
 from holdfast.explain.signatures import UNJUDGED, WELL
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import EVENTS_FILE, BlackBox

@@ -25,9 +25,7 @@ from holdfast.explain.hangs.blame import SIGNATURES_OF
 from holdfast.explain.judging import judge
 from holdfast.explain.logs.keeping import is_relevant
 from holdfast.explain.logs.quick import QuickPattern
-from holdfast.explain.matching import match_all
 from holdfast.explain.rules import all_rules, catalogue
-from holdfast.explain.signature import FAMILIES, Restart, Role, Signature
 from holdfast.explain.signatures import (
     UNJUDGED,
     WELL,
@@ -36,6 +34,8 @@ from holdfast.explain.signatures import (
     kinds_of_unknown,
     leaks,
 )
+from holdfast.explain.signatures.matching import match_all
+from holdfast.explain.signatures.signature import FAMILIES, Restart, Role, Signature
 
 CATALOGUE = all_signatures()
 BY_PATTERN = [each for each in CATALOGUE.values() if each.patterns]

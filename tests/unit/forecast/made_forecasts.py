@@ -15,9 +15,9 @@ from holdfast.forecast.plan.forecasting import (
     Forecast,
     ForecastRequest,
     Verification,
-    plan_device,
+    plan_target,
 )
-from holdfast.forecast.plan.planning import RecomputedStep, TracedStep
+from holdfast.forecast.plan.planning import TracedStep
 from holdfast.forecast.trace.events import Assumption
 from holdfast.forecast.trace.extrapolation import extrapolate
 
@@ -60,13 +60,8 @@ def make_plans(*devices: Device, total: int | None = 64, accumulates: bool = Tru
     recomputed = extrapolate(
         [make_step(BLOCKS, size, optimizer_bytes=MIB, recompute=every) for size in (2, 4)]
     )
-    step = {
-        "fp32": TracedStep(
-            plain=plain,
-            recomputed=lambda: RecomputedStep(step=recomputed, blocks=plain.template.blocks),
-        )
-    }
-    plans = [plan_device(order, device, step) for device in devices]
+    step = {"fp32": TracedStep(plain=plain, recomputed=lambda: recomputed)}
+    plans = [plan_target(order.target(device), step) for device in devices]
     found = Verification(live_bytes=1000 * MIB, forecast_bytes=1001 * MIB, fits=True)
     plans = [replace(plan, verification=found) if plan.best else plan for plan in plans]
     return Forecast(request=order, traced={"fp32": result}, plans=tuple(plans), assumptions=ASSUMED)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.forecast.fake.device import forecast_device
-from holdfast.forecast.kernels.attention import Backend, choose_backend
+from holdfast.forecast.kernels.attention import choose_backend
 
 RUNS_IN_CHILD = True
 
@@ -54,7 +54,7 @@ def test_a_call_gets_the_kernel_that_cuda_takes(
     _: str, given: dict[str, Any], expected: str
 ) -> None:
     """Each call of the table comes out as torch's own conditions in sdp_utils.cpp say."""
-    assert choose_backend(**call(**given)) is Backend[expected]
+    assert choose_backend(**call(**given)) is getattr(SDPBackend, expected)
 
 
 def test_grouped_queries_with_a_mask_depend_on_the_version() -> None:
@@ -62,7 +62,7 @@ def test_grouped_queries_with_a_mask_depend_on_the_version() -> None:
     scores are kept.
     """
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    expected = Backend.EFFICIENT if version >= (2, 14) else Backend.MATH
+    expected = SDPBackend.EFFICIENT_ATTENTION if version >= (2, 14) else SDPBackend.MATH
     assert choose_backend(**call(key_heads=2, grouped=True, mask=(2, 1, 128, 128))) is expected
 
 
@@ -70,10 +70,10 @@ def test_what_the_user_forbids_is_not_taken() -> None:
     """The next kernel in the order is taken if one is forbidden, and torch's error comes if none
     is left.
     """
-    allowed = frozenset({Backend.EFFICIENT, Backend.MATH})
-    assert choose_backend(**call(), enabled=allowed) is Backend.EFFICIENT
+    allowed = frozenset({SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH})
+    assert choose_backend(**call(), enabled=allowed) is SDPBackend.EFFICIENT_ATTENTION
     with pytest.raises(RuntimeError, match="No available kernel"):
-        choose_backend(**call("float32"), enabled=frozenset({Backend.FLASH}))
+        choose_backend(**call("float32"), enabled=frozenset({SDPBackend.FLASH_ATTENTION}))
 
 
 SHAPE = (2, 4, 128, 64)

@@ -34,7 +34,7 @@ def test_every_figure_has_a_source(entry: dict[str, Any]) -> None:
     assert 2e11 < device.bandwidth < 1e13
     assert set(device.flops) <= set(DTYPES)
     rates = [device.flops_per_second(dtype) for dtype in ("fp64", "fp32", "tf32", "bf16", "fp16")]
-    assert rates == sorted(rates) or device.capability < (8, 0)  # type: ignore[operator]
+    assert rates == sorted(rates) or device.capability < (8, 0)
 
 
 def test_names_as_people_and_torch_write_them() -> None:
@@ -42,7 +42,6 @@ def test_names_as_people_and_torch_write_them() -> None:
     assert find_device("NVIDIA GeForce RTX 4090").name == "RTX 4090"
     assert find_device("NVIDIA A100-SXM4-80GB").name == "A100-80GB"
     assert find_device("NVIDIA H100 80GB HBM3").name == "H100-SXM"
-    assert find_device("AMD Instinct MI300X").name == "MI300X"
 
 
 def test_sizes() -> None:
@@ -50,9 +49,7 @@ def test_sizes() -> None:
     unknown = find_device("24GiB")
     assert (unknown.name, unknown.usable_bytes) == ("24GiB", 24 * GIB)
     assert "nearest by size" in unknown.sources["rates"]
-    assert all(
-        (find_device(f"{size}GiB").capability or (0, 0)) >= (8, 0) for size in (14, 16, 32, 64, 192)
-    )
+    assert all(find_device(f"{size}GiB").capability >= (8, 0) for size in (14, 16, 32, 64, 192))
     assert find_device("16GiB").context_bytes == find_device("24GiB").context_bytes > 0.5 * GIB
     assert find_device("24GB").usable_bytes == 24 * 10**9
     assert find_device("16384 MiB").usable_bytes == 16 * GIB

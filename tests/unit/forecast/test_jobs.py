@@ -15,7 +15,7 @@ from torch import nn
 
 from holdfast.core.errors import PolicyError
 from holdfast.forecast.job import building
-from holdfast.forecast.job.jobs import find_blocks
+from holdfast.forecast.job.training_job import find_blocks
 
 REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())
 

@@ -19,21 +19,20 @@ from holdfast.forecast.job.tracing import TraceRequest
 from holdfast.forecast.plan import forecasting
 from holdfast.forecast.plan.fit import check_fit
 from holdfast.forecast.plan.forecasting import (
+    Forecaster,
     ForecastRequest,
     make_forecast,
-    plan_device,
-    verify_plan,
+    plan_target,
 )
 from holdfast.forecast.plan.planning import (
     MemoryPlan,
-    RecomputedStep,
     Target,
     TracedStep,
     find_plans,
     recommend,
 )
 from holdfast.forecast.trace.accumulation import with_accumulation
-from holdfast.forecast.trace.events import Assumption, played
+from holdfast.forecast.trace.events import played
 from holdfast.forecast.trace.extrapolation import extrapolate
 
 MIB = 1 << 20
@@ -54,8 +53,7 @@ def steps(blocks: list[Block] = BLOCKS, *, accumulates: bool = False) -> TracedS
         )
         for those in ((), every)
     )
-    found = RecomputedStep(step=recomputed, blocks=plain.template.blocks)
-    return TracedStep(plain=replace(plain, accumulates=accumulates), recomputed=lambda: found)
+    return TracedStep(plain=replace(plain, accumulates=accumulates), recomputed=lambda: recomputed)
 
 
 def ask(mib: int, total: int | None = None) -> Target:
@@ -149,12 +147,12 @@ def test_the_fastest_is_recommended_and_of_equals_the_smallest_change(better, wo
 
 def test_a_device_without_bf16_is_not_planned_for_with_it():
     """A T4 gets rows in fp16 only, unless bf16 is all that was asked for; an L4 gets both."""
-    order = ForecastRequest(factory="train.py:build", devices=(), margin_bytes=0)
     traced = {"fp16": steps(), "bf16": steps()}
-    turing, ada = device(400), replace(device(400), capability=(8, 9))
-    assert {row.precision for row in plan_device(order, turing, traced).rows} == {"fp16"}
-    assert {row.precision for row in plan_device(order, ada, traced).rows} == {"fp16", "bf16"}
-    assert {row.precision for row in plan_device(order, turing, {"bf16": steps()}).rows} == {"bf16"}
+    turing = Target(device=device(400), margin_bytes=0)
+    ada = Target(device=replace(device(400), capability=(8, 9)), margin_bytes=0)
+    assert {row.precision for row in plan_target(turing, traced).rows} == {"fp16"}
+    assert {row.precision for row in plan_target(ada, traced).rows} == {"fp16", "bf16"}
+    assert {row.precision for row in plan_target(turing, {"bf16": steps()}).rows} == {"bf16"}
 
 
 @pytest.mark.slow
@@ -225,11 +223,11 @@ def test_a_plan_that_does_not_hold_raises_the_margin(
         )
 
     monkeypatch.setattr(forecasting, "trace_job", trace_job)
-    said: list[Assumption] = []
-    plan = verify_plan(order, plan_device(order, device(800), step), step, print, said)
+    forecaster = Forecaster(order, print)
+    plan = forecaster.verify_plan(plan_target(order.target(device(800)), step), step)
     assert plan.best is not None
     assert plan.verification is not None
     assert plan.verification.fits
     assert tried[-1] == plan.best.micro_batch_size < tried[0]
     assert plan.best.margin_bytes > 4 * MIB
-    assert all("did not fit" in one.what for one in said)
+    assert all("did not fit" in one.what for one in forecaster.assumptions)

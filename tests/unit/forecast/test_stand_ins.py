@@ -99,6 +99,19 @@ def test_grad_scaler_and_autocast_for_cuda() -> None:
             assert not torch.is_autocast_enabled("cpu")
 
 
+def test_streams_and_events_of_user_code_do_nothing() -> None:
+    """A step that copies on another stream, or measures its own time, runs through."""
+    with forecast_device():
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        end.record(torch.cuda.current_stream())
+        end.synchronize()
+        assert end.query()
+        assert start.elapsed_time(end) > 0
+
+
 def test_compile_is_forecast_as_eager() -> None:
     """torch.compile, as a call and as a decorator, gives the eager code and an assumption."""
     with forecast_device() as device:

@@ -180,7 +180,7 @@ def test_the_length_of_an_epoch_is_recorded_of_each_at_first_and_then_a_few_time
 
     No steps of one that was cut.
     """
-    monkeypatch.setattr("holdfast.guard.run.loop._EACH_EPOCH", 3)
+    monkeypatch.setattr("holdfast.guard.run.loop._EPOCHS_WITH_EVENTS", 3)
     guard, _ = train(tmp_path, "holdfast", epochs=9)
     (loop,) = (event for event in guard.events() if event.kind == "loop")
     assert (loop.data["max_epochs"], loop.data["max_steps"]) == (9, None)

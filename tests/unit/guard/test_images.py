@@ -14,7 +14,7 @@ from tests.unit.guard.guarded import events
 
 import holdfast
 from holdfast.guard import images
-from holdfast.report.images import png_size
+from holdfast.report.page.images import png_size
 
 
 def pixels_of(path: Path) -> np.ndarray:

@@ -173,10 +173,10 @@ def test_buffers_move_once_for_each_part(tmp_path):
 @pytest.mark.parametrize(
     ("outputs", "words"),
     [
-        (lambda x: x.mean(), "[()] for 3 sample(s)"),
-        (lambda x: x[:2], "[(2, 5)] for 3 sample(s)"),
+        (lambda x: x.mean(), "[()] for 3 samples"),
+        (lambda x: x[:2], "[(2, 5)] for 3 samples"),
         (lambda x: [x, 3], "[(3, 5), int]"),
-        (lambda x: x[:, : len(x)], "[(4, 4)] for 4 sample(s), and [(3, 3)] for others"),
+        (lambda x: x[:, : len(x)], "[(4, 4)] for 4 samples, and [(3, 3)] for others"),
         (lambda x: [x] * len(x), "[(4, 5), (4, 5), (4, 5), (4, 5)]"),
     ],
 )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.learning.explanations import EXPLAINED_BY
-from holdfast.learning.finding import Finding, in_order
+from holdfast.learning.finding import EXPLAINED_BY, Finding, in_order
 from holdfast.learning.rules.judge import learning_rules
 
 

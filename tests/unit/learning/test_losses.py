@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.learning.functions import FunctionMode
-from holdfast.learning.losses import LossSites
+from holdfast.learning.losses.function_mode import FunctionMode
+from holdfast.learning.losses.sites import LossSites
+from holdfast.learning.losses.sources import SourceOperation, source_of, unscaled
 from holdfast.learning.observations import ObservedLoss
-from holdfast.learning.sources import Source, source_of, unscaled
 
 N, C = 16, 5
 LABELS = torch.arange(N) % C
@@ -143,12 +143,12 @@ def test_the_source_of_a_tensor_is_found_behind_views() -> None:
     """Reshaping keeps the dimension, reordering forgets it, and a clamp is told."""
     scores = torch.randn(N, C, requires_grad=True)
     split = scores.softmax(-1).view(4, 4, C).flatten(0, 1)
-    assert source_of(split) == Source(operation="Softmax", dim=-1, shape=(N, C))
+    assert source_of(split) == SourceOperation(name="Softmax", dim=-1, shape=(N, C))
     turned = scores.softmax(1).T.contiguous().T
-    assert source_of(turned) == Source(operation="Softmax", dim=None, shape=(N, C))
+    assert source_of(turned) == SourceOperation(name="Softmax", dim=None, shape=(N, C))
     clamped = scores.sigmoid().clamp(0.1, 0.9)
-    assert source_of(clamped) == Source(operation="Sigmoid", clamped=True)
-    assert source_of(scores) == Source()
+    assert source_of(clamped) == SourceOperation(name="Sigmoid", clamped=True)
+    assert source_of(scores) == SourceOperation()
 
 
 def test_the_factor_of_a_loss_scaler_is_taken_out() -> None:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint
 
 from holdfast.learning.observer import Observer
-from holdfast.learning.sampling import EXAMINED, SAMPLED, is_in_schedule
+from holdfast.learning.sampling import EXAMINED, SAMPLED, is_selected
 from holdfast.learning.subjects import Intent, Subjects
 
 X, Y = torch.randn(64, 6), torch.randint(3, (64,))
@@ -60,8 +60,8 @@ def test_the_first_rounds_are_observed_and_later_few(players: int) -> None:
 
     What is examined is sampled too.
     """
-    sampled = [step for step in range(2000 * players) if is_in_schedule(step, players, SAMPLED)]
-    examined = [step for step in range(2000 * players) if is_in_schedule(step, players, EXAMINED)]
+    sampled = [step for step in range(2000 * players) if is_selected(step, players, SAMPLED)]
+    examined = [step for step in range(2000 * players) if is_selected(step, players, EXAMINED)]
     later = [step // players for step in sampled if 8 * players <= step < 400 * players]
     assert sampled[: 8 * players] == list(range(8 * players))
     assert set(examined) < set(sampled)
@@ -142,7 +142,7 @@ def test_facts_and_state_are_plain_data() -> None:
         stepped(again, optimizer)
         told += again.end_step(1.5)
     assert told == []
-    assert [finding.rule for finding in again.findings()] == ["H811"]
+    assert [finding.rule for finding in again.findings.reported()] == ["H811"]
     again.close()
 
 
@@ -185,7 +185,7 @@ def test_a_scheduler_before_the_first_step_and_one_fed_with_batches_are_seen() -
     observer.finish()
     assert {
         (finding.rule, finding.where)
-        for finding in observer.findings()
+        for finding in observer.findings.reported()
         if finding.severity != "note"
     } == {
         ("H820", "ahead"),

@@ -20,8 +20,8 @@ from holdfast.learning.observations import (
     ObservedOptimizer,
     ObservedScheduler,
 )
-from holdfast.learning.progress import measure_progress
 from holdfast.learning.rules.judge import Findings, judge, learning_rules
+from holdfast.learning.rules.loss_progress import measure_progress
 from holdfast.learning.rules.registry import RETIRED
 
 FALLING = [(i, 2.3 * math.exp(-i / 60) + 0.02 * (i % 3)) for i in range(200)]
@@ -200,7 +200,8 @@ TABLE += [
 
 def severities(facts: Observations, rule: str) -> list[str]:
     """Return the severities of what one rule finds."""
-    return [finding.severity for finding in learning_rules()[rule].find(facts)]
+    learning_rule = learning_rules()[rule]
+    return [finding.severity for finding in learning_rule.check(facts, learning_rule)]
 
 
 def everything(facts: Observations) -> list[Any]:
@@ -246,23 +247,18 @@ def test_an_ignored_rule_is_silent_and_the_others_are_not() -> None:
 def test_a_slow_starter_is_forgiven_by_the_next_judgement() -> None:
     """Contracts stay; what a window said is replaced, and each finding is new only once."""
     kept = Findings()
-
-    def add(facts: Observations) -> None:
-        kept.add_contracts(judge(facts, "contract"))
-        kept.replace_windows(judge(facts, "window"))
-
-    add(recording(validations=OVERFIT, scheduler={"advanced_several": 399}))
+    kept.judge(recording(validations=OVERFIT, scheduler={"advanced_several": 399}), windows=True)
     assert {finding.rule for finding in kept.take_fresh()} == {"H820", "H833"}
-    add(recording())
+    kept.judge(recording(), windows=True)
     assert [finding.rule for finding in kept.all()] == ["H820"]
-    add(recording(validations=OVERFIT))
+    kept.judge(recording(validations=OVERFIT), windows=True)
     assert kept.take_fresh() == []
 
 
 def test_what_is_not_right_often_enough_is_only_said_on_request() -> None:
     """A run that learns nothing is a finding for those who ask, and for nobody else."""
     kept = Findings()
-    kept.replace_windows(judge(recording(**UNLEARNT), "window"))
+    kept.judge(recording(**UNLEARNT), windows=True)
 
     assert [finding.rule for finding in kept.all()] == ["H828"]
     assert kept.reported() == []

@@ -28,7 +28,7 @@ from torch.utils.data import (
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.order.orders import Sequential
-from holdfast.loader.order.sampled import Sampled
+from holdfast.loader.order.sampler_order import SamplerOrder
 
 
 class FromPython:
@@ -48,14 +48,14 @@ def test_a_sampler_is_drawn_from_seed_and_epoch_alone(sampler: Any) -> None:
     """Whatever was drawn before, an epoch's indices are the same, epochs and seeds differ, and
     nothing is drawn.
     """
-    first = Sampled(sampler, 1).drawn(0)
+    first = SamplerOrder(sampler, 1).drawn(0)
     random.seed(9)
     torch.manual_seed(9)
     before = random.getstate(), torch.get_rng_state()
-    again = Sampled(sampler, 1)
+    again = SamplerOrder(sampler, 1)
     assert again.drawn(1) != first
     assert again.drawn(0) == first
-    assert Sampled(sampler, 2).drawn(0) != first
+    assert SamplerOrder(sampler, 2).drawn(0) != first
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
 
@@ -65,7 +65,7 @@ def test_a_sampler_that_repeats_by_mistake_is_refused() -> None:
     so.
     """
     with pytest.raises(LoaderError, match="2 of 5") as caught:
-        Sampled([1, 2, 1, 3, 2], 1).drawn(0)
+        SamplerOrder([1, 2, 1, 3, 2], 1).drawn(0)
     assert caught.value.rule == "H609"
     repeating: list[tuple[Any, bool]] = [
         ([[1, 2], [2, 3]], False),
@@ -77,13 +77,13 @@ def test_a_sampler_that_repeats_by_mistake_is_refused() -> None:
     ]
     for sampler, batches in repeating:
         with pytest.raises(LoaderError, match="H609"):
-            Sampled(sampler, 1, batches=batches).drawn(0)
-    assert Sampled([1, 1], 1, repeats=True).drawn(0) == [1, 1]
+            SamplerOrder(sampler, 1, batches=batches).drawn(0)
+    assert SamplerOrder([1, 1], 1, repeats=True).drawn(0) == [1, 1]
     drawing = RandomSampler(range(3), replacement=True, num_samples=30)
-    assert len(Sampled(drawing, 1).drawn(0)) == 30
-    assert len(Sampled(BatchSampler(drawing, 4, drop_last=False), 1).drawn(0)) == 8
+    assert len(SamplerOrder(drawing, 1).drawn(0)) == 30
+    assert len(SamplerOrder(BatchSampler(drawing, 4, drop_last=False), 1).drawn(0)) == 8
     padded = DistributedSampler(range(3), num_replicas=2, rank=1, shuffle=False)  # type: ignore[arg-type]
-    assert len(Sampled(padded, 1).drawn(0)) == 2
+    assert len(SamplerOrder(padded, 1).drawn(0)) == 2
 
 
 class OwnChance:

@@ -17,7 +17,7 @@ from holdfast.loader.loader import DataLoader
 from holdfast.loader.order.batches import BatchRequest
 from holdfast.loader.random_state import capture
 from holdfast.loader.workers.fetch import Fetcher
-from holdfast.loader.workers.report import Report, find_shortage
+from holdfast.loader.workers.report import BatchReport, find_shortage
 
 
 def _fetch(dataset: Any, *indices: int, epoch: int = 0, seed: int = 5) -> Any:
@@ -58,9 +58,9 @@ def test_generators_that_are_drawn_from_late_are_noticed() -> None:
     assert together[5][1]
 
 
-def _report(dataset: Any, request: BatchRequest, **options: Any) -> tuple[Any, Report]:
+def _report(dataset: Any, request: BatchRequest, **options: Any) -> tuple[Any, BatchReport]:
     batch, fields = Fetcher(dataset, 0, list, **options)[request]
-    return batch, Report(*fields)
+    return batch, BatchReport(*fields)
 
 
 class Patchy:

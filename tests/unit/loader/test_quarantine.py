@@ -13,7 +13,7 @@ from holdfast.core.errors import LoaderError
 from holdfast.core.events.data import EventData
 from holdfast.core.events.run_events import SampleQuarantined
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.quarantine import FILE_NAME, Ledger, Quarantined, read_ledger
+from holdfast.loader.quarantine import FILE_NAME, Quarantined, QuarantineLedger, read_ledger
 
 ENTRY = {
     "index": 3,
@@ -25,8 +25,8 @@ ENTRY = {
 }
 
 
-def _ledger(limit: float = 5, at: float = 1.0) -> Ledger:
-    return Ledger(limit, None, lambda: at)
+def _ledger(limit: float = 5, at: float = 1.0) -> QuarantineLedger:
+    return QuarantineLedger(limit, None, lambda: at)
 
 
 def _written(tmp_path: Path, *samples: dict[str, Any]) -> Path:
@@ -52,7 +52,7 @@ def test_the_cap_is_a_share_or_a_number(limit: float, length: int | None, allowe
 
     One more is H612 and is not kept.
     """
-    ledger = Ledger(limit, length, lambda: 0.0)
+    ledger = QuarantineLedger(limit, length, lambda: 0.0)
     for index in range(allowed):
         assert ledger.add(index, "raised", 0, "")
     with pytest.raises(LoaderError) as found:

@@ -21,7 +21,7 @@ from holdfast.core.events.data import EventData
 from holdfast.core.events.run_events import DescriptorLimitRaised
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.workers.board import PREPARING, STARTING, WorkerStatus
-from holdfast.loader.workers.map_source import Source
+from holdfast.loader.workers.map_source import BatchSource
 from holdfast.loader.workers.pool import WorkerSettings
 from holdfast.loader.workers.recovery import WorkerRecovery
 from holdfast.loader.workers.watch import WorkerLoss
@@ -89,7 +89,7 @@ def test_a_stream_that_shards_itself_is_never_given_fewer_workers() -> None:
 # --- the table of remedies, loss by loss
 
 
-class Idle(Source):
+class Idle(BatchSource):
     """A source of which only the sample that is quarantined matters."""
 
     def __init__(self) -> None:

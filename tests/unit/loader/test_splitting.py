@@ -13,7 +13,8 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from holdfast.core.errors import BatchError
-from holdfast.loader.splitting import batch_size, micro_batches, tensors_in, versions_of
+from holdfast.loader.splitting import batch_size, micro_batches, tensors_in
+from holdfast.memory.tensors import versions_of
 
 
 class Pair(NamedTuple):

@@ -27,7 +27,7 @@ from holdfast.recorder.progress import SampleRing
 from holdfast.recorder.reader import describe_lost_steps, read_steps
 from holdfast.recorder.run_files import SAMPLES_FILE
 from holdfast.report.curves import curves_of_steps, thinned
-from holdfast.report.gathering import gather
+from holdfast.report.page.gathering import gather
 
 _STEPS = 1_000_000
 
@@ -56,7 +56,7 @@ def test_a_page_of_a_million_steps_shows_all_of_them_and_stays_small(tmp_path: P
     beside the script.
     """
     pytest.importorskip("plotly")
-    from holdfast.report.offline_page import plotly_script
+    from holdfast.report.page.offline_page import plotly_script
 
     path = add_process(run := tmp_path / "run") / SAMPLES_FILE
     _write(path, range(1, _STEPS + 1), at_123456=5000.0, at_300000=math.nan)

@@ -32,12 +32,12 @@ from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.progress import ProcessPhase
 from holdfast.recorder.run_files import write_settings
 from holdfast.recorder.start import facts_of_start
-from holdfast.report.comparing import Comparison
-from holdfast.report.environment import environment
-from holdfast.report.figures import figures
-from holdfast.report.gathering import gather
-from holdfast.report.goodput import goodput
-from holdfast.report.watching import Runs
+from holdfast.report.live.watching import Runs
+from holdfast.report.page.comparing import Comparison
+from holdfast.report.page.environment import environment
+from holdfast.report.page.gathering import gather
+from holdfast.report.page.goodput import goodput
+from holdfast.report.page.run_page import figures
 
 
 def compared(*words: object) -> Any:

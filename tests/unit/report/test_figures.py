@@ -11,9 +11,9 @@ import pytest
 from tests.unit.report.made_runs import GONE, add_process, happened, make_run, sample
 
 from holdfast.core.text import as_json_value
-from holdfast.report.figures import figures
-from holdfast.report.gathering import gather
-from holdfast.report.plotly_values import label
+from holdfast.report.page.figures.plotly_values import label
+from holdfast.report.page.gathering import gather
+from holdfast.report.page.run_page import figures
 
 graph_objects = pytest.importorskip("plotly.graph_objects")
 

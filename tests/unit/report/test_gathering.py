@@ -26,7 +26,7 @@ from holdfast.cli.main import make_app
 from holdfast.core.errors import RunDirectoryError
 from holdfast.recorder.progress import ProcessPhase
 from holdfast.recorder.run_files import PROCESSES_FOLDER, SUPERVISED_FILE, VERDICT_FILE
-from holdfast.report.gathering import gather
+from holdfast.report.page.gathering import gather
 from holdfast.report.sources import check_run, find_sources
 
 

@@ -11,9 +11,9 @@ from PIL import Image
 from tests.unit.report.made_runs import make_run
 from tests.unit.report.test_page import HOSTILE, parsed
 
-from holdfast.report import images
-from holdfast.report.gathering import gather
-from holdfast.report.page import render
+from holdfast.report.page import images
+from holdfast.report.page.gathering import gather
+from holdfast.report.page.run_page import render
 
 pytest.importorskip("plotly")
 

@@ -46,8 +46,8 @@ from holdfast.recorder.run_files import (
     SUPERVISOR_FOLDER,
     VERDICT_FILE,
 )
-from holdfast.report.live import draw, follow
-from holdfast.report.watching import Runs, Watched
+from holdfast.report.live.view import draw, follow
+from holdfast.report.live.watching import Runs, Watched
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 

@@ -15,10 +15,10 @@ from tests.unit.report.test_metrics import _tensorboard, copied
 
 from holdfast.recorder.ring import HEADER_BYTES
 from holdfast.recorder.scalars import SCALARS_FILE, Scalars, check_scalars
-from holdfast.report.figures import figures
-from holdfast.report.gathering import gather
-from holdfast.report.live import PANELS, draw
-from holdfast.report.watching import Watched
+from holdfast.report.live.view import PANELS, draw
+from holdfast.report.live.watching import Watched
+from holdfast.report.page.gathering import gather
+from holdfast.report.page.run_page import figures
 
 
 def log(folder: Path, step: int, **values: float) -> None:

@@ -25,8 +25,9 @@ from tests.unit.report.made_runs import (
 from holdfast.core.errors import PolicyError
 from holdfast.recorder.progress import SampleRing
 from holdfast.recorder.run_files import SAMPLES_FILE
-from holdfast.report.metrics.copying import CopiedEvent, Point, follow
+from holdfast.report.metrics.copying import MetricPoint, follow
 from holdfast.report.metrics.sinks import open_sinks
+from holdfast.report.sources import RecordedEvent
 
 
 def copied(run: Path, **wanted: object):
@@ -63,8 +64,8 @@ class _Kept:
 
     def __init__(self, name: str = "kept", fails_at: int | None = None) -> None:
         self.name = name
-        self.points: list[Point] = []
-        self.events: list[CopiedEvent] = []
+        self.points: list[MetricPoint] = []
+        self.events: list[RecordedEvent] = []
         self.closed = 0
         self._fails_at = fails_at
         self._calls = 0

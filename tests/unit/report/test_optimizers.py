@@ -15,8 +15,8 @@ from holdfast import Guard
 from holdfast.cli.main import make_app
 from holdfast.recorder.reader import read_steps
 from holdfast.recorder.run_files import OPTIMIZERS_FILE, read_optimizers
-from holdfast.report.figures import figures
-from holdfast.report.gathering import gather
+from holdfast.report.page.gathering import gather
+from holdfast.report.page.run_page import figures
 from holdfast.report.verdicts import tone, verdict_from
 
 _LOSSES = {"critic": 1.0, "generator": 100.0}

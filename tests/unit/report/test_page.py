@@ -26,8 +26,8 @@ from tests.unit.report.made_runs import (
 from holdfast.core.errors import PolicyError
 from holdfast.recorder.run_files import OUTPUT_FILE, VERDICT_FILE
 from holdfast.recorder.scalars import LONGEST_NAME, Scalars
-from holdfast.report.gathering import gather
-from holdfast.report.page import render
+from holdfast.report.page.gathering import gather
+from holdfast.report.page.run_page import render
 
 pytest.importorskip("plotly")
 

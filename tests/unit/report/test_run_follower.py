@@ -18,7 +18,7 @@ from holdfast.report.run_follower import RunFollower
 
 
 def _kinds(follower: RunFollower) -> list[str]:
-    return [event.kind for news in follower.new() for event in news.events]
+    return [recorded.event.kind for news in follower.new() for recorded in news.events]
 
 
 def _labels(follower: RunFollower) -> list[str]:

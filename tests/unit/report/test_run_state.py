@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.report.run_state import SILENT_SECONDS, Signs, decide_state
+from holdfast.report.live.run_state import SILENT_SECONDS, RunSigns, decide_state
 
-NOTHING = Signs(
+NOTHING = RunSigns(
     supervisor_event="",
     lock_is_held=False,
     supervisor_is_lost=False,

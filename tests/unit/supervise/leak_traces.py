@@ -19,8 +19,9 @@ import torch
 
 from holdfast.core.events.process_events import Leak, LeakTrace
 from holdfast.supervise.leaks import census
+from holdfast.supervise.leaks.holder_links import HolderLink, text_of
 from holdfast.supervise.leaks.introspection import locals_of
-from holdfast.supervise.leaks.references import HolderSearch, Link, text_of
+from holdfast.supervise.leaks.references import HolderSearch
 from holdfast.supervise.leaks.source_lines import SourceLines
 from holdfast.supervise.leaks.tracer import LeakTracer
 
@@ -320,5 +321,5 @@ def test_the_line_that_adds_is_found(
     """
     file = tmp_path / "script.py"
     file.write_text(text)
-    found = SourceLines([str(file)]).find_keeping_line([Link(kind, name, file=str(file))])
+    found = SourceLines([str(file)]).find_keeping_line([HolderLink(kind, name, file=str(file))])
     assert found.startswith(f"{file}:{line} in ") if line else not found

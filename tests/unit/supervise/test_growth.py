@@ -12,16 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.supervise.leaks.growth import Reading, find_growth
+from holdfast.supervise.leaks.growth import MemoryReading, find_growth
 
 _MIB = 2**20
 _BASE = 800 * _MIB
 
 
-def _series(shape: Callable[[int, random.Random], float], length: int, seed: int) -> list[Reading]:
+def _series(
+    shape: Callable[[int, random.Random], float], length: int, seed: int
+) -> list[MemoryReading]:
     chance = random.Random(seed)
     return [
-        Reading(
+        MemoryReading(
             step=10 * number,
             seconds=number / 4,
             used_bytes=int(_BASE + shape(number, chance) * _MIB + abs(chance.gauss(0, 2 * _MIB))),
@@ -69,7 +71,7 @@ def test_any_series_is_answered(values: list[int]) -> None:
     """Whatever is measured, the test gives growth with a positive slope, or none."""
     found = find_growth(
         [
-            Reading(step=step, seconds=float(step), used_bytes=used)
+            MemoryReading(step=step, seconds=float(step), used_bytes=used)
             for step, used in enumerate(values)
         ]
     )

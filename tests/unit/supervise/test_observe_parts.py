@@ -30,7 +30,7 @@ from holdfast.recorder.run_files import (
     read_processes,
     write_process,
 )
-from holdfast.supervise.observe.launchers import find_launcher_name
+from holdfast.supervise.observe.launchers import is_launcher
 from holdfast.supervise.observe.step_tracker import StepTracker
 from holdfast.supervise.observe.values import PendingValue, ValueReader
 
@@ -262,9 +262,9 @@ def test_the_phases_of_a_loop(seen: Seen) -> None:
         does(steps.backward_ends)
         does(steps.optimizer_begins, judge, (judge,), {})
         does(steps.optimizer_ends, judge, (judge,), {})
-    does(steps.aside_begins, ProcessPhase.SAVING)
-    does(steps.aside_ends)
-    does(steps.evaluation_begins)
+    does(steps.phases.aside_begins, ProcessPhase.SAVING)
+    does(steps.phases.aside_ends)
+    does(steps.phases.evaluation_begins)
     does(steps.wait_begins)
     does(steps.wait_ends, ProcessPhase.EVALUATION)
     does(steps.wait_ends, ProcessPhase.END_OF_EPOCH)
@@ -388,10 +388,10 @@ def test_a_step_that_only_makes_state_is_none(seen: Seen) -> None:
     for _ in range(2):
         backward(steps)
         step(steps, sgd)
-        steps.aside_begins(ProcessPhase.SAVING)
+        steps.phases.aside_begins(ProcessPhase.SAVING)
         makes_state(sgd, 0.0)
         makes_state(sgd, torch.tensor(0.0))
-        steps.aside_ends()
+        steps.phases.aside_ends()
     model.weight.grad = torch.ones_like(model.weight)  # of a formula
     step(steps, sgd)
     first, second, _ = [
@@ -456,9 +456,9 @@ def test_compiling_is_a_phase_of_its_own(seen: Seen) -> None:
     backward(steps)
     step(steps, one)
     steps.wait_ends(ProcessPhase.EVALUATION)
-    steps.compile_begins()
+    steps.phases.compile_begins()
     assert seen.board.phase is ProcessPhase.FIRST_STEP
-    steps.compile_ends()
+    steps.phases.compile_ends()
     assert seen.board.phase is ProcessPhase.EVALUATION
 
 
@@ -583,7 +583,7 @@ def test_a_damaged_process_is_passed_over(tmp_path: Path, damage: bytes) -> None
 )
 def test_what_a_launcher_is(line: str, launches: bool) -> None:
     """Programs that start ranks are known by their command line."""
-    assert (find_launcher_name(line.split()) is not None) is launches
+    assert is_launcher(line.split()) is launches
 
 
 def test_a_start_beyond_floats_stops_no_reader(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.explain.verdict import Verdict
-from holdfast.supervise.launch.attempt_end import AttemptEnd
+from holdfast.supervise.launch.attempt import AttemptEnd
 from holdfast.supervise.launch.restarts import (
     Budgets,
     EndedAttempt,

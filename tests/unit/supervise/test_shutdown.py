@@ -13,29 +13,29 @@ def test_a_request_starts_the_grace_period_and_a_second_ctrl_c_ends_it() -> None
     shutdown = Shutdown(grace_seconds=25.0)
     assert shutdown.kill_at == math.inf
 
-    shutdown.note_signal(signal.SIGINT, now=100.0)
+    shutdown.note_signal(signal.SIGINT, arrived_at=100.0)
     assert shutdown.kill_at == 125.0
-    shutdown.note_signal(signal.SIGINT, now=100.1)
+    shutdown.note_signal(signal.SIGINT, arrived_at=100.1)
     assert shutdown.kill_at == 125.0
 
     shutdown = Shutdown(grace_seconds=25.0)
-    shutdown.note_signal(signal.SIGINT, now=100.0)
-    shutdown.note_signal(signal.SIGINT, now=101.0)
+    shutdown.note_signal(signal.SIGINT, arrived_at=100.0)
+    shutdown.note_signal(signal.SIGINT, arrived_at=101.0)
     assert shutdown.kill_at == 101.0
 
 
 def test_a_third_request_kills_at_once() -> None:
     """Whoever sends SIGTERM three times means it."""
     shutdown = Shutdown(grace_seconds=25.0)
-    for now in (100.0, 101.0, 102.0):
-        shutdown.note_signal(signal.SIGTERM, now=now)
+    for arrived_at in (100.0, 101.0, 102.0):
+        shutdown.note_signal(signal.SIGTERM, arrived_at=arrived_at)
     assert shutdown.kill_at == 102.0
 
 
 def test_a_signal_that_the_command_may_handle_is_a_request_only_if_it_died_of_it() -> None:
     """SIGUSR1 may mean "save"; a shell reports the death by signal n as exit code 128 + n."""
     shutdown = Shutdown(grace_seconds=25.0)
-    shutdown.note_signal(signal.SIGUSR1, now=100.0)
+    shutdown.note_signal(signal.SIGUSR1, arrived_at=100.0)
     assert shutdown.kill_at == math.inf
     assert not shutdown.is_requested
     assert shutdown.requested_by(status=0) is None
@@ -47,5 +47,5 @@ def test_sigterm_and_sighup_are_requests_whatever_the_exit_code() -> None:
     """After SIGHUP the terminal is gone, so nobody would see another start."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         shutdown = Shutdown(grace_seconds=25.0)
-        shutdown.note_signal(number, now=100.0)
+        shutdown.note_signal(number, arrived_at=100.0)
         assert shutdown.requested_by(status=0) == number

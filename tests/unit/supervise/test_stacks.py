@@ -55,7 +55,7 @@ def take(run: Path, *subjects: Subject, py_spy: str | None = None) -> tuple[Exam
 
 
 def subject(pid: int, folder: Path | None = None) -> Subject:
-    return Subject(about=Examined(pid=pid), folder=folder, is_observed=True)
+    return Subject(about=Examined(pid=pid), folder=folder, runs_python=True)
 
 
 def test_without_py_spy_the_process_writes_its_own_stacks(start: Start, tmp_path: Path) -> None:

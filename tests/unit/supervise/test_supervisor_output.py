@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.supervise.launch.output import CommandStreams, OutputCopier, OwnStream, Source
+from holdfast.supervise.launch.output import CommandStreams, OutputCopier, OutputSource, OwnStream
 from holdfast.supervise.launch.output_log import OutputLog
 
 MOST = 1 << 20
@@ -137,7 +137,7 @@ def test_a_line_of_ours_never_continues_an_unfinished_one(log, tmp_path):
         copier = OutputCopier(log)
         copier._own_streams[2] = OwnStream(two.fileno())
         copier._own_streams[two.fileno()] = copier._own_streams[2]
-        copier.add_sources([Source(bar, two.fileno()), Source(rest, one.fileno())])
+        copier.add_sources([OutputSource(bar, two.fileno()), OutputSource(rest, one.fileno())])
         os.write(bar_writes, b"\r 50%")
         copier.serve([(bar, select.POLLIN)])
         os.write(rest_writes, b"printed\n")
@@ -179,4 +179,4 @@ def test_where_output_is_lost_is_said_at_once_and_in_its_place(tmp_path, monkeyp
     log.close()
     assert [error.strerror for error in said] == ["No space left on device"]
     text = (tmp_path / "output.log").read_text()
-    assert text == "one\n\n--- holdfast: 10 bytes could not be written ---\nfour\n"
+    assert text == "one\n\n--- holdfast: output is missing here ---\nfour\n"

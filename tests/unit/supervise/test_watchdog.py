@@ -43,6 +43,7 @@ class Scene:
         self.hangs: list[Hang] = []
         self.said: list[str] = []
         self.children: list[subprocess.Popen[bytes]] = []
+        self.computing: list[int] = []
         self.boards: dict[int, ProgressBoard] = {}
         self.during: Callable[[], Any] = lambda: None  # between the two looks at stacks
         self.now = time.monotonic()
@@ -64,8 +65,12 @@ class Scene:
         return self.watchdog
 
     def _pause(self, seconds: float) -> None:
+        """Sleep until CPU time shows, in ticks of 0.01 s, of each process that computes."""
         self.during()
-        time.sleep(0.15)  # so that CPU time shows, in ticks of 0.01 s
+        before = {pid: cpu_ticks(pid) for pid in self.computing}
+        time.sleep(0.15)
+        while any(cpu_ticks(pid) < ticks + 5 for pid, ticks in before.items()):
+            time.sleep(0.01)
 
     def start(
         self,
@@ -77,6 +82,8 @@ class Scene:
         """Start a process that is a trainer, unless told otherwise, and return its pid."""
         child = subprocess.Popen([sys.executable, "-S", "-c", program])
         self.children.append(child)
+        if program == BURN:
+            self.computing.append(child.pid)
         found = read_process(child.pid)
         assert found is not None
         about = {
@@ -104,6 +111,11 @@ class Scene:
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events]
+
+
+def cpu_ticks(pid: int) -> int:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return int(user) + int(system)
 
 
 @pytest.fixture
@@ -240,6 +252,7 @@ def test_a_worker_that_is_stopped_is_to_go_on_and_only_then_to_be_ended(scene: S
     workers: list[int] = []
     while not workers:
         workers = list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    wait_for_state(workers[0], "T")
     worker = read_process(workers[0])
     assert worker is not None
     try:

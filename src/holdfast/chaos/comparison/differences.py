@@ -25,7 +25,7 @@ START_FIELDS = {
     "optimizer": "the optimizer state differs at the start of the attempt",
 }
 
-# Further values of `Difference.what`.
+# Further values of `RunDifference.what`.
 # A saved entry differs although all steps are the same.
 SAVED = "saved"
 # A saved text or flag differs, which is harmless.
@@ -37,7 +37,7 @@ OLDER = "older"
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class RunDifference:
     """The first step at which a run differs from the undisturbed run, and the field that differs.
 
     Fields are named as in the output of ``holdfast chaos --json``.

@@ -2,19 +2,16 @@
 
 Fields of a step are compared in the order of cause and effect (`differences.FIELDS`). The first
 field that differs is not always the cause: a lost random state shows as a different input, and an
-optimizer that steps second shows as a different loss. `CAUSES` is the ordered list of better
-explanations; the first one that applies is reported.
+optimizer that steps second shows as a different loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
-from holdfast.chaos.comparison.differences import END, FIELDS, START_FIELDS, Difference
+from holdfast.chaos.comparison.differences import END, FIELDS, START_FIELDS, RunDifference
 from holdfast.chaos.comparison.reference import UNKNOWN_STATE, Reference, share_data
-from holdfast.chaos.trace import ModelState, RecordedStep, SavedState, Segment
+from holdfast.chaos.trace import RecordedStep, Segment
 
 # Fields whose difference may be the consequence of something that is not a field of the step.
 CONSEQUENCES = frozenset({"parts", "inputs", "losses", "weights", "buffers"})
@@ -45,10 +42,7 @@ class Divergence:
     restored: frozenset[str]
 
 
-Cause: TypeAlias = Callable[[Divergence], Difference | None]
-
-
-def first_difference(reference: Reference, segment: Segment, place: int) -> Difference | None:
+def first_difference(reference: Reference, segment: Segment, place: int) -> RunDifference | None:
     """Return the first difference between an attempt and the undisturbed run.
 
     Args:
@@ -63,7 +57,7 @@ def first_difference(reference: Reference, segment: Segment, place: int) -> Diff
     restored: set[str] = set()
     for index, step in enumerate(segment.steps, start=place):
         if index >= end:
-            return Difference(index + 1, END, f"the undisturbed run had ended after {end} steps")
+            return RunDifference(index + 1, END, f"the undisturbed run had ended after {end} steps")
         expected = reference.steps[index]
         if index == place:
             expected = remaining_parts(expected, step)
@@ -80,50 +74,36 @@ def first_difference(reference: Reference, segment: Segment, place: int) -> Diff
                 field=field,
                 restored=frozenset(restored),
             )
-            return explain(divergence)
+            # Comparing saved states comes first: it is certain, random states are circumstantial.
+            difference = another_optimizer_lost_state(divergence)
+            difference = difference or random_state_lost(divergence)
+            return difference or RunDifference(index + 1, field, describe_field(divergence))
     return None
-
-
-def explain(divergence: Divergence) -> Difference:
-    """Return the difference with its cause: the first answer of `CAUSES`, or the field itself."""
-    for cause in CAUSES:
-        difference = cause(divergence)
-        if difference is not None:
-            return difference
-    field = divergence.field
-    return Difference(divergence.index + 1, field, describe_field(divergence))
 
 
 # --- at the start -------------------------------------------------------------------------------
 
 
-def difference_at_start(reference: Reference, segment: Segment, place: int) -> Difference | None:
+def difference_at_start(reference: Reference, segment: Segment, place: int) -> RunDifference | None:
     """Return the difference in the state in which an attempt starts, not counting the weights."""
     start = segment.steps[0].before or UNKNOWN_STATE
     fields = reference.start_fields_that_differ(place, start)
     if not fields:
         return None
-    field = fields[0]
-    detail = START_FIELDS[field]
-    if field == "optimizer":
-        older_place = _place_with_optimizer_state(reference, start)
-        if older_place:
+    detail = START_FIELDS[fields[0]]
+    if fields[0] == "optimizer":
+        places = [
+            other_place
+            for other_place, state in enumerate(reference.states)
+            if state.optimizer == start.optimizer
+        ]
+        # A new optimizer, at place 0, needs no explanation.
+        if places and places[0] > 0:
             detail = (
                 f"the weights are those of step {place}, but the optimizer state is the one saved"
-                f" after step {older_place}"
+                f" after step {places[0]}"
             )
-    return Difference(place + 1, field, detail)
-
-
-def _place_with_optimizer_state(reference: Reference, start: ModelState) -> int | None:
-    """Return the first place with the optimizer state of the start.
-
-    Place 0 means a new optimizer.
-    """
-    for place, state in enumerate(reference.states):
-        if state.optimizer == start.optimizer:
-            return place
-    return None
+    return RunDifference(place + 1, fields[0], detail)
 
 
 # --- one step -----------------------------------------------------------------------------------
@@ -157,7 +137,7 @@ def remaining_parts(expected: RecordedStep, step: RecordedStep) -> RecordedStep:
 
 
 def _matching_random_states(step: RecordedStep, expected: RecordedStep) -> set[str]:
-    """Return the random generators that had the expected state at any model call of the step."""
+    """Return the generators that had an expected state at any model call of the step."""
     states = {item for state in step.random_states for item in state.items()}
     expected_states = {item for state in expected.random_states for item in state.items()}
     return {name for name, _ in states & expected_states}
@@ -195,7 +175,7 @@ def _foreign_data(step: RecordedStep, expected: RecordedStep) -> str | None:
 # --- causes -------------------------------------------------------------------------------------
 
 
-def another_optimizer_lost_state(divergence: Divergence) -> Difference | None:
+def another_optimizer_lost_state(divergence: Divergence) -> RunDifference | None:
     """An optimizer that steps later in the attempt resumed from a state that was never saved.
 
     The consequence may show before its own first step.
@@ -204,36 +184,26 @@ def another_optimizer_lost_state(divergence: Divergence) -> Difference | None:
     place = divergence.place
     if divergence.field not in CONSEQUENCES or place not in reference.saves:
         return None
-    states = reference.saves[place].states
+    save = reference.saves[place]
     later_steps = zip(divergence.segment.steps[1:], reference.steps[place + 1 :], strict=False)
     for number, (step, expected) in enumerate(later_steps, start=place + 2):
         if step.before is None or step.after.structure != expected.after.structure:
             continue
-        if expected.optimizer_index >= len(states):
-            continue
-        saved_state = states[expected.optimizer_index]
+        saved_state = save.state_of(expected.optimizer_index)
         if saved_state is None:
             continue
-        difference = _difference_from_save(step.before, saved_state, number)
-        if difference is not None:
-            return replace(difference, step=divergence.index + 1)
+        first_step = divergence.index + 1
+        resumed = f"the optimizer of step {number} resumed with"
+        if step.before.parameters != saved_state.parameters:
+            detail = f"{resumed} weights that are not the saved ones"
+            return RunDifference(first_step, "weights", detail)
+        if step.before.optimizer != saved_state.optimizer:
+            detail = f"{resumed} a state that is not the saved one"
+            return RunDifference(first_step, "optimizer", detail)
     return None
 
 
-def _difference_from_save(
-    start: ModelState, saved_state: SavedState, number: int
-) -> Difference | None:
-    """Return how the state before an optimizer's first step, `number`, differs from a save."""
-    if start.parameters != saved_state.parameters:
-        detail = f"the optimizer of step {number} resumed with weights that are not the saved ones"
-        return Difference(number, "weights", detail)
-    if start.optimizer != saved_state.optimizer:
-        detail = f"the optimizer of step {number} resumed with a state that is not the saved one"
-        return Difference(number, "optimizer", detail)
-    return None
-
-
-def random_state_lost(divergence: Divergence) -> Difference | None:
+def random_state_lost(divergence: Divergence) -> RunDifference | None:
     """A different random state is the cause if numbers are drawn from it at this step.
 
     A state that matched at an earlier model call was restored correctly. If it differs now, more
@@ -261,14 +231,7 @@ def random_state_lost(divergence: Divergence) -> Difference | None:
         return None
     names = sorted(causes)
     detail = f"the random state of {' and '.join(names)} differs, {consequence}"
-    return Difference(divergence.index + 1, "random", detail, names)
-
-
-# Comparing saved states comes first: it is certain, while random states are circumstantial.
-CAUSES: tuple[Cause, ...] = (
-    another_optimizer_lost_state,
-    random_state_lost,
-)
+    return RunDifference(divergence.index + 1, "random", detail, names)
 
 
 # --- words --------------------------------------------------------------------------------------

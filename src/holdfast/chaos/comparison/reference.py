@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from holdfast.chaos.comparison.differences import FIELDS, Difference
+from holdfast.chaos.comparison.differences import FIELDS, RunDifference
 from holdfast.chaos.trace import ModelState, Record, RecordedSave, RecordedStep, Segment
 
 # Weights up to this relative distance count as rounded: bfloat16 rounds by up to 0.4 %
@@ -43,32 +43,12 @@ class Unsteady:
     files: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownState:
-    """The known training state at one place of the undisturbed run.
-
-    Args:
-        weights: Digest of the weights.
-        weights_at_begin: Digest of the weights when the next step began, if it was recorded: some
-            scripts change weights between steps.
-        buffers: Digests of buffers, empty if they are not known.
-        optimizer: Digest of the optimizer's state, None if it is not known.
-        sample: Some numbers of the weights.
-    """
-
-    weights: str | None
-    weights_at_begin: str | None
-    buffers: list[str | None]
-    optimizer: str | None
-    sample: list[float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
     """The place where an attempt continues, and how its weights differ from that place, if so."""
 
     place: int
-    difference: Difference | None = None
+    difference: RunDifference | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +64,7 @@ class Reference:
         steps: All steps in order.
         boundaries: The places at which the training runs begin, and the end.
         saves: The last save at each place that has one.
-        states: The known state at each place, from 0 to the number of steps.
+        states: What is known of the state at each place, from 0 to the number of steps.
     """
 
     segments: Sequence[Segment]
@@ -92,7 +72,7 @@ class Reference:
     steps: list[RecordedStep]
     boundaries: list[int]
     saves: dict[int, RecordedSave]
-    states: list[KnownState]
+    states: list[ModelState]
 
     def without(self, random_state: str) -> Reference:
         """Return a reference that ignores one of the random states."""
@@ -110,7 +90,7 @@ class Reference:
         number = min(bisect_right(self.boundaries, place), len(self.boundaries) - 1)
         return self.boundaries[number - 1], self.boundaries[number]
 
-    def locate(self, segment: Segment, reached: int) -> Placement:
+    def locate(self, segment: Segment, reached: int) -> ResumePoint:
         """Find out where an attempt continues.
 
         Args:
@@ -122,18 +102,22 @@ class Reference:
         places = self._places_with_weights(start)
         if places:
             # Several places may have the same weights, for example if steps change nothing.
-            return Placement(
-                place=max(
-                    places, key=lambda place: self._resemblance(place, first_step, start, reached)
-                )
+            return ResumePoint(
+                max(places, key=lambda place: self._resemblance(place, first_step, start, reached))
             )
         place, distance = self._nearest_place(start)
         if distance < ROUNDED_DISTANCE:
-            detail = _describe_rounding(place, distance)
+            how = "some differ"
+            if distance > SAME_SAMPLE_DISTANCE:
+                how = f"they differ by {distance:.1g} (relative); were they rounded?"
+            detail = (
+                f"the weights at the start are close to those after step {place} but not the same:"
+                f" {how}"
+            )
         else:
             place = self._place_with_data(first_step, reached)
             detail = "the undisturbed run never had the weights of this start"
-        return Placement(place=place, difference=Difference(place + 1, "weights", detail))
+        return ResumePoint(place, RunDifference(place + 1, "weights", detail))
 
     def start_fields_that_differ(self, place: int, start: ModelState) -> list[str]:
         """Return the `START_FIELDS` that are known to differ from the state at a place."""
@@ -152,13 +136,15 @@ class Reference:
 
         The end counts only if there is no other.
         """
+        # Some scripts change weights between steps.
         places = [
             place
-            for place, state in enumerate(self.states)
-            if start.weights in (state.weights, state.weights_at_begin)
+            for place, (state, step) in enumerate(zip(self.states, self.steps, strict=False))
+            if start.weights in (state.weights, step.weights_at_begin)
         ]
-        places_before_end = [place for place in places if place < len(self.steps)]
-        return places_before_end or places
+        if not places and start.weights == self.states[-1].weights:
+            return [len(self.steps)]
+        return places
 
     def _resemblance(
         self, place: int, first_step: RecordedStep, start: ModelState, reached: int
@@ -232,8 +218,8 @@ def make_reference(segments: Sequence[Segment], unsteady: Unsteady | None = None
     )
 
 
-def known_state(steps: Sequence[RecordedStep], place: int, save: RecordedSave | None) -> KnownState:
-    """Return the known state at a place.
+def known_state(steps: Sequence[RecordedStep], place: int, save: RecordedSave | None) -> ModelState:
+    """Return what is known of the state at a place.
 
     The state before the first step of an optimizer is recorded. Later on, the weights are those
     after the last step of an optimizer with the same models. Their buffers are known only if no
@@ -245,32 +231,19 @@ def known_state(steps: Sequence[RecordedStep], place: int, save: RecordedSave | 
         place: From 0 to the number of steps.
         save: The last save at this place, if there is one.
     """
-    at_end = place == len(steps)
     # The state at the end is the state of the models after the last step.
-    step = steps[-1] if at_end else steps[place]
-    weights_at_begin = None if at_end else step.weights_at_begin
-    if not at_end and step.before is not None:
-        return KnownState(
-            weights=step.before.weights,
-            weights_at_begin=weights_at_begin,
-            buffers=step.before.buffers,
-            optimizer=step.before.optimizer,
-            sample=step.before.sample,
-        )
+    step = steps[-1]
+    if place < len(steps):
+        step = steps[place]
+        if step.before is not None:
+            return step.before
     state = _state_after_last_step_of_same_models(steps[:place], step)
-    buffers = state.buffers if state is steps[place - 1].after else []
-    optimizer = None
-    if save is not None and step.optimizer_index < len(save.states):
-        saved_state = save.states[step.optimizer_index]
-        buffers = [] if saved_state is None else saved_state.buffers
-        optimizer = None if saved_state is None else saved_state.optimizer
-    return KnownState(
-        weights=state.weights,
-        weights_at_begin=weights_at_begin,
-        buffers=buffers,
-        optimizer=optimizer,
-        sample=state.sample,
-    )
+    saved_state = None if save is None else save.state_of(step.optimizer_index)
+    if saved_state is not None:
+        return replace(state, buffers=saved_state.buffers, optimizer=saved_state.optimizer)
+    if state is not steps[place - 1].after:
+        return replace(state, buffers=[])
+    return state
 
 
 def _state_after_last_step_of_same_models(
@@ -339,10 +312,3 @@ def _distance(sample: list[float], other: list[float]) -> float:
     norm = math.hypot(*sample) or 1.0
     distance = math.dist(sample, other) / norm
     return math.inf if math.isnan(distance) else distance
-
-
-def _describe_rounding(place: int, distance: float) -> str:
-    how = "some differ"
-    if distance > SAME_SAMPLE_DISTANCE:
-        how = f"they differ by {distance:.1g} (relative); were they rounded?"
-    return f"the weights at the start are close to those after step {place} but not the same: {how}"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from holdfast.chaos.comparison.differences import SAVED, TEXT, Difference
+from holdfast.chaos.comparison.differences import SAVED, TEXT, RunDifference
 from holdfast.chaos.comparison.reference import Reference
 from holdfast.chaos.trace import RecordedSave, Segment, TraceEvent
 
@@ -58,7 +58,7 @@ def _file_name(path: str | None) -> str:
     return _CHANCE_IN_PATH.sub("", path or "")
 
 
-def saved_difference(reference: Reference, segments: Sequence[Segment]) -> Difference | None:
+def saved_difference(reference: Reference, segments: Sequence[Segment]) -> RunDifference | None:
     """Return how the last saves differ from those of the undisturbed run, if they do.
 
     A difference in a text or a flag, which may only mean that the run was resumed, is returned only
@@ -75,10 +75,10 @@ def saved_difference(reference: Reference, segments: Sequence[Segment]) -> Diffe
             detail = (
                 f"all steps are the same, but the last checkpoint, {last_name}, was never written"
             )
-            return Difference(len(reference.steps), SAVED, detail)
+            return RunDifference(len(reference.steps), SAVED, detail)
         # The name differs every time, so compare with the newest save.
         newest_entries = list(saves.values())[-1]
-    differences: list[Difference] = []
+    differences: list[RunDifference] = []
     for name, expected in expected_saves.items():
         entries = newest_entries if name == last_name else _entries_of(name, saves)
         if entries is not None:
@@ -98,7 +98,7 @@ def _entries_of(name: str, saves: dict[str, Entries]) -> Entries | None:
 
 def _entries_that_differ(
     reference: Reference, file_name: str, entries: Entries, expected: Entries
-) -> list[Difference]:
+) -> list[RunDifference]:
     """Return one difference per entry of a file that is not the expected one."""
     differences = []
     for path, expected_value in expected.items():
@@ -111,7 +111,7 @@ def _entries_that_differ(
         if len(expected_value) != DIGEST_LENGTH or is_text(expected_value):
             detail += f": {value} instead of {expected_value}"
         kind = TEXT if is_text(expected_value) and is_text(value) else SAVED
-        differences.append(Difference(len(reference.steps), kind, detail))
+        differences.append(RunDifference(len(reference.steps), kind, detail))
     return differences
 
 

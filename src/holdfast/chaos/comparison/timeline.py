@@ -13,16 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from holdfast.chaos.comparison.differences import END, FIELDS, OLDER, START_FIELDS, Difference
+from holdfast.chaos.comparison.differences import END, FIELDS, OLDER, START_FIELDS, RunDifference
 from holdfast.chaos.comparison.divergence import first_difference, remaining_parts
 from holdfast.chaos.comparison.reference import Reference, Unsteady, make_reference
 from holdfast.chaos.comparison.saved_entries import last_saves, saved_difference
 from holdfast.chaos.trace import RecordedStep, Segment
 from holdfast.chaos.trials import Trial
-
-# The names of a checkpoint's entries at its top level: two checkpoints with the same names are of
-# the same sort, for example the last state, as opposed to the best weights.
-EntryNames = tuple[str, ...]
 
 # The order in which differences at the same step are considered.
 _CAUSAL_ORDER = [*START_FIELDS, *FIELDS]
@@ -44,13 +40,31 @@ class TrialComparison:
         losses: Loss of each step that led to the end, None for a step without a loss.
     """
 
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[RunDifference] = field(default_factory=list)
     steps_again: int = 0
     batches_twice: int = 0
     batches_never: int = 0
     resumed_at: list[int] = field(default_factory=list)
     finite: bool = True
     losses: list[float | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint that a trial has saved.
+
+    Args:
+        place: The place of its state.
+        training_begin: The place at which its training run begins.
+        entry_names: The names of its entries at the top level. Two checkpoints with the same names
+            are of the same sort, for example the last state, as opposed to the best weights.
+        is_complete: False if it may have been cut off by the end of its process.
+    """
+
+    place: int
+    training_begin: int
+    entry_names: frozenset[str]
+    is_complete: bool
 
 
 def compare(references: dict[int, Reference], trial: Trial) -> TrialComparison:
@@ -144,11 +158,7 @@ class Timeline:
         # Steps by their index in the undisturbed run, in the order in which they were made.
         self.steps: dict[int, RecordedStep] = {}
         self.comparison = TrialComparison()
-        # The sorts of checkpoints that were saved, by place.
-        self._saves: dict[int, set[EntryNames]] = {}
-        # The same for each training run, by the place where it begins, without saves that may have
-        # been cut off by the end of their process.
-        self._complete_saves: dict[int, dict[int, set[EntryNames]]] = {}
+        self._saves: list[SavedCheckpoint] = []
 
     def add(self, part: Segment, *, resumed: bool, may_be_cut: bool) -> None:
         """Add the record of a process, or of one of its training runs.
@@ -175,7 +185,7 @@ class Timeline:
             del self.steps[index]
         self._add_steps(part, place)
 
-    def difference_at_end(self, *, last_attempt_made_steps: bool) -> Difference | None:
+    def difference_at_end(self, *, last_attempt_made_steps: bool) -> RunDifference | None:
         """Return a difference if the steps to the end are not those of the undisturbed run."""
         expected_count = len(self._reference.steps)
         unmatched = set(range(expected_count)) ^ self.steps.keys()
@@ -186,44 +196,50 @@ class Timeline:
             detail = f"{len(self.steps)} steps lead to the end, not {expected_count}"
         else:
             # Steps after the last save were lost although they are in the trace.
-            first_unmatched = min(first_unmatched, max(self._saves, default=0))
+            first_unmatched = min(
+                first_unmatched, max([save.place for save in self._saves], default=0)
+            )
             detail = (
                 f"the last attempt did not train although only {first_unmatched} of"
                 f" {expected_count} steps were saved"
             )
-        return Difference(first_unmatched + 1, END, detail)
+        return RunDifference(first_unmatched + 1, END, detail)
 
     def _note_older_checkpoint(self, begin: int, place: int) -> None:
         """Add a difference if a newer, complete checkpoint of the same sort was ignored.
 
         If the run started over, a checkpoint of any sort would have been better.
         """
-        resumed_from = self._saves.get(place, set())
-        candidates = [
-            candidate
-            for candidate, sorts in self._complete_saves.get(begin, {}).items()
-            if place == begin or sorts & resumed_from
+        resumed_sorts = {save.entry_names for save in self._saves if save.place == place}
+        places = [
+            save.place
+            for save in self._saves
+            if save.is_complete
+            and save.training_begin == begin
+            and (place == begin or save.entry_names in resumed_sorts)
         ]
-        newest = max(candidates, default=0)
+        newest = max(places, default=0)
         if newest <= place:
             return
         where = f"after step {place}" if place else "from the beginning"
         detail = f"it resumed {where} although a checkpoint of step {newest} was saved"
-        self.comparison.differences.append(Difference(place + 1, OLDER, detail))
+        self.comparison.differences.append(RunDifference(place + 1, OLDER, detail))
 
     def _add_saves(self, part: Segment, begin: int, place: int, *, may_be_cut: bool) -> None:
-        """Note the sorts of checkpoints that a record saved, by their place."""
-        complete_saves = self._complete_saves.setdefault(begin, {})
+        """Note the saved checkpoints."""
         for save in part.saves:
             # It is unknown which step's state a thread saves.
             if save.in_thread:
                 continue
-            names = tuple(sorted({path.partition(".")[0] for path in save.entries}))
-            after = place + save.steps_made
-            self._saves.setdefault(after, set()).add(names)
             is_after_last_step = save.steps_made >= len(part.steps)
-            if not (may_be_cut and is_after_last_step):
-                complete_saves.setdefault(after, set()).add(names)
+            self._saves.append(
+                SavedCheckpoint(
+                    place=place + save.steps_made,
+                    training_begin=begin,
+                    entry_names=frozenset(path.partition(".")[0] for path in save.entries),
+                    is_complete=not (may_be_cut and is_after_last_step),
+                )
+            )
 
     def _add_steps(self, part: Segment, place: int) -> None:
         """Note the steps of a record, replacing those that they repeat."""
@@ -239,7 +255,7 @@ class Timeline:
 
 def compare_undisturbed(
     first: Sequence[Segment], second: Sequence[Segment]
-) -> tuple[Reference, Difference | None]:
+) -> tuple[Reference, RunDifference | None]:
     """Compare two undisturbed runs of one rank.
 
     Args:
@@ -266,7 +282,7 @@ def compare_undisturbed(
     step_counts = (len(reference.steps), len(second_steps))
     if min(step_counts) != max(step_counts):
         detail = "only one of the two undisturbed runs has this step"
-        return reference, Difference(min(step_counts) + 1, END, detail)
+        return reference, RunDifference(min(step_counts) + 1, END, detail)
     return reference, None
 
 

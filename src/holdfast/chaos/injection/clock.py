@@ -11,7 +11,6 @@ import datetime as dt
 import gc
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 NANOSECONDS = 10**9
@@ -43,15 +42,12 @@ def shift(seconds: int) -> None:
 
 
 def _use_current_time(name: str, *, position: int, now: Callable[[], Any]) -> None:
-    """Replace a function of `time` by one that uses `now` for the current time."""
+    """Replace a function of `time` whose argument at `position` defaults to the current time."""
     original = getattr(time, name)
-    setattr(time, name, partial(_call_with_time, original, position, now))
 
+    def with_current_time(*arguments: Any) -> Any:
+        if len(arguments) > position and arguments[position] is not None:
+            return original(*arguments)
+        return original(*arguments[:position], now())
 
-def _call_with_time(
-    function: Callable[..., Any], position: int, now: Callable[[], Any], *arguments: Any
-) -> Any:
-    """Call a function, adding the current time if the argument at `position` is missing or None."""
-    if len(arguments) > position and arguments[position] is not None:
-        return function(*arguments)
-    return function(*arguments[:position], now())
+    setattr(time, name, with_current_time)

@@ -78,12 +78,13 @@ class Injector:
         if self._injection.action == Action.PUT_NAN:
             if not self._is_due(moment, count):
                 return batch
-            batch, was_put = put_nan(torch, batch)
-            if not was_put:
+            batch_with_nan = put_nan(torch, batch)
+            if batch_with_nan is None:
                 self._write(
                     "missed", why="the batch holds no floating-point number that could become NaN"
                 )
-            return batch
+                return batch
+            return batch_with_nan
         if self.loader_workers() and self._is_due(moment, count):
             self._signal_worker()
         return batch
@@ -98,7 +99,7 @@ class Injector:
     def save_ends(self) -> None:
         """Kill this process after a save that was too short to be interrupted."""
         if self._will_cut_write:
-            self._signal_itself(signal.SIGKILL)
+            self._kill()
 
     def _is_due(self, moment: Moment, count: int) -> bool:
         """Return whether the fault is to be injected now, and note that it was."""
@@ -119,15 +120,11 @@ class Injector:
 
     # --- actions --------------------------------------------------------------------------------
 
-    @staticmethod
-    def _signal_itself(number: int) -> None:
-        os.kill(os.getpid(), number)
-
     def _kill(self) -> None:
-        self._signal_itself(signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _stop(self) -> None:
-        self._signal_itself(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def _terminate_command(self) -> None:
         """Ask the command to exit, as a scheduler does.
@@ -245,52 +242,44 @@ def read_rank() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def put_nan(torch: Any, batch: Any) -> tuple[Any, bool]:
-    """Return a copy of a batch with one NaN in it, and whether a number could be replaced.
-
-    The NaN replaces the first number of the first tensor of floating-point numbers.
+def put_nan(torch: Any, batch: Any) -> Any:
+    """Return a copy of a batch whose first floating-point number is NaN; None if it has none.
 
     Args:
         torch: The module.
         batch: A tensor, or nested mappings, lists, tuples and named tuples of them.
     """
     if isinstance(batch, torch.Tensor):
-        return _put_nan_in_tensor(batch)
+        if not batch.is_floating_point() or not batch.numel():
+            return None
+        copy = batch.detach().clone()
+        copy.view(-1)[0] = float("nan")
+        return copy
     if isinstance(batch, Mapping) and hasattr(batch, "copy"):
-        return _put_nan_in_mapping(torch, batch)
-    if type(batch) in (list, tuple) or _is_named_tuple(batch):
-        return _put_nan_in_sequence(torch, batch)
-    return batch, False
+        items = list(batch.items())
+    elif type(batch) in (list, tuple) or _is_named_tuple(batch):
+        items = list(enumerate(batch))
+    else:
+        return None
+    for key, value in items:
+        value_with_nan = put_nan(torch, value)
+        if value_with_nan is not None:
+            return _with_item(batch, key, value_with_nan)
+    return None
 
 
-def _put_nan_in_tensor(tensor: Any) -> tuple[Any, bool]:
-    if not tensor.is_floating_point() or not tensor.numel():
-        return tensor, False
-    copy = tensor.detach().clone()
-    copy.view(-1)[0] = float("nan")
-    return copy, True
-
-
-def _put_nan_in_mapping(torch: Any, batch: Any) -> tuple[Any, bool]:
-    for key, value in batch.items():
-        value_with_nan, was_put = put_nan(torch, value)
-        if was_put:
-            # A copy keeps the class, such as the BatchEncoding of transformers.
-            copy = batch.copy()
-            copy[key] = value_with_nan
-            return copy, True
-    return batch, False
-
-
-def _put_nan_in_sequence(torch: Any, batch: Any) -> tuple[Any, bool]:
+def _with_item(batch: Any, key: Any, value: Any) -> Any:
+    """Return a copy of a mapping or sequence in which one item is replaced."""
+    if not isinstance(batch, (list, tuple)):
+        # A copy keeps the class, such as the BatchEncoding of transformers.
+        copy = batch.copy()
+        copy[key] = value
+        return copy
     values = list(batch)
-    for index, value in enumerate(values):
-        value_with_nan, was_put = put_nan(torch, value)
-        if was_put:
-            values[index] = value_with_nan
-            copy = type(batch)(*values) if _is_named_tuple(batch) else type(batch)(values)
-            return copy, True
-    return batch, False
+    values[key] = value
+    if _is_named_tuple(batch):
+        return type(batch)(*values)
+    return type(batch)(values)
 
 
 def _is_named_tuple(batch: Any) -> bool:

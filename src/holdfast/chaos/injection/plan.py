@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 # Files in the trace folder of an attempt.
 # The plan.
@@ -52,15 +50,6 @@ class Action(StrEnum):
     STOP_WORKER = "worker stopped"
 
 
-class LaterSignal(StrEnum):
-    """A signal that follows some time after the fault."""
-
-    # Kills a command that was asked to exit but has not done so.
-    KILL_COMMAND = "kill the command"
-    # Resumes a process that was stopped.
-    CONTINUE_PROCESS = "continue the process"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injection:
     """What happens to the processes of one attempt; by default nothing.
@@ -71,8 +60,8 @@ class Injection:
         count: Number of steps that the process has made by then, or number of the save or
             evaluation.
         rank: The rank on which it happens.
-        later_signal: Sent `later_seconds` after the fault.
-        later_seconds: Seconds from the fault to `later_signal`.
+        later_seconds: Seconds from the fault to its end: a stopped process is resumed, and a
+            command that was asked to exit is killed.
         size_bytes: Size past which no file may grow.
         errno: Error with which writes or reads fail; None if none fails.
         refuse_once: Whether only the first such write or read fails.
@@ -85,7 +74,6 @@ class Injection:
     moment: Moment | None = None
     count: int = 0
     rank: int = 0
-    later_signal: LaterSignal | None = None
     later_seconds: float = math.inf
     size_bytes: int | None = None
     errno: int | None = None
@@ -106,8 +94,8 @@ class AttemptPlan:
     """
 
     injection: Injection
-    trial_began: float = math.inf
-    writable_folders: tuple[str, ...] = ()
+    trial_began: float
+    writable_folders: tuple[str, ...]
 
     def write(self, folder: Path) -> None:
         """Write the plan into the trace folder of its attempt."""
@@ -115,25 +103,14 @@ class AttemptPlan:
 
 
 def read_plan(folder: Path) -> AttemptPlan:
-    """Return the plan of an attempt, or a plan without a fault if the file cannot be read."""
-    with suppress(OSError, ValueError):
-        return _parse_plan(json.loads((folder / PLAN_FILE).read_bytes()))
-    return AttemptPlan(injection=Injection())
-
-
-def _parse_plan(values: dict[str, Any]) -> AttemptPlan:
-    facts = dict(values["injection"])
-    action = facts.pop("action")
-    moment = facts.pop("moment")
-    later_signal = facts.pop("later_signal")
-    injection = Injection(
-        action=None if action is None else Action(action),
-        moment=None if moment is None else Moment(moment),
-        later_signal=None if later_signal is None else LaterSignal(later_signal),
-        **facts,
-    )
+    """Return the plan that was written into the trace folder of an attempt."""
+    values = json.loads((folder / PLAN_FILE).read_bytes())
+    injection = values["injection"]
+    for name, kind in (("action", Action), ("moment", Moment)):
+        if injection[name] is not None:
+            injection[name] = kind(injection[name])
     return AttemptPlan(
-        injection=injection,
+        injection=Injection(**injection),
         trial_began=values["trial_began"],
         writable_folders=tuple(values["writable_folders"]),
     )

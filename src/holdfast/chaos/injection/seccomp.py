@@ -292,11 +292,7 @@ class Refuser:
         if position < self._injection.size_bytes:
             return False
         if self._injection.refuse_once:
-            _remove_file_size_limit(process)
+            # The limit set by `Injector` would cut the writes that follow.
+            _, hard_limit = resource.prlimit(process, resource.RLIMIT_FSIZE)
+            resource.prlimit(process, resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
         return True
-
-
-def _remove_file_size_limit(process: int) -> None:
-    """Lift the file size limit of a process, which would cut its writes short (`Injector`)."""
-    _, hard_limit = resource.prlimit(process, resource.RLIMIT_FSIZE)
-    resource.prlimit(process, resource.RLIMIT_FSIZE, (hard_limit, hard_limit))

@@ -70,7 +70,7 @@ class FileAudit:
             self._on_change(arguments[0])
         elif event in PATHS_CHANGED and arguments[-1] in NO_FOLDER_DESCRIPTOR:
             # With a descriptor, the path was seen when the folder was opened.
-            if event == "os.mkdir" and _is_folder(arguments[0]):
+            if event == "os.mkdir" and os.path.isdir(arguments[0]):  # noqa: PTH112 - or bytes
                 return
             for position in PATHS_CHANGED[event]:
                 self._on_change(arguments[position])
@@ -102,7 +102,7 @@ class FileAudit:
         if source in self._saved:
             target = os.path.realpath(target)
             self._saved.add(target)
-            self._shield.run(self._note_move, source, target)
+            self._shield.run(self._trace.write, "moved", path=target, source=source)
 
     def _note_write(self, path: str) -> None:
         path = os.path.realpath(path)
@@ -116,11 +116,3 @@ class FileAudit:
         file = Path(os.path.realpath(path))
         if file.is_file() and file.stat().st_mtime > self._trial_began:
             self._trace.write("read", path=str(file))
-
-    def _note_move(self, source: str, target: str) -> None:
-        self._trace.write("moved", path=target, source=source)
-
-
-def _is_folder(path: Any) -> bool:
-    # `os.path` takes whatever `os.mkdir` does.
-    return os.path.isdir(path)  # noqa: PTH112

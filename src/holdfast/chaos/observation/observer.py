@@ -16,7 +16,7 @@ from typing import Any
 from holdfast.chaos.injection.injector import Injector
 from holdfast.chaos.observation.file_audit import FileAudit
 from holdfast.chaos.observation.shield import ScriptShield
-from holdfast.chaos.observation.torch_observer import ProcessTools, TorchObserver
+from holdfast.chaos.observation.torch_observer import TorchObserver
 from holdfast.chaos.observation.trace_writer import TraceWriter
 from holdfast.core.importing import ImportWatch
 
@@ -57,15 +57,15 @@ class TrainingObserver:
         sys.addaudithook(self._files.hook)
 
     def _observe_torch(self, torch: Any) -> None:
-        tools = ProcessTools(
+        self._shield.torch_imported(torch)
+        self._torch_observer = TorchObserver(
+            torch,
             trace=self._trace,
             files=self._files,
             injector=self._injector,
             shield=self._shield,
             imports=self._imports,
         )
-        self._shield.torch_imported(torch)
-        self._torch_observer = TorchObserver(torch, tools)
         self._torch_observer.install()
 
     def _restart(self) -> None:

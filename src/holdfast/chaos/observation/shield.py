@@ -40,13 +40,13 @@ class ScriptShield:
         """Note that torch was imported: from now on, none of our code runs while it compiles."""
         self._torch = torch
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of our functions and return its result, None if it fails."""
         if self._torch is not None and self._torch.compiler.is_dynamo_compiling():
             return None
         with signal_handlers_postponed():
             try:
-                return function(*args)
+                return function(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - our code must never stop the script
                 self.note_error(error)
                 return None

@@ -31,6 +31,19 @@ class ModelCall:
     random: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardPass:
+    """A backward pass that has begun.
+
+    Args:
+        calls: Numbers of the model calls that contributed to its loss.
+        loss: The loss as text, so that no digit is lost; None if it is not one number.
+    """
+
+    calls: set[int]
+    loss: str | None
+
+
 class StepRecorder:
     """Collects the parts of the current step.
 
@@ -60,12 +73,8 @@ class StepRecorder:
         # Numbers of the calls that contributed to a loss.
         self._contributing: set[int] = set()
         self._losses: list[str] = []
-        self._backward_count = 0
-
-    @property
-    def has_backward(self) -> bool:
-        """Return whether backward was called since the last step."""
-        return self._backward_count > 0
+        # Whether backward was called since the last step.
+        self.has_backward = False
 
     def note_batch(self, batch: Any) -> None:
         """Record a batch returned by a loader."""
@@ -94,16 +103,13 @@ class StepRecorder:
             # It cannot be seen where its output ends up, so it counts as a contribution.
             self._contributing.add(call)
 
-    def begin_backward(self, roots: list[Any]) -> set[int]:
-        """Record a loss.
+    def begin_backward(self, roots: list[Any]) -> BackwardPass:
+        """Record a backward pass, to be counted by `end_backward` if it succeeds.
 
         Args:
             roots: The tensors that backward starts from.
-
-        Returns:
-            Numbers of the model calls that contributed to them, for `end_backward`.
         """
-        self._backward_count += 1
+        self.has_backward = True
         if not self._calls:
             # No call was observed, for example in a script without a module: the loss is the only
             # part.
@@ -111,23 +117,16 @@ class StepRecorder:
             self._calls[self._calls_made] = ModelCall(
                 batch=self._last_batch, inputs=None, random=self._digests.random_states()
             )
-        is_scalar = bool(roots) and hasattr(roots[0], "numel") and roots[0].numel() == 1
-        if is_scalar:
-            self._losses.append(repr(roots[0].item()))
-        return self._find_calls(roots)
+        loss = None
+        if roots and hasattr(roots[0], "numel") and roots[0].numel() == 1:
+            loss = repr(roots[0].item())
+        return BackwardPass(calls=self._find_calls(roots), loss=loss)
 
-    def end_backward(self, calls: set[int]) -> None:
-        """Count model calls as parts of the step, since backward has succeeded."""
-        self._contributing |= calls
-
-    @property
-    def loss_count(self) -> int:
-        """Return how many losses this step has so far."""
-        return len(self._losses)
-
-    def drop_losses_after(self, count: int) -> None:
-        """Forget losses whose backward failed; the script may try again."""
-        del self._losses[count:]
+    def end_backward(self, backward: BackwardPass) -> None:
+        """Count a backward pass that has succeeded; the script may repeat one that failed."""
+        self._contributing |= backward.calls
+        if backward.loss is not None:
+            self._losses.append(backward.loss)
 
     def facts(self) -> dict[str, Any]:
         """Return the fields of `trace.RecordedStep` that describe the parts of the step."""

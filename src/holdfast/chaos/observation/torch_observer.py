@@ -23,7 +23,8 @@ from holdfast.chaos.observation.file_audit import FileAudit
 from holdfast.chaos.observation.shield import ScriptShield
 from holdfast.chaos.observation.step_recorder import StepRecorder
 from holdfast.chaos.observation.trace_writer import TraceWriter
-from holdfast.chaos.observation.training_state import TrainingState
+from holdfast.chaos.observation.trained_models import TrainedModels
+from holdfast.chaos.trace import ModelState
 from holdfast.core.importing import ImportWatch
 from holdfast.core.vector_functions import settle_vector_functions
 
@@ -55,23 +56,12 @@ def _after_forward(module: Any, _args: Any, output: Any) -> None:
         _observer.after_forward(module, output)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessTools:
-    """The parts of the observer that do not depend on torch."""
-
-    trace: TraceWriter
-    files: FileAudit
-    injector: Injector
-    shield: ScriptShield
-    imports: ImportWatch
-
-
 @dataclass(slots=True, kw_only=True)
 class PendingStep:
     """Recorded at the beginning of a step; see `trace.RecordedStep` for the fields."""
 
     settings: str
-    before: dict[str, Any] | None = None
+    before: ModelState | None = None
     weights_at_begin: str | None = None
 
 
@@ -96,21 +86,34 @@ class TorchObserver:
 
     Args:
         torch: The module, as the script has imported it.
-        tools: The parts of the observer that do not depend on torch.
+        trace: The trace of this process.
+        files: Is told which checkpoints are saved.
+        injector: Injects the fault of this attempt.
+        shield: Runs our code.
+        imports: Reports which modules are imported.
     """
 
-    def __init__(self, torch: Any, tools: ProcessTools) -> None:
+    def __init__(
+        self,
+        torch: Any,
+        *,
+        trace: TraceWriter,
+        files: FileAudit,
+        injector: Injector,
+        shield: ScriptShield,
+        imports: ImportWatch,
+    ) -> None:
         global _observer
         self._torch = torch
-        self._trace = tools.trace
-        self._files = tools.files
-        self._injector = tools.injector
-        self._shield = tools.shield
-        self._imports = tools.imports
+        self._trace = trace
+        self._files = files
+        self._injector = injector
+        self._shield = shield
+        self._imports = imports
         digests = DigestMaker(torch)
         self._digests = digests
         self._recorder = StepRecorder(torch, digests)
-        self._state = TrainingState(torch, digests)
+        self._models = TrainedModels(torch, digests)
         self._progress = ProcessProgress()
         # Handles of the two hooks of each root module.
         self._hook_handles: Any = weakref.WeakKeyDictionary()
@@ -119,32 +122,46 @@ class TorchObserver:
     def restart(self) -> None:
         """Start over in a process that was just forked."""
         self._recorder.restart()
-        self._state.restart()
+        self._models.restart()
         self._progress = ProcessProgress()
 
     def install(self) -> None:
         """Hook into torch, and into its modules once they are imported."""
         # With other versions, a difference may come from torch rather than the script.
         self._shield.run(settle_vector_functions, self._torch)
-        when_imported = self._imports.when_imported
-        when_imported("torch.optim.optimizer", self._hook_optimizers)
-        when_imported("torch.autograd", self._hook_autograd)
-        when_imported("torch.jit", self._hook_script)
-        when_imported("torch.amp.grad_scaler", self._hook_scaler)
-        when_imported("torch.nn.modules.module", self._hook_evaluation)
-        when_imported("torch.utils.data.dataloader", self._hook_torch_loader)
-        when_imported("holdfast.loader.loader", self._hook_own_loader)
+        self._imports.when_imported("torch.optim.optimizer", self._hook_optimizers)
+        # By module, the functions to replace, and the methods that replace them.
+        replacements: dict[str, dict[str, Callable[..., Any]]] = {
+            "torch.autograd": {"backward": self._backward, "grad": self._grad},
+            "torch.jit": {"script": self._call_without_hooks},
+            "torch.amp.grad_scaler": {"GradScaler.step": self._step_scaler},
+            "torch.nn.modules.module": {"Module.eval": self._evaluate},
+            "torch.utils.data.dataloader": {"_BaseDataLoaderIter.__next__": self._load_batch},
+            "holdfast.loader.loader": {"Epoch.__next__": self._load_batch},
+        }
         for module_name, function_name in SAVERS.items():
-            when_imported(module_name, partial(self._hook_saver, function_name))
+            replacements[module_name] = {function_name: self._save}
+        for module_name, wrappers in replacements.items():
+            self._imports.when_imported(module_name, partial(self._replace_functions, wrappers))
 
     # --- installing hooks -----------------------------------------------------------------------
 
-    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Replace a function by a wrapper that receives it as its first argument.
+    def _replace_functions(self, wrappers: dict[str, Callable[..., Any]], module: Any) -> None:
+        """Replace functions of a module, and methods of its classes, by wrappers."""
+        for path, wrapper in wrappers.items():
+            class_name, _, name = path.rpartition(".")
+            owner = getattr(module, class_name) if class_name else module
+            setattr(owner, name, self._wrapped(getattr(owner, name), wrapper))
+        if module.__name__ == "torch.serialization":
+            self._torch.save = module.save
 
-        While torch compiles, the function is called directly.
+    def _wrapped(
+        self, original: Callable[..., Any], wrapper: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Return a function that calls a wrapper with the original function as first argument.
+
+        While torch compiles, the original is called directly.
         """
-        original = getattr(owner, name)
         is_compiling = self._torch.compiler.is_dynamo_compiling
 
         @wraps(original)
@@ -153,42 +170,14 @@ class TorchObserver:
                 return original(*args, **kwargs)
             return wrapper(original, *args, **kwargs)
 
-        setattr(owner, name, wrapped)
+        return wrapped
 
     def _hook_optimizers(self, module: Any) -> None:
-        self._wrap(module.Optimizer, "__init__", self._make_optimizer)
-        module.register_optimizer_step_pre_hook(
-            lambda optimizer, args, kwargs: self._shield.run(
-                self._begin_step, optimizer, args, kwargs
-            )
-        )
-        module.register_optimizer_step_post_hook(
-            lambda optimizer, _args, _kwargs: self._shield.run(self._end_step, optimizer)
-        )
-
-    def _hook_autograd(self, module: Any) -> None:
-        self._wrap(module, "backward", self._backward)
-        self._wrap(module, "grad", self._grad)
-
-    def _hook_script(self, module: Any) -> None:
-        self._wrap(module, "script", self._call_without_hooks)
-
-    def _hook_scaler(self, module: Any) -> None:
-        self._wrap(module.GradScaler, "step", self._step_scaler)
-
-    def _hook_evaluation(self, module: Any) -> None:
-        self._wrap(module.Module, "eval", self._evaluate)
-
-    def _hook_torch_loader(self, module: Any) -> None:
-        self._wrap(module._BaseDataLoaderIter, "__next__", self._load_batch)
-
-    def _hook_own_loader(self, module: Any) -> None:
-        self._wrap(module.Epoch, "__next__", self._load_batch)
-
-    def _hook_saver(self, function_name: str, module: Any) -> None:
-        self._wrap(module, function_name, self._save)
-        if module.__name__ == "torch.serialization":
-            self._torch.save = module.save
+        optimizer_class = module.Optimizer
+        optimizer_class.__init__ = self._wrapped(optimizer_class.__init__, self._make_optimizer)
+        run = self._shield.run
+        module.register_optimizer_step_pre_hook(partial(run, self._begin_step))
+        module.register_optimizer_step_post_hook(partial(run, self._end_step))
 
     def _hook_model(self, root: Any) -> None:
         # Our hooks always run before those of the script, so that inputs are recorded as passed.
@@ -205,7 +194,7 @@ class TorchObserver:
         self._shield.run(self._hook_models_of, optimizer)
 
     def _hook_models_of(self, optimizer: Any) -> None:
-        for root in self._state.add_optimizer(optimizer):
+        for root in self._models.add_optimizer(optimizer):
             if root not in self._hook_handles:
                 self._hook_model(root)
 
@@ -241,7 +230,7 @@ class TorchObserver:
         return args, kwargs
 
     def _begin_call(self, module: Any, inputs: Any) -> None:
-        self._state.note_call(module)
+        self._models.note_call(module)
         self._recorder.begin_call(module, inputs)
 
     def after_forward(self, module: Any, output: Any) -> None:
@@ -250,7 +239,7 @@ class TorchObserver:
             self._recorder.end_call(module, output)
 
     def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`torch.autograd.grad`. The model calls that contribute to its loss are not traced."""
+        """Wrap `torch.autograd.grad`; model calls that contribute to its loss are not traced."""
         if not self._progress.is_in_backward:
             self._injector.meet(Moment.BACKWARD, self._trace.steps_made)
         return original(*args, **kwargs)
@@ -261,18 +250,15 @@ class TorchObserver:
             return original(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors")
         roots = list(tensors) if isinstance(tensors, (tuple, list)) else [tensors]
-        loss_count = self._recorder.loss_count
-        calls = self._shield.run(self._recorder.begin_backward, roots)
+        backward = self._shield.run(self._recorder.begin_backward, roots)
         self._progress.is_in_backward = True
         try:
             self._injector.meet(Moment.BACKWARD, self._trace.steps_made)
             result = original(*args, **kwargs)
-        except BaseException:
-            self._recorder.drop_losses_after(loss_count)
-            raise
         finally:
             self._progress.is_in_backward = False
-        self._recorder.end_backward(calls or set())
+        if backward is not None:
+            self._recorder.end_backward(backward)
         return result
 
     def _step_scaler(
@@ -293,25 +279,25 @@ class TorchObserver:
         step = PendingStep(settings=describe_settings(optimizer))
         self._progress.pending_step = step
         self._injector.meet(Moment.BEFORE_STEP, self._trace.steps_made)
-        if not self._state.has_stepped(optimizer):
-            step.before = self._state.state_before_first_step(optimizer)
+        if not self._models.has_stepped(optimizer):
+            step.before = self._models.state_before_first_step(optimizer)
         if self._progress.has_saved_since_step:
             # An attempt may resume here, and scripts may change weights between steps.
-            step.weights_at_begin = self._state.weights(optimizer)
+            step.weights_at_begin = self._models.weights(optimizer)
 
-    def _end_step(self, optimizer: Any) -> None:
+    def _end_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         step = self._progress.pending_step
         if step is None:
             return
-        self._trace.count_step()
+        self._trace.steps_made += 1
         rank, world_size = read_rank()
         self._trace.write(
             "step",
             rank=rank,
             world_size=world_size,
-            optimizer_index=self._state.index(optimizer),
+            optimizer_index=self._models.index(optimizer),
             before=step.before,
-            after=self._state.state(optimizer),
+            after=self._models.state(optimizer),
             weights_at_begin=step.weights_at_begin,
             settings=step.settings,
             scale=self._progress.loss_scale,
@@ -374,7 +360,7 @@ class TorchObserver:
         # A checkpoint of a guard has a path.
         arguments.append(getattr(result, "path", None))
         in_thread = threading.current_thread() is not threading.main_thread()
-        self._shield.run(partial(self._record_save, in_thread=in_thread), arguments)
+        self._shield.run(self._record_save, arguments, in_thread=in_thread)
         self._injector.meet(Moment.SAVE_ENDS, save_number)
         return result
 
@@ -409,7 +395,7 @@ class TorchObserver:
             entries = self._digests.entries(checkpoint)
         path = _find_path(arguments)
         # In a thread, optimizers may have stepped since the state was copied.
-        states = [] if in_thread else self._state.saved_states()
+        states = [] if in_thread else self._models.saved_states()
         if path is not None:
             self._files.note_save(path)
         self._trace.write(

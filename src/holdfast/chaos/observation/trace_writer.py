@@ -8,7 +8,7 @@ import platform
 import resource
 import sys
 import time
-from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from typing import Any
 class TraceWriter:
     """Writes the trace of this process and counts its steps.
 
-    Each line is written at once with one system call, so that it survives SIGKILL. The file is
-    created with the first line.
+    Each line is written at once, so that it survives SIGKILL. No file stays open, since a script
+    may close every descriptor.
 
     Args:
         folder: The trace folder of the attempt.
@@ -25,18 +25,13 @@ class TraceWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._path = folder
-        self._file: int | None = None
-        self.steps_made = 0
+        self.restart()
 
     def restart(self) -> None:
         """Begin a separate trace in a process that was just forked."""
-        self._file = None
+        # None until the first line is written.
+        self._path: Path | None = None
         self.steps_made = 0
-
-    def count_step(self) -> None:
-        """Count one more step of an optimizer."""
-        self.steps_made += 1
 
     def write(self, kind: str, **facts: Any) -> None:
         """Add a line to the trace.
@@ -45,31 +40,11 @@ class TraceWriter:
             kind: ``"step"``, ``"save"`` or a kind of `trace.TraceEvent`.
             facts: The fields of the record, without those that every line has.
         """
-        if self._file is None:
-            self._create()
-            self._append("start", {"versions": read_versions()})
-        elif not self._is_open(self._file):
-            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        self._append(kind, facts)
-
-    def _create(self) -> None:
-        self._path = self._folder / f"{time.time_ns()}-{os.getpid()}.jsonl"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._file = os.open(self._path, flags, 0o600)
-
-    def _append(self, kind: str, facts: dict[str, Any]) -> None:
-        assert self._file is not None
+        if self._path is None:
+            self._path = self._folder / f"{time.time_ns()}-{os.getpid()}.jsonl"
+            self.write("start", versions=read_versions())
         line = {"kind": kind, "steps_made": self.steps_made, "seconds": time.time(), **facts}
-        _append_unlimited(self._file, json.dumps(line).encode() + b"\n")
-
-    def _is_open(self, file: int) -> bool:
-        """Return whether a descriptor is still our trace.
-
-        A script may close every descriptor, and open another file under the same number.
-        """
-        with suppress(OSError):
-            return os.path.samestat(os.fstat(file), self._path.stat())
-        return False
+        _append_unlimited(self._path, json.dumps(line, default=asdict).encode() + b"\n")
 
 
 def read_versions() -> dict[str, str]:
@@ -81,16 +56,13 @@ def read_versions() -> dict[str, str]:
     }
 
 
-def _append_unlimited(file: int, line: bytes) -> None:
-    """Append a line to a trace, which no injected limit on file sizes may cut.
-
-    Args:
-        file: Descriptor of the trace.
-        line: The line with its end.
-    """
+def _append_unlimited(path: Path, line: bytes) -> None:
+    """Append a line to a trace with one system call, which no injected limit on file sizes cuts."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
     try:
         os.write(file, line)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft_limit, hard_limit))
+        os.close(file)

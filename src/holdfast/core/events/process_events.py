@@ -422,7 +422,7 @@ class Leak(EventData):
 
 
 class LeakTrace(EventData):
-    """A search for leaks over this many steps ended.
+    """A search for leaks has ended; it covered this many steps.
 
     `request` is the number of the request for it, and `why` says why it was abandoned.
     """

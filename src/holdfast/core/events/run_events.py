@@ -17,22 +17,39 @@ from holdfast.core.raised import exception_text
 from holdfast.core.text import counted, duration, listed, number, percent, size
 
 
-class _Why(EventData):
+class _WithReason(EventData):
+    """Something happened for a reason. `summary` is what happened, unless a kind has its own
+    sentence.
+    """
+
     kind: ClassVar[str] = ""
+    summary: ClassVar[str]
     why: str
 
+    def __str__(self) -> str:
+        return f"{self.summary}: {self.why}"
 
-class _Failure(EventData):
+
+class _Failed(EventData):
+    """Something failed with an error. `summary` is what failed, unless a kind has its own
+    sentence.
+    """
+
     kind: ClassVar[str] = ""
+    summary: ClassVar[str]
     error: str
+
+    def __str__(self) -> str:
+        return f"{self.summary}: {self.error}"
 
 
 # --- a run starts, is observed, and ends ----------------------------------------------------------
 
 
-class Loop(EventData):
+class LoopStarted(EventData):
     """A training loop started: who drives it (`by`), and what a resume promises."""
 
+    kind: ClassVar[str] = "loop"
     by: str = "guard"
     resume_promise: str | None = None
     epoch: int | None = None
@@ -117,48 +134,43 @@ class SettingsKept(EventData):
 
     def __str__(self) -> str:
         changes = "; ".join(self.changed)
-        return f"settings in the script are ignored: {changes}. {_capitalised(self.why)}"
+        return f"settings in the script are ignored ({changes}), because {self.why}"
 
 
-class GroupsChanged(EventData):
+class GroupsChanged(_WithReason):
     """Parameter groups were added during the run, so the script will lack them when it is
     restarted.
     """
 
+    summary = "parameter groups were added during the run"
     why: str = (
         "a resume is refused (H313) unless Guard(...) is given the same groups: add them before it"
         " if holdfast.latest(run_dir) is of a later step, or pass all of them from the start and"
         " set requires_grad"
     )
 
-    def __str__(self) -> str:
-        return f"parameter groups were added during the run: {self.why}"
 
-
-class PositionNotKept(EventData):
+class PositionNotKept(_WithReason):
     """A resumed run does not continue at the batch at which it was interrupted, at least on one
     rank.
     """
 
+    summary = "the run does not continue at the batch where it was interrupted"
     why: str = (
         "the loop is not guard.batches(...), so it starts at its own beginning, and an epoch that"
         " was interrupted is repeated. Iterate guard.batches(max_epochs=...), or move to the"
         " position of guard.global_step yourself"
     )
 
-    def __str__(self) -> str:
-        return f"the run does not continue at the batch where it was interrupted: {self.why}"
 
-
-class ResumeMayDiffer(_Why):
+class ResumeMayDiffer(_WithReason):
     """A resumed run may read other batches, augment them differently, or use another learning rate
     than an uninterrupted run.
 
     `why` continues "promise of a resume:".
     """
 
-    def __str__(self) -> str:
-        return f"a resumed run may differ from an uninterrupted one; resume promise: {self.why}"
+    summary = "a resumed run may differ from an uninterrupted one; resume promise"
 
 
 class OwnStateNotKept(EventData):
@@ -420,7 +432,7 @@ class Saved(EventData):
         return f"checkpoint {self.checkpoint} of the framework saved and sealed"
 
 
-class SaveFailed(_Failure):
+class SaveFailed(_Failed):
     """A checkpoint could not be written; training continues, and older checkpoints stay."""
 
     checkpoint: str | None = None
@@ -433,7 +445,7 @@ class SaveFailed(_Failure):
         return f"{text}: {self.error}"
 
 
-class SaveRefused(_Why):
+class SaveRefused(_WithReason):
     """A state was not saved, or not kept as a checkpoint, because it is bad.
 
     `kept` is its new name. `nonfinite` lists tensors with NaN or Inf, and `count` says how many
@@ -449,25 +461,22 @@ class SaveRefused(_Why):
         return f"{_checkpoint(self.checkpoint)} refused: {self.why}{_kept_as(self.kept)}"
 
 
-class SavePostponed(_Why):
+class SavePostponed(_WithReason):
     """A save waits until spikes are over."""
 
-    def __str__(self) -> str:
-        return f"save postponed: {self.why}"
+    summary = "save postponed"
 
 
-class SavesSynchronous(_Why):
+class SavesSynchronous(_WithReason):
     """From now on training waits for saves."""
 
-    def __str__(self) -> str:
-        return f"training waits for saves from now on: {self.why}"
+    summary = "training waits for saves from now on"
 
 
-class PruneFailed(_Failure):
+class PruneFailed(_Failed):
     """Older checkpoints could not be removed."""
 
-    def __str__(self) -> str:
-        return f"older checkpoints could not be removed: {self.error}"
+    summary = "older checkpoints could not be removed"
 
 
 class NotSaved(EventData):
@@ -501,14 +510,13 @@ class StepsNotSaved(EventData):
         return f"steps {self.from_step} to {self.to_step} are in no checkpoint"
 
 
-class ChangesNotSaved(_Why):
+class ChangesNotSaved(_WithReason):
     """Something changes that is not part of any checkpoint."""
 
-    def __str__(self) -> str:
-        return f"changes are in no checkpoint: {self.why}"
+    summary = "changes are in no checkpoint"
 
 
-class CheckpointDamaged(_Why):
+class CheckpointDamaged(_WithReason):
     """A checkpoint failed verification and was moved aside; `kept` is its new name."""
 
     checkpoint: str | None = None
@@ -518,7 +526,7 @@ class CheckpointDamaged(_Why):
         return f"{_checkpoint(self.checkpoint)} is damaged: {self.why}{_kept_as(self.kept)}"
 
 
-class CheckpointKept(_Why):
+class CheckpointKept(_WithReason):
     """A checkpoint that failed verification was kept."""
 
     checkpoint: str
@@ -540,7 +548,7 @@ class CheckpointInstead(EventData):
 # --- memory and splitting -------------------------------------------------------------------------
 
 
-class OutOfMemory(_Failure):
+class OutOfMemory(_Failed):
     """An attempt ran out of memory."""
 
     attempt: int
@@ -556,14 +564,13 @@ class OutOfMemory(_Failure):
         return f"{text}: {self.error}"
 
 
-class StateTaken(_Failure):
+class StateTaken(_Failed):
     """This rank's optimizer ran out of memory halfway and takes over the state of another rank."""
 
-    def __str__(self) -> str:
-        return (
-            "the optimizer of this rank ran out of memory halfway; the state of a rank that"
-            f" completed the step is used: {self.error}"
-        )
+    summary = (
+        "the optimizer of this rank ran out of memory halfway; the state of a rank that completed"
+        " the step is used"
+    )
 
 
 class Promises(EventData):
@@ -593,7 +600,7 @@ class Promises(EventData):
         return text
 
 
-class SideEffects(_Why):
+class SideEffects(_WithReason):
     """Each forward pass changes attributes that are in no checkpoint."""
 
     attributes: tuple[str, ...]
@@ -602,17 +609,16 @@ class SideEffects(_Why):
         return f"the forward pass has side effects on {listed(self.attributes)}: {self.why}"
 
 
-class SplitNotTried(_Why):
+class SplitNotTried(_WithReason):
     """This process could not be forked to test whether batches can be split.
 
     The test is repeated before the first split.
     """
 
-    def __str__(self) -> str:
-        return f"splitting could not be tested yet; it will be before the first split: {self.why}"
+    summary = "splitting could not be tested yet; it will be before the first split"
 
 
-class SplitRefused(_Why):
+class SplitRefused(_WithReason):
     """Batches are not split for this loss function, unless the hazard is allowed by name."""
 
     allow_split_with: str
@@ -621,7 +627,7 @@ class SplitRefused(_Why):
         return f"batches are not split: {self.why}; {_how_to_allow(self.allow_split_with)}"
 
 
-class SplitStopped(_Why):
+class SplitStopped(_WithReason):
     """Batches are no longer split for this loss function, because a later check failed.
 
     `equal_until_step` is the last step at which a check passed, or None. The gradients of steps
@@ -643,7 +649,7 @@ class SplitStopped(_Why):
         )
 
 
-class CannotSplit(_Why):
+class CannotSplit(_WithReason):
     """A batch cannot be split."""
 
     fix: str
@@ -652,7 +658,7 @@ class CannotSplit(_Why):
         return f"a batch cannot be split: {self.why}. Fix: {self.fix}"
 
 
-class RecomputeImpossible(_Why):
+class RecomputeImpossible(_WithReason):
     """Activation checkpointing cannot help, or not in these modules."""
 
     modules: tuple[str, ...] = ()
@@ -717,11 +723,10 @@ class NonfiniteOrigin(EventData):
         return f"{text}, {self.origin['phase']} pass"
 
 
-class NonfiniteNotTraced(_Why):
+class NonfiniteNotTraced(_WithReason):
     """The replay of a step did not show where NaN or Inf came from."""
 
-    def __str__(self) -> str:
-        return f"the origin of NaN or Inf was not found: {self.why}"
+    summary = "the origin of NaN or Inf was not found"
 
 
 class SamplesDropped(EventData):
@@ -813,18 +818,16 @@ class RolledBack(EventData):
         return f"rolled back from step {self.from_step} to step {self.to_step}"
 
 
-class RollbackFailed(_Failure):
+class RollbackFailed(_Failed):
     """The state could not be restored."""
 
-    def __str__(self) -> str:
-        return f"rollback failed: {self.error}"
+    summary = "rollback failed"
 
 
-class SnapshotFailed(_Failure):
+class SnapshotFailed(_Failed):
     """The state could not be copied to host memory."""
 
-    def __str__(self) -> str:
-        return f"snapshot failed: {self.error}"
+    summary = "snapshot failed"
 
 
 class SnapshotsDoNotFit(EventData):
@@ -837,9 +840,10 @@ class SnapshotsDoNotFit(EventData):
 # --- diagnosis of learning ------------------------------------------------------------------------
 
 
-class Finding(EventData):
+class FindingReported(EventData):
     """A diagnosis rule applies; `about` says whether it names a cause or a symptom."""
 
+    kind: ClassVar[str] = "finding"
     rule: str
     severity: str
     what: str
@@ -858,15 +862,16 @@ class Finding(EventData):
         return text
 
 
-class Note(Finding):
+class NoteReported(FindingReported):
     """A diagnosis rule reports something worth knowing that is often intended."""
 
+    kind: ClassVar[str] = "note"
 
-class DiagnosisLimited(_Why):
+
+class DiagnosisLimited(_WithReason):
     """The diagnosis cannot check everything."""
 
-    def __str__(self) -> str:
-        return f"diagnosis limited: {self.why}"
+    summary = "diagnosis limited"
 
 
 class Aligned(EventData):
@@ -913,7 +918,7 @@ class LoaderHealed(EventData):
         return f"loader recovered in {duration(self.seconds)}: {cause}; {self.remedy} ({workers})"
 
 
-class SampleQuarantined(_Why):
+class SampleQuarantined(_WithReason):
     """A sample is replaced by another one from now on.
 
     `quarantined` is the number of quarantined samples, and `not_written` says why the list could
@@ -935,14 +940,13 @@ class SampleQuarantined(_Why):
         return text
 
 
-class QuarantineFull(_Failure):
+class QuarantineFull(_Failed):
     """One more sample would exceed the limit of the quarantine."""
 
-    def __str__(self) -> str:
-        return f"quarantine is full: {self.error}"
+    summary = "quarantine is full"
 
 
-class DescriptorLimitRaised(_Why):
+class DescriptorLimitRaised(_WithReason):
     """This process may open more files from now on, even after the loader is gone."""
 
     before: int
@@ -952,7 +956,7 @@ class DescriptorLimitRaised(_Why):
         return f"limit of open files raised from {self.before:,} to {self.now:,}: {self.why}"
 
 
-class StreamReadOver(_Why):
+class StreamReadOver(_WithReason):
     """Items before the resume position are read again and discarded."""
 
     items: int
@@ -961,14 +965,13 @@ class StreamReadOver(_Why):
         return f"reading {counted(self.items, 'item')} of the stream again: {self.why}"
 
 
-class RanksNotDivided(_Why):
+class RanksNotDivided(_WithReason):
     """Each rank gets all samples."""
 
-    def __str__(self) -> str:
-        return f"each rank gets all samples: {self.why}"
+    summary = "each rank gets all samples"
 
 
-class NothingLeft(_Why):
+class NothingLeft(_WithReason):
     """An iteration had no batches, because the restored position is the end of its epoch."""
 
     epoch: int
@@ -977,7 +980,7 @@ class NothingLeft(_Why):
         return f"no batches left in epoch {self.epoch}: {self.why}"
 
 
-class EpochSetBack(_Why):
+class EpochSetBack(_WithReason):
     """The loop set the loader back to an earlier epoch."""
 
     before: int
@@ -1006,21 +1009,19 @@ class Preflight(EventData):
 # --- frameworks -----------------------------------------------------------------------------------
 
 
-class OwnSteps(_Why):
+class OwnSteps(_WithReason):
     """A Lightning module uses manual optimization, without the guard."""
 
-    def __str__(self) -> str:
-        return f"steps are not guarded: {self.why}"
+    summary = "steps are not guarded"
 
 
-class OwnFitBatch(_Why):
+class OwnFitBatch(_WithReason):
     """A SpeechBrain Brain has its own `fit_batch`, which is not guarded."""
 
-    def __str__(self) -> str:
-        return f"the Brain has its own fit_batch: {self.why}"
+    summary = "the Brain has its own fit_batch"
 
 
-class ItemsIgnored(_Why):
+class ItemsIgnored(_WithReason):
     """The model ignores `num_items_in_batch`."""
 
     model: str
@@ -1030,11 +1031,6 @@ class ItemsIgnored(_Why):
 
 
 # --- parts of sentences ---------------------------------------------------------------------------
-
-
-def _capitalised(clause: str) -> str:
-    """Return a clause with a capital first letter, to begin a sentence."""
-    return clause[:1].upper() + clause[1:]
 
 
 def _checkpoint(name: str | None) -> str:

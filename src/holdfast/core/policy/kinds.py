@@ -86,7 +86,14 @@ def check(name: str, kind: Any, value: Any) -> Any:
     for reading in _readings(value):
         with contextlib.suppress(ValueError):
             return _type_adapter(kind).validate_python(reading, strict=is_argument)
-    raise _wrong_value(name, value, _allowed(kind))
+    shown = _shown(value)
+    allowed = _allowed(kind)
+    raise PolicyError(
+        f"{name}={shown}{describe_sources(value)}",
+        limit=f"it must be {allowed}",
+        fix=_fix_of_wrong_value(shown, allowed),
+        rule="H102",
+    )
 
 
 def _readings(value: Any) -> Iterable[Any]:
@@ -112,16 +119,6 @@ def _allowed(kind: Any) -> str:
         if isinstance(metadata, str):
             return metadata
     return f"one of {', '.join(map(repr, get_args(kind)))}"
-
-
-def _wrong_value(name: str, value: Any, allowed: str) -> PolicyError:
-    shown = _shown(value)
-    return PolicyError(
-        f"{name}={shown}{describe_sources(value)}",
-        limit=f"it must be {allowed}",
-        fix=_fix_of_wrong_value(shown, allowed),
-        rule="H102",
-    )
 
 
 def _shown(value: Any) -> str:

@@ -36,25 +36,22 @@ def _layered(cls: type[_Class]) -> type[_Class]:
     def __init__(self: Any, /, **arguments: Any) -> None:  # noqa: N807
         values = _with_preset({**sources.from_environment(), **arguments})
         checked_values = {
-            name: kinds.check(name, fields()[name], value) for name, value in values.items()
+            name: kinds.check(name, field_kinds()[name], value) for name, value in values.items()
         }
         plain_init(self, **checked_values)
         _check_contradictions(self, values)
 
     layered_class.__init__ = __init__  # type: ignore[assignment, method-assign]
-    layered_class.__doc__ = _with_meanings(cls)
+    meanings = sources.meanings_of(Path(__file__), cls.__name__)
+    arguments = [f"    {name}: {' '.join(text.split())}" for name, text in meanings.items()]
+    layered_class.__doc__ = "\n".join(
+        [cls.__doc__ or "", "    Args, one for each field:", *arguments, ""]
+    )
     return layered_class
 
 
-def _with_meanings(cls: type[Any]) -> str:
-    """Return the docstring of a class with the meaning of each field as an argument."""
-    meanings = sources.meanings_of(Path(__file__), cls.__name__)
-    arguments = [f"    {name}: {' '.join(text.split())}" for name, text in meanings.items()]
-    return "\n".join([cls.__doc__ or "", "    Args, one for each field:", *arguments, ""])
-
-
 @functools.cache
-def fields() -> dict[str, Any]:
+def field_kinds() -> dict[str, Any]:
     """Return the type of each field, for `kinds.check`."""
     return get_type_hints(Policy, include_extras=True)
 
@@ -66,7 +63,7 @@ def _with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
         PolicyError: H101 for a key that is neither a field nor ``"preset"``, H110 for an unknown
             preset.
     """
-    sources.check_keys(values, fields())
+    sources.check_keys(values, field_kinds())
     own_values = dict(values)
     given_name = own_values.pop(sources.PRESET, None)
     name = given_name
@@ -76,8 +73,8 @@ def _with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
         return own_values
     preset = find_preset(name, sources.describe_sources(given_name))
     preset_values = {
-        field: sources.SourcedValue(value, f"preset {name}")
-        for field, value in preset.values().items()
+        field: sources.SourcedValue(setting.value, f"preset {name}")
+        for field, setting in preset.settings.items()
     }
     return {**preset_values, **own_values}
 
@@ -289,7 +286,7 @@ class Policy:
             >>> policy.max_grad_norm, policy.keep_latest_k
             (1.0, 2)
         """
-        file, values = sources.from_options(namespace, fields())
+        file, values = sources.from_options(namespace, field_kinds())
         return cls.of(file, **values)
 
     @classmethod

@@ -35,10 +35,6 @@ class Preset:
     about: str
     settings: Mapping[str, Setting]
 
-    def values(self) -> dict[str, Any]:
-        """Return the values by field, as `Policy` takes them."""
-        return {field: setting.value for field, setting in self.settings.items()}
-
 
 @functools.cache
 def presets() -> Mapping[str, Preset]:
@@ -48,18 +44,11 @@ def presets() -> Mapping[str, Preset]:
     """
     file = resources.files(__package__).joinpath("presets.json")
     content = json.loads(file.read_text(encoding="utf-8"))
-    return {name: _preset(name, about, settings) for name, (about, settings) in content.items()}
-
-
-def _preset(name: str, about: str, settings: Mapping[str, tuple[Any, str]]) -> Preset:
-    return Preset(
-        name=name,
-        about=about,
-        settings={
-            field: Setting(value=value, source=source)
-            for field, (value, source) in settings.items()
-        },
-    )
+    presets_by_name = {}
+    for name, (about, values) in content.items():
+        settings = {field: Setting(value, source) for field, (value, source) in values.items()}
+        presets_by_name[name] = Preset(name, about, settings)
+    return presets_by_name
 
 
 def find_preset(name: object, source: str = "") -> Preset:

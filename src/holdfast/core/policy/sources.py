@@ -88,20 +88,17 @@ def check_keys(values: Mapping[str, Any], fields: Iterable[str]) -> None:
     """
     known_keys = [*fields, PRESET]
     for key, value in values.items():
-        if key not in known_keys:
-            raise PolicyError(
-                f"{key!r:.100}{describe_sources(value)} is not a policy field",
-                limit=f"Policy has {len(known_keys) - 1} fields, plus {PRESET!r}",
-                fix=_fix_of_unknown_key(key, known_keys),
-                rule="H101",
-            )
-
-
-def _fix_of_unknown_key(key: str, known_keys: list[str]) -> str:
-    otherwise = "`python -c 'import holdfast; help(holdfast.Policy)'` lists them."
-    if key == "policy":
-        otherwise = "pass a file as Guard(policy=FILE)."
-    return did_you_mean(key, known_keys, otherwise=otherwise)
+        if key in known_keys:
+            continue
+        fix = "`python -c 'import holdfast; help(holdfast.Policy)'` lists them."
+        if key == "policy":
+            fix = "pass a file as Guard(policy=FILE)."
+        raise PolicyError(
+            f"{key!r:.100}{describe_sources(value)} is not a policy field",
+            limit=f"Policy has {len(known_keys) - 1} fields, plus {PRESET!r}",
+            fix=did_you_mean(key, known_keys, otherwise=fix),
+            rule="H101",
+        )
 
 
 # --- YAML and variables ---------------------------------------------------------------------------
@@ -222,25 +219,13 @@ def meanings_of(file: Path, name: str) -> dict[str, str]:
     ]
     meanings = {}
     for statement, next_statement in itertools.pairwise(class_node.body):
-        field = _field_name(statement)
-        text = _text(next_statement)
-        if field is not None and text is not None:
-            meanings[field] = text
+        match statement, next_statement:
+            case (
+                ast.AnnAssign(target=ast.Name(id=field)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                meanings[field] = text
     return meanings
-
-
-def _field_name(statement: ast.stmt) -> str | None:
-    """Return the name of the field that a statement of a class declares, if it declares one."""
-    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-        return statement.target.id
-    return None
-
-
-def _text(statement: ast.stmt) -> str | None:
-    """Return the text of a statement that consists only of a string, as a docstring does."""
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-        return str(statement.value.value)
-    return None
 
 
 def add_options(
@@ -270,23 +255,19 @@ def add_options(
         help="YAML file of fields and values",
     )
     for field, default in defaults.items():
+        meaning = " ".join(meanings.get(field, "").replace("`", "").split())
         add_option(
             _option(field),
             dest=_OPTION_PREFIX + field,
             metavar="VALUE",
-            help=_help(meanings.get(field, ""), default),
+            # argparse formats help texts with %.
+            help=f"{meaning} (default: {default!r})".replace("%", "%%").strip(),
         )
 
 
 def _option(field: str) -> str:
     """Return ``"--max-grad-norm"`` for ``"max_grad_norm"``."""
     return "--" + field.replace("_", "-")
-
-
-def _help(meaning: str, default: Any) -> str:
-    text = " ".join(meaning.replace("`", "").split())
-    # argparse formats help texts with %.
-    return f"{text} (default: {default!r})".replace("%", "%%").strip()
 
 
 def from_options(

@@ -54,7 +54,7 @@ _IDLE_WAITS = ("futex", "poll", "pipe read", "socket", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
+class HangDiagnosis:
     """What hangs, how, and which process is to blame."""
 
     # How the blamed process hangs.
@@ -95,7 +95,7 @@ class _Blame:
 
 def diagnose_hang(
     processes: Sequence[Examined], suspect: int, *, gone_ranks: Sequence[int] = ()
-) -> Diagnosis:
+) -> HangDiagnosis:
     """Return what hangs, where, and which process is to blame.
 
     Args:
@@ -117,7 +117,7 @@ def diagnose_hang(
     blame = _blame_loader_worker(blame, processes)
     blame = _excuse_wait_for_busy_child(blame, processes)
     waits_for_loader = blame.in_worker or blame.hang.kind == "loader"
-    return Diagnosis(
+    return HangDiagnosis(
         kind=blame.hang.kind,
         confidence=blame.hang.confidence,
         process=blame.process,

@@ -7,13 +7,13 @@ compares processes with each other.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal
 
 from holdfast.explain.evidence import Frame, is_user_code
-from holdfast.explain.hangs.evidence import HANG_OF_WAIT, Examined, ThreadLook, Waits, clean
+from holdfast.explain.hangs.evidence import Examined, ThreadLook, Waits, clean
 from holdfast.explain.hangs.frames import (
     BACKWARD,
     CHILD_PROCESS,
@@ -85,18 +85,6 @@ class ProcessHang:
     moving: bool = False
 
 
-class Wait(NamedTuple):
-    """What a thread waits for."""
-
-    kind: HangKind
-    confidence: float
-    # The rest of a sentence that begins with the process.
-    activity: str
-
-
-_Answer = TypeVar("_Answer", ProcessHang, Wait)
-
-
 def classify_process(process: Examined, *, group_size: int) -> ProcessHang:
     """Return how a process hangs.
 
@@ -105,36 +93,31 @@ def classify_process(process: Examined, *, group_size: int) -> ProcessHang:
         group_size: The number of watched processes that train together; 0 if none is watched.
     """
     if is_stopped(process):
-        return _stopped(process)
+        by_debugger = process.last.state == _STOPPED_BY_DEBUGGER
+        return ProcessHang(
+            kind="stopped",
+            confidence=0.98,
+            frame=user_frame(process.last.main.frames),
+            activity="was stopped by a debugger" if by_debugger else "was stopped by a signal",
+        )
     call = call_of_guard(process)
     if call is not None:
         # The guard's wait polls, which would look like work.
-        frame = user_frame(process.last.main.frames)
         return ProcessHang(
             kind="collective",
             confidence=0.9,
-            frame=frame,
+            frame=user_frame(process.last.main.frames),
             activity=f"waits for the other ranks in {call}",
         )
-    case = _ThreadCase(process, thread_to_blame(process), group_size)
-    if case.is_computing:
-        return _first_answer(_COMPUTING_RULES, case) or _computes(case)
-    return _merely_slow(case) or _blocked(case)
+    thread = _BlamedThread(process, thread_to_blame(process), group_size)
+    if thread.is_computing:
+        return _computing(thread)
+    return _merely_slow(thread) or _blocked(thread)
 
 
 def is_stopped(process: Examined) -> bool:
     """Return whether a signal or a debugger has stopped a process."""
     return process.last.state in (_STOPPED_BY_SIGNAL, _STOPPED_BY_DEBUGGER)
-
-
-def _stopped(process: Examined) -> ProcessHang:
-    by_debugger = process.last.state == _STOPPED_BY_DEBUGGER
-    return ProcessHang(
-        kind="stopped",
-        confidence=0.98,
-        frame=user_frame(process.last.main.frames),
-        activity="was stopped by a debugger" if by_debugger else "was stopped by a signal",
-    )
 
 
 def thread_to_blame(process: Examined) -> ThreadLook:
@@ -155,54 +138,40 @@ def thread_to_blame(process: Examined) -> ThreadLook:
     return min(others, key=lambda thread: thread.waits == "sleep", default=main)
 
 
-def _first_answer(
-    rules: Iterable[Callable[[_ThreadCase], _Answer | None]], case: _ThreadCase
-) -> _Answer | None:
-    """Return the answer of the first rule that has one."""
-    for rule in rules:
-        answer = rule(case)
-        if answer is not None:
-            return answer
-    return None
-
-
-class _ThreadCase:
-    """The thread to blame in a process, with the properties that the rules examine."""
+class _BlamedThread:
+    """The thread to blame in a process, with the properties that decide how it hangs."""
 
     def __init__(self, process: Examined, thread: ThreadLook, group_size: int) -> None:
         self.process = process
-        self.thread = thread
+        self.newest = thread
         self.group_size = group_size
-
-    @cached_property
-    def looks(self) -> list[ThreadLook]:
-        """The thread at every look at which it existed, oldest first."""
-        return [
-            thread
-            for look in self.process.looks
-            for thread in look.threads
-            if self._is_same_thread(thread)
+        # The thread at every look at which it existed, oldest first.
+        self.looks = [
+            look
+            for looks in process.looks
+            for look in looks.threads
+            if look.main == thread.main and (thread.main or look.tid == thread.tid)
         ]
-
-    def _is_same_thread(self, thread: ThreadLook) -> bool:
-        if self.thread.main:
-            return thread.main
-        return thread.tid == self.thread.tid and not thread.main
-
-    @cached_property
-    def stacks(self) -> list[tuple[Frame, ...]]:
-        """The known stacks of the thread, one per look, oldest first."""
-        return [frames_since_fork(look.frames) for look in self.looks if look.frames]
+        # Its known stacks, one per look.
+        self.stacks = [frames_since_fork(look.frames) for look in self.looks if look.frames]
+        # The frames below the user's code at the newest look.
+        self.called = called_by_user(thread.frames)
 
     @property
     def stack_is_constant(self) -> bool:
         """Whether at least one stack is known and all known stacks are equal."""
         return len(set(self.stacks)) == 1
 
-    @cached_property
-    def called(self) -> tuple[Frame, ...]:
-        """The frames below the user's code in this thread, at the newest look."""
-        return called_by_user(self.thread.frames)
+    @property
+    def waits(self) -> Waits:
+        """What the thread waits for, according to the kernel.
+
+        If nothing more is known, an uninterruptible process is assumed to wait for a file.
+        """
+        waits = self.newest.waits
+        if self.process.last.state == _UNINTERRUPTIBLE and waits in ("", "device"):
+            return "file"
+        return waits
 
     @property
     def is_computing(self) -> bool:
@@ -222,120 +191,22 @@ class _ThreadCase:
         held = [look.holds_gil for look in self.looks if look.holds_gil is not None]
         return len(held) > 1 and all(held)
 
-
-# --- a thread that computes -----------------------------------------------------------------------
-
-
-def _without_stacks(case: _ThreadCase) -> ProcessHang | None:
-    if case.stacks:
-        return None
-    return ProcessHang(
-        kind="merely slow", confidence=0.4, frame=None, activity="uses a processor", moving=True
-    )
-
-
-def _polls_in_collective(case: _ThreadCase) -> ProcessHang | None:
-    if case.group_size <= 1 or not any_file_matches(COLLECTIVE, called_by_user(case.stacks[-1])):
-        return None
-    return ProcessHang(
-        kind="collective",
-        confidence=0.8,
-        frame=_common_user_frame(case.stacks),
-        activity="waits in a collective, polling",
-    )
-
-
-def _polls_the_gpu(case: _ThreadCase) -> ProcessHang | None:
-    """CUDA waits for the GPU in a busy loop, visible in the native stack if that is known."""
-    native = case.process.native
-    in_cuda = any_file_matches(CUDA, called_by_user(case.stacks[-1]))
-    in_native_cuda = _NATIVE_CUDA.search(" ".join(native or ())) is not None
-    may_be_in_native_cuda = case.process.uses_gpu and native is None
-    if not case.stack_is_constant or not (in_cuda or in_native_cuda or may_be_in_native_cuda):
-        return None
-    frame = _common_user_frame(case.stacks)
-    if case.group_size > 1:
-        return ProcessHang(
-            kind="collective",
-            confidence=0.5,
-            frame=frame,
-            activity="waits for the GPU, which waits for other ranks",
-        )
-    return ProcessHang(kind="GPU sync", confidence=0.75, frame=frame, activity="waits for the GPU")
-
-
-def _is_in_native_code(case: _ThreadCase) -> ProcessHang | None:
-    """A constant stack means native code, unless a native stack was taken and is empty."""
-    native = case.process.native
-    if not case.stack_is_constant or native == ():
-        return None
-    where = f" ({clean(native[0])})" if native else " or in a loop on one line"
-    return ProcessHang(
-        kind="native code",
-        confidence=0.9 if native else 0.6,
-        frame=_common_user_frame(case.stacks),
-        activity=f"is using a processor in native code{where}",
-        moving=True,
-    )
-
-
-def _loops_in_python(case: _ThreadCase) -> ProcessHang | None:
-    """If torch was never below the user's code, the code itself loops."""
-    if any(any_file_matches(TORCH, called_by_user(stack)) for stack in case.stacks):
-        return None
-    activity = "is in a loop"
-    if case.stack_is_constant:
-        activity = "is in a loop on one line or in a built-in function"
-    return ProcessHang(
-        kind="Python loop",
-        confidence=_confidence_in_loop(case),
-        frame=_common_user_frame(case.stacks),
-        activity=activity,
-        moving=True,
-    )
-
-
-def _confidence_in_loop(case: _ThreadCase) -> float:
-    if case.stack_is_constant:
-        return 0.7
-    frames = [user_frame(stack) for stack in case.stacks]
-    functions = {(frame.file, frame.function) for frame in frames if frame is not None}
-    return 0.85 if len(functions) == 1 else 0.6
-
-
-def _computes(case: _ThreadCase) -> ProcessHang:
-    return ProcessHang(
-        kind="merely slow",
-        confidence=0.6,
-        frame=_common_user_frame(case.stacks),
-        activity="is computing (its stack changes)",
-        moving=True,
-    )
-
-
-# The first rule that has an answer wins. If none has one, the thread computes and is merely slow.
-_COMPUTING_RULES: tuple[Callable[[_ThreadCase], ProcessHang | None], ...] = (
-    _without_stacks,
-    _polls_in_collective,
-    _polls_the_gpu,
-    _is_in_native_code,
-    _loops_in_python,
-)
-
-
-def _common_user_frame(stacks: Sequence[Sequence[Frame]]) -> Frame | None:
-    """Return the innermost user frame that all stacks share, with its line in the newest stack."""
-    newest = stacks[-1]
-    common = None
-    for depth, frame in enumerate(newest):
-        if not all(_has_function_at(stack, depth, frame) for stack in stacks):
-            break
-        if is_user_code(frame):
-            common = frame
-        if any(stack[depth].line != frame.line for stack in stacks):
-            # Deeper frames were called from different lines.
-            break
-    return common if common is not None else user_frame(newest)
+    @cached_property
+    def common_frame(self) -> Frame | None:
+        """The innermost user frame that all stacks share, with its line in the newest stack."""
+        if not self.stacks:
+            return None
+        newest = self.stacks[-1]
+        common = None
+        for depth, frame in enumerate(newest):
+            if not all(_has_function_at(stack, depth, frame) for stack in self.stacks):
+                break
+            if is_user_code(frame):
+                common = frame
+            if any(stack[depth].line != frame.line for stack in self.stacks):
+                # Deeper frames were called from different lines.
+                break
+        return common if common is not None else user_frame(newest)
 
 
 def _has_function_at(stack: Sequence[Frame], depth: int, frame: Frame) -> bool:
@@ -346,151 +217,199 @@ def _has_function_at(stack: Sequence[Frame], depth: int, frame: Frame) -> bool:
     return (other.file, other.function) == (frame.file, frame.function)
 
 
-# --- a thread that waits --------------------------------------------------------------------------
+# --- A thread that computes -----------------------------------------------------------------------
 
 
-def _merely_slow(case: _ThreadCase) -> ProcessHang | None:
+def _computing(thread: _BlamedThread) -> ProcessHang:
+    """Return how a process hangs whose thread computes, or polls, which looks the same."""
+    stacks = thread.stacks
+    native = thread.process.native
+    if not stacks:
+        return ProcessHang(
+            kind="merely slow", confidence=0.4, frame=None, activity="uses a processor", moving=True
+        )
+    if thread.group_size > 1 and any_file_matches(COLLECTIVE, called_by_user(stacks[-1])):
+        return ProcessHang(
+            kind="collective",
+            confidence=0.8,
+            frame=thread.common_frame,
+            activity="waits in a collective, polling",
+        )
+    if thread.stack_is_constant and _may_poll_the_gpu(thread):
+        return _waiting_for_the_gpu(thread)
+    if thread.stack_is_constant and native != ():
+        # Without a native stack, a loop on one line of Python looks the same.
+        where = f" ({clean(native[0])})" if native else " or in a loop on one line"
+        return ProcessHang(
+            kind="native code",
+            confidence=0.9 if native else 0.6,
+            frame=thread.common_frame,
+            activity=f"is using a processor in native code{where}",
+            moving=True,
+        )
+    if any(any_file_matches(TORCH, called_by_user(stack)) for stack in stacks):
+        return ProcessHang(
+            kind="merely slow",
+            confidence=0.6,
+            frame=thread.common_frame,
+            activity="is computing (its stack changes)",
+            moving=True,
+        )
+    return _looping(thread)
+
+
+def _may_poll_the_gpu(thread: _BlamedThread) -> bool:
+    """Return whether CUDA may be waiting for the GPU in a busy loop.
+
+    The native stack shows that, if it is known.
+    """
+    native = thread.process.native
+    if any_file_matches(CUDA, called_by_user(thread.stacks[-1])):
+        return True
+    if native is None:
+        return thread.process.uses_gpu
+    return _NATIVE_CUDA.search(" ".join(native)) is not None
+
+
+def _waiting_for_the_gpu(thread: _BlamedThread) -> ProcessHang:
+    if thread.group_size > 1:
+        return ProcessHang(
+            kind="collective",
+            confidence=0.5,
+            frame=thread.common_frame,
+            activity="waits for the GPU, which waits for other ranks",
+        )
+    return ProcessHang(
+        kind="GPU sync", confidence=0.75, frame=thread.common_frame, activity="waits for the GPU"
+    )
+
+
+def _looping(thread: _BlamedThread) -> ProcessHang:
+    """Return the hang of a thread whose own code loops, since it never calls torch."""
+    activity = "is in a loop"
+    confidence = 0.6
+    frames = [user_frame(stack) for stack in thread.stacks]
+    functions = {(frame.file, frame.function) for frame in frames if frame is not None}
+    if len(functions) == 1:
+        confidence = 0.85
+    if thread.stack_is_constant:
+        activity = "is in a loop on one line or in a built-in function"
+        confidence = 0.7
+    return ProcessHang(
+        kind="Python loop",
+        confidence=confidence,
+        frame=thread.common_frame,
+        activity=activity,
+        moving=True,
+    )
+
+
+# --- A thread that waits --------------------------------------------------------------------------
+
+
+def _merely_slow(thread: _BlamedThread) -> ProcessHang | None:
     """A process that mostly waits but keeps doing some work is slow rather than stuck."""
-    process = case.process
+    process = thread.process
     transfers = process.io_rate >= _SLOW_BYTES_PER_SECOND
-    stack_moves = len(set(case.stacks)) > 1
+    stack_moves = len(set(thread.stacks)) > 1
     if not transfers and not (stack_moves and process.cpu_share >= _SLOW_SHARE):
         return None
     return ProcessHang(
         kind="merely slow",
         confidence=0.6,
-        frame=_common_user_frame(case.stacks) if case.stacks else None,
+        frame=thread.common_frame,
         activity="is working but mostly waiting",
         moving=True,
     )
 
 
-def _blocked(case: _ThreadCase) -> ProcessHang:
-    wait = _first_answer(_WAITING_RULES, case) or Wait(
-        "unknown", 0.3, "makes no progress for an unknown reason"
-    )
-    thread = case.thread
+def _blocked(thread: _BlamedThread) -> ProcessHang:
+    way = next(way for way in _WAYS_OF_WAITING if way.fits(thread))
     where = ""
-    if not thread.main:
-        where = f" (in its thread {clean(thread.name) or thread.tid})"
+    if not thread.newest.main:
+        where = f" (in its thread {clean(thread.newest.name) or thread.newest.tid})"
     return ProcessHang(
-        kind=wait.kind,
-        confidence=wait.confidence,
-        frame=user_frame(thread.frames),
-        activity=wait.activity + where,
+        kind=way.kind,
+        confidence=way.confidence,
+        frame=user_frame(thread.newest.frames),
+        activity=way.activity + where,
     )
 
 
-def _effective_waits(case: _ThreadCase) -> Waits:
-    """Return what the thread waits for, according to the kernel.
+@dataclass(frozen=True, slots=True)
+class _WayOfWaiting:
+    """How a thread waits, and what shows it: all conditions that are given must hold."""
 
-    If nothing more is known, an uninterruptible process is assumed to wait for a file.
-    """
-    waits = case.thread.waits
-    if case.process.last.state == _UNINTERRUPTIBLE and waits in ("", "device"):
-        return "file"
-    return waits
+    kind: HangKind
+    confidence: float
+    activity: str
+    # The user's code has called a function in such a file.
+    calls: re.Pattern[str] | None = None
+    # According to the kernel, it waits for this, or for anything but this.
+    waits: Waits | None = None
+    waits_not: Waits | None = None
+    holds_interpreter_lock: bool = False
+    uses_gpu: bool = False
+    # Several processes train together.
+    in_group: bool = False
 
-
-def _for_collective(case: _ThreadCase) -> Wait | None:
-    in_collective = any_file_matches(COLLECTIVE, case.called)
-    in_backward = case.group_size > 1 and any_file_matches(BACKWARD, case.called)
-    if in_collective or in_backward:
-        return Wait("collective", 0.9, "waits in a collective")
-    return None
-
-
-def _for_openmp(case: _ThreadCase) -> Wait | None:
-    if case.thread.waits == "openmp":
-        return Wait("OpenMP", 0.95, "waits for OpenMP threads")
-    return None
-
-
-def _in_native_code(case: _ThreadCase) -> Wait | None:
-    if case.holds_interpreter_lock:
-        return Wait("native code", 0.9, "waits in native code and holds the interpreter's lock")
-    return None
-
-
-def _for_process_by_frames(case: _ThreadCase) -> Wait | None:
-    waits_for_child = any_file_matches(CHILD_PROCESS, case.called)
-    if waits_for_child and not any_file_matches(QUEUE, case.called):
-        return Wait("process", 0.9, "waits for a process")
-    return None
+    def fits(self, thread: _BlamedThread) -> bool:
+        """Return whether a thread waits in this way."""
+        if self.calls is not None and not any_file_matches(self.calls, thread.called):
+            return False
+        if self.waits is not None and thread.waits != self.waits:
+            return False
+        if self.waits_not is not None and thread.waits == self.waits_not:
+            return False
+        if self.holds_interpreter_lock and not thread.holds_interpreter_lock:
+            return False
+        if self.uses_gpu and not thread.process.uses_gpu:
+            return False
+        return not self.in_group or thread.group_size > 1
 
 
-def _for_queue(case: _ThreadCase) -> Wait | None:
-    if any_file_matches(QUEUE, case.called) and _effective_waits(case) != "child":
-        return Wait("queue", 0.9, "waits for a queue")
-    return None
-
-
-def _for_connection_of_processes(case: _ThreadCase) -> Wait | None:
-    if any_file_matches(CONNECTION, case.called) and _effective_waits(case) != "child":
-        return Wait("pipe", 0.8, "waits for a message from another process")
-    return None
-
-
-def _polls_descriptors(case: _ThreadCase) -> Wait | None:
-    if _effective_waits(case) != "poll":
-        return None
-    confidence = 0.8 if any_file_matches(NETWORK, case.called) else 0.5
-    return Wait("socket", confidence, "waits for a connection or a pipe")
-
-
-def _for_device(case: _ThreadCase) -> Wait | None:
-    if _effective_waits(case) != "device":
-        return None
-    if case.process.uses_gpu:
-        return Wait("GPU sync", 0.8, "waits for the GPU")
-    return Wait("I/O", 0.6, "waits for a device")
-
-
-def _for_gpu(case: _ThreadCase) -> Wait | None:
-    if not case.process.uses_gpu or _effective_waits(case) != "futex":
-        return None
-    if any_file_matches(CUDA, case.called):
-        return Wait("GPU sync", 0.7, "waits for the GPU")
-    return None
-
-
-def _as_kernel_says(case: _ThreadCase) -> Wait | None:
-    description = HANG_OF_WAIT.get(_effective_waits(case))
-    return Wait(*description) if description is not None else None
-
-
-def _for_thread_by_frames(case: _ThreadCase) -> Wait | None:
-    if any_file_matches(THREADS, case.called):
-        return Wait("lock", 0.6, "waits for a lock or a thread")
-    return None
-
-
-def _for_network_by_frames(case: _ThreadCase) -> Wait | None:
-    if any_file_matches(NETWORK, case.called):
-        return Wait("socket", 0.6, "waits for a connection")
-    return None
-
-
-def _for_gpu_by_frames(case: _ThreadCase) -> Wait | None:
-    if any_file_matches(CUDA, case.called):
-        return Wait("GPU sync", 0.6, "waits for the GPU")
-    return None
-
-
-# The first rule that has an answer wins. Frames take precedence over the kernel's view if both are
-# clear; the last three rules are for systems that hide the kernel's view.
-_WAITING_RULES: tuple[Callable[[_ThreadCase], Wait | None], ...] = (
-    _for_collective,
-    _for_openmp,
-    _in_native_code,
-    _for_process_by_frames,
-    _for_queue,
-    _for_connection_of_processes,
-    _polls_descriptors,
-    _for_device,
-    _for_gpu,
-    _as_kernel_says,
-    _for_thread_by_frames,
-    _for_network_by_frames,
-    _for_gpu_by_frames,
+# The first that fits wins. Frames take precedence over the kernel's view if both are clear; the
+# last ones are for systems that hide the kernel's view.
+_WAYS_OF_WAITING: tuple[_WayOfWaiting, ...] = (
+    _WayOfWaiting("collective", 0.9, "waits in a collective", calls=COLLECTIVE),
+    _WayOfWaiting("collective", 0.9, "waits in a collective", calls=BACKWARD, in_group=True),
+    _WayOfWaiting("OpenMP", 0.95, "waits for OpenMP threads", waits="openmp"),
+    _WayOfWaiting(
+        "native code",
+        0.9,
+        "waits in native code and holds the interpreter's lock",
+        holds_interpreter_lock=True,
+    ),
+    _WayOfWaiting("queue", 0.9, "waits for a queue", calls=QUEUE, waits_not="child"),
+    _WayOfWaiting("process", 0.9, "waits for a process", calls=CHILD_PROCESS),
+    _WayOfWaiting(
+        "pipe",
+        0.8,
+        "waits for a message from another process",
+        calls=CONNECTION,
+        waits_not="child",
+    ),
+    _WayOfWaiting("socket", 0.8, "waits for a connection or a pipe", calls=NETWORK, waits="poll"),
+    _WayOfWaiting("socket", 0.5, "waits for a connection or a pipe", waits="poll"),
+    _WayOfWaiting("GPU sync", 0.8, "waits for the GPU", waits="device", uses_gpu=True),
+    _WayOfWaiting("I/O", 0.6, "waits for a device", waits="device"),
+    _WayOfWaiting("GPU sync", 0.7, "waits for the GPU", calls=CUDA, waits="futex", uses_gpu=True),
+    _WayOfWaiting("process", 0.9, "waits for a process to end", waits="child"),
+    _WayOfWaiting("pipe", 0.9, "waits for a pipe that nobody writes to", waits="pipe read"),
+    _WayOfWaiting(
+        "pipe",
+        0.9,
+        "waits to write to a pipe that is full and that nobody reads",
+        waits="pipe write",
+    ),
+    _WayOfWaiting("socket", 0.9, "waits for the other end of a connection", waits="socket"),
+    _WayOfWaiting("I/O", 0.9, "waits for a lock on a file", waits="file lock"),
+    _WayOfWaiting("I/O", 0.9, "waits for a file", waits="file"),
+    _WayOfWaiting("sleep", 0.9, "sleeps", waits="sleep"),
+    _WayOfWaiting("sleep", 0.9, "waits for a signal", waits="signal"),
+    _WayOfWaiting("lock", 0.85, "waits for a lock", waits="futex"),
+    _WayOfWaiting("lock", 0.6, "waits for a lock or a thread", calls=THREADS),
+    _WayOfWaiting("socket", 0.6, "waits for a connection", calls=NETWORK),
+    _WayOfWaiting("GPU sync", 0.6, "waits for the GPU", calls=CUDA),
+    _WayOfWaiting("unknown", 0.3, "makes no progress for an unknown reason"),
 )

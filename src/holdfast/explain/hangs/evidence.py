@@ -45,10 +45,6 @@ _WAITS_OF_SYSTEM_CALL: dict[str, Waits] = {
     for system_call in system_calls.split()
 }
 _KERNEL_FUNCTIONS: dict[Waits, str] = _KERNEL["kernel functions"]
-# For each thing that a thread may wait for: the kind of hang, the confidence, and its description.
-HANG_OF_WAIT: dict[Waits, tuple[Any, float, str]] = {
-    waits: tuple(description) for waits, description in _KERNEL["kinds"].items()
-}
 
 
 def clean(text: str) -> str:

@@ -5,7 +5,7 @@ The log is split by rank; ``processes`` reads the lines of each rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.explain.evidence import Ending, Statement
@@ -27,7 +27,6 @@ _SHORT_LOG = 100
 # How many of the last lines may say that the training is done.
 _LAST_LINES = 15
 _MOST_OF_LAST_LINE = 300  # characters
-_MOST_OF_QUOTED_LINE = 300  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,18 +82,6 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1, alone: bool 
         cut_off=next((process.cut_off for process in processes if process.cut_off), ""),
         last_line=_last_line(lines),
     )
-
-
-def quoted(statement: Statement, *, most_lines: int = 6) -> Iterator[str]:
-    """Yield the first lines of a statement as evidence quotes them, shortened if long."""
-    head = statement.exception or ""
-    if head and statement.text:
-        head += ": "
-    lines = (head + statement.text).strip().splitlines() or [""]
-    for line in lines[:most_lines]:
-        if len(line) > _MOST_OF_QUOTED_LINE:
-            line = f"{line[: _MOST_OF_QUOTED_LINE - 3]}..."
-        yield line
 
 
 def _lines_by_rank(lines: Sequence[CleanLine]) -> list[list[CleanLine]]:

@@ -334,7 +334,9 @@ class TracebackReader:
             return True
         if not text.strip():
             return self._message_ends_at_gap(index)
-        return text[0] not in " \t" and is_progress(text)
+        # A holdfast error continues with its fix, which may quote a metric.
+        continues = text[0] in " \t" or text.startswith("Fix: ")
+        return not continues and is_progress(text)
 
     def _has_other_time(self, index: int) -> bool:
         """Return whether a line has a different timestamp from the line before it."""

@@ -1,6 +1,11 @@
 """Read a run directory into facts. Nothing here chooses a cause.
 
-``recordings`` opens a directory and reads its event rings, even damaged ones; ``statements`` turns
-events into exceptions and applied remedies; ``curves`` finds losses that diverged; ``learning``
-judges whether a loss fell. ``explain.collecting`` combines the results.
+Entry point: `attempts.collect_attempt`, for one attempt of a supervised run; ``explain.collecting``
+handles the others.
+
+``recordings`` opens a directory and reads its event rings, even damaged ones. What they say is read
+by ``supervision`` (why the attempt was started and how it ended), ``observed`` (its processes),
+``guard_records`` (remedies, and how Guards ended), ``statements`` (exceptions), ``recorded_steps``
+(losses and waiting times) and ``output_sections`` (what it printed). ``divergence`` and
+``learning`` judge the losses.
 """

@@ -1,11 +1,11 @@
-"""Judge whether the recorded loss of a run fell, and how long its steps waited for their loader.
+"""Judge whether the loss of a run fell.
 
 A loss is only judged if a fall means progress. It does not if several optimizers take turns, as in
 a GAN, if a policy is trained by reward, or if the loss keeps changing its sign. If the noise could
 hide a fall that matters, the outcome is "unclear".
 
-A loss that diverged is found in ``curves``, and the verdict is put into words in
-``explain.good_ends``.
+A loss that diverged is found in ``divergence``, and the verdict is put into words in
+``explain.causes.good_ends``.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from holdfast.core.errors import HoldfastError
-from holdfast.explain.evidence import Learning, LoaderWait
-from holdfast.recorder.progress import StepSample, read_samples
-from holdfast.recorder.reader import read_steps
-from holdfast.recorder.run_files import SAMPLES_FILE
+from holdfast.explain.evidence import Learning
+from holdfast.explain.logs.text import LogText
+from holdfast.explain.runs.recorded_steps import LossReading
 
 # Fewer losses show no trend.
 FEWEST_LOSSES = 10
@@ -58,28 +55,13 @@ _FEWEST_OF_A_BLOCK = 4
 _NORMAL_DISTANCE = 0.6745 * math.sqrt(6)
 # The standard error of the median of normal values, as a multiple of that of their mean.
 _MEDIAN_ERROR = 1.25
-# The least number of records in a row of ``recorder.history``.
-_RECORDS_OF_A_ROW = 64
-# Waiting for the loader is judged only after this many steps and this much waiting in total: a run
-# of a few seconds spends half of its time starting workers.
-_LEAST_STEPS = 10
-_LEAST_WAIT_SECONDS = 2.0
-
-
 # If ranks differ, the outcome that comes first here is reported.
 _BY_CERTAINTY = ("spiked", "fell", "flat", "rose", "unclear")
 
 
-class Reading(NamedTuple):
-    """The loss of one step."""
-
-    step: int
-    loss: float
-    # The number of the optimizer that stepped, or 0 if it was not recorded.
-    optimizer: int = 0
-
-
-def learning_of_run(curves: Iterable[Sequence[Reading]], *, by_reward: bool = False) -> Learning:
+def learning_of_run(
+    curves: Iterable[Sequence[LossReading]], *, by_reward: bool = False
+) -> Learning:
     """Return whether a run learned, from the losses of its processes.
 
     Args:
@@ -100,7 +82,21 @@ def learning_of_run(curves: Iterable[Sequence[Reading]], *, by_reward: bool = Fa
     )
 
 
-def learning_of_process(readings: Sequence[Reading]) -> Learning:
+def learning_from_output(log: LogText) -> Learning | None:
+    """Return whether the printed loss fell, or None if too few losses were printed.
+
+    If it did not fall, the outcome is unclear, because it may not be the training loss.
+    """
+    if len(log.losses) < FEWEST_LOSSES:
+        return None
+    learning = learning_of([LossReading(line, loss) for line, loss in log.losses])
+    if learning.outcome in ("fell", "unclear"):
+        return learning
+    reason = "only printed losses are known; they did not fall, but may be validation losses"
+    return Learning(outcome="unclear", reason=reason)
+
+
+def learning_of_process(readings: Sequence[LossReading]) -> Learning:
     """Return whether the loss of one process fell.
 
     If it trained several models one after another, the last one counts.
@@ -121,9 +117,9 @@ def learning_of_process(readings: Sequence[Reading]) -> Learning:
     return learning
 
 
-def _by_optimizer(readings: Sequence[Reading]) -> list[list[Reading]]:
+def _by_optimizer(readings: Sequence[LossReading]) -> list[list[LossReading]]:
     """Split the readings into stretches with the same optimizer."""
-    stretches: list[list[Reading]] = []
+    stretches: list[list[LossReading]] = []
     for reading in readings:
         if not stretches or stretches[-1][-1].optimizer != reading.optimizer:
             stretches.append([])
@@ -131,53 +127,50 @@ def _by_optimizer(readings: Sequence[Reading]) -> list[list[Reading]]:
     return stretches
 
 
-def learning_of(readings: Sequence[Reading]) -> Learning:
+def learning_of(readings: Sequence[LossReading]) -> Learning:
     """Return whether a loss is lower at its end than at its beginning, by more than its noise."""
     finite = [reading for reading in readings if math.isfinite(reading.loss)]
     if len(finite) < FEWEST_LOSSES:
         reason = f"only {len(finite)} losses were recorded" if finite else "no loss was recorded"
         return Learning(outcome="unclear", reason=reason)
-    curve = _Curve(finite)
+    curve = _LossCurve(finite)
     for rule in _RULES:
         learning = rule(curve)
         if learning is not None:
             return learning
-    return curve.learning("flat", constant=min(curve.losses) == max(curve.losses))
+    return curve.learning("flat")
 
 
-class _Curve:
+class _LossCurve:
     """The finite losses of a run, and their levels at the beginning and at the end."""
 
-    def __init__(self, readings: Sequence[Reading]) -> None:
+    def __init__(self, readings: Sequence[LossReading]) -> None:
         self.readings = readings
         self.losses = [reading.loss for reading in readings]
         # The first and the last quarter, with at least three losses each.
-        size = _size_of_end(self.losses)
-        self.beginning = self.losses[:size]
-        self.end = self.losses[-size:]
-        # Their medians.
+        self.size_of_end = max(len(self.losses) // 4, _FIRST)
+        self.beginning = self.losses[: self.size_of_end]
+        self.end = self.losses[-self.size_of_end :]
+        # Their medians, and the standard error of the difference between them.
         self.first = statistics.median(self.beginning)
         self.last = statistics.median(self.end)
+        self.error_of_fall = math.hypot(_error(self.beginning), _error(self.end))
+        self.is_constant = min(self.losses) == max(self.losses)
 
     def learning(
-        self,
-        outcome: Literal["fell", "flat", "rose"],
-        *,
-        first: float | None = None,
-        constant: bool = False,
+        self, outcome: Literal["fell", "flat", "rose"], *, first: float | None = None
     ) -> Learning:
         """Return an outcome with the levels at both ends.
 
         Args:
             outcome: Whether the loss fell.
             first: The level at the beginning; by default that of the first quarter.
-            constant: Whether the loss never changed.
         """
         level = self.first if first is None else first
-        return Learning(outcome=outcome, first=level, last=self.last, constant=constant)
+        return Learning(outcome=outcome, first=level, last=self.last, constant=self.is_constant)
 
 
-def _changes_sign_all_the_time(curve: _Curve) -> Learning | None:
+def _changes_sign_all_the_time(curve: _LossCurve) -> Learning | None:
     """A loss with both signs at both ends, such as that of a critic, does not measure progress."""
     if _has_both_signs(curve.beginning) and _has_both_signs(curve.end):
         reason = "the loss keeps changing sign, so it does not measure progress"
@@ -185,7 +178,7 @@ def _changes_sign_all_the_time(curve: _Curve) -> Learning | None:
     return None
 
 
-def _spiked(curve: _Curve) -> Learning | None:
+def _spiked(curve: _LossCurve) -> Learning | None:
     """Two consecutive losses far above the first are reported even if the loss recovered."""
     limit = _SPIKE * max(abs(curve.losses[0]), _LEAST_LEVEL)
     for before, after in itertools.pairwise(curve.readings):
@@ -199,21 +192,25 @@ def _spiked(curve: _Curve) -> Learning | None:
     return None
 
 
-def _only_came_back_down(curve: _Curve) -> Learning | None:
-    """A loss that soon rose and then fell, but not below its first value, has not fallen."""
+def _only_came_back_down(curve: _LossCurve) -> Learning | None:
+    """A loss that soon rose and then fell, but not below its first value, has not fallen.
+
+    It rises within its first quarter if the learning rate is too high.
+    """
     first = curve.losses[0]
-    if _rose_first(curve.losses) and first <= curve.last <= curve.first:
+    rose_first = curve.first - first > _CLEAR_RISE * _noise(curve.end)
+    if rose_first and first <= curve.last <= curve.first:
         return curve.learning("flat", first=first)
     return None
 
 
-def _fell(curve: _Curve) -> Learning | None:
+def _fell(curve: _LossCurve) -> Learning | None:
     """A fall that clearly exceeds the noise is progress."""
-    first = _level_it_fell_from(curve.losses, _SURE)
+    first = _level_it_fell_from(curve, _SURE)
     return None if first is None else curve.learning("fell", first=first)
 
 
-def _changes_sign(curve: _Curve) -> Learning | None:
+def _changes_sign(curve: _LossCurve) -> Learning | None:
     """A loss with both signs is only called flat or rising if it has them at neither end."""
     if _has_both_signs(curve.beginning) or _has_both_signs(curve.end):
         reason = "the loss changes sign and does not fall by more than its noise"
@@ -221,32 +218,31 @@ def _changes_sign(curve: _Curve) -> Learning | None:
     return None
 
 
-def _fell_by_little_more_than_noise(curve: _Curve) -> Learning | None:
+def _fell_by_little_more_than_noise(curve: _LossCurve) -> Learning | None:
     """A fall that noise could nearly explain is neither certain nor clearly absent."""
-    if _level_it_fell_from(curve.losses, _LIKELY) is not None:
+    if _level_it_fell_from(curve, _LIKELY) is not None:
         reason = "the loss is lower at the end, but by little more than its noise"
         return Learning(outcome="unclear", reason=reason)
     return None
 
 
-def _rose(curve: _Curve) -> Learning | None:
+def _rose(curve: _LossCurve) -> Learning | None:
     """A rise needs less certainty than a fall, since it only says that the loss did not fall."""
-    is_rise = _is_fall(curve.last, curve.first, _LIKELY * _error_of_fall(curve))
+    is_rise = _is_fall(curve.last, curve.first, _LIKELY * curve.error_of_fall)
     return curve.learning("rose") if is_rise else None
 
 
-def _noise_would_hide_a_fall(curve: _Curve) -> Learning | None:
+def _noise_would_hide_a_fall(curve: _LossCurve) -> Learning | None:
     """A loss is only called flat if a fall that matters would show in it."""
-    largest_fall = curve.first - curve.last + _LIKELY * _error_of_fall(curve)
+    largest_fall = curve.first - curve.last + _LIKELY * curve.error_of_fall
     if largest_fall > _MOST_HIDDEN * max(abs(curve.first), abs(curve.last)):
         return Learning(outcome="unclear", reason="the loss is too noisy to show a fall")
     return None
 
 
-def _was_low_from_the_beginning(curve: _Curve) -> Learning | None:
+def _was_low_from_the_beginning(curve: _LossCurve) -> Learning | None:
     """A low loss that still varies may belong to an already trained model."""
-    is_constant = min(curve.losses) == max(curve.losses)
-    if 0 < curve.first < _LOW and not is_constant:
+    if 0 < curve.first < _LOW and not curve.is_constant:
         reason = (
             f"the loss was low from the beginning: {curve.first:.3g} there, {curve.last:.3g} at"
             " the end"
@@ -256,7 +252,7 @@ def _was_low_from_the_beginning(curve: _Curve) -> Learning | None:
 
 
 # The first rule that has an answer wins. If none has one, the loss is flat.
-_RULES: tuple[Callable[[_Curve], Learning | None], ...] = (
+_RULES: tuple[Callable[[_LossCurve], Learning | None], ...] = (
     _changes_sign_all_the_time,
     _spiked,
     _only_came_back_down,
@@ -269,26 +265,7 @@ _RULES: tuple[Callable[[_Curve], Learning | None], ...] = (
 )
 
 
-def _error_of_fall(curve: _Curve) -> float:
-    """Return the standard error of the difference between the levels of the two quarters."""
-    return math.hypot(_error(curve.beginning), _error(curve.end))
-
-
-def _size_of_end(losses: Sequence[float]) -> int:
-    """Return how many losses form the end of a curve: a quarter, and at least `_FIRST`."""
-    return max(len(losses) // 4, _FIRST)
-
-
-def _rose_first(losses: Sequence[float]) -> bool:
-    """Return whether a loss clearly rose within its first quarter.
-
-    That happens if the learning rate is too high.
-    """
-    size = _size_of_end(losses)
-    return statistics.median(losses[:size]) - losses[0] > _CLEAR_RISE * _noise(losses[-size:])
-
-
-def _level_it_fell_from(losses: Sequence[float], errors: float) -> float | None:
+def _level_it_fell_from(curve: _LossCurve, errors: float) -> float | None:
     """Return the level at the beginning from which the loss fell, or None if it did not.
 
     Some losses fall within a few steps and then stay flat; others keep falling. So several
@@ -296,33 +273,26 @@ def _level_it_fell_from(losses: Sequence[float], errors: float) -> float | None:
     shows a fall counts.
 
     Args:
-        losses: The losses, oldest first.
+        curve: The losses.
         errors: How many standard errors the end must lie below the beginning.
     """
-    end = losses[-_size_of_end(losses) :]
-    last = statistics.median(end)
-    noise = max(_noise(end), _noise(losses[:FEWEST_LOSSES]))
-    if losses[0] > max(losses[len(losses) // 2 :]) and _is_fall(
-        losses[0], last, _SURE_FROM_ONE_LOSS * noise
-    ):
+    losses = curve.losses
+    noise = max(_noise(curve.end), _noise(losses[:FEWEST_LOSSES]))
+    stays_below_first = losses[0] > max(losses[len(losses) // 2 :])
+    if stays_below_first and _is_fall(losses[0], curve.last, _SURE_FROM_ONE_LOSS * noise):
         return losses[0]
-    for size in _sizes_of_beginning(losses):
+    sizes = [_FIRST]
+    while 2 * sizes[-1] < curve.size_of_end:
+        sizes.append(2 * sizes[-1])
+    sizes.append(curve.size_of_end)
+    for size in sizes:
         window = losses[:size]
         level = statistics.median(window)
         # A few values may underestimate their own noise.
         error = max(_error(window), _MEDIAN_ERROR * noise / math.sqrt(size))
-        if _is_fall(level, last, errors * math.hypot(error, _error(end))):
+        if _is_fall(level, curve.last, errors * math.hypot(error, _error(curve.end))):
             return level
     return None
-
-
-def _sizes_of_beginning(losses: Sequence[float]) -> list[int]:
-    """Return the window sizes to try for the beginning, in ascending order."""
-    most = _size_of_end(losses)
-    sizes = [_FIRST]
-    while 2 * sizes[-1] < most:
-        sizes.append(2 * sizes[-1])
-    return [*sizes, most]
 
 
 def _is_fall(first: float, last: float, noise: float) -> bool:
@@ -359,87 +329,3 @@ def _error(losses: Sequence[float]) -> float:
 def _has_both_signs(losses: Sequence[float]) -> bool:
     negative = sum(loss < 0 for loss in losses)
     return min(negative, len(losses) - negative) >= _MINORITY * len(losses)
-
-
-def readings_of_process(folder: Path) -> list[Reading]:
-    """Return the recorded losses of a process, oldest first; none if they cannot be read.
-
-    The ring of samples holds the newest steps; older ones are kept only as means over many steps.
-    If there are any, the newest steps are averaged in the same way, so that both are equally noisy.
-    """
-    readings = _readings(
-        (sample.step, sample.loss, sample.optimizer) for sample in samples_of(folder)
-    )
-    history = folder / f"{SAMPLES_FILE}.history"
-    if not history.exists():
-        return readings
-    # Imported here, because it imports numpy, which takes a tenth of a second.
-    from holdfast.recorder.history import NAMES, read_history
-
-    loss_column = NAMES.index("loss")
-    first_step = readings[0].step if readings else math.inf
-    older = [
-        Reading(
-            step=int(row["step"]),
-            loss=float(row["mean"][loss_column]),
-            optimizer=int(row["optimizer"]),
-        )
-        for row in read_history(folder / SAMPLES_FILE).rows
-        if row["finite"][loss_column] and row["step"] < first_step
-    ]
-    return [*older, *_means(readings)]
-
-
-def _means(readings: Sequence[Reading]) -> list[Reading]:
-    """Average readings over stretches as long as a row of the history."""
-    means: list[Reading] = []
-    for optimizer in dict.fromkeys(reading.optimizer for reading in readings):
-        own = [reading for reading in readings if reading.optimizer == optimizer]
-        stretches = [
-            own[start : start + _RECORDS_OF_A_ROW]
-            for start in range(0, len(own), _RECORDS_OF_A_ROW)
-        ]
-        means += [
-            stretch[0]._replace(loss=statistics.fmean(reading.loss for reading in stretch))
-            for stretch in stretches
-        ]
-    return sorted(means, key=lambda reading: reading.step)
-
-
-def readings_of_guard(folder: Path, until: float) -> list[Reading]:
-    """Return the losses of the steps that a Guard committed before a Unix time, oldest first."""
-    try:
-        marks = [mark for mark in read_steps(folder) if mark.unix_seconds < until]
-    except (HoldfastError, OSError, ValueError):
-        return []
-    return _readings((mark.global_step, mark.loss, mark.optimizer) for mark in marks)
-
-
-def _readings(steps: Iterable[tuple[int, float | None, int]]) -> list[Reading]:
-    return [Reading(step, loss, optimizer) for step, loss, optimizer in steps if loss is not None]
-
-
-def samples_of(folder: Path) -> list[StepSample]:
-    """Return the samples of a process; none if they are missing or damaged."""
-    try:
-        return read_samples(folder / SAMPLES_FILE) if (folder / SAMPLES_FILE).exists() else []
-    except (HoldfastError, OSError, ValueError):
-        return []
-
-
-def loader_wait_of_run(folders: Iterable[Path]) -> LoaderWait | None:
-    """Return how long steps waited for their loader; None if negligible.
-
-    The first step of each process is ignored, because the loader starts during it.
-    """
-    timed = [
-        sample
-        for folder in folders
-        for sample in samples_of(folder)[1:]
-        if sample.seconds > 0 and sample.wait_seconds >= 0
-    ]
-    waited = math.fsum(min(sample.wait_seconds, sample.seconds) for sample in timed)
-    if len(timed) < _LEAST_STEPS or waited < _LEAST_WAIT_SECONDS:
-        return None
-    seconds = math.fsum(sample.seconds for sample in timed)
-    return LoaderWait(share=waited / seconds, seconds=waited, steps=len(timed))

@@ -18,7 +18,7 @@ from holdfast.core.events.event import Event
 from holdfast.core.files import read_file
 from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.progress import Standing, read_board
-from holdfast.recorder.reader import StepRecord, describe_lost_steps, read_events, read_steps
+from holdfast.recorder.reader import describe_lost_steps, read_events
 from holdfast.recorder.run_files import (
     BOARD_FILE,
     LOST_FILE,
@@ -73,14 +73,6 @@ class Recordings:
                 words = describe_lost_steps(folder)
                 if words:
                     self.missing.append(f"of {name} {words}")
-
-    def newest_step(self, folder: Path) -> StepRecord | None:
-        """Return the newest step that a guard recorded, or None if none can be read."""
-        try:
-            return max(read_steps(folder), key=lambda step: step.unix_seconds, default=None)
-        except (HoldfastError, OSError, ValueError):
-            # Damage is reported when the events of the ring are read.
-            return None
 
     def supervisor_loss(self) -> dict[str, Any] | None:
         """Return the sentinel's note about the killed supervisor.

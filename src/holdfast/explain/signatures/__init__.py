@@ -5,7 +5,7 @@ signatures for runs in which nothing failed are defined in code, because `holdfa
 others for such runs, and reading the files would take longer than everything else it does.
 
 `all_signatures` returns the catalogue, and `kinds_of_unknown` the classes for failures that are not
-in it. ``explain.matching`` matches texts with signatures. ``endings`` and ``leaks`` define the ids
+in it. ``matching`` finds the signatures that match a text. ``endings`` and ``leaks`` define the ids
 that code refers to.
 """
 
@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
-from holdfast.explain.signature import Signature
 from holdfast.explain.signatures.endings import ENDED_WELL, NOT_JUDGED, UNCAUGHT
 from holdfast.explain.signatures.leaks import KINDS, signature_of
+from holdfast.explain.signatures.signature import Signature
 
 LEAKS_FILE = "leaks.yaml"
 # The entries of this file have no ids, so they are not part of the catalogue.

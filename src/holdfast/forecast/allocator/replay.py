@@ -27,7 +27,7 @@ Sizes = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class ReplayResult:
     """The result of replaying a trace.
 
     Args:
@@ -57,7 +57,7 @@ def round_sizes(sizes: Sizes) -> Sizes:
     return -(-sizes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
-def replay(events: Events, sizes: Sizes, *, cap_bytes: int | None = None) -> Replay:
+def replay(events: Events, sizes: Sizes, *, cap_bytes: int | None = None) -> ReplayResult:
     """Play a trace through an empty allocator.
 
     Args:
@@ -70,7 +70,7 @@ def replay(events: Events, sizes: Sizes, *, cap_bytes: int | None = None) -> Rep
     """
     allocator = CachingAllocator(cap_bytes=cap_bytes)
     failed_at = _play(events.tolist(), round_sizes(sizes).tolist(), allocator)
-    return Replay(
+    return ReplayResult(
         peak_reserved_bytes=allocator.peak_reserved_bytes,
         peak_allocated_bytes=allocator.peak_allocated_bytes,
         retries=allocator.retries,

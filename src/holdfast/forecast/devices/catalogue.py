@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -23,11 +23,7 @@ _ROUNDING_BYTES = 5 << 20
 _UNITS = {"gib": GIB, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)\s*", re.IGNORECASE)
 # Vendor words and separators that do not matter in a name.
-_IGNORED_IN_NAMES = re.compile(r"nvidia|geforce|rtx|tesla|amd|instinct|[\s_-]+")
-# A cuBLAS workspace is kept for each handle and stream, and each thread has its own handle
-# (thread_local PoolWindow in CublasHandlePool.cpp). A step uses two threads: the one that runs
-# forward, and autograd's.
-_CUBLAS_HANDLES = 2
+_IGNORED_IN_NAMES = re.compile(r"nvidia|geforce|rtx|tesla|[\s_-]+")
 # Compute capability of Ampere, the first of NVIDIA's architectures with bf16.
 _FIRST_WITH_BF16 = (8, 0)
 
@@ -44,12 +40,10 @@ class Device:
             kernels, libraries.
         cublas_workspace_bytes: The workspace of one cuBLAS handle, which torch's allocator holds
             from the first matrix product on.
-        cublaslt_workspace_bytes: The same for cuBLASLt; 0 if it shares cuBLAS's workspace.
         bandwidth: Memory bandwidth in bytes per second.
         flops: Operations per second by ``"fp32"``, ``"tf32"``, ``"bf16"`` and ``"fp16"``; see
             `flops_per_second`.
-        capability: CUDA's compute capability, such as ``(8, 9)``; None if unknown.
-        vendor: ``"nvidia"`` or ``"amd"``.
+        capability: CUDA's compute capability, such as ``(8, 9)``.
         is_measured: Whether forecasts were compared with real runs on this device. The figures of
             other devices come from public messages, so more memory is kept free on them.
         sources: Where the figures come from, by ``"usable"``, ``"context"``, ``"rates"``,
@@ -60,13 +54,11 @@ class Device:
     usable_bytes: int
     context_bytes: int
     cublas_workspace_bytes: int
-    cublaslt_workspace_bytes: int
     bandwidth: float
     flops: Mapping[str, float]
-    capability: tuple[int, int] | None = None
-    vendor: str = "nvidia"
-    is_measured: bool = False
-    sources: Mapping[str, str] = field(default_factory=dict)
+    capability: tuple[int, int]
+    is_measured: bool
+    sources: Mapping[str, str]
 
     @property
     def available_bytes(self) -> int:
@@ -76,15 +68,7 @@ class Device:
     @property
     def has_bf16(self) -> bool:
         """Whether the device computes in bf16."""
-        return self.capability is None or self.capability >= _FIRST_WITH_BF16
-
-    @property
-    def workspace_bytes(self) -> tuple[int, ...]:
-        """The workspaces that a training process never frees, in the order of allocation."""
-        per_handle = [
-            size for size in (self.cublas_workspace_bytes, self.cublaslt_workspace_bytes) if size
-        ]
-        return tuple(per_handle * _CUBLAS_HANDLES)
+        return self.capability >= _FIRST_WITH_BF16
 
     def flops_per_second(self, dtype: str) -> float:
         """Return the dense rate for a type of `trace.events.DTYPES`.
@@ -95,14 +79,6 @@ class Device:
         if dtype == "fp64":
             return self.flops["fp32"] / 2
         return self.flops.get(dtype, self.flops["fp32"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CatalogueEntry:
-    """A device, and the names by which it is found, normalized by `_plain`."""
-
-    device: Device
-    names: frozenset[str]
 
 
 def find_device(text: str) -> Device:
@@ -137,11 +113,10 @@ def bytes_in(text: str) -> int | None:
 
 
 def _find_by_name(name: str) -> Device:
-    plain = _plain(name)
-    for entry in _catalogue():
-        if plain in entry.names:
-            return entry.device
-    names = ", ".join(entry.device.name for entry in _catalogue())
+    device = _catalogue().get(_plain(name))
+    if device is not None:
+        return device
+    names = ", ".join(dict.fromkeys(device.name for device in _catalogue().values()))
     raise PolicyError(
         f"device {name!r}",
         limit=f"known are: {names}",
@@ -158,15 +133,11 @@ def _plain(name: str) -> str:
 def _unknown_device(size_bytes: int) -> Device:
     """Return an unknown device with this much memory.
 
-    It resembles the NVIDIA device since Ampere that is nearest in size, but has the largest context
+    It resembles the device since Ampere that is nearest in size, but has the largest context
     and the lowest capability of these devices. Older devices have no bf16 and half the context, and
     are rarely meant by a size.
     """
-    candidates = [
-        entry.device
-        for entry in _catalogue()
-        if entry.device.vendor == "nvidia" and (entry.device.capability or (0, 0)) >= (8, 0)
-    ]
+    candidates = [device for device in _catalogue().values() if device.has_bf16]
     nearest = min(candidates, key=lambda device: abs(device.usable_bytes - size_bytes))
     sources = {
         figure: f"that of {nearest.name}, the nearest by size: {source}"
@@ -179,7 +150,7 @@ def _unknown_device(size_bytes: int) -> Device:
         name=f"{size_bytes / GIB:.4g}GiB",
         usable_bytes=size_bytes,
         context_bytes=max(device.context_bytes for device in candidates),
-        capability=min(device.capability for device in candidates if device.capability),
+        capability=min(device.capability for device in candidates),
         is_measured=False,
         sources=sources,
     )
@@ -189,25 +160,21 @@ def _unknown_device(size_bytes: int) -> Device:
 
 
 @functools.cache
-def _catalogue() -> tuple[_CatalogueEntry, ...]:
+def _catalogue() -> dict[str, Device]:
+    """Return the devices by each of their names, as `_plain` writes it."""
     text = resources.files(__package__).joinpath("devices.yaml").read_text(encoding="utf-8")
     tables = yaml.safe_load(text)
-    return tuple(
-        _CatalogueEntry(
-            device=_read_device(entry, tables),
-            names=frozenset(_plain(name) for name in (entry["name"], *entry["aliases"])),
-        )
-        for entry in tables["devices"]
-    )
+    devices: dict[str, Device] = {}
+    for entry in tables["devices"]:
+        device = _read_device(entry, tables)
+        for name in (entry["name"], *entry["aliases"]):
+            devices.setdefault(_plain(name), device)
+    return devices
 
 
 def _read_device(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> Device:
-    vendor = entry.get("vendor", "nvidia")
     major, minor = (int(part) for part in entry["capability"].split("."))
-    cublas = _cublas_workspace(
-        tables["cublas_workspaces"], vendor=vendor, major=major, name=entry["name"]
-    )
-    cublaslt = tables["cublaslt_workspaces"][vendor]
+    cublas = next(rule for rule in tables["cublas_workspaces"] if major >= rule["from_major"])
     return Device(
         name=entry["name"],
         # The true usable memory may be smaller than in the message. The context may be larger,
@@ -215,22 +182,13 @@ def _read_device(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> Device:
         usable_bytes=int(entry["usable_gib"] * GIB) - _ROUNDING_BYTES,
         context_bytes=int(entry["context_gib"] * GIB) + 2 * _ROUNDING_BYTES,
         cublas_workspace_bytes=cublas["bytes"],
-        cublaslt_workspace_bytes=cublaslt["bytes"],
         bandwidth=entry["bandwidth_gb"] * 1e9,
         flops={dtype: rate * 1e12 for dtype, rate in entry["tflops"].items()},
         capability=(major, minor),
-        vendor=vendor,
         is_measured=entry.get("measured", False),
-        sources={**entry["sources"], "cublas": cublas["source"], "cublaslt": cublaslt["source"]},
+        sources={
+            **entry["sources"],
+            "cublas": cublas["source"],
+            "cublaslt": tables["cublaslt_source"],
+        },
     )
-
-
-def _cublas_workspace(
-    rules: Iterable[Mapping[str, Any]], *, vendor: str, major: int, name: str
-) -> Mapping[str, Any]:
-    """Return the first rule of ``cublas_workspaces`` that applies to a device."""
-    for rule in rules:
-        applies_to_name = "only" not in rule or name in rule["only"]
-        if rule["vendor"] == vendor and major >= rule["from_major"] and applies_to_name:
-            return rule
-    raise AssertionError(f"devices.yaml has no cuBLAS workspace for {name}")

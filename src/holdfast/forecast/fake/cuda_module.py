@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from importlib import resources
 from types import SimpleNamespace
 from typing import Any, Self
 from unittest import mock
 
 import torch
-import yaml
 
 from holdfast.forecast.fake.guesses import Guesses
 
@@ -28,6 +26,41 @@ _PROPERTIES = SimpleNamespace(
     is_integrated=False,
     is_multi_gpu_board=False,
 )
+# Commands, which do nothing.
+_COMMANDS = (
+    "init _lazy_init set_device synchronize empty_cache ipc_collect set_stream"
+    " reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached"
+    " reset_accumulated_memory_stats set_per_process_memory_fraction _record_memory_history"
+    " manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all set_sync_debug_mode"
+)
+# The answers of commands and plain queries of ``torch.cuda``.
+_PLAIN_ANSWERS: tuple[tuple[Any, str], ...] = (
+    (None, _COMMANDS),
+    (
+        True,
+        "is_available is_initialized is_bf16_supported is_tf32_supported can_device_access_peer",
+    ),
+    (False, "is_current_stream_capturing"),
+    (0, "current_device _exchange_device _maybe_exchange_device initial_seed"),
+    (1, "device_count"),
+    (["sm_80"], "get_arch_list"),
+    ({}, "memory_stats"),
+    ("", "memory_summary"),
+    ([], "memory_snapshot"),
+)
+# Answered with 0.
+_MEMORY_IN_USE = (
+    "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached"
+    " max_memory_cached utilization"
+)
+# Memory may depend on these answers, so each is recorded as an assumption.
+_ASSUMED_ANSWERS = {
+    **dict.fromkeys(_MEMORY_IN_USE.split(), 0),
+    "mem_get_info": (_TOTAL_BYTES, _TOTAL_BYTES),
+    "get_device_name": _PROPERTIES.name,
+    "get_device_capability": _CAPABILITY,
+    "get_device_properties": _PROPERTIES,
+}
 
 
 class Patches(contextlib.ExitStack):
@@ -45,7 +78,10 @@ class Patches(contextlib.ExitStack):
 
 
 class _IdleStream:
-    """A stream on which nothing runs, or an event that has happened."""
+    """A stream on which nothing runs, and equally an event that has happened.
+
+    User code calls these methods: a training loop that copies ahead or measures its own time.
+    """
 
     device = torch.device("cuda", 0)
     cuda_stream = 0
@@ -62,34 +98,20 @@ class _IdleStream:
     def query(self) -> bool:
         return True
 
-    def record_event(self, event: Any = None) -> Any:
-        return event if event is not None else _Event()
-
     def elapsed_time(self, *_: Any) -> float:
         return 1.0
 
-    def record(self, *_: Any) -> None:
+    def record_event(self, event: Any = None) -> Any:
+        return event if event is not None else _IdleStream()
+
+    def _do_nothing(self, *_: Any) -> None:
         pass
 
-    def wait(self, *_: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def wait_stream(self, *_: Any) -> None:
-        pass
-
-    def wait_event(self, *_: Any) -> None:
-        pass
-
-
-class _Stream(_IdleStream):
-    pass
-
-
-class _Event(_IdleStream):
-    pass
+    record = _do_nothing
+    wait = _do_nothing
+    synchronize = _do_nothing
+    wait_stream = _do_nothing
+    wait_event = _do_nothing
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
@@ -118,32 +140,21 @@ def install_cuda_module(patches: Patches, guesses: Guesses) -> None:
 
 def _answers(guesses: Guesses) -> dict[str, Callable[..., Any]]:
     """Return the replacements for functions and classes of ``torch.cuda``, by name."""
-    table = yaml.safe_load(
-        resources.files(__package__).joinpath("cuda_answers.yaml").read_text(encoding="utf-8")
-    )
-    # Memory may depend on these answers.
-    assumed = {
-        **dict.fromkeys(table["memory in use"].split(), 0),
-        "mem_get_info": (_TOTAL_BYTES, _TOTAL_BYTES),
-        "get_device_name": _PROPERTIES.name,
-        "get_device_capability": _CAPABILITY,
-        "get_device_properties": _PROPERTIES,
-    }
     answers: dict[str, Callable[..., Any]] = {}
-    for name, answer in assumed.items():
+    for name, answer in _ASSUMED_ANSWERS.items():
         answers[name] = _assuming(name, answer, guesses)
-    for entry in table["plain"]:
-        for name in entry["names"].split():
-            answers[name] = _constant(entry["answer"])
+    for answer, names in _PLAIN_ANSWERS:
+        for name in names.split():
+            answers[name] = _constant(answer)
     return {
         **answers,
-        "current_stream": lambda *_, **__: _Stream(),
-        "default_stream": lambda *_, **__: _Stream(),
+        "current_stream": lambda *_, **__: _IdleStream(),
+        "default_stream": lambda *_, **__: _IdleStream(),
         "stream": contextlib.nullcontext,
         "get_rng_state": lambda *_, **__: torch.empty(16, dtype=torch.uint8),
         "get_rng_state_all": lambda: [torch.empty(16, dtype=torch.uint8)],
-        "Stream": _Stream,
-        "Event": _Event,
+        "Stream": _IdleStream,
+        "Event": _IdleStream,
     }
 
 

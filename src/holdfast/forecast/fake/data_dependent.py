@@ -38,14 +38,12 @@ def answer(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         result = _dynamic_shape(mode, func, args, kwargs)
         if result is not NotImplemented:
             return result
-    if torch.Tag.data_dependent_output in func.tags and _returns_bool(func):
-        value = mode.known_values.evaluate(func, args, kwargs)
-        return mode.guesses.decide() if value is NotImplemented else value
+    if torch.Tag.data_dependent_output in func.tags:
+        return_types = [str(result.type) for result in func._schema.returns]
+        if return_types == ["bool"]:
+            value = mode.known_values.evaluate(func, args, kwargs)
+            return mode.guesses.decide() if value is NotImplemented else value
     return NotImplemented
-
-
-def _returns_bool(func: Any) -> bool:
-    return [str(result.type) for result in func._schema.returns] == ["bool"]
 
 
 def _scalar(mode: Any, tensor: torch.Tensor) -> bool | int | float | complex:

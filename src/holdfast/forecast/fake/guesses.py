@@ -76,7 +76,15 @@ class Guesses:
         self.asked[line] = None
         self._questions[line] += 1
         if self._questions[line] > _MOST_ANSWERS:
-            raise _endless_loop(line)
+            raise PolicyError(
+                f"a loop asked a tensor {_MOST_ANSWERS} times whether to end, at {line}",
+                limit="a forecast has shapes and no values, so such a loop never ends",
+                fix=(
+                    "give it a fixed number of iterations for the forecast, such as its largest"
+                    " number"
+                ),
+                rule="H424",
+            )
         answer = line not in self.turned
         self.assume(f"bool(tensor) was assumed to be {answer}; {not answer} was not tried", line)
         return answer
@@ -127,12 +135,3 @@ def _asking_module() -> str:
             return module
         frame = frame.f_back
     return ""
-
-
-def _endless_loop(line: str) -> PolicyError:
-    return PolicyError(
-        f"a loop asked a tensor {_MOST_ANSWERS} times whether to end, at {line}",
-        limit="a forecast has shapes and no values, so such a loop never ends",
-        fix="give it a fixed number of iterations for the forecast, such as its largest number",
-        rule="H424",
-    )

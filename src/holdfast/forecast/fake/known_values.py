@@ -89,7 +89,7 @@ NOTHING_KNOWN = Knowledge()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
+class _KnownTensor:
     """The knowledge about a live tensor, and the address of its storage."""
 
     tensor: weakref.ref[torch.Tensor]
@@ -102,7 +102,7 @@ class KnownValues:
 
     def __init__(self) -> None:
         # Entries by the id of their tensor.
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _KnownTensor] = {}
         # The ids of the tensors that share a storage: a write to one of them changes all.
         self._tensors_of_storage: dict[int, set[int]] = {}
 
@@ -264,7 +264,7 @@ class KnownValues:
         key = id(tensor)
         storage = tensor.untyped_storage()._cdata
         reference = weakref.ref(tensor, lambda _: self._drop(key))
-        self._entries[key] = _Entry(tensor=reference, knowledge=knowledge, storage=storage)
+        self._entries[key] = _KnownTensor(tensor=reference, knowledge=knowledge, storage=storage)
         self._tensors_of_storage.setdefault(storage, set()).add(key)
 
     def _drop(self, key: int) -> None:

@@ -3,6 +3,6 @@
 Entry point: `tracing.trace_job` starts the process and returns the traces. It imports no torch.
 
 Read `tracing` (the parent) with `time_limits`, then `child` (the process that traces), `building`
-(what ``build()`` returns), `jobs` (one training step of any size), `sample_batch` (batches of any
-size) and `user_functions` (which parts of a step the user's code performs itself).
+(what ``build()`` returns), `training_job` (one training step of any size), `sample_batch` (batches
+of any size) and `user_functions` (which parts of a step the user's code performs itself).
 """

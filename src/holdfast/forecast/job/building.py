@@ -8,19 +8,23 @@ A factory returns a dict::
                                                                    f(guard, batch) is a step
     {"model": ..., "optimizer": ..., "step": f}                    f(batch_size) is a step
 
-Models and optimizers may be dicts of several. Other keys, such as ``scheduler``, are ignored. A
-factory with a parameter ``micro_batch_size`` or ``batch_size`` is called with it.
+Models and optimizers may be dicts of several. The size of the batch is inferred, or given as
+``batch_size``. Other keys, such as ``scheduler``, are ignored. A factory with a parameter
+``micro_batch_size`` or ``batch_size`` is called with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +32,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.core.errors import HoldfastError, PolicyError
-from holdfast.core.user_modules import import_user_module
 from holdfast.forecast.trace.attribution import line_of
 
 # Words in errors of code that needs a real GPU.
@@ -53,7 +56,6 @@ class BuiltJob:
         batch: The sample batch.
         has_batch: Whether there is a batch; a step may create its own.
         batch_size: Samples of the batch, if the factory received or returned this number.
-        split: The dimension of the samples.
     """
 
     models: dict[str, nn.Module]
@@ -63,7 +65,6 @@ class BuiltJob:
     batch: Any
     has_batch: bool
     batch_size: int | None = None
-    split: int = 0
 
 
 def load_factory(name: str) -> Function:
@@ -82,7 +83,7 @@ def load_factory(name: str) -> Function:
     # A script that parses its arguments must not see ours.
     sys.argv = [place]
     try:
-        factory = getattr(import_user_module(place), attribute)
+        factory = getattr(_import_place(place), attribute)
     except HoldfastError:
         raise
     except (Exception, SystemExit) as error:
@@ -95,6 +96,31 @@ def load_factory(name: str) -> Function:
             "name a function that returns the job to trace.",
         )
     return factory  # type: ignore[no-any-return]
+
+
+def _import_place(place: str) -> ModuleType:
+    """Import a module by its dotted name, or a file by its path, from the current directory.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ImportError: If there is no such module; or whatever else the user's code raises.
+    """
+    if not place.endswith(".py"):
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        return importlib.import_module(place)
+    path = Path(place)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Register the module, so that its classes and functions can be pickled for workers.
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    return module
 
 
 def call_factory(name: str, factory: Function, *, size: int) -> BuiltJob:
@@ -133,21 +159,6 @@ class _Reader:
     def read(self, returned: Any) -> BuiltJob:
         if not isinstance(returned, Mapping):
             raise self._refusal(f"a {type(returned).__name__}")
-        self._check_keys(returned)
-        size = returned.get("batch_size")
-        split = returned.get("split", 0)
-        return BuiltJob(
-            models=self._by_name(returned["model"], "model", nn.Module),
-            optimizers=self._by_name(returned["optimizer"], "optimizer", Optimizer),
-            function=self._function(returned),
-            is_step="step" in returned,
-            batch=returned.get("batch"),
-            has_batch="batch" in returned,
-            batch_size=size if isinstance(size, int) else None,
-            split=split if isinstance(split, int) else 0,
-        )
-
-    def _check_keys(self, returned: Mapping[str, Any]) -> None:
         needed = ["model", "optimizer"]
         if "step" not in returned:
             needed.append("batch")
@@ -155,7 +166,16 @@ class _Reader:
         if missing:
             keys = ", ".join(map(repr, returned))
             raise self._refusal(f"a dict with {keys}, without {' and '.join(missing)}")
-        self._function(returned)
+        size = returned.get("batch_size")
+        return BuiltJob(
+            function=self._function(returned),
+            models=self._by_name(returned["model"], "model", nn.Module),
+            optimizers=self._by_name(returned["optimizer"], "optimizer", Optimizer),
+            is_step="step" in returned,
+            batch=returned.get("batch"),
+            has_batch="batch" in returned,
+            batch_size=size if isinstance(size, int) else None,
+        )
 
     def _function(self, returned: Mapping[str, Any]) -> Function:
         key = "step" if "step" in returned else "loss_fn"

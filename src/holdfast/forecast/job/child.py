@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import json
 import os
+import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from holdfast.core.errors import HoldfastError
 from holdfast.forecast.fake.device import ForecastDevice, forecast_device
 from holdfast.forecast.job import building
-from holdfast.forecast.job.jobs import Job
-from holdfast.forecast.job.tracing import ANSWER_FILE, PROGRESS_FILE, REQUEST_FILE
+from holdfast.forecast.job.tracing import (
+    ANSWER_FILE,
+    PROGRESS_FILE,
+    REQUEST_FILE,
+    TraceRequest,
+    TraceResult,
+)
+from holdfast.forecast.job.training_job import TrainingJob
 from holdfast.forecast.kernels import scratch, scratch_cpu
 from holdfast.forecast.trace.events import Assumption, Trace, live_peak
 from holdfast.forecast.trace.tracer import Tracer
@@ -41,21 +45,13 @@ def main(folder: Path) -> None:
     """Carry out the trace request in a folder, write the answer there, and exit."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    request = json.loads((folder / REQUEST_FILE).read_bytes())
-    message: dict[str, Any]
+    request: TraceRequest = pickle.loads((folder / REQUEST_FILE).read_bytes())  # noqa: S301 - ours
+    answer: TraceResult | HoldfastError
     try:
-        message = {"answer": _Tracing(request, folder).answer()}
+        answer = _Tracing(request, folder).answer()
     except HoldfastError as error:
-        message = {
-            "error": {
-                "kind": type(error).__name__,
-                "what": error.what,
-                "limit": error.limit,
-                "fix": error.fix,
-                "rule": error.rule,
-            }
-        }
-    (folder / ANSWER_FILE).write_text(json.dumps(message))
+        answer = error
+    (folder / ANSWER_FILE).write_bytes(pickle.dumps(answer))
     sys.stdout.flush()
     sys.stderr.flush()
     # Do not wait for threads and exit handlers of user code.
@@ -66,71 +62,78 @@ class _Tracing:
     """Build a job, run steps of it, and trace them.
 
     Args:
-        request: The fields of a `TraceRequest`.
+        request: What is to be traced.
         folder: The folder for progress and traces.
     """
 
-    def __init__(self, request: dict[str, Any], folder: Path) -> None:
+    def __init__(self, request: TraceRequest, folder: Path) -> None:
         self._request = request
         self._folder = folder
-        self._sizes: list[int] = request["sizes"]
 
-    def answer(self) -> dict[str, Any]:
-        """Return the fields of a `TraceResult`, and the names of the files with the traces."""
-        route = self._request["route"]
-        with forecast_device(route, self._request["precision"]) as device:
+    def answer(self) -> TraceResult:
+        """Build the job, and trace a step of each size."""
+        request = self._request
+        with forecast_device(request.route, request.precision) as device:
             begin = time.perf_counter()
             built = self._build()
             tracer = Tracer(
                 device.device,
-                scratch=scratch_cpu.scratch_of if route == "cpu" else scratch.scratch_of,
+                scratch=scratch_cpu.scratch_of if request.route == "cpu" else scratch.scratch_of,
                 uncalibrated=device.uncalibrated,
             )
-            job = self._job(built, device, tracer.claim)
+            job = TrainingJob(
+                built,
+                device,
+                claim_batch=tracer.claim,
+                gradient_accumulation_steps=request.gradient_accumulation_steps,
+                recompute=request.recompute,
+            )
             build_seconds = time.perf_counter() - begin
             with tracer:
                 tracer.watch(models=job.models, optimizers=job.optimizers.values())
                 self._report("making a first step")
-                job.settle(self._sizes[0])
+                job.settle(request.sizes[0])
                 traces = []
                 trace_seconds = []
-                for size in self._sizes:
+                for size in request.sizes:
                     self._report(f"tracing a step of {size} samples")
                     begin = time.perf_counter()
                     traces.append(self._trace(job, device, tracer, size))
                     trace_seconds.append(time.perf_counter() - begin)
         traces[-1] = _with_growth_mentioned(traces[-1])
-        return {
-            "files": self._save(traces),
-            "trace_seconds": trace_seconds,
-            "build_seconds": build_seconds,
-            **_facts_of_job(job),
-        }
+        # Models may share parameters.
+        parameters = {
+            id(parameter): parameter
+            for model in job.models.values()
+            for parameter in model.parameters()
+        }.values()
+        assumptions = [assumption for trace in traces for assumption in trace.assumptions]
+        return TraceResult(
+            traces=tuple(traces),
+            route=request.route,
+            parameters=sum(p.numel() for p in parameters),
+            trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+            accumulates=job.accumulates,
+            host_bytes=_peak_host_bytes(),
+            build_seconds=build_seconds,
+            trace_seconds=tuple(trace_seconds),
+            assumptions=tuple(dict.fromkeys(assumptions)),
+            casts=job.casts,
+        )
 
     def _report(self, text: str) -> None:
         """Append a line to the progress that the parent follows."""
         with (self._folder / PROGRESS_FILE).open("a") as file:
-            file.write(f"{text} ({self._request['precision']})\n")
+            file.write(f"{text} ({self._request.precision})\n")
 
     def _build(self) -> building.BuiltJob:
-        name = self._request["factory"]
+        name = self._request.factory
         self._report("importing the factory")
         factory = building.load_factory(name)
         self._report("building the model")
-        return building.call_factory(name, factory, size=self._sizes[0])
+        return building.call_factory(name, factory, size=self._request.sizes[0])
 
-    def _job(
-        self, built: building.BuiltJob, device: ForecastDevice, claim: Callable[[Any], None]
-    ) -> Job:
-        return Job(
-            built,
-            device,
-            claim_batch=claim,
-            gradient_accumulation_steps=self._request["gradient_accumulation_steps"],
-            recompute=self._request["recompute"],
-        )
-
-    def _trace(self, job: Job, device: ForecastDevice, tracer: Tracer, size: int) -> Trace:
+    def _trace(self, job: TrainingJob, device: ForecastDevice, tracer: Tracer, size: int) -> Trace:
         # The previous step must have the same size, so that it leaves the same memory behind. The
         # very first step also allocates in a different order.
         job.step(size)
@@ -138,18 +141,11 @@ class _Tracing:
             job.step(size)
         return tracer.trace(
             micro_batch_size=size,
-            precision=self._request["precision"],
-            route=self._request["route"],
+            precision=self._request.precision,
+            route=self._request.route,
             blocks=tuple(name for name, _ in job.blocks),
             assumptions=(*job.assumptions, *device.assumptions),
         )
-
-    def _save(self, traces: list[Trace]) -> list[str]:
-        files = []
-        for number, trace in enumerate(traces):
-            files.append(f"{number}.npz")
-            trace.save(self._folder / files[-1])
-        return files
 
 
 def _with_growth_mentioned(trace: Trace) -> Trace:
@@ -161,19 +157,6 @@ def _with_growth_mentioned(trace: Trace) -> Trace:
         " the next one does not free: a plan holds for one step, and a run needs more with each"
     )
     return dataclasses.replace(trace, assumptions=(*trace.assumptions, Assumption(what=what)))
-
-
-def _facts_of_job(job: Job) -> dict[str, Any]:
-    """Return the fields of a `TraceResult` that describe the job and this process."""
-    # Models may share parameters.
-    parameters = {id(p): p for model in job.models.values() for p in model.parameters()}.values()
-    return {
-        "parameters": sum(p.numel() for p in parameters),
-        "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
-        "accumulates": job.accumulates,
-        "casts": job.casts,
-        "host_bytes": _peak_host_bytes(),
-    }
 
 
 def _peak_host_bytes() -> int:

@@ -2,8 +2,8 @@
 
 Every sample of a new batch is like the longest one of the sample batch, so that a plan holds for
 the worst batch, and memory grows evenly with the size. The parts that depend on the batch size are
-inferred, and reported as an assumption: dimension ``split`` (0) of every tensor and array whose
-size there is the batch size, and lists with one plain value per sample, such as names.
+inferred, and reported as an assumption: dimension 0 of every tensor and array whose size there is
+the batch size, and lists with one plain value per sample, such as names.
 
 A list with a tensor or a dict per sample is refused, because each length is a different program.
 """
@@ -62,11 +62,6 @@ class ArraySpec:
     is_floating: bool
     values: Values | None
 
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
 
 # Returns the values of a tensor of integers or booleans, or None if they are unknown.
 Read = Callable[[torch.Tensor], Values | None]
@@ -83,28 +78,24 @@ class SampleBatch:
         make: Creates the tensors of new batches.
         size: The number of samples. If it is None, or nothing in the batch has that size, it is
             inferred from the shapes.
-        split: The dimension of the samples.
 
     Raises:
         BatchError: H413 if it cannot be resized, or its size cannot be inferred.
     """
 
-    def __init__(
-        self, batch: Any, *, read: Read, make: Make, size: int | None = None, split: int = 0
-    ) -> None:
+    def __init__(self, batch: Any, *, read: Read, make: Make, size: int | None = None) -> None:
         self._make = make
-        self._split = split
         # The batch with specs in place of its tensors and arrays.
         self._batch = _map_leaves(batch, lambda leaf, path: _describe(leaf, path, read))
-        self._leaves = list(_walk(self._batch, leaves=True))
+        nodes = list(_nodes(self._batch))
+        self._leaves = [(path, node) for path, node in nodes if _children(node) is None]
         self._check_not_empty()
-        containers = list(_walk(self._batch, leaves=False))
-        _check_no_list_of_samples(containers)
+        _check_no_list_of_samples(nodes)
         self.size = size or 0
         if not any(self._is_batched(leaf) for _, leaf in self._leaves):
             self.size = self._find_size()
         # Paths of lists with one plain value per sample.
-        self._lists = [path for path, node in containers if self._has_value_per_sample(node)]
+        self._lists = [path for path, node in nodes if self._has_value_per_sample(node)]
         self._longest = self._find_longest()
 
     def resized(self, size: int) -> Any:
@@ -112,7 +103,7 @@ class SampleBatch:
         return self._rebuild(self._batch, "batch", size)
 
     def parts(self, batch: Any, count: int) -> list[Any]:
-        """Split a batch returned by `make_batch` into equal parts, as `Guard` does.
+        """Split a batch returned by `resized` into equal parts, as `Guard` does.
 
         Args:
             batch: The batch. Its size is a multiple of `count`.
@@ -132,7 +123,7 @@ class SampleBatch:
         fixed = [
             (path, leaf)
             for path, leaf in self._leaves
-            if isinstance(leaf, ArraySpec) and leaf.ndim and not self._is_batched(leaf)
+            if isinstance(leaf, ArraySpec) and leaf.shape and not self._is_batched(leaf)
         ]
         if fixed:
             yield Assumption(
@@ -143,15 +134,11 @@ class SampleBatch:
 
     def _arrays(self) -> list[ArraySpec]:
         """Return the tensors and arrays that have the dimension of the samples."""
-        return [
-            leaf
-            for _, leaf in self._leaves
-            if isinstance(leaf, ArraySpec) and leaf.ndim > self._split
-        ]
+        return [leaf for _, leaf in self._leaves if isinstance(leaf, ArraySpec) and leaf.shape]
 
     def _check_not_empty(self) -> None:
         arrays = self._arrays()
-        if arrays and all(spec.shape[self._split] == 0 for spec in arrays):
+        if arrays and all(spec.shape[0] == 0 for spec in arrays):
             raise _unusable(
                 f"the sample batch is empty: {_describe_shapes(self._leaves)}",
                 "every sample of another batch is a copy of one of its samples",
@@ -159,17 +146,17 @@ class SampleBatch:
             )
 
     def _find_size(self) -> int:
-        """Return the size that most tensors have in the sample dimension.
+        """Return the size that most tensors have in dimension 0.
 
         A size of 1 counts only if there is no other, because it is often a broadcast dimension.
         """
-        counts = Counter(int(spec.shape[self._split]) for spec in self._arrays())
+        counts = Counter(int(spec.shape[0]) for spec in self._arrays())
         larger = Counter({size: count for size, count in counts.items() if size != 1})
         ranked = (larger or counts).most_common(2)
         if not ranked:
             raise _unusable(
                 f"the sample batch has no batch dimension: {_describe_shapes(self._leaves)}",
-                f"dimension {self._split} of its tensors must be the sample dimension",
+                "dimension 0 of its tensors must be the sample dimension",
                 _NAME_SIZE,
             )
         if len(ranked) == 2 and ranked[0][1] == ranked[1][1]:
@@ -177,16 +164,16 @@ class SampleBatch:
             raise _unusable(
                 f"the sample batch may have {' or '.join(map(str, sizes))} samples:"
                 f" {_describe_shapes(self._leaves)}",
-                f"the batch is dimension {self._split} of its tensors, of the same size in most",
+                "the batch is dimension 0 of its tensors, of the same size in most",
                 _NAME_SIZE,
             )
         return ranked[0][0]
 
     def _is_batched(self, leaf: Any) -> TypeGuard[ArraySpec]:
         """Return whether a part of the batch has one slice per sample."""
-        if not isinstance(leaf, ArraySpec) or leaf.ndim <= self._split:
+        if not isinstance(leaf, ArraySpec) or not leaf.shape:
             return False
-        return leaf.shape[self._split] == self.size
+        return leaf.shape[0] == self.size
 
     def _has_value_per_sample(self, node: Any) -> bool:
         if not isinstance(node, (list, tuple)) or len(node) != self.size:
@@ -199,27 +186,26 @@ class SampleBatch:
         for _, leaf in self._leaves:
             if not self._is_batched(leaf) or leaf.values is None or leaf.values.size == 0:
                 continue
-            rows = np.moveaxis(leaf.values, self._split, 0)
-            if rows.ndim == 1 and rows.max() == length:
+            values = leaf.values
+            if values.ndim == 1 and values.max() == length:
                 # These are the lengths of the samples.
-                return int(rows.argmax())
-            if rows.ndim > 1 and {int(rows.min()), int(rows.max())} <= {0, 1}:
+                return int(values.argmax())
+            if values.ndim > 1 and {int(values.min()), int(values.max())} <= {0, 1}:
                 # This is a mask.
-                return int(rows.reshape(len(rows), -1).sum(axis=1).argmax())
+                return int(values.reshape(len(values), -1).sum(axis=1).argmax())
         return 0
 
     def _find_length(self) -> int | None:
-        """Return the length of the padded samples, taken next to the sample dimension.
+        """Return the length of the padded samples, which is the size of dimension 1.
 
-        Integer tensors, such as token ids, are more
-        reliable than features.
+        Integer tensors, such as token ids, are more reliable than features.
         """
         of_integers: list[int] = []
         of_floats: list[int] = []
         for _, leaf in self._leaves:
-            if self._is_batched(leaf) and leaf.ndim > 1:
+            if self._is_batched(leaf) and len(leaf.shape) > 1:
                 lengths = of_floats if leaf.is_floating else of_integers
-                lengths.append(leaf.shape[1 - self._split])
+                lengths.append(leaf.shape[1])
         return max(of_integers or of_floats, default=None)
 
     # Making and splitting batches.
@@ -230,7 +216,7 @@ class SampleBatch:
             return "items"
         children = _children(node)
         if children is None:
-            return self._split if self._is_batched(node) else None
+            return 0 if self._is_batched(node) else None
         return {
             key: self._how_to_split(child, f"{path}[{key!r}]") for key, child in children.items()
         }
@@ -252,13 +238,10 @@ class SampleBatch:
         return self._make_array(self._resize(node, size) if self._is_batched(node) else node)
 
     def _resize(self, spec: ArraySpec, size: int) -> ArraySpec:
-        shape = list(spec.shape)
-        shape[self._split] = size
         values = spec.values
         if values is not None:
-            longest = values.take([self._longest], axis=self._split)
-            values = np.repeat(longest, size, axis=self._split)
-        return dataclasses.replace(spec, shape=tuple(shape), values=values)
+            values = np.repeat(values[[self._longest]], size, axis=0)
+        return dataclasses.replace(spec, shape=(size, *spec.shape[1:]), values=values)
 
     def _make_array(self, spec: ArraySpec) -> Any:
         if spec.device is not None:
@@ -313,12 +296,12 @@ def _describe_tensor(tensor: torch.Tensor, read: Read) -> ArraySpec:
     )
 
 
-def _check_no_list_of_samples(containers: Sequence[tuple[str, Any]]) -> None:
+def _check_no_list_of_samples(nodes: Sequence[tuple[str, Any]]) -> None:
     """Refuse lists with a tensor or a dict per sample.
 
     A tuple at the top level is a collated batch of dataset items: its entries are columns.
     """
-    for path, node in containers:
+    for path, node in nodes:
         if path == "batch" and isinstance(node, tuple):
             continue
         if _is_list_of_dicts(node) or _is_list_of_ragged_arrays(node):
@@ -406,26 +389,17 @@ def _map_leaves(node: Any, function: Callable[[Any, str], Any], path: str = "bat
     return _with_children(node, mapped)
 
 
-def _walk(node: Any, path: str = "batch", *, leaves: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves, or else the containers, with their paths, the outermost first."""
-    children = _children(node)
-    is_leaf = children is None
-    if is_leaf == leaves:
-        yield path, node
-    if children is not None:
-        for key, child in children.items():
-            yield from _walk(child, f"{path}[{key!r}]", leaves=leaves)
+def _nodes(node: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """Yield all containers and leaves with their paths, the outermost first."""
+    yield path, node
+    for key, child in (_children(node) or {}).items():
+        yield from _nodes(child, f"{path}[{key!r}]")
 
 
 def cut(batch: Any, count: int, split: Split = 0) -> list[Any]:
     """Split a batch into equal parts, as views."""
     size = batch_size(batch, split)
     return [part for part, _ in micro_batches(batch, size, size // count, split)]
-
-
-def leaves_of(batch: Any) -> list[Any]:
-    """Return everything in the containers of a batch."""
-    return [leaf for _, leaf in _walk(batch, leaves=True)]
 
 
 def _unusable(what: str, limit: str, fix: str) -> BatchError:

@@ -8,28 +8,28 @@ child's side is in `child`.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
-from holdfast.core import errors
 from holdfast.core.errors import HoldfastError, OutOfMemoryError, PolicyError
 from holdfast.forecast.job.time_limits import MOST_CPU_SECONDS, MOST_IDLE_SECONDS, TimeLimits
 from holdfast.forecast.trace.events import Assumption, Trace
 
 Route = Literal["privateuse1", "cpu"]
 
-# Files in the folder of a child: the request, its progress line by line, and its answer or error.
-REQUEST_FILE = "request.json"
-PROGRESS_FILE = "doing"
-ANSWER_FILE = "answer.json"
+# Files in the folder of a child: the pickled `TraceRequest`, its progress line by line, and the
+# pickled answer, a `TraceResult` or a HoldfastError.
+REQUEST_FILE = "request"
+PROGRESS_FILE = "progress"
+ANSWER_FILE = "answer"
 # The output of the child and the user's code.
 _OUTPUT_FILE = "stderr"
 # Polling interval for the progress of a child. Its end is noticed at once.
@@ -118,31 +118,15 @@ def trace_job(
             memory.
     """
     with tempfile.TemporaryDirectory(prefix="holdfast-forecast-") as name:
-        folder = Path(name)
-        (folder / REQUEST_FILE).write_text(json.dumps(asdict(request)))
-        exchange = _Exchange(folder, on_progress)
-        answer = exchange.run_child(cpu_seconds=cpu_seconds, idle_seconds=idle_seconds)
-        traces = tuple(Trace.load(folder / file) for file in answer["files"])
-    assumptions = dict.fromkeys(assumption for trace in traces for assumption in trace.assumptions)
-    return TraceResult(
-        traces=traces,
-        route=request.route,
-        parameters=answer["parameters"],
-        trainable_parameters=answer["trainable_parameters"],
-        accumulates=answer["accumulates"],
-        host_bytes=answer["host_bytes"],
-        build_seconds=answer["build_seconds"],
-        trace_seconds=tuple(answer["trace_seconds"]),
-        assumptions=tuple(assumptions),
-        casts=answer["casts"],
-    )
+        exchange = _Exchange(Path(name), on_progress)
+        return exchange.run_child(request, cpu_seconds=cpu_seconds, idle_seconds=idle_seconds)
 
 
 class _Exchange:
     """The exchange of files with one child, in a folder.
 
     Args:
-        folder: A folder that contains the request.
+        folder: An empty folder.
         on_progress: Called with each line of progress.
     """
 
@@ -152,12 +136,15 @@ class _Exchange:
         self._stage = "starting"
         self._stages_read = 0
 
-    def run_child(self, *, cpu_seconds: float, idle_seconds: float) -> dict[str, Any]:
+    def run_child(
+        self, request: TraceRequest, *, cpu_seconds: float, idle_seconds: float
+    ) -> TraceResult:
         """Run a child and return its answer.
 
         Raises:
             HoldfastError: The error reported by the child, or H415 if it died.
         """
+        (self._folder / REQUEST_FILE).write_bytes(pickle.dumps(request))
         (self._folder / PROGRESS_FILE).touch()
         output = self._folder / _OUTPUT_FILE
         with output.open("wb") as printed, _child(self._folder, printed) as child:
@@ -172,10 +159,11 @@ class _Exchange:
             status = child.returncode
         answer_file = self._folder / ANSWER_FILE
         if status == 0 and answer_file.exists():
-            message = json.loads(answer_file.read_bytes())
-            if "error" in message:
-                raise _error_of_child(message["error"])
-            return dict(message["answer"])
+            answer = pickle.loads(answer_file.read_bytes())  # noqa: S301 - written by our child
+            if isinstance(answer, HoldfastError):
+                raise answer
+            assert isinstance(answer, TraceResult)
+            return answer
         if status == -signal.SIGKILL:
             raise self._killed()
         if status < 0:
@@ -239,11 +227,3 @@ def _child(folder: Path, printed: BinaryIO) -> Iterator[subprocess.Popen[bytes]]
     finally:
         child.kill()
         child.wait()
-
-
-def _error_of_child(message: dict[str, str]) -> HoldfastError:
-    """Return the error that a child has reported."""
-    kind = getattr(errors, message["kind"], PolicyError)
-    error = kind(message["what"], limit=message["limit"], fix=message["fix"], rule=message["rule"])
-    assert isinstance(error, HoldfastError)
-    return error

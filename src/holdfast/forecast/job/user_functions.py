@@ -149,13 +149,17 @@ class GuardStandIn:
         )
 
 
+def takes_guard(function: Function) -> bool:
+    """Return whether a function is a ``step(guard, batch)``."""
+    return building.positional_parameters(function)[:1] == ["guard"]
+
+
 def called_with_batch(built: BuiltJob, guard: GuardStandIn) -> Function:
     """Return the function of a job as a function of a batch alone, or of its size."""
     function = built.function
-    parameters = building.positional_parameters(function)
-    if parameters[:1] == ["guard"]:
+    if takes_guard(function):
         return lambda batch: function(guard, batch)
-    if len(parameters) == 2:
+    if len(building.positional_parameters(function)) == 2:
         is_single = list(built.models) == ["model"]
         model: Any = built.models["model"] if is_single else built.models
         return lambda batch: function(model, batch)

@@ -14,37 +14,36 @@ on, is not emulated; it keeps as much as the flash kernel.
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend
 
 aten = torch.ops.aten
 
 # Query, key and value.
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-HALF_PRECISION = (torch.float16, torch.bfloat16)
 # From torch 2.14 on, the efficient kernel supports fewer key heads than query heads (`supports_gqa`
 # in sdp_utils.cpp).
 _TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _EFFICIENT_TAKES_GROUPS = _TORCH_VERSION >= (2, 14)
+# The alignment of head sizes for the efficient kernel, in elements (minimum_gemm_alignment). It
+# supports no other types.
+_EFFICIENT_ALIGNMENTS = {torch.float16: 8, torch.bfloat16: 8, torch.float32: 4}
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
 # The largest head size of the flash kernel (check_head_dim_size_flash).
 _MOST_FLASH_HEAD_SIZE = 256
 
 
-class Backend(enum.Enum):
-    """The emulated kernels, with the numbers of `torch.nn.attention.SDPBackend`."""
-
-    MATH = 0
-    FLASH = 1
-    EFFICIENT = 2
+# The kernels that are emulated.
+EMULATED = frozenset({SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH})
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _AttentionCall:
     """The arguments of `scaled_dot_product_attention`, in the order of the operator."""
 
     query: torch.Tensor
@@ -65,30 +64,36 @@ def install_attention(library: torch.library.Library) -> None:
     """Make `scaled_dot_product_attention` on the fake device use the kernel that CUDA would."""
 
     def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return _attend(_Call(*args, **kwargs))
+        return _attend(_AttentionCall(*args, **kwargs))
 
     library.impl("scaled_dot_product_attention", attention)  # type: ignore[no-untyped-call]
 
 
-def _attend(call: _Call) -> torch.Tensor:
+def _attend(call: _AttentionCall) -> torch.Tensor:
     if call.is_causal and call.attn_mask is not None:
         # torch's composite raises a clear error for this call.
         return _math(call)
+    cuda: Any = torch.backends.cuda
+    allowed = {
+        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: cuda.math_sdp_enabled(),
+    }
     backend = choose_backend(
         call.tensors,
         call.attn_mask,
         causal=call.is_causal,
         grouped=call.enable_gqa,
-        enabled=_enabled_backends(),
+        enabled=frozenset(backend for backend, is_allowed in allowed.items() if is_allowed),
     )
-    if backend is Backend.FLASH:
+    if backend is SDPBackend.FLASH_ATTENTION:
         return _flash(call)
-    if backend is Backend.EFFICIENT:
+    if backend is SDPBackend.EFFICIENT_ATTENTION:
         return _efficient(call)
     return _math(call)
 
 
-def _math(call: _Call) -> torch.Tensor:
+def _math(call: _AttentionCall) -> torch.Tensor:
     out: torch.Tensor = aten._scaled_dot_product_attention_math(
         *call.tensors,
         _additive_mask(call),
@@ -101,8 +106,8 @@ def _math(call: _Call) -> torch.Tensor:
     return out
 
 
-def _flash(call: _Call) -> torch.Tensor:
-    """Pad the heads to a multiple of 8, as pad_last_dim does."""
+def _flash(call: _AttentionCall) -> torch.Tensor:
+    """Run the flash kernel, with heads padded to a multiple of 8, as pad_last_dim does."""
     size = call.query.shape[-1]
     padding = -size % 8
     tensors: Sequence[torch.Tensor] = call.tensors
@@ -117,7 +122,8 @@ def _flash(call: _Call) -> torch.Tensor:
     return out[..., :size] if padding else out
 
 
-def _efficient(call: _Call) -> torch.Tensor:
+def _efficient(call: _AttentionCall) -> torch.Tensor:
+    """Run the efficient kernel, which keeps one number per row if gradients are needed."""
     mask = _additive_mask(call)
     if mask is not None:
         mask = _aligned(mask).expand(*call.query.shape[:-1], call.key.shape[-2])
@@ -130,7 +136,7 @@ def _efficient(call: _Call) -> torch.Tensor:
     return out
 
 
-def _additive_mask(call: _Call) -> torch.Tensor | None:
+def _additive_mask(call: _AttentionCall) -> torch.Tensor | None:
     """Return the mask in additive form: convert_boolean_attn_mask.
 
     A boolean mask is converted to the query's dtype, and kept for the backward pass.
@@ -154,25 +160,14 @@ def _aligned(bias: torch.Tensor) -> torch.Tensor:
 # --- the choice -----------------------------------------------------------------------------------
 
 
-def _enabled_backends() -> frozenset[Backend]:
-    """Return the kernels allowed by ``torch.nn.attention.sdpa_kernel`` or torch's flags."""
-    cuda = torch.backends.cuda
-    queries: dict[Backend, Callable[[], bool]] = {
-        Backend.FLASH: cuda.flash_sdp_enabled,
-        Backend.EFFICIENT: cuda.mem_efficient_sdp_enabled,
-        Backend.MATH: cuda.math_sdp_enabled,
-    }
-    return frozenset(backend for backend, is_enabled in queries.items() if is_enabled())
-
-
 def choose_backend(
     tensors: Tensors,
     mask: torch.Tensor | None = None,
     *,
     causal: bool = False,
     grouped: bool = False,
-    enabled: frozenset[Backend] = frozenset(Backend),
-) -> Backend:
+    enabled: frozenset[SDPBackend] = EMULATED,
+) -> SDPBackend:
     """Return the kernel that CUDA would use: the first suitable one in torch's order.
 
     Args:
@@ -180,22 +175,21 @@ def choose_backend(
         mask: The attention mask.
         causal: Whether later keys are masked.
         grouped: Whether there may be fewer heads of keys than of queries.
-        enabled: The kernels allowed by the user.
+        enabled: The kernels allowed by the user, with ``torch.nn.attention.sdpa_kernel`` or
+            torch's flags.
 
     Raises:
         RuntimeError: If no allowed kernel is suitable, as on CUDA.
     """
-    may_be_fused = _may_be_fused(tensors, mask)
-    suits = {
-        Backend.FLASH: (
-            may_be_fused and mask is None and _flash_suits(tensors, causal=causal, grouped=grouped)
-        ),
-        Backend.EFFICIENT: may_be_fused and _efficient_suits(tensors, grouped=grouped),
-        Backend.MATH: True,
-    }
-    for backend, is_suitable in suits.items():
-        if is_suitable and backend in enabled:
-            return backend
+    if _may_be_fused(tensors, mask):
+        may_be_flash = mask is None and SDPBackend.FLASH_ATTENTION in enabled
+        if may_be_flash and _flash_suits(tensors, causal=causal, grouped=grouped):
+            return SDPBackend.FLASH_ATTENTION
+        may_be_efficient = SDPBackend.EFFICIENT_ATTENTION in enabled
+        if may_be_efficient and _efficient_suits(tensors, grouped=grouped):
+            return SDPBackend.EFFICIENT_ATTENTION
+    if SDPBackend.MATH in enabled:
+        return SDPBackend.MATH
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
@@ -216,7 +210,7 @@ def _flash_suits(tensors: Tensors, *, causal: bool, grouped: bool) -> bool:
     """Return whether the flash kernel supports a call (can_use_flash_attention)."""
     query, key, value = tensors
     head = query.shape[-1]
-    if query.dtype not in HALF_PRECISION:
+    if query.dtype not in _FLASH_DTYPES:
         return False
     if head > _MOST_FLASH_HEAD_SIZE or key.shape[-1] != head or value.shape[-1] != head:
         return False
@@ -228,12 +222,8 @@ def _flash_suits(tensors: Tensors, *, causal: bool, grouped: bool) -> bool:
 def _efficient_suits(tensors: Tensors, *, grouped: bool) -> bool:
     """Return whether the efficient kernel supports a call (can_use_mem_efficient_attention)."""
     query, key, value = tensors
-    # In elements (minimum_gemm_alignment).
-    if query.dtype in HALF_PRECISION:
-        alignment = 8
-    elif query.dtype is torch.float32:
-        alignment = 4
-    else:
+    alignment = _EFFICIENT_ALIGNMENTS.get(query.dtype)
+    if alignment is None:
         return False
     head = query.shape[-1]
     value_head = value.shape[-1]

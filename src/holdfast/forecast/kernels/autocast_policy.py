@@ -3,11 +3,14 @@
 The classes and their members are torch's own, see ``operators.yaml``. A rule is installed for each
 operator that the running torch registers for CUDA, because the lists differ between versions. An
 operator of unknown class is not cast, and this is reported as an assumption.
+
+The rules cannot be unregistered, so they are registered once per process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,7 +23,7 @@ from holdfast.forecast.kernels.operators import LISTS
 Assume = Callable[[str], None]
 Kernel = Callable[..., Any]
 
-# The classes of operators: sections of operators.yaml, and methods of `_Policies`.
+# The classes of operators: sections of operators.yaml.
 _CLASSES = ("lower_precision", "fp32", "fp32_set_opt_dtype", "promote", "banned", "left_alone")
 # Overloads for named dimensions, which fake tensors do not have. torch 2.13 has dropped most of
 # them.
@@ -50,7 +53,16 @@ class WeightCache:
         """
         if tensor.dtype is dtype:
             return tensor
-        if dtype is not lower or not _is_cached(tensor):
+        # The condition is that of cached_cast in autocast_mode.cpp.
+        is_cached = (
+            dtype is lower
+            and tensor.dtype is torch.float32
+            and tensor.requires_grad
+            and tensor.is_leaf
+            and not tensor._is_view()
+            and torch.is_autocast_cache_enabled()
+        )
+        if not is_cached:
             return tensor.to(dtype)
         entry = self._casts.get(id(tensor))
         if entry is None or entry[0]() is not tensor:
@@ -63,48 +75,23 @@ class WeightCache:
         self._casts.clear()
 
 
-def _is_cached(tensor: torch.Tensor) -> bool:
-    """Return whether autocast caches casts of a tensor (cached_cast in autocast_mode.cpp)."""
-    return (
-        tensor.dtype is torch.float32
-        and tensor.requires_grad
-        and tensor.is_leaf
-        and not tensor._is_view()
-        and torch.is_autocast_cache_enabled()
-    )
-
-
-def _ignore(_: str) -> None:
-    pass
-
-
-# The registrations cannot be undone, so everything that they use is kept here: the cache, the
-# libraries, and the collector of the current forecast's assumptions.
-_cache = WeightCache()
-_installed: list[torch.library.Library] = []
-_assume: Assume = _ignore
-
-
 @contextlib.contextmanager
 def installed(device_name: str, assume: Assume) -> Iterator[None]:
-    """Give the fake device CUDA's autocast within the context. The registrations remain afterwards.
+    """Give the fake device CUDA's autocast within the context.
 
     Args:
         device_name: The device type.
         assume: Called with each assumption.
     """
-    global _assume
-    if not _installed:
-        _register(device_name)
-    previous_assume = _assume
+    autocast = _register(device_name)
     previous_dtype = torch.get_autocast_dtype(device_name)
     clear_original = torch.clear_autocast_cache
 
     def clear() -> None:
         clear_original()
-        _cache.clear()
+        autocast.cache.clear()
 
-    _assume = assume
+    autocast.assume = assume
     # CUDA's default.
     torch.set_autocast_dtype(device_name, torch.float16)
     # autocast calls it when the outermost region ends.
@@ -112,10 +99,10 @@ def installed(device_name: str, assume: Assume) -> Iterator[None]:
     try:
         yield
     finally:
-        _assume = previous_assume
+        autocast.assume = None
         torch.clear_autocast_cache = clear_original
         torch.set_autocast_dtype(device_name, previous_dtype)
-        _cache.clear()
+        autocast.cache.clear()
 
 
 def registered_for_cuda() -> frozenset[str]:
@@ -129,25 +116,35 @@ def registered_for_cuda() -> frozenset[str]:
 
 
 def classified() -> dict[str, str]:
-    """Return the class of each operator: the name of its method in `_Policies`."""
+    """Return the class of each operator that has one."""
     return {name: policy for policy in _CLASSES for name in LISTS[policy]}
 
 
-def _register(device_name: str) -> None:
-    make: Any = torch.library.Library
-    fallthrough = make("_", "IMPL", _FAKE_KEY)
+@functools.cache
+def _register(device_name: str) -> _CudaAutocast:
+    """Register a kernel for each operator that CUDA's autocast treats, once per process."""
+    make_library: Any = torch.library.Library
+    fallthrough = make_library("_", "IMPL", _FAKE_KEY)
     fallthrough.fallback(torch.library.fallthrough_kernel)
-    library = make("aten", "IMPL", _FAKE_KEY)
-    _installed.extend((fallthrough, library))
-    policies = _Policies(device_name)
+    library = make_library("aten", "IMPL", _FAKE_KEY)
+    autocast = _CudaAutocast(device_name, libraries=(fallthrough, library))
+    make_kernel = {
+        "lower_precision": autocast.lower_precision,
+        "fp32": autocast.fp32,
+        "fp32_set_opt_dtype": autocast.fp32_set_opt_dtype,
+        "promote": autocast.promote,
+        "banned": autocast.banned,
+    }
     classes = classified()
     for name in sorted(registered_for_cuda()):
         base, _, overload = name.partition(".")
         operator = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
-        if operator is None or name in LISTS["left_alone"]:
+        policy = classes.get(name)
+        if operator is None or policy == "left_alone":
             continue
-        policy = getattr(policies, classes.get(name, "left_alone"))
-        library.impl(name, _without_autocast(policy(operator, name)))
+        make = autocast.unknown if policy is None else make_kernel[policy]
+        library.impl(name, _without_autocast(make(operator, name)))
+    return autocast
 
 
 def _without_autocast(kernel: Kernel) -> Kernel:
@@ -161,11 +158,20 @@ def _without_autocast(kernel: Kernel) -> Kernel:
     return run
 
 
-class _Policies:
-    """Creates autocast kernels for one device, with one method for each class of operators."""
+class _CudaAutocast:
+    """CUDA's autocast for one device. For each class of operators a method creates the kernels.
 
-    def __init__(self, device_name: str) -> None:
+    Args:
+        device_name: The device type.
+        libraries: The registrations, which last as long as these objects.
+    """
+
+    def __init__(self, device_name: str, libraries: tuple[torch.library.Library, ...]) -> None:
+        self.cache = WeightCache()
+        # Receives the assumptions of the current forecast.
+        self.assume: Assume | None = None
         self._device_name = device_name
+        self._libraries = libraries
 
     def lower_precision(self, operator: Any, _: str) -> Kernel:
         """Cast to the lower precision."""
@@ -220,14 +226,15 @@ class _Policies:
 
         return kernel
 
-    def left_alone(self, operator: Any, name: str) -> Kernel:
-        """Run an operator of an unknown class without casts, and record the assumption."""
+    def unknown(self, operator: Any, name: str) -> Kernel:
+        """Run an operator of unknown class without casts, and record the assumption."""
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            _assume(
-                f"autocast was assumed not to cast {name}: its class in torch {torch.__version__}"
-                " is unknown"
-            )
+            if self.assume is not None:
+                self.assume(
+                    f"autocast was assumed not to cast {name}: its class in torch"
+                    f" {torch.__version__} is unknown"
+                )
             return operator(*args, **kwargs)
 
         return kernel
@@ -248,7 +255,7 @@ class _Policies:
         if isinstance(value, (list, tuple)):
             return [self._cast(element, dtype) for element in value]
         if self._is_eligible(value):
-            return _cache.cast(value, dtype, self._lower())
+            return self.cache.cast(value, dtype, self._lower())
         return value
 
     def _call(self, operator: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:

@@ -28,56 +28,22 @@ import torch
 _DROPOUT_STATE_BYTES = 2 * 2**20 + 2**18
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CellFigures:
-    """Figures of one kind of cell, from our measurements (see the module's docstring).
-
-    Values are counted per row (a time step of a sequence) and hidden unit.
-
-    Args:
-        kept_values: Values that each layer keeps in the reserve: an LSTM 4 gates and the cell, a
-            GRU 6 values, a plain RNN its output.
-        work_values: Values of the workspace with the standard algorithm.
-        small_work_values: Values of the workspace with the algorithm for small hidden sizes.
-        largest_small_forward: The largest hidden size for which torch chooses that algorithm in the
-            forward pass (``get_algo`` in RNN.cpp).
-        largest_small_backward: The same in the backward pass.
-    """
-
-    kept_values: int
-    work_values: float
-    small_work_values: float
-    largest_small_forward: int
-    largest_small_backward: int
-
-
-_CELLS = {
-    "lstm": _CellFigures(
-        kept_values=5,
-        work_values=5.0,
-        small_work_values=21.0,
-        largest_small_forward=192,
-        largest_small_backward=128,
-    ),
-    "gru": _CellFigures(
-        kept_values=6,
-        work_values=4.5,
-        small_work_values=19.5,
-        largest_small_forward=192,
-        largest_small_backward=128,
-    ),
-    "rnn": _CellFigures(
-        kept_values=1,
-        work_values=3.75,
-        small_work_values=14.5,
-        largest_small_forward=384,
-        largest_small_backward=256,
-    ),
-}
-# The figures below are from the same measurements.
+# The figures below are from our measurements. Values are elements for each row (a time step of a
+# sequence) and hidden unit, unless stated otherwise.
+#
+# Values that each layer keeps in the reserve: an LSTM 4 gates and the cell, a GRU 6 values, a plain
+# RNN its output.
+_KEPT_VALUES = {"lstm": 5, "gru": 6, "rnn": 1}
+# Values of the workspace with the standard algorithm.
+_WORK_VALUES = {"lstm": 5.0, "gru": 4.5, "rnn": 3.75}
+# Values of the workspace with the algorithm for small hidden sizes.
+_SMALL_WORK_VALUES = {"lstm": 21.0, "gru": 19.5, "rnn": 14.5}
+# The largest hidden sizes for which torch chooses that algorithm (get_algo in RNN.cpp).
+_LARGEST_SMALL_FORWARD = {"lstm": 192, "gru": 192, "rnn": 384}
+_LARGEST_SMALL_BACKWARD = {"lstm": 128, "gru": 128, "rnn": 256}
 # Bytes of the reserve that do not depend on any size.
 _FIXED_RESERVE_BYTES = 256
-# Additional values of the workspace per row and unit if sequences are read in both directions.
+# Additional values of the workspace if sequences are read in both directions.
 _SECOND_DIRECTION_VALUES = 9.0
 # The same with dropout in one direction.
 _DROPOUT_VALUES = 1
@@ -136,7 +102,7 @@ class RecurrentSize:
         These are values per row and unit of each layer, the outputs of all layers but the last, and
         one bit for each of these outputs if there is dropout.
         """
-        values_per_layer = _CELLS[self.mode].kept_values * self.hidden
+        values_per_layer = _KEPT_VALUES[self.mode] * self.hidden
         if self.projection:
             values_per_layer += self.hidden
         outputs_between = (self.layers - 1) * (self.projection or self.hidden)
@@ -167,15 +133,12 @@ class RecurrentSize:
         """Return whether torch uses the algorithm for small hidden sizes: get_algo in RNN.cpp."""
         if not self.may_be_small or self.projection:
             return False
-        figures = _CELLS[self.mode]
-        if backward:
-            return self.hidden <= figures.largest_small_backward
-        return self.hidden <= figures.largest_small_forward
+        largest = _LARGEST_SMALL_BACKWARD if backward else _LARGEST_SMALL_FORWARD
+        return self.hidden <= largest[self.mode]
 
     def _work_values(self, *, is_small: bool) -> float:
         """Return the values of the workspace per row and unit."""
-        figures = _CELLS[self.mode]
-        values = figures.small_work_values if is_small else figures.work_values
+        values = _SMALL_WORK_VALUES[self.mode] if is_small else _WORK_VALUES[self.mode]
         values += _SECOND_DIRECTION_VALUES * (self.directions - 1)
         if self.dropout and self.directions == 1:
             values += _DROPOUT_VALUES
@@ -183,7 +146,7 @@ class RecurrentSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
+class _LayerLayout:
     """The layout of one call.
 
     Args:
@@ -216,13 +179,13 @@ class _FlatHalf(torch.autograd.Function):
         )
 
 
-class _Layers(torch.autograd.Function):
+class _CudnnLayers(torch.autograd.Function):
     """One call of cuDNN, with the allocations of cuDNN and torch in their order."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        layout: _Layout,
+        layout: _LayerLayout,
         data: torch.Tensor,
         hidden: torch.Tensor,
         cell: torch.Tensor | None,
@@ -250,7 +213,7 @@ class _Layers(torch.autograd.Function):
         grad_last: torch.Tensor | None,
         grad_cell: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        layout: _Layout = ctx.layout
+        layout: _LayerLayout = ctx.layout
         if not layout.training:
             raise RuntimeError("cudnn RNN backward can only be called in training mode")
         data, hidden, cell, y, _reserve, *weights = ctx.saved_tensors
@@ -275,7 +238,7 @@ class _Layers(torch.autograd.Function):
 
 
 def _backward_of_input(
-    layout: _Layout,
+    layout: _LayerLayout,
     data: torch.Tensor,
     hidden: torch.Tensor,
     cell: torch.Tensor | None,
@@ -348,19 +311,22 @@ class _FusedGruCell(torch.autograd.Function):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """The last arguments of ``aten.lstm`` and the like, in their order.
+@dataclass(frozen=True, slots=True)
+class _RecurrentArguments:
+    """The arguments of ``aten.lstm`` and the like that follow the data, in their order.
 
-    A packed sequence has no `batch_first`.
+    `states` is one tensor, or an LSTM's hidden state and cell. A packed sequence has no
+    `batch_first`.
     """
 
+    states: Any
+    weights: Sequence[torch.Tensor]
+    has_biases: bool
     layers: int
     dropout: float
     training: bool
     bidirectional: bool
-    batch_first: bool
-    is_packed: bool
+    batch_first: bool = False
 
 
 class _RecurrentLayers:
@@ -381,48 +347,38 @@ class _RecurrentLayers:
             if not torch.backends.cudnn.enabled or data.numel() == 0:
                 return native.decompose(data, *rest)
             # A packed sequence has its batch sizes as the second argument.
-            arguments = rest[1:] if is_packed else rest
-            states, weights, _has_biases, layers, dropout, training, bidirectional = arguments[:7]
-            options = _Options(
-                layers=layers,
-                dropout=dropout,
-                training=training,
-                bidirectional=bidirectional,
-                batch_first=len(arguments) > 7 and arguments[7],
-                is_packed=is_packed,
-            )
-            if isinstance(states, torch.Tensor):
-                states = (states,)
-            out = self._run(mode, data, states, weights, options)
+            arguments = _RecurrentArguments(*(rest[1:] if is_packed else rest))
+            out = self._run(mode, data, arguments, is_packed=is_packed)
             return out if mode == "lstm" else out[:2]
 
         return run_layers
 
     def _run(
-        self,
-        mode: str,
-        data: torch.Tensor,
-        states: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor],
-        options: _Options,
+        self, mode: str, data: torch.Tensor, arguments: _RecurrentArguments, *, is_packed: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run a layer as cuDNN does: cast for autocast, then allocate in cuDNN's order."""
-        hidden = states[0]
-        cell = states[1] if len(states) > 1 else None
+        weights = arguments.weights
+        if isinstance(arguments.states, torch.Tensor):
+            hidden = arguments.states
+            cell = None
+        else:
+            hidden, cell = arguments.states
         if torch.is_autocast_enabled(data.device.type) and data.dtype is not torch.float64:
             data = data.to(torch.float16)
             hidden = hidden.to(torch.float16)
             cell = None if cell is None else cell.to(torch.float16)
             if weights[0].dtype is not torch.float16:
                 weights = _FlatHalf.apply(*weights)  # type: ignore[no-untyped-call]
-        size = _size_of_call(mode, data, hidden, cell, weights, options)
+        size = _size_of_call(mode, data, hidden, cell, arguments, is_packed=is_packed)
         if size.dropout and self._dropout_state is None:
             self._dropout_state = torch.empty(
                 _DROPOUT_STATE_BYTES, dtype=torch.uint8, device=data.device
             )
         self._note_uncertain(f"cuDNN {mode}", int(_OTHER_VERSIONS * size.workspace_bytes()))
-        layout = _Layout(size=size, batch_first=options.batch_first, training=options.training)
-        out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Layers.apply(  # type: ignore[no-untyped-call]
+        layout = _LayerLayout(
+            size=size, batch_first=arguments.batch_first, training=arguments.training
+        )
+        out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _CudnnLayers.apply(  # type: ignore[no-untyped-call]
             layout, data, hidden, cell, *weights
         )
         return out
@@ -433,27 +389,29 @@ def _size_of_call(
     data: torch.Tensor,
     hidden: torch.Tensor,
     cell: torch.Tensor | None,
-    weights: Sequence[torch.Tensor],
-    options: _Options,
+    arguments: _RecurrentArguments,
+    *,
+    is_packed: bool,
 ) -> RecurrentSize:
     """Return the sizes of a layer, derived from the tensors of a call."""
-    # With a projection, only the cell state has the hidden size.
+    # With a projection, only the cell has the hidden size.
     units = (hidden if cell is None else cell).shape[-1]
     has_projection = hidden.shape[-1] != units
+    weights = arguments.weights
     return RecurrentSize(
         mode=mode,
         features=data.shape[-1],
         hidden=units,
         projection=hidden.shape[-1] if has_projection else 0,
-        layers=options.layers,
-        directions=2 if options.bidirectional else 1,
+        layers=arguments.layers,
+        directions=2 if arguments.bidirectional else 1,
         batch=hidden.shape[1],
-        rows=data.shape[0] if options.is_packed else data.shape[0] * data.shape[1],
+        rows=data.shape[0] if is_packed else data.shape[0] * data.shape[1],
         weights=sum(weight.numel() for weight in weights),
         biases=sum(weight.numel() for weight in weights if weight.dim() == 1),
         element_bytes=data.element_size(),
-        dropout=options.dropout if options.training else 0.0,
-        may_be_small=not options.is_packed and data.dtype in (torch.float32, torch.float16),
+        dropout=arguments.dropout if arguments.training else 0.0,
+        may_be_small=not is_packed and data.dtype in (torch.float32, torch.float16),
     )
 
 

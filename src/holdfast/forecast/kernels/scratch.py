@@ -12,6 +12,7 @@ Memory that outlives the operator is not counted here: the reserve of a recurren
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -108,16 +109,11 @@ def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     Returns:
         None if the operator is known to need no scratch memory.
     """
-    if op not in _rules:
-        _rules[op] = _find_rule(op)
-    rule = _rules[op]
+    rule = _find_rule(op)
     return None if rule is None else rule(named_arguments(op, args, kwargs), out)
 
 
-# The rules that were looked up, by overload.
-_rules: dict[Any, Rule | None] = {}
-
-
+@functools.cache
 def _find_rule(op: Any) -> Rule | None:
     """Return the rule for an operator, None if it is known to need no scratch memory."""
     if not isinstance(op, torch._ops.OpOverload):

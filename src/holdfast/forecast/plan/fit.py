@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.forecast.allocator.replay import Events, Replay, Sizes, replay
+from holdfast.forecast.allocator.replay import Events, ReplayResult, Sizes, replay
 from holdfast.forecast.devices.catalogue import Device
 
 _MIB = 1 << 20
@@ -47,7 +47,7 @@ class Fit:
     """
 
     margin_bytes: int
-    replay: Replay
+    replay: ReplayResult
     process_bytes: int
 
     @property
@@ -65,8 +65,7 @@ def default_margin_bytes(device: Device, *, uncalibrated_scratch_bytes: int = 0)
             no table. It is added to the margin.
     """
     margin = max(LEAST_MARGIN_BYTES, int(MARGIN_SHARE * device.usable_bytes))
-    capability = device.capability or (0, 0)
-    if capability < _FIRST_CAPABILITY_WITHOUT_OLD_CUDA:
+    if device.capability < _FIRST_CAPABILITY_WITHOUT_OLD_CUDA:
         margin += max(0, OLD_CONTEXT_BYTES - device.context_bytes)
     if not device.is_measured:
         margin = max(margin, int(UNMEASURED_MARGIN_SHARE * device.usable_bytes))
@@ -77,6 +76,10 @@ def with_workspaces(
     events: Events, sizes: Sizes, device: Device, products: tuple[int, int] = (0, 0)
 ) -> tuple[Events, Sizes]:
     """Return a trace with the allocations of the device's cuBLAS workspaces, which are never freed.
+
+    There are two. A workspace is kept for each handle and stream, and each thread has its own
+    handle (thread_local PoolWindow in CublasHandlePool.cpp): the thread that runs forward, and
+    autograd's.
 
     The position matters. The workspace of the backward pass takes a part of the memory that the
     forward pass has just freed: a contrastive loss of 15.8 GB reserved 20.2 GB of an H200, and 15.9
@@ -89,11 +92,10 @@ def with_workspaces(
         products: Number of events before the first matrix product of the forward and of the
             backward pass; see `first_products`.
     """
-    workspaces = np.array(device.workspace_bytes, dtype=np.int64)
     # The workspaces get the last ids, so that no other id changes.
-    ids = np.arange(len(sizes) + 1, len(sizes) + 1 + len(workspaces), dtype=np.int32)
-    positions = np.repeat(products, len(ids) // len(products))
-    return np.insert(events, positions, ids), np.concatenate([sizes, workspaces])
+    ids = np.array([len(sizes) + 1, len(sizes) + 2], dtype=np.int32)
+    workspaces = np.full(2, device.cublas_workspace_bytes, dtype=np.int64)
+    return np.insert(events, products, ids), np.concatenate([sizes, workspaces])
 
 
 def check_fit(

@@ -7,7 +7,7 @@ the margin is raised and the planning is repeated. No user code runs in this pro
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from holdfast.core.errors import HoldfastError
@@ -16,7 +16,6 @@ from holdfast.forecast.job.tracing import TraceRequest, TraceResult, trace_job
 from holdfast.forecast.plan.planning import (
     GRANULE_BYTES,
     MemoryPlan,
-    RecomputedStep,
     Target,
     TracedStep,
     check_trace,
@@ -153,192 +152,18 @@ def make_forecast(request: ForecastRequest, on_progress: OnProgress = lambda _: 
     Raises:
         HoldfastError: Whatever `trace_job` raises.
     """
-    assumptions: list[Assumption] = []
-    jobs = _trace_precisions(request, on_progress, assumptions)
-    steps = {
-        precision: TracedStep(
-            plain=job.step,
-            recomputed=functools.cache(
-                functools.partial(
-                    _trace_recomputed, request, precision, job.step, on_progress, assumptions
-                )
-            ),
-        )
-        for precision, job in jobs.items()
-    }
-    plans = []
-    for device in request.devices:
-        plan = plan_device(request, device, steps, on_progress)
-        if request.verify:
-            plan = verify_plan(request, plan, steps, on_progress, assumptions)
-        plans.append(plan)
-    for job in jobs.values():
-        assumptions += job.result.assumptions
-    for plan in plans:
-        assumptions += plan.trace.assumptions
-    if "bf16" in steps:
-        assumptions += _assumed_without_bf16(request.devices)
-    return Forecast(
-        request=request,
-        traced={precision: job.result for precision, job in jobs.items()},
-        plans=tuple(plans),
-        assumptions=tuple(dict.fromkeys(assumptions)),
-    )
+    return Forecaster(request, on_progress).forecast()
 
 
-def _assumed_without_bf16(devices: Iterable[Device]) -> list[Assumption]:
-    return [
-        Assumption(
-            what=f"{device.name} has no bf16 units, so plans in other precisions are preferred"
-        )
-        for device in devices
-        if not device.has_bf16
-    ]
+def plan_target(target: Target, steps: Mapping[str, TracedStep]) -> DeviceForecast:
+    """Return the plans for a device, from the job's step in each precision.
 
-
-# --- tracing --------------------------------------------------------------------------------------
-
-
-def _trace_precisions(
-    request: ForecastRequest, on_progress: OnProgress, assumptions: list[Assumption]
-) -> dict[str, _TracedJob]:
-    """Return the job in each precision in which its step runs.
-
-    Why a precision was left out is added to `assumptions`.
-
-    Raises:
-        HoldfastError: If the step runs in no precision; the error of the first one.
+    Only precisions that the device computes in are planned for, or all if it computes in none.
     """
-    jobs: dict[str, _TracedJob] = {}
-    errors: dict[str, HoldfastError] = {}
-    # They are traced one after another, because build() may open a port or write a file.
-    for precision in request.precisions:
-        try:
-            jobs[precision] = _trace(request, precision, on_progress)
-        except HoldfastError as error:
-            errors[precision] = error
-            continue
-        if jobs[precision].result.casts:
-            # The job's own autocast overrides any precision that we add, so all plans would be the
-            # same run.
-            assumptions.append(Assumption(what=_OWN_PRECISION))
-            if "fp32" in jobs:
-                return {"fp32": jobs["fp32"]}
-            return {"fp32": _trace(request, "fp32", on_progress)}
-    if not jobs:
-        _raise_first(errors)
-    for precision, reason in errors.items():
-        assumptions.append(
-            Assumption(
-                what=f"{precision} was left out because its step fails: {_on_one_line(reason)}"
-            )
-        )
-    return jobs
-
-
-def _raise_first(errors: Mapping[str, HoldfastError]) -> None:
-    """Raise the first error, with the precision that was added if any."""
-    precision, error = next(iter(errors.items()))
-    if precision == "fp32":
-        raise error
-    what = f"{error.what} (in {precision}, under autocast)"
-    raise type(error)(what, limit=error.limit, fix=error.fix, rule=error.rule) from error
-
-
-def _trace_recomputed(
-    request: ForecastRequest,
-    precision: str,
-    plain: ScaledTrace,
-    on_progress: OnProgress,
-    assumptions: list[Assumption],
-) -> RecomputedStep | None:
-    """Return the step with all its blocks recomputed; None if it has none, or fails that way."""
-    blocks = plain.template.blocks
-    if not blocks:
-        return None
-    try:
-        job = _trace(request, precision, on_progress, recompute=blocks)
-    except HoldfastError as error:
-        what = f"no plan in {precision} recomputes blocks, because then {_on_one_line(error)}"
-        assumptions.append(Assumption(what=what))
-        return None
-    assumptions += job.result.assumptions
-    return RecomputedStep(step=job.step, blocks=blocks)
-
-
-def _trace(
-    request: ForecastRequest,
-    precision: str,
-    on_progress: OnProgress,
-    recompute: tuple[str, ...] = (),
-) -> _TracedJob:
-    """Trace a job at two sizes, and return its step at any size.
-
-    Raises:
-        NotAlignedError: If its traces differ at all sizes that are tried; the first difference.
-        HoldfastError: Whatever `trace_job` raises.
-    """
-    differences: list[NotAlignedError] = []
-    for multiple in _SIZE_MULTIPLES:
-        sizes = tuple(multiple * size for size in FITTED_SIZES)
-        result = trace_job(
-            TraceRequest(
-                factory=request.factory, precision=precision, sizes=sizes, recompute=recompute
-            ),
-            on_progress,
-        )
-        try:
-            step = extrapolate(result.traces)
-        except NotAlignedError as error:
-            differences.append(error)
-            continue
-        assumed = _assumed_of_sizes(sizes, differences) + _assumed_of_accumulation(request, result)
-        return _TracedJob(
-            result=replace(result, assumptions=(*result.assumptions, *assumed)),
-            step=replace(step, accumulates=result.accumulates),
-        )
-    raise differences[0]
-
-
-def _assumed_of_sizes(
-    sizes: tuple[int, ...], differences: list[NotAlignedError]
-) -> list[Assumption]:
-    if not differences:
-        return []
-    names = " and ".join(map(str, sizes))
-    reason = differences[-1].what
-    return [
-        Assumption(what=f"the forecast is made from {names} samples, because with fewer {reason}")
-    ]
-
-
-def _assumed_of_accumulation(request: ForecastRequest, result: TraceResult) -> list[Assumption]:
-    if request.global_batch_size is None or result.accumulates:
-        return []
-    what = (
-        f"the step calls backward itself, so the global batch of {request.global_batch_size}"
-        " samples is not split for it: gradients of earlier micro-batches were not counted"
-    )
-    return [Assumption(what=what)]
-
-
-def _on_one_line(error: HoldfastError) -> str:
-    return " ".join(error.what.split())
-
-
-# --- planning -------------------------------------------------------------------------------------
-
-
-def plan_device(
-    request: ForecastRequest,
-    device: Device,
-    steps: Mapping[str, TracedStep],
-    on_progress: OnProgress = lambda _: None,
-) -> DeviceForecast:
-    """Return the plans for a device, from the job's step in each precision."""
-    target = request.target(device)
-    on_progress(f"planning for {device.name}")
-    plans = tuple(find_plans(_steps_for(device, steps), target))
+    if not target.device.has_bf16:
+        without_bf16 = {name: step for name, step in steps.items() if name != "bf16"}
+        steps = without_bf16 or steps
+    plans = tuple(find_plans(steps, target))
     best = recommend(plans)
     shown = best or nearest_miss(plans)
     assert shown is not None, "there is a plan for each precision"
@@ -349,14 +174,6 @@ def plan_device(
         shown=shown,
         trace=_step_in_memory(shown, steps[shown.precision], target.global_batch_size),
     )
-
-
-def _steps_for(device: Device, steps: Mapping[str, TracedStep]) -> Mapping[str, TracedStep]:
-    """Return the precisions that a device computes in, or all of them if it computes in none."""
-    if device.has_bf16:
-        return steps
-    without_bf16 = {precision: step for precision, step in steps.items() if precision != "bf16"}
-    return without_bf16 or steps
 
 
 def _step_in_memory(plan: MemoryPlan, step: TracedStep, global_batch_size: int | None) -> Trace:
@@ -371,77 +188,211 @@ def _step_in_memory(plan: MemoryPlan, step: TracedStep, global_batch_size: int |
     return with_accumulation(trace, global_batch_size)
 
 
-# --- verification ---------------------------------------------------------------------------------
+class Forecaster:
+    """Answers one request.
 
+    Args:
+        request: The job and the devices.
+        on_progress: Called with a description of each stage.
 
-def verify_plan(
-    request: ForecastRequest,
-    plan: DeviceForecast,
-    steps: Mapping[str, TracedStep],
-    on_progress: OnProgress,
-    assumptions: list[Assumption],
-) -> DeviceForecast:
-    """Trace the recommended plan with its own settings, and return the plan with the result.
-
-    If it does not fit, plan again with a larger margin, a few times. Rejected plans are added to
-    `assumptions`.
-
-    Raises:
-        HoldfastError: If the step does not run with the settings of the plan.
+    Attributes:
+        assumptions: Collects the assumptions of the answer.
     """
-    # Each trace has to fit with the user's margin, not with the raised one.
-    target = plan.target
-    for _ in range(_MOST_VERIFICATIONS):
-        best = plan.best
-        if best is None:
-            return plan
-        on_progress(
-            f"tracing the plan for {target.device.name} with micro-batches of"
-            f" {best.micro_batch_size}"
-        )
-        step = steps[best.precision]
-        verification = _verify(request, best, step, target)
-        plan = replace(
-            plan,
-            trace=_step_in_memory(best, step, target.global_batch_size),
-            verification=verification,
-        )
-        if verification.fits:
-            return plan
-        margin_bytes = _raised_margin(best, verification, target.device)
-        assumptions.append(_assumed_of_refused(best, margin_bytes, target.device))
-        request = replace(request, margin_bytes=margin_bytes)
-        next_plan = plan_device(request, target.device, steps, on_progress)
-        if next_plan.best is None:
-            break
-        plan = next_plan
-    return replace(plan, best=None)
 
+    def __init__(self, request: ForecastRequest, on_progress: OnProgress) -> None:
+        self.assumptions: list[Assumption] = []
+        self._request = request
+        self._on_progress = on_progress
 
-def _verify(
-    request: ForecastRequest, plan: MemoryPlan, step: TracedStep, target: Target
-) -> Verification:
-    total = target.global_batch_size
-    micro_batches = 1
-    if step.plain.accumulates and total is not None and total > plan.micro_batch_size:
-        # All micro-batches after the first are alike, so two represent any number.
-        micro_batches = 2
-    result = trace_job(
-        TraceRequest(
-            factory=request.factory,
-            precision=plan.precision,
-            sizes=(plan.micro_batch_size,),
-            recompute=plan.modules,
-            gradient_accumulation_steps=micro_batches,
+    def forecast(self) -> Forecast:
+        """Return the answer. See `make_forecast`."""
+        jobs = self._trace_precisions()
+        steps = {
+            precision: TracedStep(
+                plain=job.step,
+                recomputed=functools.cache(
+                    functools.partial(self._trace_recomputed, precision, job.step)
+                ),
+            )
+            for precision, job in jobs.items()
+        }
+        plans = []
+        for device in self._request.devices:
+            self._on_progress(f"planning for {device.name}")
+            plan = plan_target(self._request.target(device), steps)
+            if self._request.verify:
+                plan = self.verify_plan(plan, steps)
+            plans.append(plan)
+        for job in jobs.values():
+            self.assumptions += job.result.assumptions
+        for plan in plans:
+            self.assumptions += plan.trace.assumptions
+        for device in self._request.devices:
+            if "bf16" in steps and not device.has_bf16:
+                self._assume(
+                    f"{device.name} has no bf16 units, so plans in other precisions are preferred"
+                )
+        return Forecast(
+            request=self._request,
+            traced={precision: job.result for precision, job in jobs.items()},
+            plans=tuple(plans),
+            assumptions=tuple(dict.fromkeys(self.assumptions)),
         )
-    )
-    (trace,) = result.traces
-    forecast = _step_in_memory(plan, step, micro_batches * plan.micro_batch_size)
-    return Verification(
-        live_bytes=live_peak(trace, GRANULE_BYTES),
-        forecast_bytes=live_peak(forecast, GRANULE_BYTES),
-        fits=check_trace(trace, target).fits,
-    )
+
+    def _assume(self, what: str) -> None:
+        self.assumptions.append(Assumption(what=what))
+
+    # Tracing.
+
+    def _trace_precisions(self) -> dict[str, _TracedJob]:
+        """Return the job in each precision in which its step runs.
+
+        Raises:
+            HoldfastError: If the step runs in no precision; the error of the first one.
+        """
+        jobs: dict[str, _TracedJob] = {}
+        errors: dict[str, HoldfastError] = {}
+        # They are traced one after another, because build() may open a port or write a file.
+        for precision in self._request.precisions:
+            try:
+                jobs[precision] = self._trace(precision)
+            except HoldfastError as error:
+                errors[precision] = error
+                continue
+            if jobs[precision].result.casts:
+                # The job's own autocast overrides any precision that we add, so all plans would be
+                # the same run.
+                self._assume(_OWN_PRECISION)
+                if "fp32" in jobs:
+                    return {"fp32": jobs["fp32"]}
+                return {"fp32": self._trace("fp32")}
+        if not jobs:
+            _raise_first(errors)
+        for precision, reason in errors.items():
+            self._assume(f"{precision} was left out because its step fails: {_on_one_line(reason)}")
+        return jobs
+
+    def _trace_recomputed(self, precision: str, plain: ScaledTrace) -> ScaledTrace | None:
+        """Return the step with all blocks recomputed; None if there are none, or it fails."""
+        blocks = plain.template.blocks
+        if not blocks:
+            return None
+        try:
+            job = self._trace(precision, recompute=blocks)
+        except HoldfastError as error:
+            self._assume(
+                f"no plan in {precision} recomputes blocks, because then {_on_one_line(error)}"
+            )
+            return None
+        self.assumptions += job.result.assumptions
+        return job.step
+
+    def _trace(self, precision: str, recompute: tuple[str, ...] = ()) -> _TracedJob:
+        """Trace a job at two sizes, and return its step at any size.
+
+        Raises:
+            NotAlignedError: If its traces differ at all sizes that are tried; the first difference.
+            HoldfastError: Whatever `trace_job` raises.
+        """
+        differences: list[NotAlignedError] = []
+        for multiple in _SIZE_MULTIPLES:
+            sizes = tuple(multiple * size for size in FITTED_SIZES)
+            result = trace_job(
+                TraceRequest(
+                    factory=self._request.factory,
+                    precision=precision,
+                    sizes=sizes,
+                    recompute=recompute,
+                ),
+                self._on_progress,
+            )
+            try:
+                step = extrapolate(result.traces)
+            except NotAlignedError as error:
+                differences.append(error)
+                continue
+            assumed = list(result.assumptions)
+            if differences:
+                names = " and ".join(map(str, sizes))
+                what = (
+                    f"the forecast is made from {names} samples, because with fewer"
+                    f" {differences[-1].what}"
+                )
+                assumed.append(Assumption(what=what))
+            if self._request.global_batch_size is not None and not result.accumulates:
+                what = (
+                    "the step calls backward itself, so the global batch of"
+                    f" {self._request.global_batch_size} samples is not split for it: gradients of"
+                    " earlier micro-batches were not counted"
+                )
+                assumed.append(Assumption(what=what))
+            return _TracedJob(
+                result=replace(result, assumptions=tuple(assumed)),
+                step=replace(step, accumulates=result.accumulates),
+            )
+        raise differences[0]
+
+    # Verification.
+
+    def verify_plan(self, plan: DeviceForecast, steps: Mapping[str, TracedStep]) -> DeviceForecast:
+        """Trace the recommended plan with its own settings, and return the plan with the result.
+
+        If it does not fit, plan again with a larger margin, a few times. Rejected plans are added
+        to the assumptions.
+
+        Raises:
+            HoldfastError: If the step does not run with the settings of the plan.
+        """
+        # Each trace has to fit with the user's margin, not with the raised one.
+        target = plan.target
+        for _ in range(_MOST_VERIFICATIONS):
+            best = plan.best
+            if best is None:
+                return plan
+            self._on_progress(
+                f"tracing the plan for {target.device.name} with micro-batches of"
+                f" {best.micro_batch_size}"
+            )
+            step = steps[best.precision]
+            verification = self._verify(best, step, target)
+            plan = replace(
+                plan,
+                trace=_step_in_memory(best, step, target.global_batch_size),
+                verification=verification,
+            )
+            if verification.fits:
+                return plan
+            margin_bytes = _raised_margin(best, verification, target.device)
+            self._assume(_why_refused(best, margin_bytes, target.device))
+            self._on_progress(f"planning for {target.device.name}")
+            next_plan = plan_target(replace(target, margin_bytes=margin_bytes), steps)
+            if next_plan.best is None:
+                break
+            plan = next_plan
+        return replace(plan, best=None)
+
+    def _verify(self, plan: MemoryPlan, step: TracedStep, target: Target) -> Verification:
+        total = target.global_batch_size
+        micro_batches = 1
+        if step.plain.accumulates and total is not None and total > plan.micro_batch_size:
+            # All micro-batches after the first are alike, so two represent any number.
+            micro_batches = 2
+        result = trace_job(
+            TraceRequest(
+                factory=self._request.factory,
+                precision=plan.precision,
+                sizes=(plan.micro_batch_size,),
+                recompute=plan.modules,
+                gradient_accumulation_steps=micro_batches,
+            )
+        )
+        (trace,) = result.traces
+        forecast = _step_in_memory(plan, step, micro_batches * plan.micro_batch_size)
+        return Verification(
+            live_bytes=live_peak(trace, GRANULE_BYTES),
+            forecast_bytes=live_peak(forecast, GRANULE_BYTES),
+            fits=check_trace(trace, target).fits,
+        )
 
 
 def _raised_margin(plan: MemoryPlan, verification: Verification, device: Device) -> int:
@@ -454,13 +405,24 @@ def _raised_margin(plan: MemoryPlan, verification: Verification, device: Device)
     return plan.margin_bytes + max(plan.margin_bytes, missing_bytes)
 
 
-def _assumed_of_refused(plan: MemoryPlan, margin_bytes: int, device: Device) -> Assumption:
+def _why_refused(plan: MemoryPlan, margin_bytes: int, device: Device) -> str:
     settings = f"micro-batches of {plan.micro_batch_size} in {plan.precision}"
     if plan.modules:
         settings += f" with {len(plan.modules)} modules recomputed"
-    return Assumption(
-        what=(
-            f"left out for {device.name}: {settings} did not fit when it was traced, so"
-            f" {margin_bytes / GIB:.2f} GiB were kept free"
-        )
+    return (
+        f"left out for {device.name}: {settings} did not fit when it was traced, so"
+        f" {margin_bytes / GIB:.2f} GiB were kept free"
     )
+
+
+def _raise_first(errors: Mapping[str, HoldfastError]) -> None:
+    """Raise the first error, with the precision that was added if any."""
+    precision, error = next(iter(errors.items()))
+    if precision == "fp32":
+        raise error
+    what = f"{error.what} (in {precision}, under autocast)"
+    raise type(error)(what, limit=error.limit, fix=error.fix, rule=error.rule) from error
+
+
+def _on_one_line(error: HoldfastError) -> str:
+    return " ".join(error.what.split())

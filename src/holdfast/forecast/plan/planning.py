@@ -54,10 +54,9 @@ class MemoryPlan:
         modules: Paths of the recomputed blocks.
         micro_batch_size: The largest that fits, in samples; 0 if not even one sample does.
         live_bytes: Peak of the tensors' memory, as counted by ``max_memory_allocated``, without
-            cuBLAS
-        workspaces.
-        process_bytes: Device memory used by the process, including the context. margin_bytes:
-            Memory kept free beyond that, for everything that a forecast cannot know.
+            cuBLAS workspaces.
+        process_bytes: Device memory used by the process, including the context.
+        margin_bytes: Memory kept free beyond that, for everything that a forecast cannot know.
         missing_bytes: How much memory is missing for one sample; 0 if it fits.
         retries: How often the allocator had to release its cache.
         sample_seconds: Time per sample.
@@ -124,40 +123,31 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecomputedStep:
-    """The step with blocks recomputed, and the paths of these blocks."""
-
-    step: ScaledTrace
-    blocks: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
     """A job's step in one precision, at any size.
 
     Args:
         plain: The step without recomputation.
-        recomputed: Traces the step with all blocks recomputed; returns None if the model has no
-            blocks. It is slow, so it is called only if the whole batch does not fit without
-            recomputation.
+        recomputed: Traces the step with all blocks recomputed (`Trace.blocks`); returns None if the
+            model has no blocks. It is slow, so it is called only if the whole batch does not fit
+            without recomputation.
     """
 
     plain: ScaledTrace
-    recomputed: Callable[[], RecomputedStep | None] = lambda: None
+    recomputed: Callable[[], ScaledTrace | None]
 
     def with_recompute(self, modules: tuple[str, ...]) -> ScaledTrace:
         """Return the step in which these modules, none or all blocks, are recomputed."""
         if not modules:
             return self.plain
-        recomputed = self.recomputed()
-        return self.plain if recomputed is None else recomputed.step
+        return self.recomputed() or self.plain
 
 
 def find_plans(steps: Mapping[str, TracedStep], target: Target) -> list[MemoryPlan]:
     """Return all plans for a device, by precision, each without and then with recomputation."""
     plans: list[MemoryPlan] = []
     for precision, step in steps.items():
-        plans += _Search(step, precision, target).plans()
+        plans += _PlanSearch(step, precision, target).plans()
     return plans
 
 
@@ -211,7 +201,7 @@ def check_trace(trace: Trace, target: Target, steps: int = _STEPS) -> Fit:
     )
 
 
-class _Search:
+class _PlanSearch:
     """Searches the largest micro-batch of the plans with one precision."""
 
     def __init__(self, step: TracedStep, precision: str, target: Target) -> None:
@@ -228,9 +218,8 @@ class _Search:
         yield plain
         if plain.micro_batch_size >= self._target.most_samples:
             return
-        recomputed = self._step.recomputed()
-        if recomputed is not None:
-            yield self._plan(recomputed.blocks)
+        if self._step.recomputed() is not None:
+            yield self._plan(self._step.plain.template.blocks)
 
     def _plan(self, modules: tuple[str, ...]) -> MemoryPlan:
         """Return the plan with the largest micro-batch that fits.

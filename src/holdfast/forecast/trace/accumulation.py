@@ -14,23 +14,18 @@ All later micro-batches are like the second one, so two passes represent any num
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from holdfast.forecast.trace.events import OWNERS, PHASES, Trace
-from holdfast.forecast.trace.extrapolation import most_each
+from holdfast.forecast.trace.extrapolation import largest_size
 
 _BACKWARD = PHASES.index("backward")
 _GRADIENTS = OWNERS.index("gradients")
 _BATCH = OWNERS.index("batch")
-# Marks an event of the step that does not happen in the second pass.
-_NO_EVENT = 0
-
-# Numbers of storages, or positions among events.
-Indices = npt.NDArray[np.int64]
 
 
 def with_accumulation(trace: Trace, global_batch_size: int) -> Trace:
@@ -47,207 +42,211 @@ def with_accumulation(trace: Trace, global_batch_size: int) -> Trace:
     has_backward = bool((trace.event_phase == _BACKWARD).any())
     if global_batch_size <= trace.micro_batch_size or not has_backward:
         return trace
-    return _TwoPasses(trace).build(global_batch_size)
+    first = _FirstPass(trace)
+    second = _SecondPass(trace, first)
+    # For each storage of both passes, the storage of the step that it copies.
+    sources = [*range(len(trace.size_bytes)), *first.others, *first.gradients]
+    sizes = trace.size_bytes[sources]
+    for storage in first.left:
+        if trace.owner[storage] == _BATCH:
+            sizes[first.number[storage]] = _bytes_of_other_micro_batches(
+                trace, storage, global_batch_size, most=largest_size(len(sizes))
+            )
+    offset = len(first.events)
+    return replace(
+        trace,
+        events=np.array(first.events + second.events, dtype=np.int32),
+        event_phase=np.array(first.phases + second.phases, dtype=np.int8),
+        size_bytes=sizes,
+        owner=trace.owner[sources],
+        module=trace.module[sources],
+        line=trace.line[sources],
+        operation_event=(trace.operation_event + offset).astype(np.int32),
+        optimizer_steps=tuple(
+            (begin + offset, end + offset) for begin, end in second.optimizer_steps
+        ),
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Insertion:
-    """Events to insert into those of the step.
+def _bytes_of_other_micro_batches(
+    trace: Trace, storage: int, global_batch_size: int, *, most: int
+) -> int:
+    """Return the size of a batch tensor in the first pass, which represents all others.
 
-    Args:
-        positions: The position of the step's event before which each event is inserted.
-        events: The events, as in `Trace.events`.
+    The whole batch is on the device. A batch that the loss function moves there itself is freed
+    with its backward pass, and does not come here.
     """
+    size_bytes = int(trace.size_bytes[storage])
+    other_samples = global_batch_size - trace.micro_batch_size
+    return min(most, -(-size_bytes * other_samples // trace.micro_batch_size))
 
-    positions: Indices
-    events: Indices
 
+class _FirstPass:
+    """The pass of an earlier micro-batch: forward and backward without the optimizers.
 
-class _TwoPasses:
-    """A step, and the pass of an earlier micro-batch before it.
+    Its gradients keep the numbers of the step's storages; everything else that it allocates gets
+    new ones.
 
-    The gradients of the first pass keep the numbers of the step's storages; everything else that it
-    allocates gets new ones. In the second pass it is the reverse.
+    Attributes:
+        end: The position after the last backward event of the step, where this pass ends.
+        positions: The positions of its events in the step.
+        gradients: Storages of the step with the gradients that the pass computes and keeps.
+        others: All other storages of the step that the pass allocates.
+        left: Those of `others` that the pass does not free.
+        number: The numbers of `others` in this pass.
+        events: As in `Trace.events`.
+        phases: The phase of each event.
     """
 
     def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-        self._events = trace.events.astype(np.int64)
-        self._storage = np.abs(self._events) - 1
-        self._freed_at = self._positions_of_frees()
-        # The position after the last backward pass, where the first pass ends.
-        self._end = int(np.flatnonzero(trace.event_phase == _BACKWARD)[-1]) + 1
-        # The events up to there that belong to the first pass: all except those of optimizer steps,
-        # which hooks may perform during backward.
-        self._in_first = np.ones(self._end, dtype=np.bool_)
+        events = trace.events.tolist()
+        phases = trace.event_phase.tolist()
+        self.end = int(np.flatnonzero(trace.event_phase == _BACKWARD)[-1]) + 1
+        in_optimizer: set[int] = set()
         for begin, end in trace.optimizer_steps:
-            self._in_first[begin:end] = False
+            in_optimizer.update(range(begin, end))
+        # Hooks may step optimizers during the backward pass.
+        self.positions = [position for position in range(self.end) if position not in in_optimizer]
+        allocated = [events[position] - 1 for position in self.positions if events[position] > 0]
+        freed = {-events[position] - 1 for position in self.positions if events[position] < 0}
+        freed_until_end = {-event - 1 for event in events[: self.end] if event < 0}
+        self.gradients = [
+            storage
+            for storage in allocated
+            if trace.owner[storage] == _GRADIENTS and storage not in freed_until_end
+        ]
+        kept = set(self.gradients)
+        self.others = [storage for storage in allocated if storage not in kept]
+        self.left = [storage for storage in self.others if storage not in freed]
+        first_number = len(trace.size_bytes)
+        self.number = {
+            storage: number for number, storage in enumerate(self.others, start=first_number)
+        }
+        self.events = [self._renamed(events[position]) for position in self.positions]
+        self.phases = [phases[position] for position in self.positions]
 
-        allocates = self._in_first & (self._events[: self._end] > 0)
-        allocated = self._storage[: self._end][allocates]
-        is_gradient = (trace.owner[allocated] == _GRADIENTS) & (
-            self._freed_at[allocated] >= self._end
-        )
-        self._gradients: Indices = allocated[is_gradient]
-        self._others: Indices = allocated[~is_gradient]
-        # Storages other than gradients that the first pass allocates and does not free.
-        freed_in_first = np.append(self._in_first, False)
-        freed_at = np.minimum(self._freed_at[self._others], self._end)
-        self._left: Indices = self._others[~freed_in_first[freed_at]]
+    def _renamed(self, event: int) -> int:
+        storage = abs(event) - 1
+        number = self.number.get(storage, storage) + 1
+        if event < 0:
+            return -number
+        return number
 
-        step_storages = len(trace.size_bytes)
-        # The numbers of the step's storages in the first pass.
-        self._first_numbers = np.arange(step_storages)
-        self._first_numbers[self._others] = step_storages + np.arange(len(self._others))
-        # The numbers of the second pass's gradients.
-        first_gradient = step_storages + len(self._others)
-        self._second_gradients = first_gradient + np.arange(len(self._gradients))
 
-    def build(self, global_batch_size: int) -> Trace:
-        """Return the trace of both passes."""
-        trace = self._trace
-        events = self._events[: self._end]
-        renamed = np.sign(events) * (self._first_numbers[self._storage[: self._end]] + 1)
-        first_events = renamed[self._in_first]
-        first_phases = trace.event_phase[: self._end][self._in_first]
+class _SecondPass:
+    """The pass of the last micro-batch: the step itself, edited where the first pass matters.
 
-        # The second pass is the step itself, with three changes where the first pass matters.
-        events = self._events.copy()
-        left = self._free_replacements(events)
-        additions = self._add_gradients(events)
-        releases = self._release(left)
-        positions = np.concatenate([additions.positions, releases.positions])
-        inserted = np.concatenate([additions.events, releases.events])
-        with_inserted = np.insert(events, positions, inserted)
-        happens = with_inserted != _NO_EVENT
-        second_events = with_inserted[happens]
-        second_phases = np.insert(trace.event_phase, positions, _BACKWARD)[happens]
+    Its gradients get new numbers; everything else keeps those of the step.
 
-        offset = len(first_events)
-        optimizer_steps = tuple(
-            (begin + offset, end + offset) for begin, end in _moved_spans(trace, positions, happens)
-        )
-        # For each storage of both passes, the storage of the step that it copies.
-        sources = np.concatenate([np.arange(len(trace.size_bytes)), self._others, self._gradients])
-        return replace(
-            trace,
-            events=np.concatenate([first_events, second_events]).astype(np.int32),
-            event_phase=np.concatenate([first_phases, second_phases]),
-            size_bytes=self._sizes(sources, global_batch_size),
-            owner=trace.owner[sources],
-            module=trace.module[sources],
-            line=trace.line[sources],
-            operation_event=(trace.operation_event + offset).astype(np.int32),
-            optimizer_steps=optimizer_steps,
-        )
+    Attributes:
+        events: As in `Trace.events`.
+        phases: The phase of each event.
+        optimizer_steps: As in `Trace.optimizer_steps`.
+    """
 
-    def _positions_of_frees(self) -> Indices:
-        """Return the position at which each storage is freed, or the number of events if never."""
-        positions = np.full(len(self._trace.size_bytes), len(self._events), dtype=np.int64)
-        frees = np.flatnonzero(self._events < 0)
-        positions[self._storage[frees]] = frees
-        return positions
+    def __init__(self, trace: Trace, first: _FirstPass) -> None:
+        self._trace = trace
+        self._first = first
+        # The events of the step, with None where it no longer has one.
+        self._edited: list[int | None] = trace.events.tolist()
+        # Frees to insert, by the position in the step before which they happen.
+        self._inserted: dict[int, list[int]] = defaultdict(list)
+        left = self._free_replacements()
+        self._add_gradients()
+        self._release(left)
+        self._assemble()
 
-    def _sizes(self, sources: Indices, global_batch_size: int) -> npt.NDArray[np.int64]:
-        """Return the sizes of all storages.
-
-        The batch of the first pass represents those of all micro-batches but one, because the whole
-        batch is on the device. A batch that the loss function moves there itself is freed with its
-        backward pass, and keeps its size.
-        """
-        trace = self._trace
-        sizes = trace.size_bytes[sources]
-        other_samples = global_batch_size - trace.micro_batch_size
-        is_batch = (trace.owner[self._others] == _BATCH) & np.isin(self._others, self._left)
-        batch = len(trace.size_bytes) + np.flatnonzero(is_batch)
-        # Computed with Python's integers, which cannot overflow.
-        batch_bytes = -(-sizes[batch].astype(object) * other_samples // trace.micro_batch_size)
-        sizes[batch] = np.minimum(batch_bytes, most_each(len(sizes))).astype(np.int64)
-        return sizes
-
-    def _free_replacements(self, events: Indices) -> Indices:
-        """Make the second pass free the replacements that the first pass left.
+    def _free_replacements(self) -> list[int]:
+        """Free the replacements that the first pass left, as the next step would.
 
         The storages that the step originally finds and frees were already freed by the first pass.
 
-        Args:
-            events: The events of the step, which are edited.
-
         Returns:
-            The storages that the first pass left behind and the second pass still does not free.
+            The storages that the first pass left behind and this pass still does not free.
         """
-        replacements = {old: new for new, old in self._trace.carried}
-        left = dict.fromkeys(self._left.tolist())
-        is_resident = self._storage[: self._end] < len(self._trace.resident)
-        frees_resident = (events[: self._end] < 0) & is_resident & self._in_first
-        for position in np.flatnonzero(frees_resident).tolist():
-            replacement = replacements.get(int(self._storage[position]), -1)
+        replacement_of = {found: left for left, found in self._trace.carried}
+        left = dict.fromkeys(self._first.left)
+        resident_count = len(self._trace.resident)
+        for position in self._first.positions:
+            event = int(self._trace.events[position])
+            storage = -event - 1
+            if event > 0 or storage >= resident_count:
+                continue
+            self._edited[position] = None
+            replacement = replacement_of.get(storage)
             if replacement in left:
-                events[position] = -int(self._first_numbers[replacement]) - 1
+                self._edited[position] = -self._first.number[replacement] - 1
                 del left[replacement]
-            else:
-                events[position] = _NO_EVENT
-        return np.array(list(left), dtype=np.int64)
+        return list(left)
 
-    def _release(self, left: Indices) -> _Insertion:
-        """Return the frees of the storages that the first pass left behind.
+    def _add_gradients(self) -> None:
+        """Give the gradients of this pass their own storages, which are freed once added.
 
-        The batch is held until the step no longer needs it, the rest only until the second backward
-        pass ends.
+        A gradient is added before the next allocation of an operation that computes no gradient:
+        one operation may compute several, for a weight and a bias, before any of them is added.
         """
-        is_batch = self._trace.owner[left] == _BATCH
-        batch_until = np.maximum(self._freed_at[left], self._end)
-        return _Insertion(
-            positions=np.where(is_batch, batch_until, self._end),
-            events=-self._first_numbers[left] - 1,
+        events = self._trace.events.tolist()
+        gradients = set(self._first.gradients)
+        operation_events = self._trace.operation_event.tolist()
+        # The position and the operation of each allocation until the backward pass ends.
+        allocations = {
+            position: bisect_right(operation_events, position)
+            for position in range(self._first.end)
+            if events[position] > 0
+        }
+        computed = [position for position in allocations if events[position] - 1 in gradients]
+        computing = {allocations[position] for position in computed}
+        added_before = [
+            position for position, operation in allocations.items() if operation not in computing
+        ]
+        added_before.append(self._first.end)
+        number = len(self._trace.size_bytes) + len(self._first.others)
+        for position in computed:
+            self._edited[position] = number + 1
+            next_operation = added_before[bisect_right(added_before, position)]
+            self._inserted[next_operation].append(-number - 1)
+            number += 1
+
+    def _release(self, left: list[int]) -> None:
+        """Free what the first pass left behind.
+
+        The batch is held until the step no longer needs it, the rest only until this backward pass
+        ends.
+        """
+        event_count = len(self._trace.events)
+        freed_at = {
+            -event - 1: position
+            for position, event in enumerate(self._trace.events.tolist())
+            if event < 0
+        }
+        for storage in left:
+            position = self._first.end
+            if self._trace.owner[storage] == _BATCH:
+                position = max(position, freed_at.get(storage, event_count))
+            self._inserted[position].append(-self._first.number[storage] - 1)
+
+    def _assemble(self) -> None:
+        """Put the edited and the inserted events together."""
+        self.events: list[int] = []
+        self.phases: list[int] = []
+        # For each position in the step, the number of events before and after those inserted there,
+        # which belong to no optimizer step.
+        before_inserted = []
+        after_inserted = []
+        phases = self._trace.event_phase.tolist()
+        for position in range(len(phases) + 1):
+            before_inserted.append(len(self.events))
+            inserted = self._inserted.get(position, [])
+            self.events += inserted
+            self.phases += [_BACKWARD] * len(inserted)
+            after_inserted.append(len(self.events))
+            if position == len(phases):
+                break
+            event = self._edited[position]
+            if event is not None:
+                self.events.append(event)
+                self.phases.append(phases[position])
+        self.optimizer_steps = tuple(
+            (after_inserted[begin], before_inserted[end])
+            for begin, end in self._trace.optimizer_steps
         )
-
-    def _add_gradients(self, events: Indices) -> _Insertion:
-        """Give the gradients of the second pass their own storages, and return the frees of these.
-
-        Args:
-            events: The events of the step, which are edited.
-        """
-        allocations = np.flatnonzero(events > 0)
-        computed = allocations[np.isin(self._storage[allocations], self._gradients)]
-        events[computed] = self._second_gradients + 1
-        return _Insertion(
-            positions=self._positions_of_addition(computed),
-            events=-self._second_gradients - 1,
-        )
-
-    def _positions_of_addition(self, computed: Indices) -> Indices:
-        """Return the positions before which gradients are added to those of the first pass.
-
-        That is before the next allocation of an operation that computes no gradient. One operation
-        may compute several, for a weight and a bias, before any of them is added.
-
-        Args:
-            computed: Positions at which the gradients are allocated.
-        """
-        allocations = np.append(np.flatnonzero(self._events[: self._end] > 0), self._end)
-        operation = np.searchsorted(self._trace.operation_event, allocations, side="right")
-        computes_gradient = np.isin(operation, operation[np.isin(allocations, computed)])
-        candidates = allocations[~computes_gradient | (allocations == self._end)]
-        positions: Indices = candidates[np.searchsorted(candidates, computed, side="right")]
-        return positions
-
-
-def _moved_spans(
-    trace: Trace, positions: Indices, happens: npt.NDArray[np.bool_]
-) -> Iterator[tuple[int, int]]:
-    """Yield the begin and end of each optimizer step after the editing.
-
-    Events inserted at either end of an optimizer step do not belong to it.
-
-    Args:
-        trace: The trace before the editing.
-        positions: Shape ``(inserted,)``: the event before which each event was inserted.
-        happens: Shape ``(events + inserted,)``: False for those removed afterwards.
-    """
-    remaining = np.concatenate([[0], np.cumsum(happens)])
-    ordered = np.sort(positions)
-    for begin, end in trace.optimizer_steps:
-        first = begin + np.searchsorted(ordered, begin, side="right")
-        last = end + np.searchsorted(ordered, end, side="left")
-        yield int(remaining[first]), int(remaining[last])

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 
-class _Origin(enum.Enum):
+class _CodeOwner(enum.Enum):
     """The owner of the code that a frame runs."""
 
     # torch, holdfast and the standard library.
@@ -46,17 +46,17 @@ _DISPATCH_METHODS = ("__torch_dispatch__", "__torch_function__")
 
 
 @functools.cache
-def _origin(code: CodeType) -> _Origin:
+def _owner_of(code: CodeType) -> _CodeOwner:
     file = code.co_filename
     if code.co_name == "_engine_run_backward":
-        return _Origin.AUTOGRAD_ENGINE
+        return _CodeOwner.AUTOGRAD_ENGINE
     if file.startswith(_PLUMBING_FOLDERS) or code.co_name in _DISPATCH_METHODS:
-        return _Origin.PLUMBING
+        return _CodeOwner.PLUMBING
     if any(folder in file for folder in _PACKAGE_FOLDERS):
-        return _Origin.INSTALLED_PACKAGE
+        return _CodeOwner.INSTALLED_PACKAGE
     if file.startswith(_STANDARD_LIBRARY):
-        return _Origin.PLUMBING
-    return _Origin.USER
+        return _CodeOwner.PLUMBING
+    return _CodeOwner.USER
 
 
 def _describe_line(code: CodeType, line: int) -> str:
@@ -87,10 +87,10 @@ def _user_line(frames: Iterable[tuple[CodeType, int]]) -> str:
     """Return the user's line among frames with their lines, the innermost frame first."""
     package_line = ""
     for code, line in frames:
-        origin = _origin(code)
-        if origin is _Origin.INSTALLED_PACKAGE and not package_line:
+        owner = _owner_of(code)
+        if owner is _CodeOwner.INSTALLED_PACKAGE and not package_line:
             package_line = _describe_line(code, line)
-        if origin is _Origin.USER:
+        if owner is _CodeOwner.USER:
             user_line = _describe_line(code, line)
             return f"{package_line}, from {user_line}" if package_line else user_line
     return package_line
@@ -112,10 +112,10 @@ class UserLines:
         operation that runs in it.
         """
         while frame is not None:
-            origin = _origin(frame.f_code)
-            if origin is _Origin.AUTOGRAD_ENGINE:
+            owner = _owner_of(frame.f_code)
+            if owner is _CodeOwner.AUTOGRAD_ENGINE:
                 return 0
-            if origin is not _Origin.PLUMBING:
+            if owner is not _CodeOwner.PLUMBING:
                 return self._number(frame.f_code, frame.f_lineno)
             frame = frame.f_back
         return 0
@@ -131,15 +131,15 @@ class UserLines:
         return number
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where an operation belongs: numbers of its module and line, 0 if unknown."""
 
     module: int
     line: int
 
 
-class Places:
-    """Find the place of each operation."""
+class Locator:
+    """Find the location of each operation."""
 
     def __init__(self) -> None:
         # The paths of modules by number. Number 0 stands for no module.
@@ -150,8 +150,8 @@ class Places:
         self._number_of: dict[int, int] = {}
         # Id and number of each module whose forward pass runs, the outermost first.
         self._running: list[tuple[int, int]] = []
-        self._by_sequence: dict[int, Place] = {}
-        self._last = Place(0, 0)
+        self._by_sequence: dict[int, Location] = {}
+        self._last = Location(0, 0)
 
     @property
     def in_module(self) -> bool:
@@ -178,17 +178,18 @@ class Places:
 
     def leave(self, module: nn.Module) -> None:
         """Note the end of a module's forward pass, and of inner ones that an error ended."""
-        if any(running == id(module) for running, _ in self._running):
-            while self._running.pop()[0] != id(module):
-                pass
+        for position in reversed(range(len(self._running))):
+            if self._running[position][0] == id(module):
+                del self._running[position:]
+                return
 
     def forget(self) -> None:
         """Forget what runs, as between two steps."""
         self._running.clear()
         self._by_sequence.clear()
 
-    def locate(self, frame: FrameType | None, *, in_backward: bool, records: bool) -> Place:
-        """Return the place of the operation that was just dispatched.
+    def locate(self, frame: FrameType | None, *, in_backward: bool, records: bool) -> Location:
+        """Return the location of the operation that was just dispatched.
 
         Args:
             frame: The frame that dispatched it.
@@ -199,16 +200,16 @@ class Places:
         line = self.lines.find(frame)
         is_recomputed = records and self.in_module
         if not in_backward or is_recomputed:
-            place = Place(self._running_module(), line)
+            location = Location(self._running_module(), line)
             # The node is created right before its operation is dispatched, so a new sequence number
             # belongs to the operation that is being dispatched.
             sequence = torch._C._autograd._get_sequence_nr() - 1
-            self._by_sequence.setdefault(sequence, place)
-            return place
+            self._by_sequence.setdefault(sequence, location)
+            return location
         node = torch._C._current_autograd_node()
         if node is not None:
             self._last = self._by_sequence.get(node._sequence_nr(), self._last)
-        return Place(self._last.module, line or self._last.line)
+        return Location(self._last.module, line or self._last.line)
 
     def _running_module(self) -> int:
         return self._running[-1][1] if self._running else 0

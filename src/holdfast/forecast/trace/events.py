@@ -9,12 +9,9 @@ scales them to other sizes.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -120,35 +117,6 @@ class Trace:
     route: str
     assumptions: tuple[Assumption, ...]
     uncalibrated_bytes: int = 0
-
-    def save(self, path: Path) -> None:
-        """Write the trace into one file: numpy's ``.npz``, without pickles, whatever its suffix."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        arrays: dict[str, Any] = {
-            name: value for name, value in values.items() if isinstance(value, np.ndarray)
-        }
-        rest = {name: value for name, value in values.items() if name not in arrays}
-        with path.open("wb") as file:
-            np.savez(file, rest=np.array(json.dumps(rest, default=dataclasses.asdict)), **arrays)
-
-    @classmethod
-    def load(cls, path: Path) -> Trace:
-        """Return the trace that `save` wrote."""
-        with np.load(path, allow_pickle=False) as file:
-            fields: dict[str, Any] = {name: file[name] for name in file.files}
-        rest = json.loads(str(fields.pop("rest")))
-        fields |= {name: _with_tuples(value) for name, value in rest.items()}
-        fields["assumptions"] = tuple(
-            Assumption(**assumption) for assumption in fields["assumptions"]
-        )
-        return cls(**fields)
-
-
-def _with_tuples(value: Any) -> Any:
-    """Return JSON lists as tuples, all the way down."""
-    if isinstance(value, list):
-        return tuple(_with_tuples(item) for item in value)
-    return value
 
 
 def played(trace: Trace, steps: int = 3) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:

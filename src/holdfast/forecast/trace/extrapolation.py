@@ -52,7 +52,8 @@ class ScaledTrace:
         size_bytes: Shape ``(2, storages)``.
         flops: Shape ``(2, operations)``.
         moved_bytes: Shape ``(2, operations)``.
-        totals: Shape ``(2, 2)``: the growth of the step and the uncalibrated bytes of each trace.
+        growth_bytes: Shape ``(2, 1)``, as in `Trace.growth_bytes`.
+        uncalibrated_bytes: Shape ``(2, 1)``, as in `Trace.uncalibrated_bytes`.
         accumulates: Whether a global batch is split into micro-batches whose gradients are added
             up, as `Guard` does.
     """
@@ -62,7 +63,8 @@ class ScaledTrace:
     size_bytes: npt.NDArray[np.int64]
     flops: npt.NDArray[np.int64]
     moved_bytes: npt.NDArray[np.int64]
-    totals: npt.NDArray[np.int64]
+    growth_bytes: npt.NDArray[np.int64]
+    uncalibrated_bytes: npt.NDArray[np.int64]
     accumulates: bool = False
 
     def at(self, micro_batch_size: int) -> Trace:
@@ -73,14 +75,15 @@ class ScaledTrace:
         """
         assert micro_batch_size >= 1
         sizes = self._extrapolate(self.size_bytes, micro_batch_size)
-        growth, uncalibrated = self._extrapolate(self.totals, micro_batch_size).tolist()
+        growth_bytes = self._extrapolate(self.growth_bytes, micro_batch_size)
+        uncalibrated_bytes = self._extrapolate(self.uncalibrated_bytes, micro_batch_size)
         return replace(
             self.template,
             size_bytes=sizes,
             flops=self._extrapolate(self.flops, micro_batch_size),
             moved_bytes=self._extrapolate(self.moved_bytes, micro_batch_size),
-            growth_bytes=growth,
-            uncalibrated_bytes=max(uncalibrated, int(self.totals[:, 1].min())),
+            growth_bytes=int(growth_bytes[0]),
+            uncalibrated_bytes=int(max(uncalibrated_bytes[0], self.uncalibrated_bytes.min())),
             micro_batch_size=micro_batch_size,
             assumptions=self.template.assumptions + self._assumptions(micro_batch_size, sizes),
         )
@@ -90,7 +93,7 @@ class ScaledTrace:
     ) -> npt.NDArray[np.int64]:
         """Extrapolate each column linearly from two rows to some size.
 
-        The results are integers, rounded up, from 0 to `most_each`.
+        The results are integers, rounded up, from 0 to `largest_size`.
         """
         low, high = self.micro_batch_sizes
         largest = int(np.abs(values).max(initial=1))
@@ -99,9 +102,9 @@ class ScaledTrace:
             values = values.astype(object)
         weighted = (high - micro_batch_size) * values[0] + (micro_batch_size - low) * values[1]
         rounded_up = -(-weighted // (high - low))
-        result: npt.NDArray[np.int64] = np.clip(rounded_up, 0, most_each(values.shape[1])).astype(
-            np.int64
-        )
+        result: npt.NDArray[np.int64] = np.clip(
+            rounded_up, 0, largest_size(values.shape[1])
+        ).astype(np.int64)
         return result
 
     def _assumptions(
@@ -136,7 +139,20 @@ def extrapolate(traces: Sequence[Trace]) -> ScaledTrace:
     assert LEAST_MICRO_BATCH_SIZE <= first.micro_batch_size < second.micro_batch_size
     difference = _find_difference(first, second)
     if difference is not None:
-        raise _not_aligned(first, second, difference)
+        raise NotAlignedError(
+            f"the step behaves differently with {second.micro_batch_size} samples than with"
+            f" {first.micro_batch_size} samples: {difference}",
+            limit=(
+                "sizes can be extrapolated only if every batch takes the same path through the"
+                " model"
+            ),
+            fix=(
+                "remove the branch on the batch, or the state kept between steps; let the loader"
+                " collate a list of samples into one tensor, because each length of a list is a"
+                " different program"
+            ),
+            rule="H425",
+        )
     assumptions = dict.fromkeys((*first.assumptions, *second.assumptions))
     return ScaledTrace(
         template=replace(first, assumptions=tuple(assumptions)),
@@ -144,31 +160,17 @@ def extrapolate(traces: Sequence[Trace]) -> ScaledTrace:
         size_bytes=_with_even_scratch(first, second),
         flops=np.stack([first.flops, second.flops]),
         moved_bytes=np.stack([first.moved_bytes, second.moved_bytes]),
-        totals=np.array(
-            [[trace.growth_bytes, trace.uncalibrated_bytes] for trace in (first, second)],
-            dtype=np.int64,
+        growth_bytes=np.array([[first.growth_bytes], [second.growth_bytes]], dtype=np.int64),
+        uncalibrated_bytes=np.array(
+            [[first.uncalibrated_bytes], [second.uncalibrated_bytes]], dtype=np.int64
         ),
     )
 
 
-def _not_aligned(first: Trace, second: Trace, difference: str) -> NotAlignedError:
-    return NotAlignedError(
-        f"the step behaves differently with {second.micro_batch_size} samples than with"
-        f" {first.micro_batch_size} samples: {difference}",
-        limit="sizes can be extrapolated only if every batch takes the same path through the model",
-        fix=(
-            "remove the branch on the batch, or the state kept between steps; let the loader"
-            " collate a list of samples into one tensor, because each length of a list is a"
-            " different program"
-        ),
-        rule="H425",
-    )
+def largest_size(count: int) -> int:
+    """Return the largest size that each of `count` storages may have.
 
-
-def most_each(count: int) -> int:
-    """Return the largest allowed value of `count` sizes, so that their sum fits in an int64.
-
-    It is far above any device.
+    Their sum then fits in an int64. It is far above any device.
     """
     return _MOST_TOTAL_BYTES // max(1, count)
 

@@ -7,21 +7,22 @@ storages from 0.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from holdfast.forecast.trace.events import OWNERS, PHASES, Assumption, Trace
+from holdfast.forecast.trace.operations import Cost
 
 FORWARD, BACKWARD, OPTIMIZER, OTHER = range(len(PHASES))
 _ACTIVATIONS = OWNERS.index("activations")
 _UNOWNED = OWNERS.index("other")
 
 
-class Ledger:
+class StorageTable:
     """Facts about each storage, by its number."""
 
     def __init__(self) -> None:
@@ -47,30 +48,22 @@ class Ledger:
             self.owner[number] = index
             self.module[number] = module or self.module[number]
 
+    def total_bytes(self, numbers: Iterable[int]) -> int:
+        """Return the size of several storages together."""
+        return sum(self.size_bytes[number] for number in numbers)
+
 
 class OperationRecord(NamedTuple):
-    """An operation that ran: its values in the columns of `Trace` with the same names."""
+    """An operation that ran, in a phase, after a number of events."""
 
-    operation_name: int
-    operation_event: int
-    operation_phase: int
-    flops: int
-    moved_bytes: int
-    dtype: int
-
-
-# Types of the columns of operations in a trace, where they are not int32.
-_COLUMN_TYPES = {
-    "operation_phase": np.int8,
-    "flops": np.int64,
-    "moved_bytes": np.int64,
-    "dtype": np.int8,
-}
+    cost: Cost
+    phase: int
+    events_before: int
 
 
 @dataclass(slots=True, kw_only=True)
-class Recording:
-    """The events of a step. Storages are identified by their numbers in the ledger.
+class RawStep:
+    """The events of a step. Storages are identified by their numbers in the table.
 
     Args:
         resident: Storages that are alive when the step begins.
@@ -105,55 +98,63 @@ class Recording:
         self.event_phase.append(phase)
 
 
-def as_trace(recording: Recording, ledger: Ledger, **fields: Any) -> Trace:
+def as_trace(step: RawStep, table: StorageTable, **fields: Any) -> Trace:
     """Return the trace of a recorded step.
 
     Args:
-        recording: The step.
-        ledger: Facts about its storages.
+        step: The step.
+        table: Facts about its storages.
         fields: The other fields of `Trace`, such as names of modules by number.
     """
-    allocated = [event - 1 for event in recording.events if event > 0]
-    numbers = [*sorted(recording.resident), *allocated]
+    allocated = [event - 1 for event in step.events if event > 0]
+    numbers = [*sorted(step.resident), *allocated]
     position = {number: position for position, number in enumerate(numbers)}
-    fields["assumptions"] = (*fields.get("assumptions", ()), *recording.assumptions)
+    events = [
+        position[event - 1] + 1 if event > 0 else -position[-event - 1] - 1 for event in step.events
+    ]
+    _sort_simultaneous_frees(events, step)
+    left_behind = sorted(step.survivors - set(step.resident))
+    freed_residents = sorted(set(step.resident) - step.survivors)
+    costs = [operation.cost for operation in step.operations]
+    fields["assumptions"] = (*fields.get("assumptions", ()), *step.assumptions)
     return Trace(
-        events=np.array(_renumbered_events(recording, position), dtype=np.int32),
-        event_phase=np.array(recording.event_phase, dtype=np.int8),
-        size_bytes=np.array([ledger.size_bytes[number] for number in numbers], dtype=np.int64),
-        owner=np.array(_owners(recording, ledger, numbers), dtype=np.int8),
-        module=np.array([ledger.module[number] for number in numbers], dtype=np.int32),
-        line=np.array([ledger.line[number] for number in numbers], dtype=np.int32),
-        **_operation_columns(recording.operations),
-        resident=tuple(range(len(recording.resident))),
-        carried=_carried(recording, ledger, position),
-        growth_bytes=_growth_bytes(recording, ledger),
-        optimizer_steps=tuple(recording.optimizer_steps),
-        uncalibrated_bytes=recording.uncalibrated_bytes,
+        events=np.array(events, dtype=np.int32),
+        event_phase=np.array(step.event_phase, dtype=np.int8),
+        size_bytes=np.array([table.size_bytes[number] for number in numbers], dtype=np.int64),
+        owner=np.array(_owners(step, table, numbers), dtype=np.int8),
+        module=np.array([table.module[number] for number in numbers], dtype=np.int32),
+        line=np.array([table.line[number] for number in numbers], dtype=np.int32),
+        operation_name=np.array([cost.name for cost in costs], dtype=np.int32),
+        operation_event=np.array(
+            [operation.events_before for operation in step.operations], dtype=np.int32
+        ),
+        operation_phase=np.array([operation.phase for operation in step.operations], dtype=np.int8),
+        flops=np.array([cost.flops for cost in costs], dtype=np.int64),
+        moved_bytes=np.array([cost.moved_bytes for cost in costs], dtype=np.int64),
+        dtype=np.array([cost.dtype for cost in costs], dtype=np.int8),
+        resident=tuple(range(len(step.resident))),
+        carried=tuple(
+            (position[left], position[freed])
+            for left, freed in _match_by_size(left_behind, freed_residents, table)
+        ),
+        growth_bytes=table.total_bytes(left_behind) - table.total_bytes(freed_residents),
+        optimizer_steps=tuple(step.optimizer_steps),
+        uncalibrated_bytes=step.uncalibrated_bytes,
         **fields,
     )
 
 
-def _renumbered_events(recording: Recording, position: dict[int, int]) -> list[int]:
-    events = [
-        position[event - 1] + 1 if event > 0 else -position[-event - 1] - 1
-        for event in recording.events
-    ]
-    _sort_simultaneous_frees(events, recording)
-    return events
-
-
-def _sort_simultaneous_frees(events: list[int], recording: Recording) -> None:
+def _sort_simultaneous_frees(events: list[int], step: RawStep) -> None:
     """Sort frees by storage if nothing happens between them.
 
     Storages freed at once, such as autocast's cache of weights, come in the order of a hash table
     of addresses, which differs from run to run without any effect.
     """
-    boundaries = {operation.operation_event for operation in recording.operations}
-    boundaries.update(recording.backward_starts)
-    for step in recording.optimizer_steps:
-        boundaries.update(step)
-    phase = recording.event_phase
+    boundaries = {operation.events_before for operation in step.operations}
+    boundaries.update(step.backward_starts)
+    for optimizer_step in step.optimizer_steps:
+        boundaries.update(optimizer_step)
+    phase = step.event_phase
     begin = 0
     for end in range(1, len(events) + 1):
         continues = (
@@ -168,92 +169,51 @@ def _sort_simultaneous_frees(events: list[int], recording: Recording) -> None:
             begin = end
 
 
-def _operation_columns(operations: Sequence[OperationRecord]) -> dict[str, Any]:
-    """Return the fields of `Trace` that describe operations."""
-    return {
-        name: np.array(
-            [operation[column] for operation in operations],
-            dtype=_COLUMN_TYPES.get(name, np.int32),
-        )
-        for column, name in enumerate(OperationRecord._fields)
-    }
-
-
-# --- what a step finds and leaves behind ----------------------------------------------------------
-
-
-def _freed_residents(recording: Recording) -> list[int]:
-    return sorted(set(recording.resident) - recording.survivors)
-
-
-def _left_behind(recording: Recording) -> list[int]:
-    return sorted(recording.survivors - set(recording.resident))
-
-
-def _growth_bytes(recording: Recording, ledger: Ledger) -> int:
-    """Return the bytes that the step leaves behind, minus the bytes that it found and freed."""
-    left_bytes = sum(ledger.size_bytes[number] for number in _left_behind(recording))
-    freed_bytes = sum(ledger.size_bytes[number] for number in _freed_residents(recording))
-    return left_bytes - freed_bytes
-
-
-def _carried(
-    recording: Recording, ledger: Ledger, position: dict[int, int]
-) -> tuple[tuple[int, int], ...]:
-    """Pair the storages that the step leaves behind with those that it found and freed.
+def _match_by_size(
+    left_behind: Iterable[int], freed: Iterable[int], table: StorageTable
+) -> Iterator[tuple[int, int]]:
+    """Pair the storages that a step leaves behind with those that it found and freed.
 
     Storages of the same size are paired, in the order in which they were allocated.
     """
-    pairs = _match_by_size(
-        _left_behind(recording), _freed_residents(recording), ledger.size_bytes.__getitem__
-    )
-    return tuple((position[left], position[freed]) for left, freed in pairs)
-
-
-def _match_by_size(
-    left: Sequence[int], freed: Iterable[int], size_of: Callable[[int], int]
-) -> Iterator[tuple[int, int]]:
-    freed_by_size: dict[int, deque[int]] = {}
+    freed_by_size: dict[int, deque[int]] = defaultdict(deque)
     for number in freed:
-        freed_by_size.setdefault(size_of(number), deque()).append(number)
-    for number in left:
-        candidates = freed_by_size.get(size_of(number))
+        freed_by_size[table.size_bytes[number]].append(number)
+    for number in left_behind:
+        candidates = freed_by_size[table.size_bytes[number]]
         if candidates:
             yield number, candidates.popleft()
 
 
-# --- owners ---------------------------------------------------------------------------------------
-
-
-def _owners(recording: Recording, ledger: Ledger, numbers: Sequence[int]) -> list[int]:
+def _owners(step: RawStep, table: StorageTable, numbers: Sequence[int]) -> list[int]:
     """Return the owner of each storage, as an index into `OWNERS`."""
-    activations = _activations(recording, ledger)
+    activations = _activations(step, table)
     owners = []
     for number in numbers:
-        owner = ledger.owner.get(number, _UNOWNED)
+        owner = table.owner.get(number, _UNOWNED)
         if owner == _UNOWNED and number in activations:
             owner = _ACTIVATIONS
         owners.append(owner)
     return owners
 
 
-def _activations(recording: Recording, ledger: Ledger) -> set[int]:
+def _activations(step: RawStep, table: StorageTable) -> set[int]:
     """Return the storages of a forward pass that live until a backward pass begins."""
     allocated_at = {}
     freed_at = {}
-    for position, event in enumerate(recording.events):
+    for position, event in enumerate(step.events):
         if event > 0:
             allocated_at[event - 1] = position
         else:
             freed_at[-event - 1] = position
-    starts = recording.backward_starts
+    starts = step.backward_starts
     activations = set()
     for number, position in allocated_at.items():
-        if ledger.born[number] not in (FORWARD, OTHER):
+        if table.born[number] not in (FORWARD, OTHER):
             continue
         next_start = bisect_left(starts, position + 1)
         if next_start == len(starts):
             continue
-        if freed_at.get(number, len(recording.events)) >= starts[next_start]:
+        if freed_at.get(number, len(step.events)) >= starts[next_start]:
             activations.add(number)
     return activations

@@ -2,14 +2,14 @@
 
 Storages are watched by weak references. Owners are found by looking where training code keeps its
 tensors: in modules, in gradients and in optimizer state. Activations have no owner there;
-    `recording` recognises them by their lifetime.
+`recording` recognises them by their lifetime.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from torch import nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
-from holdfast.forecast.trace.attribution import Place, Places
-from holdfast.forecast.trace.recording import OTHER, Ledger, Recording
+from holdfast.forecast.trace.attribution import Location, Locator
+from holdfast.forecast.trace.recording import OTHER, RawStep, StorageTable
 from holdfast.memory.tensors import tensors_of
 
 # The number of a watched storage that has no memory.
@@ -26,7 +26,7 @@ _EMPTY = -1
 
 
 class _WatchedStorage(weakref.ref[torch.UntypedStorage]):
-    """A storage that is watched, with its number in the ledger."""
+    """A storage that is watched, with its number in the table."""
 
     __slots__ = ("key", "number", "size_bytes")
     key: int
@@ -43,11 +43,11 @@ class Storages:
     """
 
     def __init__(self, device_type: str, phase: Callable[[], int]) -> None:
-        self.ledger = Ledger()
+        self.table = StorageTable()
         # The step that is recorded, if any.
-        self.record: Recording | None = None
+        self.record: RawStep | None = None
         # The module and line of the running operation.
-        self.place = Place(0, 0)
+        self.location = Location(0, 0)
         self._device_type = device_type
         self._phase = phase
         self._live: dict[int, _WatchedStorage] = {}
@@ -127,11 +127,11 @@ class Storages:
 
     def use_scratch(self, size_bytes: int, phase: int) -> None:
         """Record scratch memory that an operation allocates and frees while it runs."""
-        if self.record is not None:
-            number = self.ledger.add(size_bytes, *self.place, phase)
-            self.ledger.own(number, "scratch")
-            self.record.allocate(number, phase)
-            self.record.free(number, phase)
+        assert self.record is not None, "no step is recorded"
+        number = self.table.add(size_bytes, *self.location, phase)
+        self.table.own(number, "scratch")
+        self.record.allocate(number, phase)
+        self.record.free(number, phase)
 
     def _resize(self, watched: _WatchedStorage, size_bytes: int, born: int) -> None:
         """Record that a storage was resized: the new memory is allocated, the old freed."""
@@ -139,9 +139,9 @@ class Storages:
         watched.size_bytes = size_bytes
         watched.number = _EMPTY
         if size_bytes:
-            watched.number = self.ledger.add(size_bytes, *self.place, born)
-            if old in self.ledger.owner:
-                self.ledger.owner[watched.number] = self.ledger.owner[old]
+            watched.number = self.table.add(size_bytes, *self.location, born)
+            if old in self.table.owner:
+                self.table.owner[watched.number] = self.table.owner[old]
         if self.record is None:
             return
         if watched.number != _EMPTY:
@@ -159,23 +159,23 @@ class Storages:
 
 
 class Owners:
-    """Find the owners of storages, and note them in the ledger."""
+    """Find the owners of storages, and note them in the table."""
 
-    def __init__(self, storages: Storages, places: Places) -> None:
+    def __init__(self, storages: Storages, locator: Locator) -> None:
         self._storages = storages
-        self._places = places
+        self._locator = locator
         self._models: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
 
-    def add(
-        self, models: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Optimizer]
-    ) -> None:
-        """Add models and optimizers that own tensors."""
-        self._places.name_modules(models)
+    def add_models(self, models: Mapping[str, nn.Module]) -> None:
+        """Add models, by name, that own tensors."""
+        self._locator.name_modules(models)
         self._models += models.values()
-        for optimizer in optimizers:
-            if all(optimizer is not known for known in self._optimizers):
-                self._optimizers.append(optimizer)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add an optimizer that owns tensors, unless it was added before."""
+        if all(optimizer is not known for known in self._optimizers):
+            self._optimizers.append(optimizer)
 
     def claim(self, tensors: Any, owner: str, module: int = 0) -> None:
         """Note who owns tensors, in nested lists, tuples and mappings."""
@@ -183,7 +183,7 @@ class Owners:
             if self._storages.watch(tensor, OTHER):
                 number = self._storages.number_of(tensor)
                 if number is not None:
-                    self._storages.ledger.own(number, owner, module)
+                    self._storages.table.own(number, owner, module)
 
     def find_all(self) -> None:
         """Note the owners of parameters, buffers, gradients and optimizer state.
@@ -192,7 +192,7 @@ class Owners:
         """
         for model in self._models:
             for module in model.modules():
-                number = self._places.number_of(module)
+                number = self._locator.number_of(module)
                 self.claim(list(module.parameters(recurse=False)), "parameters", number)
                 self.claim(list(module.buffers(recurse=False)), "buffers", number)
         self.claim(list(self._optimized_parameters()), "parameters")
@@ -202,7 +202,8 @@ class Owners:
 
     def find_gradients(self) -> None:
         """Note the gradients of all parameters."""
-        for parameter in (*self._model_parameters(), *self._optimized_parameters()):
+        parameters = [parameter for model in self._models for parameter in model.parameters()]
+        for parameter in (*parameters, *self._optimized_parameters()):
             if parameter.is_leaf and parameter.grad is not None:
                 self.claim(parameter.grad, "gradients", self._module_of(parameter))
 
@@ -212,10 +213,6 @@ class Owners:
             module = self._module_of(parameter) if isinstance(parameter, torch.Tensor) else 0
             self.claim(state, "optimizer state", module)
 
-    def _model_parameters(self) -> Iterator[torch.Tensor]:
-        for model in self._models:
-            yield from model.parameters()
-
     def _optimized_parameters(self) -> Iterator[torch.Tensor]:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -223,7 +220,7 @@ class Owners:
 
     def _module_of(self, parameter: torch.Tensor) -> int:
         number = self._storages.number_of(parameter)
-        return 0 if number is None else self._storages.ledger.module[number]
+        return 0 if number is None else self._storages.table.module[number]
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -28,16 +28,16 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.forecast.kernels.scratch import Scratch, Uncalibrated
-from holdfast.forecast.trace.attribution import Places
+from holdfast.forecast.trace.attribution import Locator
 from holdfast.forecast.trace.events import Assumption, Trace
-from holdfast.forecast.trace.operations import Cost, Operations
+from holdfast.forecast.trace.operations import Operations
 from holdfast.forecast.trace.recording import (
     BACKWARD,
     FORWARD,
     OPTIMIZER,
     OTHER,
     OperationRecord,
-    Recording,
+    RawStep,
     as_trace,
 )
 from holdfast.forecast.trace.storages import Owners, Storages
@@ -47,8 +47,6 @@ _DEVICE_QUERY = torch.ops.prim.device.default
 _DROPOUT = torch.ops.aten.native_dropout.default
 # Returns the scratch memory of an operation: its overload, arguments, keyword arguments, result.
 ScratchOf = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Scratch | None]
-# Fields of `Trace` that a caller of `Tracer.trace` may leave out.
-_DEFAULT_FIELDS = {"blocks": (), "precision": "fp32", "route": "cpu", "assumptions": ()}
 
 
 class Tracer(TorchDispatchMode):
@@ -73,20 +71,21 @@ class Tracer(TorchDispatchMode):
         uncalibrated: Uncalibrated | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._places = Places()
+        self._locator = Locator()
         self._storages = Storages(device.type, self._current_phase)
-        self._owners = Owners(self._storages, self._places)
+        self._owners = Owners(self._storages, self._locator)
         self._operations = Operations()
         self._scratch = scratch
         self._uncalibrated = uncalibrated or Uncalibrated()
-        self._recorded: Recording | None = None
+        self._recorded: RawStep | None = None
         self._cleanup = contextlib.ExitStack()
         # The phase when autograd's engine does not run.
         self._outer_phase = FORWARD
         # Whether autograd's engine ran when we last looked.
-        self._in_backward = False
-        # Whether the last operation belonged to a backward pass, and not to a recomputation in it.
-        self._engine_ran = False
+        self._backward_was_running = False
+        # Whether the last operation computed gradients: it ran in a backward pass, and not in a
+        # recomputation within that pass.
+        self._gradients_were_running = False
         # For each optimizer step that is running, the number of events before it.
         self._begun_steps: list[int] = []
 
@@ -126,7 +125,9 @@ class Tracer(TorchDispatchMode):
             models: Models by name. The paths of their modules begin with it.
             optimizers: Optimizers, whose state is attributed.
         """
-        self._owners.add(models or {}, optimizers)
+        self._owners.add_models(models or {})
+        for optimizer in optimizers:
+            self._owners.add_optimizer(optimizer)
         self._owners.find_all()
 
     def claim(self, tensors: Any, owner: str = "batch") -> None:
@@ -145,58 +146,66 @@ class Tracer(TorchDispatchMode):
         """
         gc.collect()
         self._reset()
-        record = Recording(resident=self._storages.living())
-        self._storages.record = record
+        step = RawStep(resident=self._storages.living())
+        self._storages.record = step
         was_enabled = gc.isenabled()
         gc.disable()
         try:
             yield
             gc.collect()
             self._owners.find_all()
-            self._finish(record)
-            self._recorded = record
+            self._finish(step)
+            self._recorded = step
         finally:
             self._storages.record = None
             if was_enabled:
                 gc.enable()
 
-    def trace(self, **fields: Any) -> Trace:
-        """Return the last recorded step.
-
-        Args:
-            fields: Fields of `Trace` that the tracer does not know, such as `micro_batch_size`.
-        """
+    def trace(
+        self,
+        *,
+        micro_batch_size: int,
+        precision: str = "fp32",
+        route: str = "cpu",
+        blocks: tuple[str, ...] = (),
+        assumptions: tuple[Assumption, ...] = (),
+    ) -> Trace:
+        """Return the last recorded step. The arguments are fields of `Trace`."""
         assert self._recorded is not None, "nothing was recorded"
         return as_trace(
             self._recorded,
-            self._storages.ledger,
-            modules=tuple(self._places.modules),
-            lines=tuple(self._places.lines.texts),
+            self._storages.table,
+            modules=tuple(self._locator.modules),
+            lines=tuple(self._locator.lines.texts),
             names=tuple(self._operations.names),
-            **{**_DEFAULT_FIELDS, **fields},
+            micro_batch_size=micro_batch_size,
+            precision=precision,
+            route=route,
+            blocks=blocks,
+            assumptions=assumptions,
         )
 
     def _reset(self) -> None:
         """Prepare for the recording of a step."""
-        self._places.forget()
+        self._locator.forget()
         self._begun_steps.clear()
         self._owners.find_all()
         self._storages.watch_existing()
         self._outer_phase = FORWARD
-        self._in_backward = False
-        self._engine_ran = False
+        self._backward_was_running = False
+        self._gradients_were_running = False
         self._operations = Operations()
         self._uncalibrated.clear()
 
-    def _finish(self, record: Recording) -> None:
-        """Complete a record when its step has ended."""
-        record.survivors = frozenset(self._storages.living())
-        record.uncalibrated_bytes = self._uncalibrated.excess_bytes
+    def _finish(self, step: RawStep) -> None:
+        """Complete the record of a step that has ended."""
+        step.survivors = frozenset(self._storages.living())
+        step.uncalibrated_bytes = self._uncalibrated.excess_bytes
         calls = self._uncalibrated.calls
         if calls:
             names = ", ".join(sorted(calls))
             what = f"the scratch memory of {names} is not calibrated ({calls.total()} calls)"
-            record.assumptions.append(Assumption(what=what))
+            step.assumptions.append(Assumption(what=what))
 
     # What torch calls.
 
@@ -227,24 +236,26 @@ class Tracer(TorchDispatchMode):
         out: Any,
         frame: FrameType | None,
     ) -> None:
-        """Record an operation that has run."""
+        """Watch the results of an operation that has run, and record it."""
         phase = self._update_phase()
-        # In a backward pass, autograd records the operations of a recomputation.
-        records = torch.is_grad_enabled()
         in_backward = phase == BACKWARD
-        is_recomputed = in_backward and records
-        self._storages.place = self._places.locate(frame, in_backward=in_backward, records=records)
-        self._note_backward_start(by_engine=in_backward and not records)
-        record = self._storages.record
-        begin = 0 if record is None else len(record.events)
+        # In a backward pass, autograd records only the operations of a recomputation.
+        records = torch.is_grad_enabled()
+        self._storages.location = self._locator.locate(
+            frame, in_backward=in_backward, records=records
+        )
+        self._note_backward_start(computes_gradients=in_backward and not records)
+        step = self._storages.record
+        events_before = 0 if step is None else len(step.events)
         # The kernel of dropout allocates the mask first (Dropout.cu).
         results = out[::-1] if func is _DROPOUT else out
-        is_here = self._storages.watch_result(results, FORWARD if is_recomputed else phase)
+        born = FORWARD if in_backward and records else phase
+        is_here = self._storages.watch_result(results, born)
         if is_here is None:
             is_here = any(map(self._storages.is_here, tensors_of((args, kwargs))))
         if not is_here:
             return
-        if record is not None:
+        if step is not None:
             scratch = self._scratch(func, args, kwargs, out)
             if scratch is not None:
                 # Recorded even if it is 0 bytes, because other batch sizes may need some.
@@ -252,15 +263,15 @@ class Tracer(TorchDispatchMode):
                 self._uncalibrated.note(str(getattr(func, "overloadpacket", func)), scratch)
             cost = self._operations.measure(func, args, kwargs, out)
             if cost is not None:
-                record.operations.append(_operation_record(cost, phase, begin))
-        if phase == FORWARD and not self._places.in_module:
+                step.operations.append(OperationRecord(cost, phase, events_before))
+        if phase == FORWARD and not self._locator.in_module:
             self._claim_moved_batch(args, out)
 
-    def _note_backward_start(self, *, by_engine: bool) -> None:
-        record = self._storages.record
-        if record is not None and by_engine and not self._engine_ran:
-            record.backward_starts.append(len(record.events))
-        self._engine_ran = by_engine
+    def _note_backward_start(self, *, computes_gradients: bool) -> None:
+        step = self._storages.record
+        if step is not None and computes_gradients and not self._gradients_were_running:
+            step.backward_starts.append(len(step.events))
+        self._gradients_were_running = computes_gradients
 
     def _claim_moved_batch(self, args: tuple[Any, ...], out: Any) -> None:
         """Treat tensors that come from another device, outside of all modules, as batch data."""
@@ -268,13 +279,15 @@ class Tracer(TorchDispatchMode):
         if isinstance(source, torch.Tensor) and not self._storages.is_here(source):
             self._owners.claim(out, "batch")
 
+    # The phase of the step.
+
     def _update_phase(self) -> int:
         """Return the phase that is running; note the gradients when a backward pass has ended."""
         if torch._C._current_graph_task_id() != -1:
-            self._in_backward = True
+            self._backward_was_running = True
             return BACKWARD
-        if self._in_backward:
-            self._in_backward = False
+        if self._backward_was_running:
+            self._backward_was_running = False
             self._outer_phase = OPTIMIZER if self._begun_steps else OTHER
             self._owners.find_gradients()
         return self._outer_phase
@@ -286,12 +299,12 @@ class Tracer(TorchDispatchMode):
         return self._outer_phase
 
     def _before_module(self, module: nn.Module, _: Any) -> None:
-        if self._update_phase() != BACKWARD and not self._places.in_module:
+        if self._update_phase() != BACKWARD and not self._locator.in_module:
             self._outer_phase = FORWARD
-        self._places.enter(module)
+        self._locator.enter(module)
 
     def _after_module(self, module: nn.Module, *_: Any) -> None:
-        self._places.leave(module)
+        self._locator.leave(module)
 
     def _before_optimizer_step(self, *_: Any) -> None:
         self._update_phase()
@@ -307,21 +320,9 @@ class Tracer(TorchDispatchMode):
         if self._begun_steps:
             # This optimizer runs within another optimizer.
             return
-        self._owners.add({}, [optimizer])
+        self._owners.add_optimizer(optimizer)
         self._owners.find_state(optimizer)
         record = self._storages.record
         if record is not None:
             record.optimizer_steps.append((begin, len(record.events)))
         self._outer_phase = OTHER
-
-
-def _operation_record(cost: Cost, phase: int, begin: int) -> OperationRecord:
-    """Return the record of an operation that ran in a phase, after `begin` events."""
-    return OperationRecord(
-        operation_name=cost.name,
-        operation_event=begin,
-        operation_phase=phase,
-        flops=cost.flops,
-        moved_bytes=cost.moved_bytes,
-        dtype=cost.dtype,
-    )

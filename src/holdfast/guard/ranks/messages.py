@@ -1,8 +1,7 @@
-"""What is rare goes through the store that the ranks have met in.
+"""Rare messages between ranks, sent through the store of the process group.
 
-Values that all read, and the first error of any.
-
-Keys of the store live under a name of their own for each guard of the process group.
+The ranks exchange values here, and tell each other of the first error on any of them. The keys of
+each guard have a prefix of their own.
 """
 
 from __future__ import annotations
@@ -32,61 +31,85 @@ from holdfast.checkpoint.saver import Writers, on_all
 from holdfast.core.errors import HoldfastError, RankError
 from holdfast.guard.ranks.waiting import collective_of_main_thread
 
-# Seconds between two looks; a wait in the store writes a warning when it ends
+# The shortest and longest time between two checks for a key, in seconds. The store's own `wait` is
+# not used, because it logs a warning when its time is over.
 _SHORTEST, _LONGEST = 0.001, 0.05
-_GRACE_SECONDS = 3.0  # for a process that waits in a collective, after another rank has failed
-_LATE_SECONDS = 1.0  # whoever has waited for so long asks whether there is anything to wait for
+# How long a process may still wait in a collective after another rank has failed.
+_GRACE_SECONDS = 3.0
+# A rank that has waited this long tells the others where it waits, in case they never come there.
+_LATE_SECONDS = 1.0
 # Time for another rank to answer that it is alive: native code may keep its threads from running.
 _ANSWER_SECONDS = 30.0
 # The text that asks a rank whether it is alive.
 _ASK = "ask"
 # Time for a collective to complete once all ranks have begun it.
 _COLLECTIVE_SECONDS = 5.0
+# The key under which the first error is published.
 _TROUBLE = "trouble"
+# Words in errors that the end of another rank may have caused.
 _OF_A_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
 _LEFT = "this rank has left the others after an error, or this is a fork of its process"
 _DAY = timedelta(days=1)
 # The store closes the connection for values over 8 MiB, so larger ones are set in pieces of this
 # size.
 _PIECE_BYTES = 4 * 2**20
+# How long the first rank waits at the end until all have read its last values, how long a failing
+# rank waits until all have read its error, and how long one waits for the text of another's error.
 _DRAIN_SECONDS, _HEARD_SECONDS, _TEXT_SECONDS = 10.0, 1.0, 2.0
 _T = TypeVar("_T")
-_guards = itertools.count()  # the same on all ranks, which make the same guards
+# Numbers the guards of this process. They are the same on all ranks, which make the same guards.
+_guards = itertools.count()
 
 
 class Messages:
-    """Carries values between the ranks, and the text of the first error."""
+    """The connection of one guard on this rank to those on the other ranks.
 
-    # Steps and exchanges that this process has begun, under all its guards; the same on all ranks
+    Args:
+        rank: The rank of this process.
+        world_size: The number of ranks.
+    """
+
+    # The number of steps and exchanges that all guards of this process have begun. It is the same
+    # on all ranks.
     calls = 0
-    found: RankError | None = None  # what another rank has failed with, under any of them
+    # The error with which another rank has failed, in any guard of this process.
+    found: RankError | None = None
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self._ranks = range(world_size)
         self.others = [other for other in self._ranks if other != rank]
-        # torchrun keeps its store when it starts all again, and what they said before would be
-        # heard.
         self.guard = next(_guards)
-        Messages.calls = self.guard << 40  # after an error that all have caught they may differ
+        # After an error that all ranks have caught, their numbers of calls may differ. They are the
+        # same again from here.
+        Messages.calls = self.guard << 40
+        # torchrun keeps its store when it restarts all ranks, so the keys of earlier attempts are
+        # still there.
         self._name = f"holdfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{self.guard}"
         self._store = self._connection()
         # The timeout of the process group. No wait for another rank takes longer.
         store: Any = distributed_c10d._get_default_store()
         self.timeout_seconds: float = store.timeout.total_seconds()
-        # Of what is said next, by who talks
+        # The number of the next exchange, by the name of the thread.
         self._numbers: defaultdict[str, int] = defaultdict(int)
-        # Begun, or ends of epochs: where all ranks wait for each other elsewhere than here
+        # The number of steps and ends of epochs that were begun. In these the ranks wait for each
+        # other in collectives, and not here.
         self.steps = 0
-        self.was_left = False  # by this rank, in the middle; the others may not know
-        self.has_parted = False  # in order, from all others
+        # Whether this rank has left its loop early, which the others may not know.
+        self.was_left = False
+        # Whether this rank has closed its guard after all others had read its messages.
+        self.has_parted = False
+        # The error with which another rank has failed.
         self._heard: RankError | None = None
+        # Whether this rank has failed.
         self.has_left = False
-        # Since when this rank has been seen in a collective that the script has called (monotonic
-        # time).
+        # The monotonic time since which this rank has been in a collective that the script has
+        # called.
         self._meets_since: float | None = None
-        self._excepthook: Any = None  # what was there before ours
-        self._waited: set[str] = set()  # keys that threads of this process wait for
+        # The `sys.excepthook` that ours has replaced.
+        self._excepthook: Any = None
+        # The keys for which threads of this process wait.
+        self._waited: set[str] = set()
         self._threads: list[threading.Thread] = []
         self._is_ending = False
         atexit.register(self._end_threads)
@@ -94,14 +117,14 @@ class Messages:
         self.start(self._watch, "holdfast-ranks")
 
     def start(self, run: Callable[[Any], None], name: str) -> None:
-        """Run a thread with a connection to the store of its own.
+        """Start a thread with its own connection to the store.
 
-        A wait holds up whoever shares it.
+        A connection cannot be shared, because a wait blocks it.
         """
         self.start_alone(partial(run, self._connection()), name)
 
     def start_alone(self, run: Callable[[], None], name: str) -> None:
-        """Run a thread that does not wait for keys of the store."""
+        """Start a thread that does not use the store."""
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -111,22 +134,27 @@ class Messages:
         return PrefixStore(self._name, store.clone())
 
     def said(self, key: str) -> str | None:
-        """Return what was said under a name, or None; raise what another rank has failed with."""
+        """Return the value of a key, or None if it is not set.
+
+        Raises:
+            RankError: The error with which another rank has failed.
+        """
         if self._heard is not None:
             raise self._heard
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def call(self, key: str, text: str) -> None:
-        """Wake the thread of each rank that waits in `called`."""
+        """Send a text to the thread of each rank that waits in `called`."""
         for rank in self._ranks:
             self._store.set(f"{key}/{rank}", text)
 
     def called(self, store: Any, key: str) -> str | None:
-        """Wait in a thread until somebody calls, and return the text; None: this process ends."""
+        """Wait in a thread for a text from `call`; return None if this process ends."""
         own = f"{key}/{self.rank}"
         self._waited.add(own)
         while not self._is_ending:
-            with contextlib.suppress(DistStoreError):  # a run takes longer than a wait may
+            # A wait may end before the run does.
+            with contextlib.suppress(DistStoreError):
                 store.wait([own], _DAY)
                 break
         self._waited.discard(own)
@@ -135,7 +163,7 @@ class Messages:
     def _end_threads(self) -> None:
         """Wake the threads at exit.
 
-        In the middle of their waits, the end of the store would abort the process.
+        If the store ended while they wait for it, torch would abort the process.
         """
         self._is_ending = True
         if not self.has_left:
@@ -147,32 +175,34 @@ class Messages:
             thread.join(_HEARD_SECONDS)
 
     def _be_silent(self) -> None:
-        """Speak for no rank.
-
-        A fork of its process shares its connection, and may end or fail as it likes.
-        """
+        """Send no messages from a forked process, whose end means nothing for the rank."""
         self.has_left = True
-        self._waited, self._threads = set(), []
+        self._waited = set()
+        self._threads = []
 
     def open(self) -> None:
-        """From now on, tell the others of an error that ends this process."""
+        """Begin to tell the other ranks of an error that ends this process."""
         self.has_parted = False
         if self._excepthook is None:
-            self._excepthook, sys.excepthook = sys.excepthook, self._uncaught
+            self._excepthook = sys.excepthook
+            sys.excepthook = self._uncaught
 
     def close(self, *, in_order: bool) -> None:
-        """Tell them no more.
+        """Stop telling the other ranks of errors.
 
-        In order, when all have read what was said: the store may end with the first rank.
+        Args:
+            in_order: Whether to wait until all ranks have read the messages of this one, because
+                the store ends with the first rank. False if the loop is left by ``break`` or by an
+                error, which `sys.excepthook` has yet to receive.
         """
         if self.has_parted:
             return
-        # By `break`, or by an error in the body of a loop, which the hook is yet to see
         self.was_left = not in_order
         if in_order or self.has_left:
             if self._excepthook is not None and sys.excepthook == self._uncaught:
                 sys.excepthook = self._excepthook
-            self._excepthook, self.has_parted = None, True
+            self._excepthook = None
+            self.has_parted = True
         if not self.has_left:
             self._say_place("has left its loop or closed its guard")
             with contextlib.suppress(RuntimeError):
@@ -188,9 +218,9 @@ class Messages:
         self._count()
 
     def _count(self) -> int | None:
-        """Count a call, and return how many came before.
+        """Count a step or an exchange, and return how many came before it.
 
-        None in a thread, whose calls have no place among others.
+        Returns None in a thread, whose exchanges are not ordered relative to others.
         """
         if threading.current_thread() is not threading.main_thread():
             return None
@@ -206,35 +236,42 @@ class Messages:
     ) -> list[Any]:
         """Return the values of all ranks, in the order of the ranks.
 
-        All call this at the same place.
+        All ranks call this at the same place.
 
         Args:
             topic: The purpose in words. It must be the same on all ranks.
             value: The value of this rank.
             among: The name of the thread that calls this; empty for the main thread.
-            late: What this rank does meanwhile, in words, for the error of ranks that do not come.
-                None: it waits.
+            late: What this rank does meanwhile, for the error of a rank that does not come; None
+                says that it waits.
+
+        Raises:
+            RankError: H114 if another rank has failed or does not come; H116 if another rank is at
+                another place.
         """
         self.check_here()
         number = self._next(among)
         calls = None if among else self._count()
         self.was_left &= bool(among)
         self._put(f"{among}{number}/{self.rank}", _packed((topic, value)))
-        found = []
+        values = []
         for rank in self._ranks:
-            to = [] if among else [rank]
+            receivers = [] if among else [rank]
             doing = late or f"waits for the others in {topic}"
-            say_late = partial(self._say_place, doing, to, number, calls)
+            say_late = partial(self._say_place, doing, receivers, number, calls)
             key = f"{among}{number}/{rank}"
-            said, what = _unpacked(
+            other_topic, other_value = _unpacked(
                 self._wait_for(rank, key, doing, say_late, in_thread=bool(among))
             )
-            if said != topic:
-                raise out_of_step(f"rank {rank} is at {said!r}, and rank {self.rank} at {topic!r}")
-            found.append(what)
-        if number >= 2:  # all have come here, so all have read what came before
+            if other_topic != topic:
+                raise out_of_step(
+                    f"rank {rank} is at {other_topic!r}, and rank {self.rank} at {topic!r}"
+                )
+            values.append(other_value)
+        if number >= 2:
+            # All ranks have come here, so they have read the exchange before the last one.
             self._delete(f"{among}{number - 2}/{self.rank}")
-        return found
+        return values
 
     def to_first(self, topic: str, value: Any) -> list[Any] | None:
         """Send the values of all ranks to the first rank, where this returns them.
@@ -276,12 +313,8 @@ class Messages:
         """Return a value that was set by `_put`."""
         first = bytes(self._store.get(key))
         (count,) = struct.unpack("<Q", first[:8])
-        return b"".join(
-            [
-                first[8:],
-                *(bytes(self._store.get(_piece_of(key, piece))) for piece in range(1, count)),
-            ]
-        )
+        others = [bytes(self._store.get(_piece_of(key, piece))) for piece in range(1, count)]
+        return b"".join([first[8:], *others])
 
     def _delete(self, key: str) -> None:
         if not self._store.check([key]):
@@ -315,13 +348,11 @@ class Messages:
             raise
         except RuntimeError as error:
             gone = self._gone("the store of the ranks is gone, and so the rank that hosts it")
-            # Its host may have said why, and left
+            # The rank that hosts the store may have reported its error before it ended.
             raise self._heard or Messages.found or gone from error
 
     def _answers(self, rank: int) -> bool:
-        """Return whether the process of another rank is alive, so that its listening thread
-        answers.
-        """
+        """Return whether the listening thread of another rank answers, so that it is alive."""
         before = self._store.add(f"answers/{rank}", 0)
         self._wake(rank, _ASK)
         until = time.monotonic() + _ANSWER_SECONDS
@@ -343,9 +374,16 @@ class Messages:
     ) -> bool:
         """Wait for keys of the store.
 
-        Return whether they came before the end of the time, or of another rank.
+        Args:
+            keys: The keys.
+            seconds: The longest time to wait.
+            heeds_trouble: Whether to stop when another rank has failed.
+
+        Returns:
+            Whether all keys are set.
         """
-        until, pause = time.monotonic() + seconds, _SHORTEST
+        until = time.monotonic() + seconds
+        pause = _SHORTEST
         while not self._store.check(keys):
             if (heeds_trouble and self._heard is not None) or time.monotonic() > until:
                 return False
@@ -354,27 +392,28 @@ class Messages:
         return True
 
     def check_here(self) -> None:
-        """Raise H114 if this rank has left the others, or one of them is gone."""
+        """Raise H114 if this rank or another one has failed."""
         if self._heard is not None:
             raise self._heard
         if self.has_left:
             raise self._gone(_LEFT)
 
-    # --- trouble
+    # --- errors
 
     def publish(self, error: BaseException) -> None:
-        """Tell the other ranks why this one ends; the first to say so is heard."""
+        """Tell the other ranks why this one ends. Only the first error of any rank counts."""
         self.has_left = True
         with contextlib.suppress(RuntimeError):
             self._post(error)
-            # The store may end with this process: not before the others have read it, whatever it
-            # has heard itself.
+            # The store may end with this process, so it waits until the others have read the error.
             self._is_there(
                 [f"heard/{rank}" for rank in self._ranks], _HEARD_SECONDS, heeds_trouble=False
             )
-        self._heard = self._heard or self._gone(_LEFT)  # ends what waits for the others in a thread
+        # Ends the waits of threads for other ranks.
+        self._heard = self._heard or self._gone(_LEFT)
 
     def _read(self, store: Any) -> RankError | None:
+        """Return the error that another rank has published; None if this rank has."""
         rank, text, out_of_step_by = json.loads(store.get(_TROUBLE))
         if rank == self.rank:
             return None
@@ -384,21 +423,19 @@ class Messages:
         return RankError(
             f"rank {rank} has failed with {text}",
             limit=(
-                "the others cannot go on without it; their weights are those of the last committed"
-                " step"
+                "the others cannot continue without it; their weights are those of the last"
+                " committed step"
             ),
-            fix=f"see to the error of rank {rank}, and start all ranks again.",
+            fix=f"fix the error of rank {rank}, and start all ranks again.",
             rule="H114",
         )
 
     def lost(self, error: BaseException) -> RankError | None:
-        """Return what is behind an error that may come of another rank's end, or None."""
-        speaks_of_a_peer = any(word in str(error) for word in _OF_A_PEER)
-        if (
-            isinstance(error, HoldfastError)
-            or not isinstance(error, RuntimeError)
-            or not speaks_of_a_peer
-        ):
+        """Return the error of another rank that is the cause of an error, or None."""
+        may_be_caused_by_a_peer = any(word in str(error) for word in _OF_A_PEER)
+        if isinstance(error, HoldfastError) or not isinstance(error, RuntimeError):
+            return None
+        if not may_be_caused_by_a_peer:
             return None
         with contextlib.suppress(RuntimeError):
             if self._is_there([_TROUBLE], _TEXT_SECONDS):
@@ -406,24 +443,24 @@ class Messages:
         return (
             self._heard
             or Messages.found
-            or self._gone("another rank is gone, and has not said why")
+            or self._gone("another rank has ended without reporting an error")
         )
 
     def _gone(self, what: str) -> RankError:
         return RankError(
             what,
-            limit="the others cannot go on without it",
+            limit="the others cannot continue without it",
             fix=(
-                "look at the end of what each rank has printed: it was killed, or ended by itself;"
-                " start all again."
+                "see the end of each rank's output for whether it was killed or has exited, and"
+                " start all ranks again."
             ),
             rule="H114",
         )
 
     def _post(self, error: BaseException) -> None:
-        out_of_step_by = (
-            error.what if isinstance(error, RankError) and error.rule == "H116" else None
-        )
+        out_of_step_by = None
+        if isinstance(error, RankError) and error.rule == "H116":
+            out_of_step_by = error.what
         trouble = [self.rank, f"{type(error).__name__}: {error}", out_of_step_by]
         self._store.compare_set(_TROUBLE, "", json.dumps(trouble))
         for rank in self._ranks:
@@ -436,16 +473,22 @@ class Messages:
     def _say_place(
         self,
         what: str,
-        to: Any = None,
+        receivers: Sequence[int] | None = None,
         number: int | None = None,
         calls: int | None = None,
         *,
         ends: bool = False,
     ) -> None:
-        """Tell ranks that this one begins no step before they say what has this number, or what is
-        next; or none.
+        """Tell other ranks where this one is, and that it does not continue before they come there.
 
-        With the number of calls before it begins nothing at all, under whatever guard.
+        Args:
+            what: What this rank does there, in words.
+            receivers: The ranks to tell. None tells all others on the first rank, and the first
+                rank on others.
+            number: The number of the exchange in which it waits; None if it waits in none.
+            calls: The number of calls of all guards before this place. None if this rank may make
+                calls of other guards.
+            ends: Whether its process ends.
         """
         place = _Place(
             rank=self.rank,
@@ -456,19 +499,24 @@ class Messages:
             ends=ends,
             waits=number is not None,
         )
+        if receivers is None:
+            receivers = self.others if self.rank == 0 else [0]
         with contextlib.suppress(RuntimeError):
-            for rank in to if to is not None else self.others if self.rank == 0 else [0]:
+            for rank in receivers:
                 self._wake(rank, json.dumps(place))
 
     def _watch(self, store: Any) -> None:
-        """End this process if another rank has failed, or will not come, and nothing else wakes
-        it from its wait.
+        """End this process if another rank has failed or will not come, in a thread.
+
+        The main thread has some seconds to notice it and end in order.
         """
         try:
             error = self._listen(store)
-            self._heard, Messages.found = error or self._heard, error or Messages.found
+            self._heard = error or self._heard
+            Messages.found = error or Messages.found
             store.set(f"heard/{self.rank}", "")
-        except RuntimeError:  # the store is gone: the run is over
+        except RuntimeError:
+            # The store has ended, so the run is over.
             return
         if error is None:
             return
@@ -487,17 +535,19 @@ class Messages:
         os._exit(1)
 
     def _listen(self, store: Any) -> RankError | None:
-        """Wait for the trouble of another rank, or for a rank that has told its place and cannot
-        be met there.
+        """Wait for the error of another rank, or for a rank that waits where this one never comes.
+
+        Returns:
+            The error, or None if this process ends.
         """
         places: list[tuple[float, _Place]] = []
         for count in itertools.count():
             while places and not self._is_ending and not store.check([f"wake{count}/{self.rank}"]):
-                # A moment later: of an error in a loop the place is said first.
+                # Places are judged a moment later, because a rank that leaves its loop with an
+                # error tells its place before the error.
                 due = [place for heard, place in places if time.monotonic() > heard + _LATE_SECONDS]
-                error = next(filter(None, map(self._missed, due)), None) or self._meets_elsewhere(
-                    due
-                )
+                missed = [error for place in due if (error := self._missed(place)) is not None]
+                error = missed[0] if missed else self._meets_elsewhere(due)
                 if error is not None:
                     self._post(error)
                     return error
@@ -517,23 +567,27 @@ class Messages:
         return None
 
     def _missed(self, place: _Place) -> RankError | None:
-        """Return the error if another rank is at a place that this one has passed, or has ended
-        before.
+        """Return H116 if another rank waits where this one will not come, or ends before; or None.
+
+        Args:
+            place: Where the other rank is.
         """
-        # Read before the number, which comes later for a rank that was there
-        has_begun = self.steps > place.steps
-        is_elsewhere = place.calls is not None and Messages.calls > place.calls  # as above
+        # These are read before the number of the exchange, which changes last when this rank comes
+        # to the place.
+        has_begun_step = self.steps > place.steps
+        is_elsewhere = place.calls is not None and Messages.calls > place.calls
         is_beyond = self._numbers[""] > place.number
-        if not (place.ends if is_beyond else has_begun or is_elsewhere):
+        if is_beyond:
+            if not place.ends:
+                return None
+            action = "waits for it"
+        elif has_begun_step:
+            action = "makes another step"
+        elif is_elsewhere:
+            action = "calls another guard"
+        else:
             return None
-        follows = (
-            "waits for it"
-            if is_beyond
-            else "makes another step"
-            if has_begun
-            else "calls another guard"
-        )
-        return out_of_step(f"rank {place.rank} {place.what}, and rank {self.rank} {follows}")
+        return out_of_step(f"rank {place.rank} {place.what}, and rank {self.rank} {action}")
 
     def _meets_elsewhere(self, places: Sequence[_Place]) -> RankError | None:
         """Return H116 if other ranks wait for this one in the guard, while it waits for them in a
@@ -594,7 +648,7 @@ class _Place(NamedTuple):
 
 
 class SharedWriters(Writers):
-    """Ranks that each write a share of a checkpoint."""
+    """Ranks each of which writes a share of a checkpoint."""
 
     are_several = True
 
@@ -603,20 +657,21 @@ class SharedWriters(Writers):
         self._messages = messages
 
     def all(self, work: Callable[[], _T]) -> list[_T]:
-        """Return what the work of each rank has given, of plain values.
+        """Return the results of all ranks, which must be plain values.
 
-        An error of one is raised by all.
+        An error on one rank is raised on all.
         """
-        return on_all(
-            work,
-            lambda said: self._messages.exchange("share of a checkpoint", said, among="saves/"),
-        )
+
+        def exchange(result: Any) -> list[Any]:
+            return self._messages.exchange("share of a checkpoint", result, among="saves/")
+
+        return on_all(work, exchange)
 
     def first(self, work: Callable[[], _T]) -> _T:
-        """Return, to all, what the work of the first rank has given; its error is raised by all."""
-        found: list[Any] = self.all(work if self.rank == 0 else lambda: None)
-        own: _T = found[0]
-        return own
+        """Return on all ranks the result of the first one, whose error is raised on all."""
+        results: list[Any] = self.all(work if self.rank == 0 else lambda: None)
+        first_result: _T = results[0]
+        return first_result
 
 
 def _print(error: RankError) -> None:

@@ -1,5 +1,5 @@
-# ruff: noqa: ARG002 - nobody has to be asked, so what would be said is not looked at
-"""What the guard asks of its ranks, answered for one process: nobody has to be asked.
+# ruff: noqa: ARG002 - a single process needs no arguments to answer
+"""What the guard asks of its ranks, with the answers of a process that trains alone.
 
 `ranks.Ranks` answers for several. Steps, the loop and saving know only these methods.
 """
@@ -26,20 +26,21 @@ from holdfast.guard.stop import StopRequest
 from holdfast.memory.ladder import StepPlan
 from holdfast.numerics.loss import Terms
 
-PLACE = "epoch and batch"  # the name of the fact, see `OneRank.agree`
+# The name of the fact that `OneRank.agree` compares first.
+PLACE = "epoch and batch"
 _T = TypeVar("_T")
 _NOTHING = contextlib.nullcontext()
 
 
 class Saves(Protocol):
-    """When the loop saves."""
+    """Decides when the loop saves."""
 
     def is_due(self) -> bool:
-        """Return whether all save at this boundary."""
+        """Return whether all ranks save at this boundary."""
         ...
 
     def take_refusal(self) -> str | None:
-        """Return why a save was refused since this was last asked, or None."""
+        """Return why a save was refused since the last call, or None."""
         ...
 
 
@@ -48,117 +49,143 @@ class OneRank:
 
     rank = 0
     world_size = 1
-    # Chosen once and not asked in each step: what one process does by itself is called as if there
-    # were no ranks.
-    weighed: Callable[[Terms], torch.Tensor] = staticmethod(Terms.total)
-    """Returns the loss to run backward from: all ranks' gradients then add up by their items."""
-    gathered: Callable[[Sequence[torch.Tensor]], Rows] | None = None
-    """Corrects the gradients by the items of all ranks and returns what they said."""
-    begin: Callable[[], None] | None = None
-    """Begins an attempt, on all ranks."""
-    accepts: Callable[[StepAttempt], bool] | None = None
-    """Says whether all ranks have made an attempt; False: one could not, and all begin anew."""
-    plan: Callable[[StepPlan], StepPlan] | None = None
-    """Returns the plan of the next attempt of a step, given that of this rank; None: each has its
-    own."""
-    norms: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
-    """Returns the norms of whole gradients, of those of the shards that each rank holds."""
-    writers: Writers | None = Writers()
-    """Who writes checkpoints; None: another rank does."""
-    share: Callable[[dict[str, Any]], dict[str, Any]] = staticmethod(lambda trees: trees)
-    """Returns what this rank saves of the state of all components."""
-    shares: Callable[[Parts], Callable[[str, str, torch.Size], Share | None]] | None = None
-    """Returns what says which rows of a saved tensor are for this rank, of component, name and
-    shape."""
-    ignored: Sequence[str] = ()
-    """Names of weights and buffers that the wrapper of the model sends to no other rank."""
-    open: Callable[[], None] = staticmethod(lambda: None)
-    """From now on, tells the others of an error that ends this process."""
-    close: Callable[..., None] = staticmethod(lambda **_: None)
-    """Tells them no more; in order, waits until nobody needs this rank."""
-    spare_memory: Callable[[], None] = staticmethod(lambda: None)
-    """Lets optimizers need less memory, called on all ranks where one has run out of it."""
 
+    # The following attributes are functions that are called in every step. A None says that a
+    # single process has nothing to do, so that its steps do not even call a function.
+
+    # Returns the loss to run backward from, so that the gradients of all ranks add up weighted by
+    # their items.
+    weighed: Callable[[Terms], torch.Tensor] = staticmethod(Terms.total)
+    # Corrects the gradients by the items of all ranks, and returns the rows of all ranks.
+    gathered: Callable[[Sequence[torch.Tensor]], Rows] | None = None
+    # Begins an attempt on all ranks.
+    begin: Callable[[], None] | None = None
+    # Returns whether all ranks have made the attempt. If not, all of them attempt the step again.
+    accepts: Callable[[StepAttempt], bool] | None = None
+    # Returns the plan of the next attempt, given that of this rank. None if each rank has its own.
+    plan: Callable[[StepPlan], StepPlan] | None = None
+    # Returns the norms of whole gradients, given those of the shards that this rank holds.
+    norms: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
+
+    # The ranks that write checkpoints; None if another rank writes for this one.
+    writers: Writers | None = Writers()
+    # Returns this rank's part of the state of all components, for a checkpoint.
+    share: Callable[[dict[str, Any]], dict[str, Any]] = staticmethod(lambda trees: trees)
+    # Returns a function that says which rows of a saved tensor this rank needs, given its
+    # component, name and shape.
+    shares: Callable[[Parts], Callable[[str, str, torch.Size], Share | None]] | None = None
+    # Names of the weights and buffers that the wrapper of the model does not broadcast.
+    ignored: Sequence[str] = ()
+
+    # Begins to tell the other ranks of an error that ends this process.
+    open: Callable[[], None] = staticmethod(lambda: None)
+    # Ends that. With ``in_order=True``, waits until no other rank needs this one.
+    close: Callable[..., None] = staticmethod(lambda **_: None)
+    # Lets optimizers need less memory. It is called on all ranks if one has run out of memory.
+    spare_memory: Callable[[], None] = staticmethod(lambda: None)
+
+    # Why this rank may only repeat the same attempt if it runs out of memory; None if it may use
+    # all remedies.
     why_only_retry: str | None = None
-    """Why this rank, if its memory is short, may do no more than make the same attempt again; None:
-    it may."""
 
     @property
     def has_parted(self) -> bool:
-        """Return whether the others do not wait for this rank any more, and need not answer it."""
+        """Return whether the other ranks do not wait for this one any more, nor answer it."""
         return False
 
     def policy(self, policy: Policy) -> Policy:
-        """Return the policy as far as it can be kept.
+        """Return the policy without what these ranks do not support.
 
-        Raise H108 for what was asked for and cannot.
+        Raises:
+            PolicyError: H108 for a setting that was made explicitly and is not supported.
         """
         return policy
 
     def agreed(
         self, stop: StopRequest, saving: Saving, cursor: Cursor | None
     ) -> tuple[StopRequest, Saves]:
-        """Return what all ranks follow, given what this one is asked for and what it would save."""
+        """Return the stop request and the saves that all ranks follow.
+
+        Args:
+            stop: The stop request of this rank.
+            saving: The saves of this rank.
+            cursor: The position of this rank in its loader.
+        """
         return stop, saving
 
     # --- a step
 
     def check_terms(self, terms: Terms) -> None:
-        """Raise H203 for a loss of which ranks cannot make one mean."""
+        """Raise H203 for a loss that cannot be averaged over ranks."""
 
     def apart(self, *, by_itself: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the parts of a batch are run; `shared` follows.
+        """Return a context for the passes over the parts of a batch; call `shared` after it.
 
-        `by_itself`: this rank cuts its batch since its memory was short, and not because the policy
-        says so.
+        Args:
+            by_itself: Whether only this rank splits its batch, because its memory was short.
         """
         return _NOTHING
 
     def check_parts(self) -> None:
-        """Raise H401 between the parts of a batch if they talk to ranks that may make fewer
-        parts.
-        """
+        """Raise H401 if the parts have collectives and other ranks may have fewer parts."""
 
     def shared(
         self, passed: PassResult, parameters: Sequence[torch.Tensor], *, added: bool = False
     ) -> PassResult:
-        """Reduce the gradients of a batch that was run in parts.
+        """Reduce the gradients of a batch that was split.
 
-        They count by its items, or alike if `added`.
+        Args:
+            passed: The result of its passes.
+            parameters: The parameters with gradients.
+            added: Whether all ranks count the same, instead of by their items.
         """
         return passed
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which this rank tries something out by itself."""
+        """Return a context in which this rank runs the model without the other ranks."""
         return _NOTHING
 
     def pay(self, found: str, parameters: Sequence[torch.Tensor]) -> None:
-        """Begin what other ranks still wait for, and let all begin anew; H401 if that cannot be."""
+        """Complete the collectives that other ranks wait in, after an attempt has failed here.
+
+        All ranks then attempt the step again.
+
+        Args:
+            found: The failure.
+            parameters: The parameters of the step.
+
+        Raises:
+            OutOfMemoryError: H401 if that is not possible.
+        """
 
     def take_news(self) -> OwnCollectives | None:
-        """Return what this rank has noticed in a step since this was last asked, or None."""
+        """Return an event to record, if something was noticed since the last call, or None."""
         return None
 
     def falls_behind(self) -> bool:
-        """Note that the optimizer has failed half-way.
+        """Note that the optimizer has failed half-way on this rank.
 
-        Return whether the state of another rank will be taken.
+        Returns:
+            Whether this rank will receive the state of another rank.
         """
         return False
 
     def origin(self, find: Callable[[], Provenance], look: Callable[[], Provenance]) -> Provenance:
-        """Find out where NaN or Inf of a step that all have taken back came from.
+        """Find out where NaN or Inf came from, in a step that all ranks have taken back.
 
-        `find` makes the step again on this rank, and `look` only looks at its batch.
+        Args:
+            find: Replays the step on this rank.
+            look: Only checks the batch of this rank.
         """
         return find()
 
     # --- the loop
 
     def end_epoch(self) -> RankIsSlow | None:
-        """Return which rank was slow.
+        """Note that the loader has ended, and return which rank was slow, if one was.
 
-        Raise H116 if the loader of one has ended and that of another has not.
+        Raises:
+            RankError: H116 if the loader of another rank has not ended.
         """
         return None
 
@@ -171,59 +198,70 @@ class OneRank:
         constant: Callable[[], Iterable[str]],
         unsaved: Callable[[], Iterable[str]],
     ) -> dict[str, Any] | None:
-        """Return what a checkpoint holds of each rank, besides what is the same on all.
-
-        None if there is one.
+        """Return the state that a checkpoint holds of each rank separately.
 
         Args:
-            own: Returns what is kept of each rank in any case.
-            trees: Returns what is kept where it differs between ranks; only the first rank gets
-                that of the others.
-            constant: Returns the names of the buffers among these that no step has changed.
-            unsaved: Returns the names of buffers that are saved nowhere else; those among these are
-                kept in any case.
+            own: Returns the state of this rank that is saved in any case.
+            trees: Returns the state that is saved if it differs between ranks. Only the first rank
+                receives that of the others.
+            constant: Returns the names of the buffers in it that no step has changed.
+            unsaved: Returns the names of the buffers in it that are saved nowhere else. These are
+                saved even if they do not differ.
+
+        Returns:
+            The state of the ranks, or None with one rank.
         """
         return None
 
     def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what a checkpoint holds of this rank.
-
-        Its random state and what else may differ between ranks.
-        """
+        """Return the state in a checkpoint that belongs to this rank, such as its random state."""
         return training
 
     def keeps_apart(self, name: str) -> bool:
-        """Return whether a buffer, or a frozen weight, of this name may have a value of its own on
-        each rank.
+        """Return whether a buffer or a frozen weight may have another value on each rank.
 
-        The name is that in the model, with the name of the model in front.
+        Args:
+            name: Its name in the model, after the name of the model.
         """
         return False
 
     def chosen(
         self, choose: Callable[[], _T | None], name: Callable[[_T], str], find: Callable[[str], _T]
     ) -> _T | None:
-        """Return what one rank chooses; the others find it by its name."""
+        """Return on all ranks what the first one chooses.
+
+        Args:
+            choose: Makes the choice, on the first rank.
+            name: Returns the name of what was chosen.
+            find: Returns what has this name, on the other ranks.
+        """
         return choose()
 
     # --- opening and leaving
 
     def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Raise H115 on all ranks if a fact differs between them, H116 if it is their `PLACE` in
-        the data.
+        """Compare facts between the ranks.
+
+        Args:
+            topic: The name of the comparison.
+            facts: Returns the facts of this rank by name.
+
+        Raises:
+            RankError: H116 on all ranks if `PLACE` differs, H115 if another fact does.
         """
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which an error on one rank ends all of them."""
+        """Return a context in which an error on one rank is raised on all of them."""
         return _NOTHING
 
     def in_turn(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that the first rank passes before the others enter it."""
+        """Return a context that the first rank leaves before the others enter it."""
         return _NOTHING
 
     def leave(self, error: BaseException) -> BaseException | None:
-        """Tell the others of an error that leaves the guard.
+        """Tell the other ranks of an error that leaves the guard.
 
-        Return that of another rank, if that is behind it.
+        Returns:
+            The error of another rank if it is the cause of this one, or None.
         """
         return None

@@ -1,6 +1,6 @@
-"""Which rank the others wait for.
+"""Find the rank that the others wait for.
 
-Each says how long it was busy by itself before it began to talk to them.
+Each rank reports how long it was busy before it began to communicate in a step.
 """
 
 from __future__ import annotations
@@ -14,28 +14,38 @@ import torch
 from holdfast.core.events.run_events import RankIsSlow
 from holdfast.guard.ranks.row import Rows
 
+# An epoch must have at least this many steps.
 _LEAST_STEPS = 20
+# The rank must be slower than the others by this share of a step. Smaller differences change from
+# step to step.
 _LEAST_SHARE = 0.1
-"""Of a step; below that, ranks take turns in being the last one."""
 
 
 class Pace:
-    """The seconds of each rank in the steps of an epoch, from the end of one to the loss of the
-    next.
+    """The time that each rank was busy in the steps of an epoch.
+
+    The time of a step is that from the end of the last step to the loss of this one.
     """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._ended: float | None = None  # the step before
-        self._came = self._began = 0.0
+        # When the last step ended, when this rank began the current one, and when its attempt
+        # began.
+        self._ended: float | None = None
+        self._came = 0.0
+        self._began = 0.0
         self._clear()
 
     def _clear(self) -> None:
-        self._between, self._forward, self._items = ([0.0] * self._world_size for _ in range(3))
-        self._steps, self._since = 0, time.perf_counter()
+        # By rank: seconds between steps, seconds in forward passes, and items.
+        self._between = [0.0] * self._world_size
+        self._forward = [0.0] * self._world_size
+        self._items = [0.0] * self._world_size
+        self._steps = 0
+        self._since = time.perf_counter()
 
     def come(self) -> None:
-        """Note that this rank has come to a step."""
+        """Note that this rank begins a step."""
         self._came = time.perf_counter()
 
     def begin(self) -> None:
@@ -43,12 +53,12 @@ class Pace:
         self._began = time.perf_counter()
 
     def said(self) -> dict[str, float]:
-        """Return what this rank says: its seconds between the steps, and in forward."""
+        """Return the seconds of this rank between the steps and in forward, for its row."""
         between = 0.0 if self._ended is None else self._came - self._ended
         return {"between": between, "forward": time.perf_counter() - self._began}
 
     def end(self, rows: Rows) -> None:
-        """Add a step that all have made."""
+        """Add a step that all ranks have made."""
         for rank, row in enumerate(rows.each):
             self._items[rank] += row[2]
             self._between[rank] += row[9]
@@ -57,41 +67,50 @@ class Pace:
         self._ended = time.perf_counter()
 
     def slowest(self, rows: Rows) -> RankIsSlow | None:
-        """Return which rank the others have waited for, if one stands out.
+        """Return which rank the others have waited for, if one stands out, and start a new epoch.
 
-        `rows`: of the end of an epoch.
+        Args:
+            rows: The rows of the end of the epoch.
         """
         if self._world_size == 1:
             return None
-        steps, seconds = self._steps, time.perf_counter() - self._since
-        own = [
+        event = self._slow_rank(rows)
+        self._clear()
+        return event
+
+    def _slow_rank(self, rows: Rows) -> RankIsSlow | None:
+        seconds = time.perf_counter() - self._since
+        busy = [
             between + forward for between, forward in zip(self._between, self._forward, strict=True)
         ]
-        rank = max(range(self._world_size), key=own.__getitem__)
-        others, found = _of_others(own, rank), None
-        if steps >= _LEAST_STEPS and own[rank] - others > _LEAST_SHARE * seconds:
-            in_loop = (
-                2 * (self._between[rank] - _of_others(self._between, rank)) > own[rank] - others
-            )
-            found = RankIsSlow(
-                rank=rank,
-                where="between steps: in its loader or in the loop" if in_loop else "in forward",
-                seconds_a_step=own[rank] / steps,
-                of_others=others / steps,
-                share=(own[rank] - others) / seconds,
-                items_a_step=tuple(items / steps for items in self._items),
-                peak_bytes=tuple(int(row[2]) for row in rows.each),
-            )
-        self._clear()
-        return found
+        rank = max(range(self._world_size), key=busy.__getitem__)
+        others = _median_of_others(busy, rank)
+        lead = busy[rank] - others
+        if self._steps < _LEAST_STEPS or lead <= _LEAST_SHARE * seconds:
+            return None
+        lead_between = self._between[rank] - _median_of_others(self._between, rank)
+        where = "in forward"
+        if 2 * lead_between > lead:
+            where = "between steps: in its loader or in the loop"
+        return RankIsSlow(
+            rank=rank,
+            where=where,
+            seconds_a_step=busy[rank] / self._steps,
+            of_others=others / self._steps,
+            share=lead / seconds,
+            items_a_step=tuple(items / self._steps for items in self._items),
+            peak_bytes=tuple(int(row[2]) for row in rows.each),
+        )
 
 
 def peak_bytes(device: torch.device) -> float:
-    """Return the most memory that this process has had, of a GPU what tensors had of it."""
+    """Return the peak memory of this process in bytes: of its tensors on a GPU, else resident."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _of_others(seconds: list[float], rank: int) -> float:
-    return statistics.median(each for at, each in enumerate(seconds) if at != rank)
+def _median_of_others(seconds: list[float], rank: int) -> float:
+    return statistics.median(
+        own_seconds for other, own_seconds in enumerate(seconds) if other != rank
+    )

@@ -1,10 +1,8 @@
-"""Several ranks that train one model.
+"""Several ranks that train one model, make the same steps, and decide the same after each of them.
 
-Each step is the same on all of them, and so is what follows from it.
-
-Undisturbed, one small gather beside backward is all that is added. A rank that runs out of memory
-begins what the others wait for by itself, in NaN, and all make the step again. One that fails
-otherwise says why, and all end.
+An undisturbed step adds one small gather, which runs during backward. A rank that runs out of
+memory completes the collectives that the others wait in, with NaN, and all ranks attempt the step
+again. A rank that fails otherwise tells the others why, and all of them end.
 """
 
 from __future__ import annotations
@@ -47,27 +45,44 @@ from holdfast.numerics.gradients import local
 from holdfast.numerics.loss import Terms, check_count
 
 _T = TypeVar("_T")
+# How long a rank that ends with an error waits for the writers of all ranks.
 _WRITER_SECONDS = 2.0
-# How an attempt has gone on a rank; the last: it has not even stepped before
+# The result of an attempt on a rank: made, failed, or not possible because the optimizer of this
+# rank has failed half-way in the last step.
 _MADE, _FAILED, _BEHIND = range(3)
-_REFUSED = {"drop_nonfinite_samples": (False,)}  # with what is fine
+# Fields of the policy that are refused with several ranks, with the values that are allowed.
+_REFUSED = {"drop_nonfinite_samples": (False,)}
 
 
 class Ranks(OneRank):
-    """The ranks of a process group, seen from one of them."""
+    """The ranks of a process group, seen from one of them.
+
+    Args:
+        model: The model, replicated or sharded.
+        optimizer: The optimizer.
+        averages: Averages of the weights, which are equal on all ranks.
+    """
 
     def __init__(
         self, model: Replicated | Sharded, optimizer: Optimizer, averages: Iterable[nn.Module] = ()
     ) -> None:
-        self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
-        self._model: Any = model  # some things only a replicated one is asked for
-        self._optimizer, self._averages, self.norms = optimizer, list(averages), model.norms
-        self._has_failed = False  # in the last attempt
-        self._is_behind = False  # the optimizer has failed half-way, and the others have stepped
+        self.rank = distributed.get_rank()
+        self.world_size = distributed.get_world_size()
+        # Some methods exist only on a replicated model.
+        self._model: Any = model
+        self._optimizer = optimizer
+        self._averages = list(averages)
+        self.norms = model.norms
+        # Whether the last attempt has failed on this rank.
+        self._has_failed = False
+        # Whether the optimizer has failed half-way on this rank, while other ranks have stepped.
+        self._is_behind = False
         self._messages = Messages(self.rank, self.world_size)
         watch_arrival(model.group, self._messages)
-        self.open, self.close = self._messages.open, self._messages.close
-        self.shares, self.ignored = model.shares, model.ignored
+        self.open = self._messages.open
+        self.close = self._messages.close
+        self.shares = model.shares
+        self.ignored = model.ignored
         self.writers = Writers() if self.rank == 0 else None
         self._tape = Tape(self._messages)
         model.record(self._tape)
@@ -78,16 +93,22 @@ class Ranks(OneRank):
         self._pace = Pace(self.world_size)
         self._digests = Digests()
         self._pending: PendingRow | None = None
-        self._rows: Rows | None = None  # of the last step
-        # Items of a rank that a loss is measured by; the same on all
+        # The rows of the last step.
+        self._rows: Rows | None = None
+        # The number of items by which each rank divides its own; it is the same on all ranks. And
+        # its value before this step.
         self._reference: float | None = None
-        self._before: float | None = None  # as that, before this step
-        self._counted = False  # the items of this step must be whole
+        self._before: float | None = None
+        # Whether the numbers of items must be whole in this step.
+        self._counted = False
+        # Whether this rank runs the model without the others.
         self._is_alone = False
-        self._splits_by_itself = False  # since its memory was short
-        # Of the loss or the model, in the newest attempt that all have made
+        # Whether only this rank splits its batch, because its memory was short.
+        self._splits_by_itself = False
+        # The number of collectives that the loss or the model has begun in the newest attempt that
+        # all ranks have made, and whether there were any before.
         self._own_collectives = 0
-        self._has_own_collectives = False  # in any
+        self._has_own_collectives = False
         self._news: OwnCollectives | None = None
         self._stop: _Stop | None = None
         self._saves: _Saves | None = None
@@ -95,29 +116,31 @@ class Ranks(OneRank):
 
     @property
     def has_parted(self) -> bool:
-        """Return whether the others do not wait for this rank any more, and need not answer it."""
+        """Return whether the other ranks do not wait for this one any more, nor answer it."""
         return self._messages.has_left or self._messages.has_parted
 
     def policy(self, policy: Policy) -> Policy:
-        """Return the policy as far as it can be kept.
+        """Return the policy without what these ranks do not support.
 
-        Raise H108 for what was asked for and cannot.
+        Raises:
+            PolicyError: H108 for a setting that was made explicitly and is not supported.
         """
-        for name, fine in {**_REFUSED, **self._model.refused}.items():
-            if getattr(policy, name) not in fine:
+        for name, allowed in {**_REFUSED, **self._model.refused}.items():
+            if getattr(policy, name) not in allowed:
                 raise _not_yet(f"{name}={getattr(policy, name)!r}")
         self._model.scales = policy.precision == "fp16"
+        # A single rank would act on these settings without the others.
         return replace(
             policy,
             forecast_micro_batch_size=None,
             snapshot_interval_steps=None,
             **self._model.unobserved,
-        )  # what a rank would do by itself is not done
+        )
 
     def agreed(
         self, stop: StopRequest, saving: Saving, cursor: Cursor | None
     ) -> tuple[StopRequest, Saves]:
-        """Return what all ranks follow: what was said in the last step."""
+        """Return the stop request and the saves of all ranks, as exchanged in the last step."""
         self._cursor = cursor
         self._stop = _Stop(stop, self._messages)
         self._saves = _Saves(saving, self._messages, cursor)
@@ -126,8 +149,12 @@ class Ranks(OneRank):
     # --- a step
 
     def weighed(self, terms: Terms) -> torch.Tensor:
-        """Return the loss to run backward from: all ranks' gradients then add up by their items."""
-        loss, items = terms.total(), terms.items[0]
+        """Return the loss to run backward from, weighted by the items of this rank.
+
+        The gradients of all ranks then add up to that of the mean over all items.
+        """
+        loss = terms.total()
+        items = terms.items[0]
         if self._is_alone:
             return loss
         self.check_terms(terms)
@@ -135,7 +162,7 @@ class Ranks(OneRank):
         return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
 
     def check_terms(self, terms: Terms) -> None:
-        """Raise H203 for a loss of several means: ranks weigh it by one number of items."""
+        """Raise H203 for a loss of several means, since ranks are weighted by one number."""
         if len(terms.means) > 1:
             raise BatchError(
                 f"loss_fn returned {len(terms.means)} terms",
@@ -145,14 +172,13 @@ class Ranks(OneRank):
             )
 
     def _weight(self, loss: torch.Tensor, items: Any, *, counted: bool) -> Any:
-        """Tell the others of the loss of this rank, and return what its gradient weighs."""
+        """Send the loss and the items of this rank, and return the weight of its gradient."""
         repeats = self._cursor is not None and self._cursor.repeats()
         if repeats:
+            # Another rank counts these samples.
             items = 0.0
-        self._pending, self._counted = (
-            self._begin_row(loss, items, repeats=repeats, **self._pace.said()),
-            counted,
-        )
+        self._pending = self._begin_row(loss, items, repeats=repeats, **self._pace.said())
+        self._counted = counted
         return items / self._reference_for(items)
 
     def _begin_row(self, loss: Any, items: Any, **said: Any) -> PendingRow:
@@ -175,35 +201,37 @@ class Ranks(OneRank):
         )
 
     def _place(self) -> Place:
-        """Return where this rank is in its data.
-
-        Steps outside of our loop are all made at one place.
-        """
+        """Return the position of this rank in its data. Without a loader it is always the same."""
         cursor = self._cursor
-        return Place() if cursor is None else Place(cursor.epoch, cursor.batches, cursor.passed)
+        if cursor is None:
+            return Place()
+        return Place(cursor.epoch, cursor.batches, cursor.passed)
 
     def _reference_for(self, items: Any) -> float:
-        """Return what the items of each rank are measured by.
+        """Return the number of items by which all ranks divide their own.
 
-        Those of the last step, or now equal ones.
-
-        Equal items need no weight, so their bits are those of a bare loop. A rank with other items
-        than last time waits for what the others have; where none has others, nobody has to look.
+        It is the mean of the last step, or the number of this step if that is equal on all ranks.
+        With equal numbers the weight is exactly 1, so that the gradients have the bits of an
+        unguarded loop. A rank whose number differs from the reference waits for the rows of the
+        others. If it is the same on all ranks as before, none of them has to wait.
         """
         assert self._pending is not None
-        known = self._reference
-        if known is None or (isinstance(items, (int, float)) and items != known):
+        reference = self._reference
+        if reference is None or (isinstance(items, (int, float)) and items != reference):
             rows = self._pending.rows()
             if rows.failed:
-                return float(items)  # nothing comes of this attempt
-            if known is None or len({row[2] for row in rows.each}) == 1:
-                self._reference = known = rows.items / self.world_size
-        return known
+                # This attempt is discarded, so any value will do.
+                return float(items)
+            if reference is None or len({row[2] for row in rows.each}) == 1:
+                reference = rows.items / self.world_size
+                self._reference = reference
+        return reference
 
     def gathered(self, parameters: Sequence[torch.Tensor]) -> Rows:
-        """Correct the gradients by the items of all ranks and return what they said."""
+        """Correct the gradients by the items of all ranks, and return the rows of all ranks."""
         assert self._pending is not None
-        self._rows = rows = self._pending.rows()
+        rows = self._pending.rows()
+        self._rows = rows
         if rows.failed:
             return rows
         self._notice(self._model.own_collectives())
@@ -216,31 +244,35 @@ class Ranks(OneRank):
         return rows
 
     def _notice(self, own_collectives: int) -> None:
+        """Note how many collectives the loss or the model has begun in an attempt."""
         self._own_collectives = own_collectives
         if own_collectives and not self._has_own_collectives:
             self._has_own_collectives = True
             self._news = OwnCollectives(count=own_collectives)
-            if not isinstance(self._model, Sharded):  # of which all ranks recompute the same
+            # With a sharded model all ranks recompute the same modules, and so repeat their
+            # collectives together.
+            if not isinstance(self._model, Sharded):
                 self.why_only_retry = (
                     "the loss or the model talks to the other ranks, as often as they do"
                 )
 
     def take_news(self) -> OwnCollectives | None:
-        """Return what this rank has noticed in a step since this was last asked, or None."""
-        news, self._news = self._news, None
+        """Return an event to record, if something was noticed since the last call, or None."""
+        news = self._news
+        self._news = None
         return news
 
     def _hear(self, rows: Rows) -> None:
+        """Process the stop requests and saves in the rows of all ranks."""
         assert self._stop is not None
         assert self._saves is not None
         self._stop.hear(rows)
         self._saves.hear(rows)
 
-    # --- an attempt that one rank cannot make
-    # -----------------------------------------------------------------
+    # --- an attempt that fails on one rank
 
     def begin(self) -> None:
-        """Begin an attempt, on all ranks."""
+        """Begin an attempt on all ranks."""
         self._messages.check_here()
         self._pace.come()
         if self._messages.was_left:
@@ -249,15 +281,19 @@ class Ranks(OneRank):
             self._messages.begin_step()
             self._model.begin()
             self._pace.begin()
-            self._pending, self._rows, self._before = None, None, self._reference
+            self._pending = None
+            self._rows = None
+            self._before = self._reference
             if not self._is_behind:
                 return
-            if (hindered := self._unpaid()) is not None:
-                raise without_help(hindered)
+            # This rank cannot make the step before it has the state of another rank.
+            obstacle = self._complete_collectives()
+            if obstacle is not None:
+                raise without_help(obstacle)
             self._begin_anew(_BEHIND)
 
     def accepts(self, attempt: StepAttempt) -> bool:
-        """Say whether all ranks have made an attempt; False: one could not, and all begin anew."""
+        """Return whether all ranks have made the attempt. If not, all attempt the step again."""
         rows = self._rows
         assert rows is not None
         if (attempt.facts.nonfinite or rows.failed) and self._begin_anew(_MADE):
@@ -269,88 +305,99 @@ class Ranks(OneRank):
         return True
 
     def pay(self, found: str, parameters: Sequence[torch.Tensor]) -> None:
-        """Begin what the others still wait for, in NaN, and let all of them begin anew.
+        """Complete the collectives that other ranks wait in, after an attempt has failed here.
 
-        H401 if that cannot be.
+        See `OneRank.pay`.
         """
         for parameter in parameters:
             parameter.grad = None
         device = self._model.device
         release_memory([] if device.type == "cpu" else [device])
-        hindered = self._unpaid()
-        if hindered is not None:
+        obstacle = self._complete_collectives()
+        if obstacle is not None:
             raise OutOfMemoryError(
                 f"rank {self.rank} ran out of memory ({found})",
-                limit=f"{hindered}; the weights are those of the last step",
+                limit=f"{obstacle}; the weights are those of the last step",
                 fix="use a smaller batch or model, and start all ranks again.",
                 rule="H401",
             )
         self._has_failed = True
         self._begin_anew(_FAILED)
 
-    def _unpaid(self) -> str | None:
-        """Begin what the others wait for, in NaN; return what is in the way, or None."""
+    def _complete_collectives(self) -> str | None:
+        """Begin the collectives that the other ranks wait in, with NaN.
+
+        Returns:
+            None, or a sentence that says why that is not possible.
+        """
         if self._rows is not None:
             return (
-                "all ranks have the gradients of this step already, and the others go on with them"
+                "all ranks have the gradients of this step already, and the others continue with"
+                " them"
             )
-        why: str | None = self._model.why_unpayable()
-        if why is not None:
-            return why
+        obstacle: str | None = self._model.why_unpayable()
+        if obstacle is not None:
+            return obstacle
         try:
             return self._pay()
         except RuntimeError as error:
-            if (found := find_out_of_memory(error)) is None:
+            cause = find_out_of_memory(error)
+            if cause is None:
                 raise
-            return f"memory for what the other ranks wait for was refused too ({found})"
+            return f"there was no memory to complete the collectives of the step either ({cause})"
 
     def _pay(self) -> str | None:
         if isinstance(self._model, Sharded):
             return self._model.follow(self._fail_row)
-        hindered: str | None = self._model.wait_for_others()
-        if hindered is not None:
-            return hindered
-        failed = self._pending is None
-        if failed:
+        obstacle: str | None = self._model.wait_for_others()
+        if obstacle is not None:
+            return obstacle
+        has_failed_before_row = self._pending is None
+        if has_failed_before_row:
             self._pending = self._begin_row(math.nan, 1.0, failed=True)
         assert self._pending is not None
-        if not self._model.pay_nan() and not failed:
-            return "its gradients were on their way to all ranks already"
+        if not self._model.pay_nan() and not has_failed_before_row:
+            return "its gradients were being sent to all ranks already"
         self._pending.rows()
         return None
 
     def _fail_row(self) -> None:
+        """Send a row that says that this rank has failed, and wait for those of the others."""
         self._pending = self._begin_row(math.nan, 1.0, failed=True)
         self._pending.rows()
 
-    def _begin_anew(self, said: int) -> bool:
-        """Tell the others how an attempt has gone here; return whether all of them make another."""
+    def _begin_anew(self, result: int) -> bool:
+        """Exchange the results of an attempt.
+
+        Args:
+            result: The result on this rank: `_MADE`, `_FAILED` or `_BEHIND`.
+
+        Returns:
+            Whether all ranks must make another attempt.
+        """
         self._model.end()
-        found = self._messages.exchange("attempt", said)
-        if not any(found):
+        results = self._messages.exchange("attempt", result)
+        if not any(results):
             return False
         self._model.reset()
         self._reference = self._before
-        self._catch_up([each == _BEHIND for each in found])
+        self._catch_up([other == _BEHIND for other in results])
         return True
 
     def _plan_of_failed(self, plan: StepPlan) -> StepPlan:
-        """Return the plan by which all make a step again.
-
-        What those recompute who could not make it.
-        """
+        """Return the plan of the next attempt, which recomputes what the failed ranks ask for."""
         plans = self._messages.exchange("plan", [self._has_failed, list(plan.recompute)])
         self._has_failed = False
         names = dict.fromkeys(name for failed, recompute in plans if failed for name in recompute)
         return replace(plan, recompute=tuple(names))
 
     # --- an optimizer that fails half-way
-    # ---------------------------------------------------------------------
 
     def falls_behind(self) -> bool:
-        """Note that the optimizer has failed half-way.
+        """Note that the optimizer has failed half-way on this rank.
 
-        Return whether the state of another rank will be taken.
+        Returns:
+            Whether this rank will receive the state of another rank.
         """
         if self._model.why_not_alone is not None:
             raise without_help("each rank holds weights that no other has")
@@ -358,46 +405,51 @@ class Ranks(OneRank):
         return True
 
     def _catch_up(self, behind: list[bool]) -> None:
-        """Take the state of a rank that has stepped, where one has not.
+        """Copy the state of a rank that has stepped to all ranks, if one of them is behind.
 
-        All of them do so at the same place.
+        All ranks call this at the same moment.
+
+        Args:
+            behind: For each rank, whether its optimizer has failed half-way.
         """
-        if any(behind):
-            self.spare_memory()
-            source, group, device = healthy(behind), self._model.group, self._model.device
-            take_state(self._optimizer, source, self._messages, group, device)
-            for tensor in (
-                tensor for average in self._averages for tensor in average.state_dict().values()
-            ):
-                distributed.broadcast(there := tensor.to(device), source, group=group)
-                tensor.copy_(there)
-            self._is_behind = False
+        if not any(behind):
+            return
+        self.spare_memory()
+        source = healthy(behind)
+        group = self._model.group
+        device = self._model.device
+        take_state(self._optimizer, source, self._messages, group, device)
+        for average in self._averages:
+            for tensor in average.state_dict().values():
+                on_device = tensor.to(device)
+                distributed.broadcast(on_device, source, group=group)
+                tensor.copy_(on_device)
+        self._is_behind = False
 
     # --- a batch in parts
 
     def apart(self, *, by_itself: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the parts of a batch are run; `shared` follows.
+        """Return a context for the passes over the parts of a batch; call `shared` after it.
 
-        `by_itself`: this rank cuts its batch since its memory was short, and not because the policy
-        says so.
+        Args:
+            by_itself: Whether only this rank splits its batch, because its memory was short.
         """
         self._splits_by_itself = by_itself
-        if (what := self._model.why_not_apart) is not None:
-            raise _not_yet(what)
+        unsupported = self._model.why_not_apart
+        if unsupported is not None:
+            raise _not_yet(unsupported)
         context: contextlib.AbstractContextManager[None] = self._model.apart()
         return context
 
     def check_parts(self) -> None:
-        """Raise H401 between the parts of a batch if they talk to ranks that may make fewer
-        parts.
-        """
+        """Raise H401 if the parts have collectives and other ranks may have fewer parts."""
         if not self._splits_by_itself or self._is_alone or not self._tape.collectives.begun():
             return
         raise OutOfMemoryError(
-            f"rank {self.rank} makes its batch in parts, since it has run out of memory before",
+            f"rank {self.rank} splits its batch, because it has run out of memory before",
             limit=(
                 "each part begins collectives of the loss or the model, which the other ranks begin"
-                " once"
+                " only once"
             ),
             fix=(
                 "use a smaller batch or model, or set micro_batch_size for all ranks, and start all"
@@ -409,10 +461,7 @@ class Ranks(OneRank):
     def shared(
         self, passed: PassResult, parameters: Sequence[torch.Tensor], *, added: bool = False
     ) -> PassResult:
-        """Reduce the gradients of a batch that was run in parts.
-
-        They count by its items, or alike if `added`.
-        """
+        """Reduce the gradients of a batch that was split; see `OneRank.shared`."""
         if self._is_alone:
             return passed
         weight = self._weight(passed.loss, 1 if added else passed.items, counted=passed.counted)
@@ -424,10 +473,11 @@ class Ranks(OneRank):
     # --- NaN and Inf
 
     def origin(self, find: Callable[[], Provenance], look: Callable[[], Provenance]) -> Provenance:
-        """Find out on which rank NaN or Inf came up, and there where it came from.
+        """Find out on which rank NaN or Inf appeared first, and where it came from.
 
-        `find` makes the step again on this rank up to its first collective, and `look` only looks
-        at its batch.
+        Args:
+            find: Replays the step on this rank, up to its first collective.
+            look: Only checks the batch of this rank.
         """
         assert self._rows is not None
         suspects = self._rows.suspects()
@@ -443,26 +493,30 @@ class Ranks(OneRank):
     def _own_provenance(
         self, suspects: list[int], find: Callable[[], Provenance], look: Callable[[], Provenance]
     ) -> Provenance:
-        """Return what this rank finds out by itself."""
+        """Return what this rank can find out without the others."""
         if self._model.why_not_alone is not None:
             in_batch = look()
             if in_batch.origin is not None:
                 return in_batch
             return Provenance(problem=self._model.why_not_alone)
-        self._model.rebuild()  # on all ranks
-        # A collective of the loss may have carried NaN from a rank whose own loss is finite to the
-        # others.
+        # All ranks call this at the same moment.
+        self._model.rebuild()
+        # A rank with a finite loss may still be the cause, if a collective of the loss has carried
+        # its NaN to the others.
         if self.rank not in suspects and not self._own_collectives:
             return Provenance(problem="it came up on another rank")
         with self.alone():
             return find()
 
     def _blamed(self, own: Provenance, suspects: list[int], reports: list[_Report]) -> Provenance:
-        """Return where it came up. Only the rank that has found the origin has its details."""
+        """Return on which rank NaN or Inf appeared first, and where it came from there.
+
+        Only the rank that has found the origin knows its details.
+        """
         why_not_alone = self._model.why_not_alone
         if why_not_alone is not None and all(report.has_origin for report in reports):
-            # Batches were only looked at, and NaN in each of them, such as a missing label, is
-            # nobody's fault.
+            # Only the batches were checked. If all of them hold NaN, for example as missing labels,
+            # that is not the cause.
             reports = [report._replace(has_origin=False, text=why_not_alone) for report in reports]
         sent = [rank for rank, report in enumerate(reports) if report.is_sent]
         likely = [rank for rank in suspects if reports[rank].has_origin]
@@ -479,7 +533,7 @@ class Ranks(OneRank):
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Let this rank try something out by itself."""
+        """Surround a trial in which this rank runs the model without the others."""
         self._is_alone = True
         try:
             with self._model.alone():
@@ -490,10 +544,7 @@ class Ranks(OneRank):
     # --- the loop
 
     def end_epoch(self) -> RankIsSlow | None:
-        """Return which rank was slow.
-
-        Raise H116 if the loader of one has ended and that of another has not.
-        """
+        """Note that the loader has ended, and return which rank was slow; see `OneRank`."""
         rows = self._rows_of_epoch_end()
         self._hear(rows)
         self._catch_up(rows.which_failed())
@@ -503,9 +554,9 @@ class Ranks(OneRank):
     def _rows_of_epoch_end(self) -> Rows:
         """Return the rows of all ranks at the end of an epoch.
 
-        A rank that makes another step instead begins other collectives before its row, where
-        buffers or shards of weights are sent. The rows then go through the store: among these
-        collectives they would be taken for one.
+        If a step broadcasts buffers or gathers shards before its row, the rows are sent through the
+        store instead. Otherwise a rank that makes another step would pair its broadcast with this
+        collective.
         """
         peak = peak_bytes(self._model.device)
         if not self._model.sends_before_row:
@@ -537,10 +588,7 @@ class Ranks(OneRank):
         constant: Callable[[], Iterable[str]],
         unsaved: Callable[[], Iterable[str]],
     ) -> dict[str, Any] | None:
-        """Return what a checkpoint holds of each rank, besides what is the same on all.
-
-        See `OneRank.states`.
-        """
+        """Return the state that a checkpoint holds of each rank; see `OneRank.states`."""
         if self._messages.has_left:
             return None
         own_trees = trees()
@@ -565,23 +613,22 @@ class Ranks(OneRank):
         return {"reference": self._reference, "each": states, "order": self._model.order}
 
     def keeps_apart(self, name: str) -> bool:
-        """Return whether a buffer, or a frozen weight, of this name may have a value of its own
-        on each rank.
-        """
+        """Return whether a buffer or a frozen weight may have another value on each rank."""
         apart: bool = self._model.keeps_apart(name)
         return apart
 
     def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what a checkpoint holds of this rank.
+        """Return the state in a checkpoint that belongs to this rank, such as its random state.
 
-        Its random state and what else may differ between ranks.
+        If the checkpoint was written by another number of ranks, this rank gets a new random state.
         """
         saved = training.get("ranks") or {"reference": None, "each": []}
-        self._reference, each = saved["reference"], saved["each"]
-        if len(each) == self.world_size:
+        self._reference = saved["reference"]
+        states = saved["each"]
+        if len(states) == self.world_size:
             self._model.lay_out(saved.get("order", []))
-            own: Mapping[str, Any] = each[self.rank]
-            return {**own, "position": _common_position(own["position"], each[0]["position"])}
+            own: Mapping[str, Any] = states[self.rank]
+            return {**own, "position": _common_position(own["position"], states[0]["position"])}
         drawn = of_another_rank(RandomState.from_tree(training["random_state"]), self.rank)
         return {
             "random_state": drawn.to_tree(),
@@ -592,7 +639,7 @@ class Ranks(OneRank):
     def chosen(
         self, choose: Callable[[], _T | None], name: Callable[[_T], str], find: Callable[[str], _T]
     ) -> _T | None:
-        """Return what the first rank chooses; the others find it by its name."""
+        """Return on all ranks what the first one chooses; see `OneRank.chosen`."""
         choice = choose() if self.rank == 0 else None
         named = self._messages.exchange("chosen", None if choice is None else name(choice))[0]
         return choice if choice is not None or named is None else find(named)
@@ -600,14 +647,11 @@ class Ranks(OneRank):
     # --- opening and leaving
 
     def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Raise H115 on all ranks if a fact differs between them, H116 if it is their `PLACE` in
-        the data.
-        """
+        """Raise H116 on all ranks if `PLACE` differs between them, H115 if another fact does."""
         all_facts = self._messages.exchange(topic, facts())
         for name, value in all_facts[0].items():
-            other = next(
-                (rank for rank, each in enumerate(all_facts) if each.get(name) != value), None
-            )
+            differing = [rank for rank, own in enumerate(all_facts) if own.get(name) != value]
+            other = next(iter(differing), None)
             if other is None:
                 continue
             what = (
@@ -615,20 +659,20 @@ class Ranks(OneRank):
                 f" {value!r:.200}"
             )
             if name == PLACE:
-                raise out_of_step(f"{what}: one of them has passed a batch without a step")
+                raise out_of_step(f"{what}: one of them has skipped a batch")
             raise PolicyError(
                 what,
                 limit="all ranks train one model in one run directory, which they share",
                 fix=(
-                    "give all ranks the same; put the run directory where every rank reads and"
-                    " writes it."
+                    "pass the same value on all ranks, and put the run directory where every rank"
+                    " can read and write it."
                 ),
                 rule="H115",
             )
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Let an error on one rank end all of them."""
+        """Surround code whose error on one rank is raised on all of them."""
         try:
             yield
         except BaseException as error:
@@ -639,7 +683,7 @@ class Ranks(OneRank):
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Let the first rank pass the context before the others enter it."""
+        """Surround code that the first rank runs before the others."""
         if self.rank == 0:
             yield
         self._messages.exchange("turn", None)
@@ -647,10 +691,7 @@ class Ranks(OneRank):
             yield
 
     def leave(self, error: BaseException) -> BaseException | None:
-        """Tell the others of an error that leaves the guard.
-
-        Return that of another rank, if that is behind it.
-        """
+        """Tell the other ranks of an error that leaves the guard; see `OneRank.leave`."""
         if self._messages.has_left:
             return None
         self._model.end()
@@ -667,16 +708,18 @@ class Ranks(OneRank):
 
 
 class _Report(NamedTuple):
-    """What a rank has found out about NaN or Inf by itself."""
+    """What a rank has found out about NaN or Inf without the others."""
 
     has_origin: bool
-    is_sent: bool  # it went into a collective of the loss or the model
+    # Whether the NaN or Inf went into a collective of the loss or the model.
+    is_sent: bool
     text: str
-    has_collectives: bool  # the loss or the model has some
+    # Whether the loss or the model has collectives.
+    has_collectives: bool
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Return the ranks as people list them."""
+    """Return the ranks as a list in a sentence, such as "ranks 0 and 2"."""
     *others, last = map(str, ranks)
     if not others:
         return f"rank {last}"
@@ -684,7 +727,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 class _Stop(StopRequest):
-    """The request that all ranks follow: any rank is asked, and all hear of it in the next step."""
+    """The stop request of all ranks: one on any rank reaches all of them in the next step."""
 
     def __init__(self, own: StopRequest, messages: Messages) -> None:
         super().__init__()
@@ -692,18 +735,16 @@ class _Stop(StopRequest):
         self._messages = messages
 
     def said(self) -> float:
-        """Return what this rank says of its own request, see `Said.stop`."""
+        """Return the request of this rank as a number; see `Said.stop`."""
         if self._own.signal is not None:
             return 1.0 + self._own.signal
         return 0.0 if self._own.reason is None else 1.0
 
     def hear(self, rows: Rows) -> None:
-        """Take in what all have said.
+        """Process the requests in the rows of all ranks.
 
-        Of several signals, all ranks follow the one with the highest number.
-
-        The reason is the same on all ranks, since a script may decide by it what all of them do
-        next.
+        Of several signals, all ranks follow the one with the highest number. The reason is the same
+        on all ranks, since a script may decide by it what all of them do next.
         """
         rank, stop = rows.stop
         if stop > 1.0:
@@ -711,30 +752,33 @@ class _Stop(StopRequest):
             self.reason = self.signal.name
             self.rank = rank
         elif stop and self.reason is None:
-            # The row has no room for the text of a call, which only the rank that was asked knows.
+            # The row has no room for the reason that was passed to `request_stop`.
             self.reason = self._messages.exchange("the reason to stop", self._own.reason)[rank]
             self.rank = rank
 
     def reset(self, *, raised: bool = False) -> None:
-        """Forget a request that has ended a loop, here and where it was made."""
+        """Forget a request that has ended a loop, also on the rank that has received it."""
         self._own.honoured = self.honoured
         self._own.reset(raised=raised)
         super().reset(raised=raised)
 
     def __enter__(self) -> None:
-        """Do not let a signal interrupt anything: all end together."""
+        """Do nothing: a signal interrupts nothing here, because all ranks end together."""
 
 
 class _Saves:
-    """The saves that all make: what the first rank has said, and each of it once."""
+    """The saves of all ranks. The first rank decides when all of them save."""
 
     def __init__(self, own: Saving, messages: Messages, cursor: Cursor | None) -> None:
-        self._own, self._messages, self._cursor = own, messages, cursor
-        self._due_from: int | None = None  # this step
+        self._own = own
+        self._messages = messages
+        self._cursor = cursor
+        # The step from which on a save is due; None if none is.
+        self._due_from: int | None = None
         self._refused = False
 
     def said(self, kind: float) -> dict[str, bool]:
-        """Return what the first rank says of its own saves, at the end of a step or an epoch."""
+        """Return the fields of the first rank's row, for the end of a step or of an epoch."""
         steps = int(kind == STEP)
         waits = bool(steps) and self._cursor is not None and self._cursor.seems_to_end
         return {
@@ -743,53 +787,49 @@ class _Saves:
         }
 
     def hear(self, rows: Rows) -> None:
-        """Take in what the first rank has said."""
+        """Process the decision in the first rank's row."""
         first = rows.each[0]
         self._refused = bool(first[6])
-        self._due_from = self._own.global_step + (first[0] == STEP) if first[5] else None
+        self._due_from = None
+        if first[5]:
+            # The row was sent before the step was counted.
+            self._due_from = self._own.global_step + (first[0] == STEP)
 
     def is_due(self) -> bool:
-        """Return whether all save at this boundary.
+        """Return whether all ranks save at this boundary.
 
-        Not if the step that was to be saved was skipped.
+        They do not if the step that was to be saved was skipped.
         """
-        due, self._due_from = self._due_from, None
-        return due is not None and self._own.global_step >= due
+        due_from = self._due_from
+        self._due_from = None
+        return due_from is not None and self._own.global_step >= due_from
 
     def let_finish(self) -> None:
-        """Give the writers of all ranks a moment.
-
-        When the others hear of an error, they give up.
-        """
+        """Wait a moment for the writers of all ranks, which stop when they hear of an error."""
         until = time.monotonic() + _WRITER_SECONDS
         while self._own.is_busy and time.monotonic() < until:
             time.sleep(0.02)
 
     def take_refusal(self) -> str | None:
-        """Return why a save was refused, once and to all, or None."""
-        refused, self._refused = self._refused, False
-        return (
-            str(self._messages.exchange("refusal", self._own.take_refusal())[0])
-            if refused
-            else None
-        )
+        """Return on all ranks why a save was refused since the last call, or None."""
+        if not self._refused:
+            return None
+        self._refused = False
+        return str(self._messages.exchange("refusal", self._own.take_refusal())[0])
 
 
 def _common_position(
     own: dict[str, Any] | None, first: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Return where a rank goes on in the data.
+    """Return the position at which a rank continues in the data.
 
-    At its own place, if that is also the place of the first rank.
-
-    It is another one where a rank has passed a batch alone, which versions before the check in
-    `Rows` let happen. Then all go on from the place of the first one.
+    It is its own position if that equals the one of the first rank. It may differ in checkpoints of
+    versions without the check in `Rows`, in which a rank could skip a batch alone. All ranks then
+    continue at the position of the first one.
     """
-    if (
-        own is None
-        or first is None
-        or all(own[name] == first[name] for name in ("epoch", "batches"))
-    ):
+    if own is None or first is None:
+        return own
+    if own["epoch"] == first["epoch"] and own["batches"] == first["batches"]:
         return own
     return {
         **own,
@@ -801,7 +841,7 @@ def _common_position(
 def _not_yet(what: str) -> PolicyError:
     return PolicyError(
         f"{what} with several ranks",
-        limit="this version does not let ranks agree about that",
+        limit="this version does not support that with several ranks",
         fix="leave it out, or run one process per run directory.",
         rule="H108",
     )

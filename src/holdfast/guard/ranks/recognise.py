@@ -1,6 +1,6 @@
-"""Which ranks train together, and in which wrapper.
+"""Find out which ranks train together, and how the model is distributed over them.
 
-What cannot be guarded is refused before anything is done.
+What a guard does not support with several ranks is refused when the guard is made.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ from holdfast.guard.ranks.one import OneRank
 def ranks_of(parts: Parts) -> OneRank:
     """Return the ranks that train these parts.
 
-    Raise H108 for what several cannot train under a guard.
+    Raises:
+        PolicyError: H108 for what a guard does not support with several ranks.
     """
     if not distributed.is_available() or not distributed.is_initialized():
         return OneRank()
     sharded = [
         name
-        for name, each in parts.models.items()
-        if any(hasattr(p, "placements") for p in each.parameters())
+        for name, model in parts.models.items()
+        if any(hasattr(parameter, "placements") for parameter in model.parameters())
     ]
     if sharded:
         return _of_sharded(parts, sharded)
     wrapped = {
-        name: each
-        for name, each in parts.wrappers.items()
-        if isinstance(each, DistributedDataParallel)
+        name: wrapper
+        for name, wrapper in parts.wrappers.items()
+        if isinstance(wrapper, DistributedDataParallel)
     }
     wrappers = list(wrapped.values())
     if distributed.get_world_size() == 1:
-        # Its sums are of one gradient, and a forked copy could not even make those
+        # With one rank the wrapper has nothing to reduce. Its collectives are switched off, since a
+        # forked copy of this process could not take part in them.
         for wrapper in wrappers:
-            wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
+            wrapper.require_backward_grad_sync = False
+            wrapper.require_forward_param_sync = False
         return OneRank()
     for name, model in parts.models.items():
         if name not in parts.wrappers and any(p.requires_grad for p in model.parameters()):
@@ -58,8 +61,8 @@ def ranks_of(parts: Parts) -> OneRank:
     ]
     if ignored:
         raise _refused(
-            f"DistributedDataParallel ignores parameter {ignored[0]!r}, which each rank trains by"
-            " itself"
+            f"DistributedDataParallel ignores parameter {ignored[0]!r}, which each rank trains"
+            " separately"
         )
     if wrapper.process_group.size() != distributed.get_world_size():
         raise _refused(f"the model is trained by {wrapper.process_group.size()} of the ranks")
@@ -69,7 +72,7 @@ def ranks_of(parts: Parts) -> OneRank:
         )
     if any(hasattr(state, "error_dict") for _, state in wrapper._comm_hooks):
         raise _refused("a PowerSGD hook would keep NaN of a step that is taken back")
-    # Not at the top: a torch without distributed has not all that it needs.
+    # Imported here, because it needs parts of torch that a build without distributed lacks.
     from holdfast.guard.ranks.ranks import Ranks
     from holdfast.guard.ranks.replicated import Replicated
 
@@ -78,7 +81,12 @@ def ranks_of(parts: Parts) -> OneRank:
 
 
 def _of_sharded(parts: Parts, names: list[str]) -> OneRank:
-    """Return the ranks among which `fully_shard` has spread the model of this name."""
+    """Return the ranks that train a model under ``fully_shard``.
+
+    Args:
+        parts: The parts of the guard.
+        names: The names of the sharded models.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     from holdfast.guard.ranks.ranks import Ranks
@@ -97,8 +105,9 @@ def _of_sharded(parts: Parts, names: list[str]) -> OneRank:
         if name in names and not isinstance(model, FSDPModule):
             raise _refused(f"of model {name!r} only a part was given to fully_shard")
         for parameter in model.parameters():
-            if (why := why_unknown(parameter, distributed.get_world_size())) is not None:
-                raise _refused(f"model {name!r} {why}")
+            problem = why_unknown(parameter, distributed.get_world_size())
+            if problem is not None:
+                raise _refused(f"model {name!r} {problem}")
     (optimizer,) = parts.optimizers.values()
     if not has_torch_layout(optimizer.state_dict()):
         # Each rank saves its rows of the moments, which are found by their names.
@@ -110,12 +119,12 @@ def _refused(what: str) -> PolicyError:
     return PolicyError(
         f"world_size={distributed.get_world_size()}, and {what}",
         limit=(
-            "this version guards several ranks where one model, in DistributedDataParallel or"
-            " wholly given to fully_shard, has one optimizer; others would diverge when a rank"
-            " retries, skips or stops by itself"
+            "with several ranks this version supports one model with one optimizer, either in"
+            " DistributedDataParallel or entirely under fully_shard; otherwise the ranks would"
+            " diverge when one of them retries, skips or stops"
         ),
         fix=(
-            "wrap the model in DistributedDataParallel and give the wrapper to Guard, or call"
+            "wrap the model in DistributedDataParallel and pass the wrapper to Guard, or call"
             " fully_shard on it with one mesh dimension that shards; or run one process per run"
             " directory."
         ),

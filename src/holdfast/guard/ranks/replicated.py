@@ -1,10 +1,9 @@
-"""A model in DistributedDataParallel.
+"""A model in DistributedDataParallel: each rank holds a replica, and backward averages gradients.
 
-Each rank holds all of it, and gradients are averaged in backward.
-
-In each attempt every rank begins the same collectives: buffers, the row, the buckets of gradients.
-A rank that cannot come to some of them by running its model begins them by hand: it pays what it
-owes. How many it has begun is counted by the group itself.
+In each attempt all ranks begin the same collectives: the broadcast of buffers, the exchange of the
+row, and the reductions of gradient buckets. If a rank fails before it has come to all of them, it
+begins the remaining ones by hand, since the other ranks wait in them. How many were begun is read
+from the process group, which counts them.
 """
 
 from __future__ import annotations
@@ -23,38 +22,48 @@ from holdfast.guard.ranks.collectives import NoCollectives
 from holdfast.guard.ranks.tape import ROW, Tape
 from holdfast.memory.oom import find_out_of_memory
 
-# Hooks that keep nothing from step to step. Others, such as PowerSGD's, would keep the NaN of a
-# failed attempt.
+# Communication hooks that keep no state between steps. Others, such as PowerSGD's, would keep the
+# NaN of a failed attempt.
 _STATELESS = (
     default_hooks.allreduce_hook,
     default_hooks.fp16_compress_hook,
     default_hooks.bf16_compress_hook,
 )
 
-# True: a static graph has made its first pass, at the end of which torch talks to the others.
+# The attribute of the wrapper that is True once a static graph has made its first pass, at the end
+# of which torch begins collectives.
 _ENQUEUED = "_static_graph_delay_allreduce_enqueued"
 
 
 class Replicated:
-    """One wrapped model."""
+    """One model in DistributedDataParallel.
+
+    Args:
+        wrapper: The DistributedDataParallel module.
+        name: The name of the model.
+    """
 
     why_not_alone = None
     norms = shares = None
     unobserved: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, wrapper: DistributedDataParallel, name: str) -> None:
-        self._wrapper: Any = wrapper  # much of it has no types
+        # Much of the wrapper has no type annotations.
+        self._wrapper: Any = wrapper
         self._name = name
         self.ignored = [f"{name}.{key}" for key in sorted(wrapper.parameters_to_ignore)]
         self.group: Any = wrapper.process_group
         self.device: torch.device = next(wrapper.parameters()).device
         self._broadcasts: bool = wrapper.broadcast_buffers
-        self._after_row = self._attempts = 0
-        # The order in which the gradients of the first step were there: torch lays its buckets out
-        # by it.
+        # The sequence number of the group after the row was begun.
+        self._after_row = 0
+        self._attempts = 0
+        # The order in which the gradients of the first step were computed, as positions of
+        # parameters. torch lays out its buckets in this order.
         self._order: list[int] = []
+        # The hooks that note this order.
         self._noting: list[Any] = []
-        # Two add up to the same in any order.
+        # With two ranks it does not matter, since two numbers have the same sum in any order.
         if self.group.size() > 2 and not (wrapper.find_unused_parameters or wrapper.static_graph):
             self._noting = [
                 parameter.register_post_accumulate_grad_hook(
@@ -63,7 +72,8 @@ class Replicated:
                 for at, parameter in enumerate(self._trained())
             ]
         self.refused = {"micro_batch_size": ("auto", None)} if wrapper.static_graph else {}
-        self.scales = False  # losses, as fp16 needs it
+        # Whether losses are scaled, for fp16.
+        self.scales = False
         # Whether backward contains collectives of the loss or the model; None before the first step
         # has shown it.
         self._talks_in_backward: bool | None = None
@@ -74,13 +84,13 @@ class Replicated:
         """Record the collectives of this rank on a tape from now on."""
         self._tape = tape
 
-    # --- what was begun
+    # --- an attempt
 
     def begin(self) -> None:
-        """Begin an attempt, on all ranks, with the buffers of the first.
+        """Begin an attempt on all ranks, with the buffers of the first one.
 
-        They are sent here, and not by each call of the model: a rank that fails does not know how
-        many others make.
+        The buffers are broadcast here once, and not in each call of the model, because a rank that
+        fails cannot know how many calls the others make.
         """
         wrapper = self._wrapper
         self._attempts += 1
@@ -88,9 +98,9 @@ class Replicated:
         if self._noting:
             self._order.clear()
         wrapper.broadcast_buffers = self._broadcasts
-        # The first call of an evaluation has sent the buffers, and torch does not send them again
-        # after it. Where one rank has evaluated alone, the others are here when they take part in
-        # that.
+        # In an evaluation the first call of the model broadcasts the buffers, and torch does not
+        # send them again afterwards. If only one rank has evaluated, the others take part in its
+        # broadcast here.
         if wrapper.will_sync_module_buffers():
             wrapper._sync_buffers()
         wrapper.broadcast_buffers = False
@@ -99,7 +109,7 @@ class Replicated:
     def row_begins(self) -> None:
         """Note that the row is about to be exchanged.
 
-        Torch's reductions of gradients follow, which are not noted.
+        The reductions of gradients by torch come after it and are not noted.
         """
         self._tape.collectives.settle()
         self._tape.note(self.group, ROW)
@@ -117,14 +127,14 @@ class Replicated:
         return not self._broadcasts or hasattr(wrapper, "buffer_hook")
 
     def row_begun(self) -> None:
-        """Note that the row is under way."""
+        """Note that the exchange of the row has begun."""
         self._after_row = self._count()
 
     def end(self) -> None:
-        """Let calls of the model send buffers again, as those of an evaluation do."""
+        """Let calls of the model broadcast buffers again, for evaluations."""
         self._wrapper.broadcast_buffers = self._broadcasts
-        # Forward passes without gradients have cleared this flag, which may differ on a rank that
-        # has failed.
+        # Forward passes without gradients clear this flag, so it may differ on a rank that has
+        # failed.
         self._wrapper.require_forward_param_sync = True
         self._note_no_more()
         self._tape.end()
@@ -141,18 +151,23 @@ class Replicated:
 
     @property
     def order(self) -> list[int]:
-        """Return the order of gradients that the buckets are laid out by.
+        """Return the order of gradients by which the buckets are laid out.
 
-        Empty if it is not known or not needed.
+        Empty if it is not known, or does not matter.
         """
-        return self._order if sorted(self._order) == list(range(len(self._trained()))) else []
+        if sorted(self._order) != list(range(len(self._trained()))):
+            return []
+        return self._order
 
     def lay_out(self, order: list[int]) -> None:
-        """Let the buckets be laid out by an order, on all ranks.
+        """Let torch lay out its buckets in a given order, on all ranks.
 
-        Else the sums of the next step have other bits.
+        Otherwise the gradients of a resumed run would be summed in another order, and differ in
+        their last bits. This does nothing after the first step of the process, in which torch has
+        laid out the buckets.
 
-        Without effect after the first step of this process, which has laid them out.
+        Args:
+            order: The order of another process, as `order` has returned it.
         """
         parameters = self._trained()
         if not self._noting or len(order) != len(parameters):
@@ -162,7 +177,8 @@ class Replicated:
         self._wrapper.reducer.prepare_for_forward()
         self._wrapper.reducer.prepare_for_backward([])
         with _without_hooks(parameters):
-            for at in order:  # one by one: of several at once the order is that of the engine
+            # One at a time, because autograd would choose the order of several itself.
+            for at in order:
                 torch.autograd.backward(parameters[at], torch.zeros_like(parameters[at]))
         for parameter in parameters:
             parameter.grad = None
@@ -172,13 +188,12 @@ class Replicated:
 
     @property
     def why_not_apart(self) -> str | None:
-        """Return what cannot be done in parts, or None."""
+        """Return what cannot be done if a batch is split, or None."""
         if self._wrapper.static_graph and not getattr(self._wrapper, _ENQUEUED):
             return "a first step in several parts, by which torch cannot learn a static_graph,"
         return None
 
     # --- collectives of the loss or the model
-    # ------------------------------------------------------------------
 
     def own_collectives(self) -> int:
         """Return how many collectives of the loss or the model a whole attempt has begun."""
@@ -229,12 +244,12 @@ class Replicated:
                 raise
             return None
 
-    # --- what is owed
+    # --- after a failed attempt
 
     def why_unpayable(self) -> str | None:
-        """Return why nobody but torch can begin the reductions of this model; None: we can."""
+        """Return why the reductions of this model cannot be begun by hand; None if they can."""
         if self._learns_graph:
-            return "torch was learning the static graph, and nobody can make it forget half of it"
+            return "torch was recording the static graph, and half of a recording cannot be undone"
         if self._talks_in_backward:
             return "the loss or the model begins collectives in backward, among those of torch"
         hook = self._unknown_hook()
@@ -271,35 +286,39 @@ class Replicated:
         return obstacle
 
     def pay_nan(self) -> bool:
-        """Begin all reductions of gradients that are owed after the row, of NaN.
+        """Begin the reductions of gradients that are still missing in this attempt, with NaN.
 
-        Return whether there were any.
+        Returns:
+            Whether any were missing.
         """
         buckets = self._wrapper.reducer._get_zeros_like_grad_buckets()
-        owed = buckets[self._count() - self._after_row :]
-        for bucket in owed:
+        missing = buckets[self._count() - self._after_row :]
+        for bucket in missing:
             bucket.buffer().fill_(math.nan)
-        self._reduce(owed)
-        return bool(owed)
+        self._reduce(missing)
+        return bool(missing)
 
     def pay_own(self) -> None:
-        """Reduce the gradients that this rank has; they are then those of all ranks.
+        """Reduce the gradients of this rank, so that they become those of all ranks.
 
-        They are given to the reducer as a backward pass would give them: which of them lie in which
-        bucket only it knows for sure.
+        The reducer receives them as in a backward pass, because only the reducer knows which
+        gradient belongs to which bucket.
         """
-        begun, reducer = self._count(), self._wrapper.reducer
+        begun = self._count()
+        reducer = self._wrapper.reducer
         parameters = [p for p in self._trained() if p.grad is not None]
         gradients = [parameter.grad for parameter in parameters]
         reducer.prepare_for_forward()
         outputs = []
         if self._wrapper.find_unused_parameters:
-            with torch.enable_grad():  # it looks from here for what is used
+            # The reducer searches the graph of the outputs for the parameters that are used.
+            with torch.enable_grad():
                 outputs = [torch.stack([p.reshape(-1)[0].double() for p in parameters]).sum()]
         reducer.prepare_for_backward(outputs)
         for parameter in parameters:
             parameter.grad = None
-        with _without_hooks(parameters):  # they have seen these gradients, part by part
+        # The hooks of the parameters have already run for each part of the batch.
+        with _without_hooks(parameters):
             torch.autograd.backward(parameters[::-1], gradients[::-1])
         if self._count() == begun:
             raise RuntimeError(
@@ -312,7 +331,7 @@ class Replicated:
             ((hook, state),) = wrapper._comm_hooks
             sent = [hook(state, bucket) for bucket in buckets]
         else:
-            sent = [self._begin_sum(each.buffer()) for each in buckets]
+            sent = [self._begin_sum(bucket.buffer()) for bucket in buckets]
         if wrapper.find_unused_parameters:
             sent.append(
                 self._begin_sum(
@@ -331,15 +350,15 @@ class Replicated:
         ]
 
     def reset(self) -> None:
-        """Forget an attempt that one rank has not made, on all ranks."""
+        """Discard an attempt that has failed on one rank, on all ranks."""
         self._tape.count_failed_attempt()
         self._wrapper.reducer._reset_state()
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Let backward reduce nothing.
+        """Surround the passes over the parts of a batch, in which backward reduces nothing.
 
-        Its gradients are paid at once, when all parts of a batch are through.
+        The gradients are reduced once, by `pay_own`, after the last part.
         """
         with self._wrapper.no_sync():
             yield
@@ -347,16 +366,15 @@ class Replicated:
     def rebuild(self) -> None:
         """Let the reducer rebuild its buckets now, if that is due.
 
-        All ranks do so at the same place.
-
-        It is due at the first forward after the first step; left to that, a rank that runs alone
-        would wait for ever.
+        torch does so in the first forward pass after the first step, in which it waits for all
+        ranks. A rank that runs its model alone would wait forever. All ranks call this at the same
+        moment instead.
         """
         self._wrapper.reducer._rebuild_buckets()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Let forward and backward talk to no other rank."""
+        """Surround forward and backward passes that communicate with no other rank."""
         wrapper = self._wrapper
         quiet = {
             "require_backward_grad_sync": False,

@@ -1,4 +1,4 @@
-"""What each rank says in each step: one row of numbers, gathered beside the backward pass."""
+"""The row of numbers that each rank sends to all others in each step, during the backward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.core.errors import RankError
 
 STEP, EPOCH_END = 0.0, 1.0
 _WIDTH = 15
-# The newer name where there is one: torch warns of the other.
+# Newer versions of torch warn of the older name.
 _gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
@@ -36,22 +36,32 @@ _NOWHERE = Place()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """The row of one rank, before its loss and items."""
+    """The row of one rank, without its loss and items."""
 
-    kind: float = STEP  # or the end of an epoch
-    number: int  # of the attempt or end of an epoch
-    guard: int  # of those of this process, in the order in which they were made
-    stop: float = 0.0  # 1: it was asked to stop by a call; 1 + its number: by a signal
-    save: bool = False  # a save is due after this step; what the first rank says counts
-    refused: bool = False  # a save was refused; as above
-    repeats: bool = False  # what it trains on counts on another rank
-    failed: bool = False  # this rank cannot make this attempt, or has not made its last step whole
-    between: float = 0.0  # seconds since its last step, until this one began
-    forward: float = 0.0  # and since then
-    place: Place = _NOWHERE  # in the data; the same on all ranks
+    # `STEP` or `EPOCH_END`.
+    kind: float = STEP
+    # The number of the attempt, or of the end of an epoch.
+    number: int
+    # The number of the guard among those of this process, in the order of their creation.
+    guard: int
+    # 0 without a stop request, 1 for one by a call, 1 plus its number for a signal.
+    stop: float = 0.0
+    # Whether a save is due after this step, and whether a save was refused. Those of the first rank
+    # count.
+    save: bool = False
+    refused: bool = False
+    # Whether another rank trains on the same samples and counts them.
+    repeats: bool = False
+    # Whether this rank cannot make this attempt, or has made only half of its last step.
+    failed: bool = False
+    # Seconds from the end of the last step to the beginning of this one, and from there on.
+    between: float = 0.0
+    forward: float = 0.0
+    # The position in the data, which must be the same on all ranks.
+    place: Place = _NOWHERE
 
     def numbers(self, loss: float, items: float) -> list[float]:
-        """Return the row, with the loss and the items of this rank."""
+        """Return the row as numbers, with the loss and the number of items of this rank."""
         flags = (
             self.stop,
             self.save,
@@ -75,7 +85,7 @@ class Rows:
 
     @property
     def items(self) -> float:
-        """Return the items of all ranks."""
+        """Return the number of items of all ranks."""
         return sum(row[2] for row in self.each)
 
     @property
@@ -85,25 +95,23 @@ class Rows:
 
     @property
     def stop(self) -> tuple[int, float]:
-        """Return which rank asks to stop most strongly, and how."""
+        """Return the rank with the strongest stop request, and that request."""
         rank = max(range(len(self.each)), key=lambda rank: self.each[rank][4])
         return rank, self.each[rank][4]
 
     @property
     def failed(self) -> bool:
-        """Return whether a rank could not make this attempt, and knew it before its loss was
-        there.
-        """
+        """Return whether a rank could not make this attempt, and knew it when it sent its row."""
         return any(self.which_failed())
 
     def which_failed(self) -> list[bool]:
-        """Return for each rank whether it could not."""
+        """Return for each rank whether it could not make this attempt."""
         return [bool(row[8]) for row in self.each]
 
     def suspects(self) -> list[int]:
         """Return the ranks that NaN or Inf may come from.
 
-        Those whose own loss is not finite, or else all.
+        They are those whose loss is not finite; if there are none, all ranks.
         """
         bad = [rank for rank, row in enumerate(self.each) if not math.isfinite(row[3])]
         return bad or list(range(len(self.each)))
@@ -119,23 +127,20 @@ class Rows:
         raise RankError(
             self._difference(),
             limit=(
-                "all ranks make the same steps with the same batches, since each of them waits for"
-                " all gradients"
+                "all ranks must make the same steps with the same batches, since each of them waits"
+                " for the gradients of all"
             ),
             fix=(
-                "let the loaders of all ranks yield equally many batches, as holdfast.DataLoader"
-                " does by itself, and call guard.step on all ranks, of several guards in one order,"
-                " or on none; where one rank has to skip a batch, let all skip it (all_reduce the"
-                " decision)."
+                "make the loaders of all ranks yield the same number of batches, as"
+                " holdfast.DataLoader does, and call guard.step on all ranks or on none, and for"
+                " several guards in the same order. If one rank has to skip a batch, let all skip"
+                " it (all_reduce the decision)."
             ),
             rule="H116",
         )
 
     def _difference(self) -> str:
-        """Return a sentence about how the ranks differ.
-
-        In guard, kind, number or batch, whichever comes first.
-        """
+        """Return a sentence about the first difference, in guard, kind, number or batch."""
         guards = [row[11] for row in self.each]
         if len({*guards}) > 1:
             return (
@@ -195,7 +200,7 @@ def _must_agree(row: list[float]) -> list[float]:
 
 
 class PendingRow:
-    """A row that is on its way to all ranks, and those that come from them."""
+    """A row that is being sent to all ranks, and the rows that are received from them."""
 
     def __init__(self, said: Said, loss: Any, items: Any, device: torch.device, group: Any) -> None:
         self._row = torch.tensor(said.numbers(0.0, 0.0), dtype=torch.float64, device=device)
@@ -206,7 +211,7 @@ class PendingRow:
         self._rows: Rows | None = None
 
     def rows(self) -> Rows:
-        """Wait for the rows of all ranks. Cost: one host sync."""
+        """Wait for the rows of all ranks, and for the device."""
         if self._rows is None:
             assert self._work is not None
             self._work.wait()

@@ -1,9 +1,7 @@
-"""A model that `fully_shard` has spread.
+"""A model under ``fully_shard``: each rank holds some rows of each parameter, gradient and moment.
 
-Each rank holds some rows of each parameter, its gradient and its moments.
-
-A rank alone can run no part of it. One that cannot go on begins what the others begin, as their
-tapes say, with its shards and with gradients of NaN.
+No rank can run the model alone. A rank whose attempt has failed begins the same collectives as the
+others, according to their tapes, with its shards of the weights and with gradients of NaN.
 """
 
 from __future__ import annotations
@@ -27,28 +25,36 @@ from holdfast.guard.saving.components import component_of
 from holdfast.guard.state.trees import copied
 from holdfast.numerics.gradients import local
 
-# The newer name where there is one: torch warns of the other.
+# Newer versions of torch warn of the older name.
 _scatter: Any = (
     getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
 )
 _ALONE = (
-    "where it came from is not traced, since one rank alone cannot run a model that lies on all of"
-    " them"
+    "where it came from is not traced, because one rank cannot run a sharded model without the"
+    " others"
 )
 
 
 class Sharded:
-    """One sharded model."""
+    """One model under ``fully_shard``.
+
+    The attributes and methods are those of `Replicated`.
+
+    Args:
+        model: The model.
+    """
 
     why_not_alone = _ALONE
-    sends_before_row = True  # shards of the weights
+    # Shards of the weights are gathered before the row is exchanged.
+    sends_before_row = True
     ignored: ClassVar[list[str]] = []
     why_not_apart = "a step over several batches of a sharded model"
-    # What ranks would have to agree about pass by pass.
+    # The ranks would have to agree on the micro-batch size before each pass.
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"micro_batch_size": ("auto", None)}
-    order: ClassVar[list[int]] = []  # of gradients, by which nothing is laid out here
-    # Ranks make equally many passes: none splits a batch. What all recompute, none tries to do
-    # without.
+    # The order of gradients does not matter here.
+    order: ClassVar[list[int]] = []
+    # All ranks must make the same number of passes, so batches are not split. They must recompute
+    # the same modules, so no rank tries to recompute less.
     unobserved: ClassVar[Mapping[str, Any]] = {
         "diagnose": False,
         "micro_batch_size": None,
@@ -65,22 +71,25 @@ class Sharded:
         self.device = first.to_local().device
         self._mesh = first.device_mesh
         self._shards: Any = self._mesh.get_group(self._mesh.ndim - 1)
-        self.scales = False  # losses, as fp16 needs it
-        self._groups: list[Any] = []  # torch's groups of parameters, of each module
-        self._unknown: str | None = None  # why its collectives cannot be begun by hand
+        # Whether losses are scaled, for fp16.
+        self.scales = False
+        # torch's groups of parameters, by module.
+        self._groups: list[Any] = []
+        # Why its collectives cannot be begun by hand; None if they can.
+        self._unknown: str | None = None
 
     def record(self, tape: Tape) -> None:
-        """Note from now on what this rank begins."""
+        """Record the collectives of this rank on a tape from now on."""
         self._tape = tape
         if self._mesh.ndim > 1:
-            self._unknown = "copies of its shards would go on without it"
+            self._unknown = "replicas of its shards would continue without it"
         elif not hasattr(self._root, "reset_iter_state"):
-            self._unknown = "this version of torch cannot forget half of an attempt"
+            self._unknown = "this version of torch cannot discard half of an attempt"
         for at, module in enumerate(self._modules if self._unknown is None else ()):
             groups = module._get_fsdp_state()._fsdp_param_groups
             self._groups.append(groups[0] if groups else None)
             if len(groups) > 1 or any(group._use_post_forward_mesh for group in groups):
-                self._unknown = "a module of it is spread in several ways"
+                self._unknown = "one of its modules is sharded in several ways"
             elif groups:
                 gather, scatter = groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm
                 module.set_custom_all_gather(_Noted(gather, partial(_note, tape, "gather", at)))
@@ -91,22 +100,23 @@ class Sharded:
     def begin(self) -> None:
         """Begin an attempt.
 
-        An evaluation, whose forward pass no backward follows, leaves whole parameters behind.
+        Parameters are sharded again first, since an evaluation, which has no backward pass, leaves
+        them unsharded.
         """
         for module in self._modules:
             module.reshard()
         self._tape.begin()
 
     def keeps_apart(self, _: str) -> bool:
-        """Return True: nobody sends buffers from one rank to the others."""
+        """Return True, because buffers are not broadcast."""
         return True
 
     def row_begins(self) -> None:
-        """Note that the row is about to begin."""
+        """Note that the row is about to be exchanged."""
         self._tape.note(self.group, ROW)
 
     def row_begun(self) -> None:
-        """Nothing is counted from here."""
+        """Do nothing, since collectives are not counted from here on."""
 
     def end(self) -> None:
         """Note that the attempt is over."""
@@ -115,43 +125,62 @@ class Sharded:
     def own_collectives(self) -> int:
         """Return how many collectives of the loss or the model this attempt has begun.
 
-        0 where they cannot be told apart from torch's.
+        It is 0 if they cannot be told apart from those of torch.
         """
-        return 0 if self._unknown is not None else self._tape.collectives.begun().total()
+        if self._unknown is not None:
+            return 0
+        return self._tape.collectives.begun().total()
 
     def why_unpayable(self) -> str | None:
-        """Return why this rank cannot begin by hand what the others wait for; None: it can."""
-        return "the scaler of fp16 talks to the others as well" if self.scales else self._unknown
+        """Return why the collectives of this model cannot be begun by hand; None if they can."""
+        if self.scales:
+            return "the gradient scaler of fp16 begins collectives as well"
+        return self._unknown
 
     def follow(self, row: Callable[[], None]) -> str | None:
-        """Begin all that the others begin in this attempt; `row` begins that one.
+        """Begin the collectives that the other ranks begin in this attempt.
 
-        Return what is in the way, or None.
+        Args:
+            row: Begins the exchange of the row.
+
+        Returns:
+            None, or a sentence that says why that is not possible.
         """
         self._forget()
-        hindered = self._tape.follow(partial(self._begin_by_hand, row))
+        obstacle = self._tape.follow(partial(self._begin_by_hand, row))
         self._forget()
-        return hindered
+        return obstacle
 
     def _forget(self) -> None:
-        # In the middle of backward those that are whole have gradients
+        """Discard what an unfinished attempt has left in the parameters and in torch."""
+        # In the middle of backward, unsharded parameters have gradients.
         for parameter in self._root.parameters():
             parameter.grad = None
-        if self._root._get_fsdp_state()._is_root:  # None before the first forward pass
+        # This is None before the first forward pass.
+        if self._root._get_fsdp_state()._is_root:
             self._root.reset_iter_state()
 
     def _begin_by_hand(self, row: Callable[[], None], kind: str, *about: Any) -> None:
+        """Begin a collective of another rank's tape.
+
+        Args:
+            row: Begins the exchange of the row.
+            kind: The kind of collective.
+            about: Its description, as noted on the tape.
+        """
         if kind == ROW:
             row()
-        elif kind == "gather":  # with the real weights: the others compute with them
+        elif kind == "gather":
+            # With the real weights, because the other ranks compute with them.
             module = self._modules[about[0]]
             module.unshard()
             module.reshard()
         elif kind == "scatter":
             at, size, dtype, averages = about
             op = distributed.ReduceOp.AVG if averages else distributed.ReduceOp.SUM
-            group, given = self._groups[at]._reduce_scatter_process_group, self._nan(size, dtype)
-            _scatter(given.new_empty(size // group.size()), given, op=op, group=group)
+            group = self._groups[at]._reduce_scatter_process_group
+            gradients = self._nan(size, dtype)
+            _scatter(gradients.new_empty(size // group.size()), gradients, op=op, group=group)
         else:
             distributed.all_reduce(self._nan(*about), group=self._shards)
 
@@ -159,16 +188,17 @@ class Sharded:
         return torch.full((size,), math.nan, dtype=getattr(torch, dtype), device=self.device)
 
     def reset(self) -> None:
-        """Forget an attempt that one rank has not made, on all ranks."""
+        """Discard an attempt that has failed on one rank, on all ranks."""
         self._tape.count_failed_attempt()
 
     def lay_out(self, order: list[int]) -> None:
-        """Nothing is laid out."""
+        """Do nothing, since the order of gradients does not matter here."""
 
     def norms(self, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the norms of whole gradients, of those of the shards.
+        """Return the norms of whole gradients, with torch's own arithmetic, in one collective.
 
-        Torch's own arithmetic, in one collective.
+        Args:
+            own: The norms of this rank's shards, each of shape ``()``.
         """
         squares = torch.stack(list(own)).pow(2)
         self._tape.note(self._shards, "norms", len(own), _name_of(squares.dtype))
@@ -176,60 +206,75 @@ class Sharded:
         return list(squares.pow(0.5))
 
     def share(self, trees: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
-        """Return what one rank saves: its rows of what is sharded; the first one also all else."""
+        """Return this rank's part of a checkpoint.
 
-        def own(tensor: torch.Tensor) -> Any:
-            if not isinstance(tensor, DTensor):
-                return tensor if is_first else None  # another rank saves the same
-            if (why := _other_than_rows(tensor)) is not None:
-                fix = (
-                    "use an optimizer whose moments have the shape of their weights, such as AdamW."
-                )
-                raise CheckpointError(
-                    f"the state {why}", limit="each rank saves some rows", fix=fix, rule="H310"
-                )
-            return None if any((tensor.device_mesh.get_coordinate() or ())[:-1]) else local(tensor)
+        Each rank saves its rows of the sharded tensors; the first one also saves everything else.
 
-        spread = [
-            component
-            for component in trees
-            if component.partition(".")[0] in ("model", "optimizer")
-        ]
-        return {
-            **(trees if is_first else {}),
-            **{component: copied(trees[component], own) for component in spread},
-        }
+        Args:
+            trees: The state of all components.
+            is_first: Whether this is the first rank.
+        """
+        parts = dict(trees) if is_first else {}
+        for component, tree in trees.items():
+            if component.partition(".")[0] in ("model", "optimizer"):
+                parts[component] = copied(tree, partial(_own_part, is_first=is_first))
+        return parts
 
     def shares(self, parts: Parts) -> Callable[[str, str, torch.Size], Share | None]:
-        """Return what says which rows of a saved tensor are for this rank, of component, name and
-        shape.
+        """Return a function that says which rows of a saved tensor this rank needs.
 
-        Moments are spread like their parameters, whoever has saved them.
+        It takes the component, the name and the shape of the tensor. Moments are sharded like their
+        parameters, even if a run without sharding has saved them.
         """
         weights = {
             component_of("model", name): model.state_dict() for name, model in parts.models.items()
         }
-        moved = {
+        optimized = {
             component_of("optimizer", name): [
-                p for group in each.param_groups for p in group["params"]
+                parameter for group in optimizer.param_groups for parameter in group["params"]
             ]
-            for name, each in parts.optimizers.items()
+            for name, optimizer in parts.optimizers.items()
         }
 
         def find(component: str, name: str, shape: torch.Size) -> Share | None:
-            like = weights.get(component, {}).get(name)
-            if component in moved and (found := re.match(r"state\.(\d+)\.", name)) is not None:
-                like = moved[component][int(found[1])]
-            return _rows_of(like) if isinstance(like, DTensor) and like.shape == shape else None
+            parameter = weights.get(component, {}).get(name)
+            moment = re.match(r"state\.(\d+)\.", name)
+            if component in optimized and moment is not None:
+                parameter = optimized[component][int(moment[1])]
+            if isinstance(parameter, DTensor) and parameter.shape == shape:
+                return _rows_of(parameter)
+            return None
 
         return find
 
 
+def _own_part(tensor: torch.Tensor, *, is_first: bool) -> Any:
+    """Return what this rank saves of a tensor, or None if another rank saves it.
+
+    Raises:
+        CheckpointError: H310 for a tensor that is sharded otherwise than by rows.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor if is_first else None
+    problem = _other_than_rows(tensor)
+    if problem is not None:
+        raise CheckpointError(
+            f"the state {problem}",
+            limit="each rank saves some rows",
+            fix="use an optimizer whose moments have the shape of their weights, such as AdamW.",
+            rule="H310",
+        )
+    coordinates = tensor.device_mesh.get_coordinate() or ()
+    is_replica = any(coordinates[:-1])
+    return None if is_replica else local(tensor)
+
+
 class _Noted:
-    """A collective of torch's own that says when it is begun."""
+    """A collective of torch that calls `note` when it is begun."""
 
     def __init__(self, collective: Any, note: Callable[..., None]) -> None:
-        self._collective, self._note = collective, note
+        self._collective = collective
+        self._note = note
         self.allocate = collective.allocate
 
     def __call__(
@@ -256,26 +301,31 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def why_unknown(parameter: torch.Tensor, world_size: int) -> str | None:
-    """Return what about the way in which a parameter is spread is not known to us, or None."""
+    """Return why the sharding of a parameter is not supported, or None if it is."""
     if not isinstance(parameter, DTensor):
         return "is sharded in part only" if parameter.requires_grad else None
     size = parameter.device_mesh.size()
-    return (
-        f"is spread over {size} of the ranks" if size != world_size else _other_than_rows(parameter)
-    )
+    if size != world_size:
+        return f"is sharded over {size} of the ranks"
+    return _other_than_rows(parameter)
 
 
 def _other_than_rows(tensor: DTensor) -> str | None:
+    """Return how a tensor is sharded, if it is not by rows over the last dimension of its mesh."""
     *others, last = tensor.placements
-    if last == Shard(0) and all(each == Replicate() for each in others):
+    if last == Shard(0) and all(placement == Replicate() for placement in others):
         return None
-    return f"is spread as {tensor.placements}"
+    return f"is sharded as {tensor.placements}"
 
 
 def _rows_of(parameter: DTensor) -> Share:
     """Return which rows of a parameter this rank holds."""
-    mesh, rows, held = parameter.device_mesh, parameter.shape[0], parameter.to_local().shape[0]
-    begin = min(rows, mesh.get_local_rank(mesh.ndim - 1) * -(-rows // mesh.size(mesh.ndim - 1)))
+    mesh = parameter.device_mesh
+    rows = parameter.shape[0]
+    held = parameter.to_local().shape[0]
+    last = mesh.ndim - 1
+    rows_per_rank = -(-rows // mesh.size(last))
+    begin = min(rows, mesh.get_local_rank(last) * rows_per_rank)
 
     def whole(own: torch.Tensor) -> torch.Tensor:
         return DTensor.from_local(

@@ -1,7 +1,4 @@
-"""Weights and moments of one rank for all.
-
-Those of a rank whose optimizer failed half-way are of no use any more.
-"""
+"""Copy weights and optimizer state from one rank to all, after an optimizer failed half-way."""
 
 from __future__ import annotations
 
@@ -19,25 +16,36 @@ from holdfast.guard.ranks.messages import Messages
 def take_state(
     optimizer: Optimizer, source: int, messages: Messages, group: Any, device: torch.device
 ) -> None:
-    """Take what the optimizer of a rank holds and moves, on all ranks.
+    """Copy the parameters and the state of an optimizer from one rank to all ranks.
 
-    H402 if theirs holds other things.
+    All ranks call this.
+
+    Args:
+        optimizer: The optimizer.
+        source: The rank to copy from.
+        messages: The connection to the other ranks.
+        group: The process group.
+        device: The device on which tensors are broadcast.
+
+    Raises:
+        OutOfMemoryError: H402 if the state has a different form on another rank.
     """
     if not has_torch_layout(optimizer.state_dict()):
-        raise without_help(
-            "the optimizer keeps state of its own, which no other rank can hand over"
-        )
-    found = [
-        (p, optimizer.state.get(p, {})) for each in optimizer.param_groups for p in each["params"]
+        raise without_help("the optimizer keeps its own kind of state, which cannot be copied")
+    states = [
+        (parameter, optimizer.state.get(parameter, {}))
+        for group_of_parameters in optimizer.param_groups
+        for parameter in group_of_parameters["params"]
     ]
     forms = [
         [[key, list(getattr(state[key], "shape", []))] for key in sorted(state)]
-        for _, state in found
+        for _, state in states
     ]
-    if any(each != forms for each in messages.exchange("forms of state", forms)):
-        raise without_help("the state that the optimizer has on the others has another form")
+    if any(other_forms != forms for other_forms in messages.exchange("forms of state", forms)):
+        raise without_help("the state of the optimizer has another form on other ranks")
+    # Values that are not on the device, such as step counters.
     hosted: list[tuple[dict[str, Any], str]] = []
-    for parameter, state in found:
+    for parameter, state in states:
         distributed.broadcast(parameter.detach(), source, group=group)
         for key in sorted(state):
             if isinstance(state[key], torch.Tensor) and state[key].device.type == device.type:
@@ -50,20 +58,27 @@ def take_state(
 
 
 def healthy(behind: list[bool]) -> int:
-    """Return a rank that has made its step whole; H402 if there is none."""
+    """Return a rank that has made its whole step.
+
+    Args:
+        behind: For each rank, whether its optimizer failed half-way.
+
+    Raises:
+        OutOfMemoryError: H402 if there is no such rank.
+    """
     if all(behind):
-        raise without_help("so it was on all ranks")
+        raise without_help("this has happened on all ranks")
     return behind.index(False)
 
 
 def without_help(why: str) -> OutOfMemoryError:
-    """Return H402 for a rank whose state nobody can replace."""
+    """Return H402 for a rank that cannot receive the state of another one."""
     return OutOfMemoryError(
         "an optimizer ran out of memory half-way",
         limit=f"weights and moments are half changed, and {why}",
         fix=(
             "leave the optimizer more memory (fused=True, a smaller model or optimizer) and start"
-            " all ranks again: they go on from the newest checkpoint."
+            " all ranks again: they continue from the newest checkpoint."
         ),
         rule="H402",
     )

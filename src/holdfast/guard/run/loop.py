@@ -1,10 +1,8 @@
-"""The loop over batches.
+"""The loop over batches behind `Guard.batches`: when it saves, when it stops, and how it rewinds.
 
-Where the run continues, when it saves, where it stops, and what goes back after a rollback.
-
-A *boundary* is where the body of the caller's loop is finished for one batch: only there is
-everything that belongs to a batch done, also what the caller does after ``step``. Checkpoints are
-taken at boundaries.
+A *boundary* is the moment at which the body of the user's loop has finished with a batch. Only then
+is everything done that belongs to the batch, including what the script does after ``step``.
+Checkpoints are saved at boundaries.
 """
 
 from __future__ import annotations
@@ -25,19 +23,21 @@ from holdfast.guard.run.steps import Recovery
 from holdfast.guard.saving.unkept import UnkeptNumbers
 from holdfast.guard.saving.unsaved import watch
 from holdfast.guard.stop import Interrupted, StopRequest
-from holdfast.loader.loader import take_unkept_loaders
+from holdfast.loader.epoch import take_unkept_loaders
 from holdfast.memory.oom import naming_lack_of_memory
 
-# A scheduler that needs a metric, and had none in so many epochs, is reported: at the end of the
-# loop, or after so many steps. An evaluation comes after each epoch, or after 500 steps (defaults
-# of Lightning and of the Trainer).
+# A scheduler that needs a metric is reported if it has received none in this many epochs. The
+# report is made at the end of the loop, or earlier after this many steps. By default Lightning
+# evaluates after each epoch, and the Trainer after 500 steps.
 _EPOCHS_WITHOUT_METRIC = 3
 _STEPS_WITHOUT_METRIC = 1000
-_EACH_EPOCH = 100  # of which each has an event; later ones few, so that these never fill the ring
+# This many epochs have an event each. Of the later ones only a few have, so that these events never
+# fill the ring of the recorder.
+_EPOCHS_WITH_EVENTS = 100
 
 
 class Loop:
-    """Drives one run over its loader, and knows where its boundaries are."""
+    """Iterates over the loader of one run, and does what is due at the boundaries."""
 
     def __init__(
         self, session: Session, stop: StopRequest, saves: Saves, recovery: Recovery
@@ -50,14 +50,17 @@ class Loop:
         self._recovery = recovery
         self._state = session.state
         self._own_steps = OwnStepsRefused(session.parts, session.state, session.record.left_by)
-        self._postponed = False  # a save that is due waits
+        # Whether a save that is due was postponed.
+        self._postponed = False
         self._reported_waiting = False
-        self._epochs = 0  # whole ones, of this loop
-        self._said_what_is_unkept = False
-        # None: that was said
+        # The number of whole epochs in this loop.
+        self._epochs = 0
+        self._reported_unkept = False
+        # None once such a number was reported.
         self._unkept_numbers: UnkeptNumbers | None = UnkeptNumbers(session.parts)
         self._reported_loaders = False
-        self._under_way: Generator[Any] | None = None  # the last loop of ours
+        # The generator of the last loop.
+        self._under_way: Generator[Any] | None = None
         watch(self)
 
     def begin(
@@ -67,22 +70,21 @@ class Loop:
         max_steps: int | None,
         release: Callable[[End], None],
     ) -> Generator[Any]:
-        """Return the batches of a new loop, which `leave` ends."""
+        """Return the batches of a new loop, which `leave` can end."""
         self._under_way = self.batches(cursor, max_epochs, max_steps, release)
         return self._under_way
 
     def leave(self) -> None:
-        """End the last loop if it is still suspended at a batch, as ``break`` does."""
+        """End the last loop as ``break`` does, if it is still suspended at a batch."""
         if self._under_way is not None:
             self._under_way.close()
 
     def end_at_exit(self) -> None:
-        """End a run that is still open when the process ends, because its iterator or its guard is
-        still there.
+        """End a run that is still open when the process ends.
 
         Later, when Python frees the iterator, nothing can be saved any more.
         """
-        # ValueError: a thread that did not end is in the loop.
+        # The generator raises ValueError if a thread that has not ended is still running it.
         with contextlib.suppress(ValueError):
             self.leave()
         if not self._session.is_open:
@@ -101,9 +103,13 @@ class Loop:
         max_steps: int | None,
         release: Callable[[End], None],
     ) -> Generator[Any]:
-        """Yield batches until a limit is reached or a stop was requested.
+        """Yield batches until a limit is reached or a stop was requested; see `Guard.batches`.
 
-        Save where one is due, and at the end.
+        Args:
+            cursor: The position in the loader.
+            max_epochs: The limit in epochs, or None.
+            max_steps: The limit in optimizer steps, or None.
+            release: Called with how the run ended, to unlock the directory.
         """
         for name, limit in (("max_epochs", max_epochs), ("max_steps", max_steps)):
             if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
@@ -120,7 +126,7 @@ class Loop:
             return enough or self._stop.reason is not None
 
         self._state.in_loop = True
-        begun = run_events.Loop(
+        begun = run_events.LoopStarted(
             resume_promise=cursor.promise,
             epoch=cursor.epoch,
             batches=cursor.batches,
@@ -130,7 +136,8 @@ class Loop:
         self._record.emit(begun)
         self._report_unkept(cursor)
         self._epochs = 0
-        take_unkept_loaders()  # what was looked at before the loop is none of it
+        # Loaders that were advanced before the loop do not count.
+        take_unkept_loaders()
         how: End = "failed"
         try:
             self._session.save_first()
@@ -143,10 +150,11 @@ class Loop:
             self._honour_stop()
             self._session.save()
             if self._stop.by_signal:
-                # A launcher ends all ranks once the first has exited with a code: not before the
-                # checkpoint is whole.
+                # A launcher ends all ranks when the first one exits, so they wait until the
+                # checkpoint is complete.
                 self._ranks.agree("stop", dict)
-            self._honour_stop()  # a request that came while it was saved
+            # A request may have come during the save.
+            self._honour_stop()
             how = "finished" if self._stop.reason is None else "stopped"
         except GeneratorExit:
             with self._record.errors():
@@ -161,7 +169,8 @@ class Loop:
                 and self._ranks.world_size == 1
                 and not directory_is_lost
             ):
-                self._session.saving.save()  # the loader failed at a boundary: nothing is lost
+                # The loader failed at a boundary, so the state is complete.
+                self._session.saving.save()
             if behind is not None:
                 raise behind from error
             raise
@@ -173,7 +182,8 @@ class Loop:
                 how = "failed"
                 self._record.left_by(error)
                 raise
-            finally:  # whatever fails: the lock and the handlers are given back
+            finally:
+                # Whatever fails, the lock is released and the signal handlers are restored.
                 self.count_batch()
                 cursor.leave()
                 self._state.in_loop = False
@@ -182,15 +192,17 @@ class Loop:
     def _save_as_asked(self) -> bool:
         """Save in a loop that is left between two batches, if a stop was requested.
 
-        Return whether this was done.
+        The request also ends a loop that follows. With several ranks nothing is saved, because the
+        other ranks may not have left their loops.
 
-        The request stays for a loop that follows. Of several ranks none saves, because the others
-        may not do so too.
+        Returns:
+            Whether the state was saved.
         """
         if self._stop.reason is None or self._ranks.world_size > 1:
             return False
         if not self._session.saving.may_save_more:
-            return False  # such as the half of a step that failed
+            # The state is incomplete, for example after half of a step that failed.
+            return False
         self.count_batch()
         self._record.emit(
             run_events.StopRequested(reason=self._stop.reason, signal=self._stop.signal_name)
@@ -199,7 +211,7 @@ class Loop:
         return True
 
     def _honour_stop(self) -> None:
-        """Record once that this loop ends because of a request, if there is one."""
+        """Record once that this loop ends because of a stop request, if there is one."""
         if self._stop.reason is not None and not self._stop.honoured:
             self._stop.honoured = True
             request = run_events.StopRequested(
@@ -212,13 +224,18 @@ class Loop:
     def _epoch(
         self, cursor: Cursor, finished: Callable[[], bool], *, needs_steps: bool
     ) -> Iterator[Any]:
-        """Yield the rest of an epoch; returns early when finished, interrupted or rewound."""
+        """Yield the batches of the rest of an epoch.
+
+        Ends early if the loop is finished, if a signal interrupts it, or after a rollback.
+        """
         place = {PLACE: [cursor.epoch, cursor.batches]}
         self._ranks.agree("epoch", lambda: place | self._session.parts.settings())
         iterator = cursor.begin(self._session.random_state)
         self._report_unkept(cursor)
         self._session.random_state = None
-        before, is_whole, steps = self._progress(), cursor.batches == 0, self._record.global_step
+        before = self._progress()
+        is_whole = cursor.batches == 0
+        steps = self._record.global_step
         while True:
             try:
                 with self._stop, naming_lack_of_memory("fetching a batch"):
@@ -230,13 +247,14 @@ class Loop:
             yield batch
             self._session.check_averages()
             if self._state.phase is Phase.REWOUND:
-                # The rest of the loop body ran on state that was restored already
+                # The rest of the loop body has run on the restored state.
                 self._recovery.go_back_again()
                 return
             cursor.advance(used=self._state.batch_is_used)
             self._state.boundary()
             self._report_unkept_loaders()
-            # Which the first rank has said for all
+            # A save at the last batch can wait for the end of the epoch. With several ranks, the
+            # first one has decided for all that it is due now.
             if self._ranks.world_size > 1 or not cursor.seems_to_end:
                 self._save_if_due()
             if finished():
@@ -245,7 +263,7 @@ class Loop:
             self._record.emit(slow)
         epoch = cursor.end_epoch(needs_steps=needs_steps, stepped=before != self._progress())
         self._epochs += is_whole
-        if cursor.epoch <= _EACH_EPOCH or (is_whole and self._epochs & (self._epochs - 1) == 0):
+        if cursor.epoch <= _EPOCHS_WITH_EVENTS or (is_whole and _is_power_of_two(self._epochs)):
             made = self._record.global_step - steps if is_whole else None
             ended = run_events.EpochEnded(
                 epochs=cursor.epoch,
@@ -262,45 +280,43 @@ class Loop:
 
     def _report_unkept(self, cursor: Cursor) -> None:
         """Report once why a resumed run may read other batches."""
-        if self._said_what_is_unkept or cursor.unkept is None:
+        if self._reported_unkept or cursor.unkept is None:
             return
-        self._said_what_is_unkept = True
+        self._reported_unkept = True
         self._record.emit(run_events.ResumeMayDiffer(why=cursor.unkept))
 
     def _report_unkept_numbers(self) -> None:
-        """Report once what a scheduler or an optimizer counts and does not save."""
+        """Report once that a scheduler or an optimizer counts something that it does not save."""
         unkept = None if self._unkept_numbers is None else self._unkept_numbers.find()
         if unkept is None:
             return
         self._unkept_numbers = None
         holder, attribute = unkept
         why = (
-            f"none for {holder}, because its attribute {attribute} changes in training and its"
-            " state_dict() does not hold it: a resume begins it anew. Return it from state_dict()"
-            " and take it back in load_state_dict(state)"
+            f"none for {holder}, because its attribute {attribute} changes during training and is"
+            " not in its state_dict(), so a resume starts it from the beginning. Return it from"
+            " state_dict(), and restore it in load_state_dict(state)"
         )
         self._record.emit(run_events.ResumeMayDiffer(why=why))
 
     def _report_unkept_loaders(self) -> None:
-        """Report once that the loop advances a loader whose position is in no checkpoint.
+        """Report once that the loop advances a second loader, whose position no checkpoint holds.
 
-        One that is iterated to its end within the body of the loop, as for an evaluation, has no
-        position here.
+        A loader that is iterated to its end in the body of the loop, as for an evaluation, does
+        not count.
         """
         if self._reported_loaders or not take_unkept_loaders():
             return
         self._reported_loaders = True
         why = (
-            "none for a second holdfast.DataLoader, because the loop advances it and no checkpoint"
+            "none for a second holdfast.DataLoader, because the loop advances it, but no checkpoint"
             " holds its position: a resume starts it from the beginning. Pass it by name:"
             ' Guard(..., state={"labelled": loader})'
         )
         self._record.emit(run_events.ResumeMayDiffer(why=why))
 
     def _report_waiting_schedulers(self, epochs: int) -> None:
-        """Report once which schedulers need a metric and were never given one, by no process of
-        the run.
-        """
+        """Report once which schedulers need a metric and have received none in the whole run."""
         if epochs < _EPOCHS_WITHOUT_METRIC or self._session.validated or self._reported_waiting:
             return
         waiting = self._session.schedules.without_metric()
@@ -318,7 +334,8 @@ class Loop:
 
     def _save_now_if_due(self) -> None:
         self._session.saving.at_boundary()
-        refused = self._saves.take_refusal()  # of a save that was begun some steps ago
+        # A save that began some steps ago may have been refused.
+        refused = self._saves.take_refusal()
         if refused is None:
             self._session.keep_snapshot()
             if not self._saves.is_due():
@@ -338,21 +355,28 @@ class Loop:
             self._recovery.after_refused_save(refused)
 
     def _progress(self) -> tuple[int, int]:
-        # A rollback may bring the global step back to where it was
+        """Return two numbers that change with every step.
+
+        The global step will not do, since a rollback may return it to an earlier value.
+        """
         counters = self._session.counters
         return counters.steps, counters.skipped_steps
 
     def count_batch(self) -> None:
-        """Count the batch that is out as trained, if a step was made with it."""
+        """Count the batch that the loop body is using as trained, if a step was made with it."""
         if self._state.batch_is_used:
             if self._session.cursor is not None:
                 self._session.cursor.advance(used=True)
             self._state.boundary()
 
     def boundary_outside(self) -> None:
-        """Save where it is due, in a loop that is not ours.
+        """Save if that is due, when the script does not iterate `Guard.batches`.
 
-        The next step has begun, so the last one is over.
+        Called at the beginning of a step, when the step before it is over.
         """
         self._state.boundary()
         self._save_if_due()
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

@@ -1,8 +1,7 @@
-"""An open run directory.
+"""The session of a run in one process: from opening its directory to closing it.
 
-What belongs to a run's state, and how everything comes back from its checkpoints.
-
-Does not: write them (see ``saving``).
+It knows what belongs to the state of a run, and restores that state from checkpoints and from
+copies in host memory. When and how checkpoints are written is in ``saving``.
 """
 
 from __future__ import annotations
@@ -64,8 +63,10 @@ from holdfast.numerics.spikes import SpikeDetector
 from holdfast.recorder.run_files import announce_recording, guarded
 from holdfast.recorder.scalars import CheckedScalars, outlets
 
-_OPEN = contextlib.nullcontext()  # made once: `log` is called in each step
-_MOST_NAMES = 10  # in one event
+# Created once, since `log` is called in every step.
+_OPEN = contextlib.nullcontext()
+# The most names in one event.
+_MOST_NAMES = 10
 _CHANGED = (
     "the weights, buffers or moments were changed without a step, so they are not those of the"
     " training"
@@ -73,7 +74,15 @@ _CHANGED = (
 
 
 class Session:
-    """Restores one run, and knows what its checkpoints hold."""
+    """The state of one run, and its restoration.
+
+    Args:
+        engine: The step engine, with the parts, the policy, the record and the ranks of the run.
+        directory: The run directory.
+        clock: The source of time.
+        cursor: The position in the loader, or None if the guard has no loader.
+        schedules: The schedulers of the run.
+    """
 
     def __init__(
         self,
@@ -90,13 +99,15 @@ class Session:
         self.schedules = schedules
         self.record = record = engine.record
         self.ranks = ranks = engine.ranks
-        self._of_ranks: dict[str, Any] | None = None  # what the newest checkpoint holds of each
+        # The state that differs between ranks, as the next checkpoint will hold it; None with one
+        # rank.
+        self._of_ranks: dict[str, Any] | None = None
         self.parts = parts = engine.parts
         self.policy = policy = engine.policy
         self.ladder = engine.ladder
         self.state = engine.state
         self._store = Store(directory.checkpoints)
-        # Of the checkpoints when this object closed the directory
+        # The id of the newest checkpoint when this object closed the directory.
         self._newest_id: int | None = None
         self.saving = Saving(
             directory=directory,
@@ -115,16 +126,20 @@ class Session:
         engine.spare_memory = self._spare_memory
         self.spikes = SpikeDetector(objective=policy.objective)
         self.counters = Counters()
-        self.validated = False  # a metric was given, for schedulers that need one
-        self._settings = parts.settings()  # those that the run began with
-        self._groups: int | None = len(parts.rates())  # None: it is said that there are others now
+        # Whether `Guard.validated` was called, which steps the schedulers that need a metric.
+        self.validated = False
+        # The settings that the run began with.
+        self._settings = parts.settings()
+        # The number of parameter groups; None once a change was reported.
+        self._groups: int | None = len(parts.rates())
         # Optimizers whose state has not been checked since their first step, which creates most of
         # it.
         self._new_state = set(parts.optimizers)
-        self._known_good = -1  # newest step that a rollback has proved to be older than any trouble
-        # Of a resumed run, until its loader is started
+        # The newest step that a rollback has shown to be older than the trouble.
+        self._known_good = -1
+        # The random state of a resumed run, until its loader is started.
         self.random_state: RandomState | None = None
-        # Belongs to that position for certain
+        # A position, and the random state that belongs to it whatever the script draws there.
         self._drawn_at: tuple[tuple[int, int], RandomState] | None = None
 
     @property
@@ -133,8 +148,9 @@ class Session:
         return self.record.is_open
 
     def open(self) -> None:
-        """Take the lock and continue the recording."""
-        wait_for_jobs(self._directory.path)  # of a guard that was given up: it still holds the lock
+        """Lock the directory and continue the recording."""
+        # An abandoned guard of this process holds the lock until its last save is written.
+        wait_for_jobs(self._directory.path)
         self._directory.acquire()
         try:
             if self.ranks.rank == 0:
@@ -151,41 +167,36 @@ class Session:
         self.state.open()
         self.ranks.open()
         outlets[self] = None
-        guarded.update(
-            {
-                id(each): (name, weakref.ref(self.record))
-                for name, each in self.parts.optimizers.items()
-            }
-        )
+        for name, optimizer in self.parts.optimizers.items():
+            guarded[id(optimizer)] = (name, weakref.ref(self.record))
 
     def _describe(self) -> None:
-        """Keep what this run is set to, beside its recording.
-
-        What is otherwise than usual, and the optimizers.
-        """
-        own = {
-            f"policy.{each.name}": getattr(self.policy, each.name) for each in fields(self.policy)
-        }
-        usual = {f"policy.{each.name}": each.default for each in fields(self.policy)}
-        classes = {name: type(each).__name__ for name, each in self.parts.optimizers.items()}
-        found = (
-            {name: value for name, value in own.items() if value != usual[name]}
-            | classes
-            | self._settings
-        )
-        size = None if self.cursor is None else self.cursor.batch_size
-        self.record.describe(found if size is None else {**found, "batch_size": size})
+        """Record the settings of the run, such as optimizers and the policy's changed fields."""
+        settings: dict[str, Any] = {}
+        for field in fields(self.policy):
+            value = getattr(self.policy, field.name)
+            if value != field.default:
+                settings[f"policy.{field.name}"] = value
+        for name, optimizer in self.parts.optimizers.items():
+            settings[name] = type(optimizer).__name__
+        settings |= self._settings
+        batch_size = None if self.cursor is None else self.cursor.batch_size
+        if batch_size is not None:
+            settings["batch_size"] = batch_size
+        self.record.describe(settings)
 
     def check_not_in_step(self) -> None:
-        """Raise H209 if a loss function makes a step itself, H105 where averaged weights would
-        move.
-        """
+        """Raise H209 within a loss function, and H105 while averaged weights are in the models."""
         if self.state.phase is Phase.IN_STEP:
             raise called_inside("step")
         self.check_averages()
 
     def check_averages(self, *, there: bool = False) -> None:
-        """Raise H105 if averages are in the models, or if they must be `there` and are not."""
+        """Raise H105 while averaged weights are in the models.
+
+        Args:
+            there: Raise it too if the guard has no averages.
+        """
         if self.state.averaged or (there and not self.parts.averages):
             inside = (
                 "a step, a checkpoint or the next batch was asked for inside of guard.averaged()"
@@ -210,16 +221,20 @@ class Session:
             )
 
     def close(self, how: End | None = None) -> None:
-        """Finish the save that is under way, end the recording, as `RunRecord.close` says, and
-        give the lock back.
+        """Finish the save that is being written, end the recording, and unlock the directory.
+
+        Args:
+            how: How the run ended, as for `RunRecord.close`.
         """
         try:
             self.saving.finish()
-            self.saving.take_refusal()  # whoever opens it again may have repaired the state
+            # The script may repair the state before it opens the run again.
+            self.saving.take_refusal()
             if self.is_open:
                 note_last_step(self._directory.run_id, self.record.global_step)
                 self._newest_id = None
-                with contextlib.suppress(CheckpointError):  # out of reach: what is lost is said
+                # If the checkpoints cannot be read, `report_loss` reports what that loses.
+                with contextlib.suppress(CheckpointError):
                     self._newest_id = (
                         self._store.next_save_id() - 1 if self.ranks.rank == 0 else None
                     )
@@ -231,21 +246,25 @@ class Session:
             self.ranks.close(in_order=how != "failed" and sys.exception() is None)
         finally:
             outlets.pop(self, None)
-            for each in self.parts.optimizers.values():
-                guarded.pop(id(each), None)
+            for optimizer in self.parts.optimizers.values():
+                guarded.pop(id(optimizer), None)
             self.state.close()
             self._directory.release()
 
     def recording(self, *, events: bool = True) -> AbstractContextManager[None]:
-        """Return what to record within: after the loop the record is opened once more.
+        """Return a context in which events can be recorded, also after the end of the run.
 
-        H301 as in `log`.
+        Args:
+            events: Whether events will be recorded, and not only numbers.
+
+        Raises:
+            RunDirectoryError: H301 on entering, if another run has locked the directory.
         """
         return _OPEN if self.is_open else self._after_the_loop(events=events)
 
     @contextlib.contextmanager
     def _after_the_loop(self, *, events: bool) -> Iterator[None]:
-        """Record what is measured after the loop; the last word is then said again."""
+        """Open the record after the end of the run, and record the same ending again."""
         with contextlib.ExitStack() as stack:
             self._directory.acquire()
             stack.callback(self._directory.release)
@@ -255,9 +274,14 @@ class Session:
             yield
 
     def log(self, found: CheckedScalars, step: int | None = None) -> None:
-        """Record scalars at the present step or at their own.
+        """Record numbers.
 
-        H301 if this is closed and another run goes on.
+        Args:
+            found: The numbers by name.
+            step: The step that they belong to; None for the current one.
+
+        Raises:
+            RunDirectoryError: H301 if the run is closed and another one has locked the directory.
         """
         with self.recording(events=False):
             epoch = None if self.cursor is None else self.cursor.epoch
@@ -266,7 +290,7 @@ class Session:
             )
 
     def statistics(self) -> Statistics:
-        """Return a snapshot of the run's totals. Cost: in fp16, one host sync."""
+        """Return a snapshot of the run's totals. With fp16 this waits for the device once."""
         counters, saving, plan = self.counters, self.saving.collected(), self.ladder.plan
         return Statistics(
             global_step=self.record.global_step,
@@ -287,10 +311,7 @@ class Session:
 
     @property
     def is_calm(self) -> bool:
-        """Return whether the state may be called good.
-
-        A suspicion that is not settled yet puts a save off.
-        """
+        """Return whether no spike is suspected; a save waits until a suspicion is settled."""
         return self.policy.spike_action == "off" or self.spikes.is_calm()
 
     def check_new_state(self, names: Sequence[str]) -> None:
@@ -306,20 +327,27 @@ class Session:
                 check_saveable(self.parts, new)
 
     def save_first(self) -> None:
-        """Have a state to return to before the first step."""
+        """Save a checkpoint to return to before the first step."""
         self._hear_ranks()
         self.saving.save_first()
 
     def save(self) -> None:
-        """Have a checkpoint of this very state when this returns, unless the state is not whole."""
+        """Save a checkpoint of the current state and wait until it is written.
+
+        Nothing is saved while the state is incomplete, such as after half of a step.
+        """
         self._hear_ranks()
         self.saving.save()
 
     def checkpoint_of_now(self, and_then: Callable[[Entry], None]) -> Entry | None:
-        """Return the checkpoint of this very state, made if the run is open; None if there is none.
+        """Return the checkpoint of the current state; it is saved now if the run is open.
 
-        `and_then` is called with it by the one rank that chooses; an OSError is an event, and there
-        is none then.
+        Args:
+            and_then: Called with the checkpoint, on the rank that chooses for all. If it raises an
+                OSError, that is recorded, and the checkpoint counts as missing.
+
+        Returns:
+            The checkpoint, or None if there is none of this state.
         """
         if self.ranks.has_parted:
             return None
@@ -342,13 +370,14 @@ class Session:
         return self._chosen(found)
 
     def save_when_due(self) -> None:
-        """Begin a save of this state."""
+        """Begin to save the current state in the background."""
         self.saving.save_when_due(busy=self._hear_ranks())
 
     def _hear_ranks(self) -> bool:
-        """Learn what a checkpoint holds of each.
+        """Exchange the state that differs between ranks.
 
-        Return whether one of them still writes the last one.
+        Returns:
+            Whether a rank is still writing the previous checkpoint.
         """
         self._of_ranks = found = self.states_of_ranks()
         each_rank = [] if found is None else found["each"]
@@ -359,8 +388,9 @@ class Session:
         return any(busy)
 
     def _check_state_is_alike(self) -> None:
-        """Raise H108 on all ranks if their optimizers hold different tensors, since one rank
-        saves for all.
+        """Raise H108 on all ranks if their optimizers hold different tensors.
+
+        One rank saves the state of the optimizers for all.
         """
         optimizers = self.parts.optimizers.items()
         forms = {
@@ -393,8 +423,9 @@ class Session:
         )
 
     def _unsaved_buffers(self) -> list[str]:
-        """Return the names of buffers with ``persistent=False`` that steps change, which no
-        `state_dict` holds.
+        """Return the names of changing buffers with ``persistent=False``.
+
+        No ``state_dict`` holds these.
         """
         changing = self._engine.buffers.now()
         return [
@@ -406,16 +437,11 @@ class Session:
         ]
 
     def _own_trees(self) -> dict[str, dict[str, Any]]:
-        """Return the buffers and the caller's state that may differ between ranks, by kind and
-        name.
-        """
+        """Return the buffers and ``state=`` objects that may differ between ranks."""
         return {"buffers": self._own_tensors(), "states": self._own_states()}
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that no rank broadcasts.
-
-        Buffers, and frozen weights that a wrapper ignores.
-        """
+        """Return the buffers that are not broadcast, and frozen weights that a wrapper ignores."""
         keeper, parts = self._engine.buffers, self.parts
         buffers = keeper.now() | keeper.constant()
         own = {name: buffer for name, buffer in buffers.items() if self.ranks.keeps_apart(name)}
@@ -436,8 +462,9 @@ class Session:
         return {name: tensor.detach() for name, tensor in own.items()}
 
     def _own_states(self) -> dict[str, Any]:
-        """Return the state of the caller's objects, without averages, whose weights are equal on
-        all ranks.
+        """Return the state of the ``state=`` objects, without averages.
+
+        The weights of an average are equal on all ranks.
         """
         averages = {id(average) for average in self.parts.averages.values()}
         own = {}
@@ -447,9 +474,10 @@ class Session:
             try:
                 tree = stateful.state_dict()
                 Encoder(f"state.{name}").encode(tree)
-            except Exception as error:  # noqa: BLE001 - whatever a part of the caller's raises
+            except Exception as error:  # noqa: BLE001 - the user's state_dict may raise anything
                 let_through(error)
-                if self.ranks.rank:  # the first rank meets the same as it saves
+                # The first rank raises the same error when it saves.
+                if self.ranks.rank:
                     self.record.emit(run_events.SaveFailed(error=describe_error(error)))
             else:
                 own[name] = tree
@@ -461,20 +489,25 @@ class Session:
         return capture(self.parts.devices()) if self.cursor is None else self.cursor.random_state()
 
     def save_the_rest(self, open_again: Callable[[], None]) -> None:
-        """Save what no checkpoint holds as a run is closed: steps, or what has changed without one.
+        """Save what is in no checkpoint when a run is closed: steps, or changes without a step.
 
-        What was done to weights or moments without a step, such as an average put in their place,
-        another type for an export, or statistics of other data, never replaces the state of the
-        training.
+        Weights or moments that were changed without a step never replace those of the training:
+        the script may have put an average in their place, cast them for an export, or collected
+        statistics of other data.
+
+        Args:
+            open_again: Opens the run directory if it is closed.
         """
         self.saving.finish()
         if self.ranks.has_parted:
-            return  # the others' share of the state is out of reach
+            # The other ranks' shards of the state cannot be collected any more.
+            return
         self._hear_ranks()
         try:
             if not self.saving.has_unsaved:
                 if self.ranks.shares is not None:
-                    return  # one rank alone cannot say that another has changed nothing
+                    # One rank cannot know whether another has changed its shard.
+                    return
                 entry = self._saved_without_changes()
                 if entry is None:
                     return
@@ -493,8 +526,9 @@ class Session:
         self.saving.save_again()
 
     def _saved_without_changes(self) -> Entry | None:
-        """Return the checkpoint of this position, if it may be replaced and lacks what has
-        changed without a step.
+        """Return the checkpoint of this position, if state has changed since without a step.
+
+        None if nothing has changed, or the checkpoint must not be replaced.
         """
         entry = self.saving.saved_as
         if (
@@ -502,28 +536,33 @@ class Session:
             or not self.saving.may_save_more
             or (self.cursor is not None and self.cursor.left_in_batch)
         ):
-            return None  # half of what is done with a batch belongs to no position
-        if [each.save_id for each in self._store.entries()[:1]] != [entry.save_id]:
-            return None  # another process has continued the run
+            # The loop was left in the middle of a batch, which is no position to resume from.
+            return None
+        if [newest.save_id for newest in self._store.entries()[:1]] != [entry.save_id]:
+            # Another process has continued the run.
+            return None
         return entry if changes_without_a_step(self.parts, entry) else None
 
     def _keep_random_state_of(self, entry: Entry) -> None:
-        """In the middle of an epoch, or before the loop, what the caller draws is no part of the
-        training.
+        """Save this position with the random state of an earlier checkpoint of it.
+
+        Random numbers that the script draws in the middle of an epoch, or before the loop, are not
+        part of the training.
         """
         if self.cursor is not None and (self.cursor.batches or self.random_state is not None):
             training = read_components(entry, ["training"])["training"]
-            self._drawn_at = self._position(), RandomState.from_tree(training["random_state"])
+            random_state = RandomState.from_tree(training["random_state"])
+            self._drawn_at = (self._position(), random_state)
 
     def keep_snapshot(self) -> None:
-        """Copy the state in host memory, if that is due and the state is whole and good."""
+        """Copy the state to host memory, if a copy is due and the state is complete and good."""
         step = self.record.global_step
         if not (self.snapshots.is_due(step) and self.state.may_be_saved and self.is_calm):
             return
         try:
             if not self.snapshots.keep(step, self._good_state):
                 self.record.emit(run_events.SnapshotsDoNotFit())
-        except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot give its state
+        except Exception as error:  # noqa: BLE001 - the user's state_dict may raise anything
             let_through(error)
             self.snapshots.failed(step)
             self.record.emit(run_events.SnapshotFailed(error=describe_error(error)))
@@ -537,14 +576,14 @@ class Session:
         self.saving.give_up_buffers()
 
     def _position(self) -> tuple[int, int]:
-        """Return what moves with each step and each batch.
+        """Return two numbers that change with every step or batch, but not at the end of an epoch.
 
-        The turn of an epoch in itself changes nothing.
+        They are the global step and the number of batches trained.
         """
         return self.record.global_step, 0 if self.cursor is None else self.cursor.trained
 
     def must_be_finite(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what may hold neither NaN nor Inf, by name."""
+        """Yield the tensors in which a good state has neither NaN nor Inf, with their names."""
         names: dict[int, str] = {}
         parameter: torch.Tensor
         for name, parameter in self.parts.named_parameters():
@@ -557,7 +596,7 @@ class Session:
         yield from self._engine.buffers.running_statistics()
 
     def training_state(self) -> dict[str, Any]:
-        """Return what the guard itself adds to a checkpoint."""
+        """Return the guard's own state, which a checkpoint holds beside that of the parts."""
         if self._groups is not None and self._groups != len(self.parts.rates()):
             self._groups = None
             self.record.emit(run_events.GroupsChanged())
@@ -583,17 +622,18 @@ class Session:
     # --- restore
 
     def resume(self) -> Path | None:
-        """Continue from the newest good checkpoint and return its directory.
+        """Continue from the newest good checkpoint.
 
-        None at the start of a run.
+        Returns:
+            The directory of the checkpoint, or None at the start of a run.
         """
         self.ranks.agree("opening", self._same_for_all)
         entry = self._newest_good()
         if entry is None:
             self._directory.check_not_lost()
             return None
-        # All digests are right, so an error from here on does not show damage, and the files must
-        # stay.
+        # All digests match, so an error from here on is not a sign of damage, and the checkpoint
+        # must not be moved aside.
         training = self._restore(entry)
         with reading(entry.path):
             self.go_on_from(training)
@@ -602,7 +642,8 @@ class Session:
                 for stall, whole in training["save_costs"]
             ]
             self._directory.note_resumed_from(training["run"])
-        self._go_to_position_of(training)  # by the loader's own code, whose errors are no damage
+        # Outside of `reading`, since this runs the loader's own code, whose errors are not damage.
+        self._go_to_position_of(training)
         with reading(entry.path):
             restore(RandomState.from_tree(training["random_state"]))
         self.saving.chooser.costs.extend(costs)
@@ -645,9 +686,7 @@ class Session:
             )
 
     def report_steps_left_behind(self) -> None:
-        """Report that the run resumes at an earlier step than a previous guard of this process
-        had reached.
-        """
+        """Report if an earlier guard of this process had reached a later step of the run."""
         forget_left_steps(self._directory.path)
         previous_step = last_step(self._directory.run_id)
         if previous_step > self.record.global_step:
@@ -656,17 +695,16 @@ class Session:
             )
 
     def _same_for_all(self) -> dict[str, Any]:
+        """Return the facts that must be the same on all ranks."""
         shapes = {name: list(parameter.shape) for name, parameter in self.parts.named_parameters()}
-        policy = {
-            f"policy.{each.name}": repr(getattr(self.policy, each.name))
-            for each in fields(self.policy)
-        }
-        facts = {
+        facts: dict[str, Any] = {
             "run directory": self._directory.run_id,
             "state": list(self.parts.states),
             "model": shapes,
         }
-        return {**facts, **policy, **self.parts.settings()}
+        for field in fields(self.policy):
+            facts[f"policy.{field.name}"] = repr(getattr(self.policy, field.name))
+        return {**facts, **self.parts.settings()}
 
     def _compare_settings(self, begun_with: dict[str, Any]) -> None:
         given, self._settings = self._settings, begun_with
@@ -680,7 +718,7 @@ class Session:
             self.record.emit(run_events.SettingsKept(changed=changed))
 
     def go_on_from(self, training: Mapping[str, Any]) -> None:
-        """Go on counting and judging as the process did that saved this state."""
+        """Restore the counters and the detectors of the process that saved this state."""
         self.counters = Counters(
             **{name: check_count(value) for name, value in training["counters"].items()}
         )
@@ -692,11 +730,15 @@ class Session:
     def roll_back(
         self, *, rewind_data: bool, before_step: int | None = None, trusted: bool = False
     ) -> dict[str, Any] | None:
-        """Return to the newest good state: a copy in host memory, else a checkpoint.
+        """Return to the newest good state: a copy in host memory, or else a checkpoint.
 
-        None if there is none.
+        Args:
+            rewind_data: Whether the loader also returns to the position of that state.
+            before_step: Only states of at most this step; None for the newest.
+            trusted: Whether the state is known to be older than the trouble.
 
-        What is returned is what the guard itself had saved in that state.
+        Returns:
+            The guard's own part of that state, or None if there is no state to return to.
         """
         self.saving.finish()
         kept, entry = None, None
@@ -711,7 +753,8 @@ class Session:
         if kept is None and entry is None:
             return None
         try:
-            with self.state.rolling_back():  # a read that fails half-way leaves half of it
+            # If reading fails half-way, the state is incomplete and must not be saved.
+            with self.state.rolling_back():
                 training = self._load_earlier(kept, entry)
                 if rewind_data:
                     self._go_to_position_of(training)
@@ -719,11 +762,13 @@ class Session:
             self.record.emit(run_events.RollbackFailed(error=describe_error(error)))
             raise
         if kept is not None and not trusted:
-            self.snapshots.distrust(kept)  # if it leads to the same trouble, the next one is older
+            # If this copy leads to the same trouble, the next rollback takes an older one.
+            self.snapshots.distrust(kept)
         self.saving.returned(to_checkpoint=kept is None)
         self.snapshots.returned_to(self.record.global_step)
         if trusted:
-            self._known_good = self.record.global_step  # so is all before it, whatever comes now
+            # All earlier states are good too.
+            self._known_good = self.record.global_step
         return training
 
     def _load_earlier(self, kept: Kept | None, entry: Entry | None) -> dict[str, Any]:
@@ -739,9 +784,10 @@ class Session:
         self.random_state = RandomState.from_tree(training["random_state"])
 
     def _newest_good(self, before_step: int | None = None) -> Entry | None:
-        """Return the newest checkpoint that verifies, of at most so many steps.
+        """Return the newest checkpoint that can be verified; damaged ones are moved aside.
 
-        Damaged ones are moved aside.
+        Args:
+            before_step: Only checkpoints of at most this step; None for all.
         """
 
         def on_damaged(path: Path, why: str) -> None:
@@ -750,7 +796,7 @@ class Session:
         return self._chosen(lambda: self._store.newest_good(on_damaged, before_step=before_step))
 
     def _chosen(self, choose: Callable[[], Entry | None]) -> Entry | None:
-        """Return the checkpoint that the first rank chooses."""
+        """Return on all ranks the checkpoint that the first rank chooses."""
         return self.ranks.chosen(
             choose,
             lambda entry: entry.path.name,
@@ -758,9 +804,12 @@ class Session:
         )
 
     def _restore(self, entry: Entry, *, in_place: bool = False) -> dict[str, Any]:
-        """Put a checkpoint back.
+        """Restore a checkpoint, and return the guard's own part of it.
 
-        In place, tensors are overwritten as they are read, which needs no memory beside.
+        Args:
+            entry: The checkpoint.
+            in_place: Whether to overwrite the tensors while they are read, which needs no
+                additional memory.
         """
         into = live_tensors(self.parts) if in_place else {}
         shares = {} if self.ranks.shares is None else {"share_of": self.ranks.shares(self.parts)}
@@ -789,7 +838,7 @@ class Session:
         return training
 
     def load_own_tensors(self, training: Mapping[str, Any]) -> None:
-        """Restore the buffers in which this rank differed from others."""
+        """Restore the buffers and frozen weights that this rank does not share with others."""
         saved = training.get("buffers", {})
         self._engine.buffers.load(saved)
         for name, tensor in self._own_tensors().items() if saved else ():
@@ -803,14 +852,19 @@ class Session:
 def ranks_in(training: Mapping[str, Any]) -> int:
     """Return the number of ranks that wrote a checkpoint.
 
-    One process alone adds no state of ranks to it.
+    A run with one rank saves no state by rank.
     """
     of_ranks = training.get("ranks")
     return 1 if of_ranks is None else len(of_ranks["each"])
 
 
 def check_own(training: Mapping[str, Any]) -> None:
-    """Raise what `reading` takes for damage if the guard's own state is not what a guard writes."""
+    """Check the guard's own state in a checkpoint.
+
+    Raises:
+        TypeError, LookupError or ValueError: If no guard has written it; `reading` reports these
+            errors as damage.
+    """
     check_count(training["global_step"])
     RandomState.from_tree(training["random_state"])
     if training["position"] is not None:

@@ -1,6 +1,7 @@
-"""One whole step of a run.
+"""`Guard.step`: the engine makes a step, and what belongs to the run around it happens here.
 
-The engine makes it, and here it is counted, recorded, judged, or recovered from.
+`Steps` counts and records a step. `Recovery` decides what follows a step that was refused or failed
+half-way: skip its batch, return to an earlier state, or stop.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from holdfast.numerics.nonfinite import decide_after_nonfinite, describe_nonfini
 from holdfast.numerics.spikes import GOOD_AFTER, Level, decide_after_spike
 from holdfast.recorder.black_box import StepMark
 
-# Steps beyond a divergence that show that it is over: what led there may take as long as what PaLM
-# passes over.
+# A divergence is over after this many further steps. PaLM (2022) restarted about 100 steps before a
+# spike and skipped 200 to 500 batches.
 _BEYOND_SPIKES = 100
 
 
 class Recovery:
-    """Carries out the decisions about steps that went wrong."""
+    """Decides what follows a step that went wrong, and carries it out."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -50,7 +51,15 @@ class Recovery:
     # --- steps that left no trace
 
     def judge(self, series: str, attempt: StepAttempt) -> Decision | None:
-        """Return why an attempt with finite values must not be committed; None: it may."""
+        """Decide whether an attempt with finite values may be committed.
+
+        Args:
+            series: The name of the series of losses that the attempt belongs to.
+            attempt: The attempt.
+
+        Returns:
+            Why it must not be committed, or None if it may.
+        """
         policy, counters, spikes = self._policy, self._session.counters, self._session.spikes
         if policy.spike_action == "off":
             return None
@@ -82,9 +91,10 @@ class Recovery:
         return decision
 
     def after_refused_step(self, outcome: Outcome, batch: Any) -> str:
-        """Carry out what was decided about a step that left no trace.
+        """Carry out the decision about a step that was refused.
 
-        Return why it was not committed.
+        Returns:
+            Why the step was refused and what was done, as `StepResult.reason`.
         """
         self._session.counters.skipped_steps += 1
         if outcome.decision is None:
@@ -98,7 +108,8 @@ class Recovery:
         reason = describe_nonfinite(loss, outcome.culprits, outcome.culprit_count)
         if outcome.provenance is not None:
             if not math.isfinite(loss):
-                reason = describe_nonfinite(loss, [], 0)  # every gradient is bad then
+                # A NaN in the loss makes all gradients NaN, so naming parameters says nothing.
+                reason = describe_nonfinite(loss, [], 0)
             reason = (
                 f"{reason};"
                 f" {self.report_origin(outcome.provenance, self._dataset_indices(outcome, batch))}"
@@ -107,7 +118,8 @@ class Recovery:
             collapsed = outcome.loss_scale < 1.0
             kind = run_events.LossScaleCollapsed if collapsed else run_events.LossScaleLowered
             self._record.emit(kind(loss_scale=outcome.loss_scale, reason=reason))
-            if not collapsed:  # fp16 finds its scale by trying: no sign of trouble
+            # fp16 training finds its loss scale by trial, so this is not a sign of trouble.
+            if not collapsed:
                 return f"{reason}; fp16 loss scale lowered to {outcome.loss_scale:g}"
         counters.nonfinite_in_a_row += 1
         decision = decide_after_nonfinite(
@@ -136,22 +148,30 @@ class Recovery:
                 )
             self._record.emit(self._placed(decision, error))
         if isinstance(decision, Stop):
-            # Whoever starts again has changed something.
-            counters.nonfinite_in_a_row = counters.spikes_in_a_row = counters.rollbacks_in_a_row = 0
+            # If the script catches the error and continues, it has changed something.
+            counters.nonfinite_in_a_row = 0
+            counters.spikes_in_a_row = 0
+            counters.rollbacks_in_a_row = 0
             if error is DivergenceError:
-                self._session.state.spoil()  # what has run away is never saved
+                # Diverged weights are never saved.
+                self._session.state.spoil()
             raise self._persistent(decision.reason, error)
         return reason
 
     def _roll_back(self, *, spiked: bool = False) -> bool:
-        """Return to the last state from before the first sign of trouble, and pass over the
-        batches since then.
+        """Return to the last state before the first sign of trouble, and skip the batches since.
+
+        Args:
+            spiked: Whether the trouble is a divergence, and not NaN or Inf.
+
+        Returns:
+            Whether there was a state to return to.
         """
         session, failed_at = self._session, self._record.global_step
         since = session.spikes.suspicious_since() or 0
-        # What led to a divergence may lie some way before its first sign: states are called good
-        # later than they are made. If there is none yet, one is as good as another, and a second
-        # rollback will go further back.
+        # The cause of a divergence may lie some steps before its first sign, so a state counts as
+        # surely good only `GOOD_AFTER` steps later. If there is none, the newest state before the
+        # first sign will do; a second rollback goes further back.
         surely_good = failed_at - since - GOOD_AFTER
         for before in ([surely_good] if spiked else []) + [failed_at - since, None]:
             training = session.roll_back(
@@ -171,11 +191,13 @@ class Recovery:
         return True
 
     def after_refused_save(self, why: str) -> None:
-        """Return to a checkpoint, or stop.
+        """Return to a checkpoint, or stop, because the state to save holds NaN or Inf.
 
-        Weights or moments hold NaN or Inf, although every step looked sound.
+        Every step had looked sound. A finite gradient of 1e22, for example, has an infinite square,
+        which is Adam's second moment.
 
-        An example is a finite gradient of 1e22: its square, Adam's second moment, is Inf.
+        Args:
+            why: Which tensors hold NaN or Inf.
         """
         decision = decide_after_nonfinite(
             reason=why,
@@ -219,11 +241,11 @@ class Recovery:
     # --- samples
 
     def report_origin(self, provenance: Provenance, indices: Sequence[int] | None) -> str:
-        """Record where NaN or Inf came from, and return it as one message.
+        """Record where NaN or Inf came from, and return it as a message.
 
         Args:
-            provenance: What a replay has shown.
-            indices: The dataset index of each sample in the batch, None if they are not known.
+            provenance: What a replay of the step has shown.
+            indices: The dataset index of each sample in the batch, or None if they are not known.
         """
         where = f"{provenance.where}: " if provenance.where else ""
         if provenance.origin is None:
@@ -247,7 +269,7 @@ class Recovery:
         )
 
     def dropped(self, outcome: Outcome, batch: Any) -> None:
-        """Note that a step with this batch was made without some of its samples."""
+        """Record that a step was made without some samples of its batch, and quarantine them."""
         provenance = outcome.provenance
         assert provenance is not None
         indices = self._dataset_indices(outcome, batch)
@@ -258,13 +280,12 @@ class Recovery:
         if cursor is not None and at is not None:
             try:
                 cursor.quarantine(at, reason)
-            except LoaderError as error:  # the step is made: they go on being dropped, one by one
+            except LoaderError as error:
+                # The step is committed; samples that are not quarantined are dropped each time.
                 self._record.emit(run_events.QuarantineFull(error=error.what))
 
     def micro_batches_dropped(self, outcome: Outcome, batch: Any) -> None:
-        """Note that micro-batches whose loss was NaN or Inf have no part in a step with this
-        batch.
-        """
+        """Record that a step was made without micro-batches whose loss was NaN or Inf."""
         ranges = outcome.attempt.dropped
         indices = self._dataset_indices(outcome, batch)
         if indices is not None:
@@ -277,9 +298,7 @@ class Recovery:
         )
 
     def _dataset_indices(self, outcome: Outcome, batch: Any) -> list[int] | None:
-        """Return the dataset index of each sample in the batch that a step was made with, None
-        if not known.
-        """
+        """Return the dataset index of each sample of the step's batch, or None if not known."""
         cursor = self._session.cursor
         if cursor is None:
             return None
@@ -289,9 +308,7 @@ class Recovery:
         return cursor.sample_indices(batch, size)
 
     def _placed(self, decision: Decision, error: type[HoldfastError]) -> Decision:
-        """Return a decision with the batch that it is about, and a stop with the rule of its
-        error.
-        """
+        """Return a decision with its position in the data, and a `Stop` with its error's rule."""
         rule: dict[str, Any] = {"rule": "H503" if error is DivergenceError else "H501"}
         return replace(decision, **self._place(), **(rule if isinstance(decision, Stop) else {}))
 
@@ -300,17 +317,19 @@ class Recovery:
         return {} if cursor is None else {"epoch": cursor.epoch, "batch": cursor.batches}
 
     # --- an optimizer that failed half-way
-    # --------------------------------------------------------------------
 
     def after_partial_step(self, partial: PartialOptimizerStep, *, rewind_data: bool) -> str:
         """Return to the last good state after an optimizer ran out of memory half-way.
 
-        Return why it was undone.
+        Args:
+            partial: The failure.
+            rewind_data: Whether the loop can also return to the batches of that state.
+
+        Returns:
+            Why the step was undone, as `StepResult.reason`.
         """
-        at_step, twice = (
-            self._record.global_step,
-            self._failed_half_way_at == self._record.global_step,
-        )
+        at_step = self._record.global_step
+        twice = self._failed_half_way_at == at_step
         self._session.counters.out_of_memory += 1
         hindered = (
             "it happened twice at this step" if twice else self._return(rewind_data=rewind_data)
@@ -321,7 +340,8 @@ class Recovery:
         cursor = self._session.cursor
         promise: Promise = "changes training"
         rewind_data = rewind_data and cursor is not None and cursor.goes_back
-        if rewind_data:  # the steps are made again, one tensor at a time if they were not before
+        if rewind_data:
+            # The steps are made again, and optimizers then update one tensor at a time.
             promise = "equal up to rounding" if self._updates_many_at_once() else "bit-exact"
         self._record.emit(RollBack(reason=str(partial), promise=promise, rewind_data=rewind_data))
         self._session.counters.note_rollback(at_step, self._policy.nonfinite_patience or 1)
@@ -329,9 +349,9 @@ class Recovery:
         return f"{partial}; returned to step {self._record.global_step}"
 
     def go_back_again(self) -> None:
-        """Return to the checkpoint once more.
+        """Return to the last good state once more.
 
-        What followed the failed step ran on a state that was back already.
+        The rest of the loop body has run on the restored state and may have changed it.
         """
         hindered = self._return(rewind_data=True)
         if hindered is not None:
@@ -342,7 +362,11 @@ class Recovery:
         self._spare_optimizer_memory()
 
     def _return(self, *, rewind_data: bool) -> str | None:
-        """Return to the last good state; say what was in the way, if something was."""
+        """Return to the last good state.
+
+        Returns:
+            None, or why that was impossible.
+        """
         try:
             returned = self._session.roll_back(rewind_data=rewind_data)
         except Exception as error:
@@ -356,18 +380,21 @@ class Recovery:
         return f"memory does not suffice to read the checkpoint ({found})"
 
     def _updates_many_at_once(self) -> bool:
-        # Torch then chooses foreach where nobody did
-        by_itself = self._session.parts.device_type() != "cpu"
+        """Return whether an optimizer uses torch's foreach implementation.
+
+        On accelerators torch chooses it by default, that is, for ``foreach=None``.
+        """
+        is_default = self._session.parts.device_type() != "cpu"
         groups = [
             group
             for optimizer in self._session.parts.optimizers.values()
             for group in optimizer.param_groups
         ]
-        chosen = [group.get("foreach", False) for group in groups if not group.get("fused")]
-        return any(each or (each is None and by_itself) for each in chosen)
+        settings = [group.get("foreach", False) for group in groups if not group.get("fused")]
+        return any(foreach or (foreach is None and is_default) for foreach in settings)
 
     def _spare_optimizer_memory(self) -> None:
-        """Let optimizers update one tensor at a time, which needs the smallest temporaries."""
+        """Let optimizers update one tensor at a time, which needs the least temporary memory."""
         for optimizer in self._session.parts.optimizers.values():
             for group in optimizer.param_groups:
                 if not group.get("fused") and "foreach" in group:
@@ -388,7 +415,7 @@ class Recovery:
 
 
 def _at_places(indices: Sequence[int] | None, places: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the dataset indices of samples at these places of a batch, if they are known."""
+    """Return the dataset indices of the samples at some places of a batch, if they are known."""
     return None if indices is None else tuple(indices[place] for place in places)
 
 
@@ -397,7 +424,10 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 class Steps:
-    """Drives the step engine for one run. Its attributes are the seam for others who drive it."""
+    """Makes the steps of one run with the step engine.
+
+    ``accumulation`` uses its attributes to make a step batch by batch.
+    """
 
     def __init__(self, session: Session, engine: StepEngine, recovery: Recovery) -> None:
         self.session = session
@@ -411,7 +441,8 @@ class Steps:
         self, batch: Any, loss_fn: LossFunction, names: Sequence[str], *, split: Split | None
     ) -> StepResult:
         """Make a step; see `Guard.step`."""
-        state, diagnosis = self.session.state, self.engine.diagnosis
+        state = self.session.state
+        diagnosis = self.engine.diagnosis
         started = self._clock.monotonic_seconds()
         if not callable(loss_fn):
             raise BatchError(
@@ -425,14 +456,15 @@ class Steps:
                 ),
                 rule="H201",
             )
-        # A name for the losses of this function and these optimizers, the same after every restart.
+        # The name of the series of losses: those of this function and these optimizers. It is the
+        # same after a restart.
         optimizer = "+".join(names)
         series = f"{optimizer} {self.engine.attempts.safety.describe(loss_fn)}"
         self._record.step(
             StepMark.BEGUN, self.session.ladder.plan.micro_batch_size, None, None, 0.0
         )
         try:
-            # Before what follows here, which saves the weights then
+            # The error must have its final form when the handler below saves the weights.
             with naming_lack_of_memory("making a step"):
                 judge = partial(self.recovery.judge, series)
                 outcome = self.engine.run(batch, loss_fn, names, split=split, judge=judge)
@@ -443,7 +475,8 @@ class Steps:
         except BaseException as error:
             state.step_failed()
             if isinstance(error, OutOfMemoryError) and self.engine.ranks.world_size == 1:
-                self.session.saving.save()  # the weights are those of the last step: keep them
+                # The weights are those of the last step.
+                self.session.saving.save()
             raise
         else:
             self.session.counters.out_of_memory += outcome.out_of_memory
@@ -452,13 +485,10 @@ class Steps:
                 state.skipped()
                 reason = self.recovery.after_refused_step(outcome, batch)
             diagnosis.step_ended(outcome, names, reason)
-            facts, mark = (
-                outcome.attempt.facts,
-                StepMark.COMMITTED if outcome.committed else StepMark.SKIPPED,
-            )
+            facts = outcome.attempt.facts
             seconds = self._clock.monotonic_seconds() - started
             self._record.step(
-                mark,
+                StepMark.COMMITTED if outcome.committed else StepMark.SKIPPED,
                 outcome.attempt.micro_batch_size,
                 facts.loss,
                 facts.total,
@@ -469,9 +499,9 @@ class Steps:
         return self._undone(half_way)
 
     def _undone(self, partial: PartialOptimizerStep) -> StepResult:
-        """Go back after an optimizer ran out of memory half-way.
+        """Return to an earlier state after an optimizer ran out of memory half-way.
 
-        Outside of the handler, which keeps its frames.
+        Called outside of the exception handler, which would keep the frames and their memory.
         """
         state = self.session.state
         try:
@@ -484,9 +514,9 @@ class Steps:
         return partial.outcome.result(reason)
 
     def _committed(self, outcome: Outcome, batch: Any, names: Sequence[str], series: str) -> None:
-        """Do all that belongs to a committed step.
+        """Do everything that belongs to a committed step.
 
-        Before the end of it the state is no boundary's.
+        Nothing may be saved before the end of it.
         """
         session, facts = self.session, outcome.attempt.facts
         self._record.global_step += 1

@@ -1,10 +1,10 @@
-"""The checkpoints that validated best, beside the newest ones, and how long none was better.
+"""The best checkpoints of each metric, which are kept beside the newest ones.
 
-    best/accuracy/best.json                         values, steps, and which of them are kept
-    best/accuracy/checkpoints/000012-step00000600/  links to the files of a checkpoint, which need
-                                                    no more room
+    best/accuracy/best.json                         the best values with their steps
+    best/accuracy/checkpoints/000012-step00000600/  hard links to the files of a checkpoint, which
+                                                    need no additional disk space
 
-A metric's folder is read by ``holdfast checkpoints`` as a run directory is.
+``holdfast checkpoints`` reads the folder of a metric like a run directory.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError
 from holdfast.core.files import make_folder, read_file, remove
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FILE = "best.json"
-_KEPT = re.compile(r"checkpoints/[\w-]+")
+# The path of a checkpoint that is kept, relative to the folder of the metric.
+_PATH = re.compile(r"checkpoints/[\w-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """A checkpoint that was kept for its value.
+    """One of the best checkpoints of a metric.
 
     Args:
-        value: Of the metric.
-        global_step: Optimizer steps in it.
-        path: Its folder.
+        value: The value of the metric.
+        global_step: The number of optimizer steps in the checkpoint.
+        path: The folder of the checkpoint.
     """
 
     value: float
@@ -45,97 +46,134 @@ class Best:
 
 
 def as_metric(value: Any, keep: Any, patience: Any) -> float:
-    """Return what was measured as a number.
+    """Check the arguments of `Guard.validated`, and return the value of the metric as a float.
 
-    H105 for what is none, and for numbers of best ones or of patience.
+    Raises:
+        PolicyError: H105 if the value is not a number, or `keep` or `patience` is not a count.
     """
-    counts = {"keep": (keep, 0), "patience": (patience, 1)}.items()
-    wrong = [
-        f"{name}={each!r}"
-        for name, (each, least) in counts
-        if each is not None and (type(each) is not int or each < least)
-    ]
+    wrong = []
+    if not _is_count(keep, smallest=0):
+        wrong.append(f"keep={keep!r}")
+    if not _is_count(patience, smallest=1):
+        wrong.append(f"patience={patience!r}")
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         if not wrong and not isinstance(value, str):
             return float(value)
     raise PolicyError(
         f"validated with {', '.join(wrong) or f'{value!r:.100}'}",
-        limit="a metric is one number, keep a whole number from 0 on, and patience one from 1 on",
+        limit=(
+            "the metric must be a number, keep a whole number of at least 0, and patience a whole"
+            " number of at least 1"
+        ),
         fix='such as guard.validated(accuracy, name="accuracy", mode="max", keep=2, patience=5).',
         rule="H105",
     )
 
 
+def _is_count(count: Any, *, smallest: int) -> bool:
+    """Return whether a value is None or a whole number of at least `smallest`."""
+    return count is None or (type(count) is int and count >= smallest)
+
+
 class BestOf:
-    """What is known of one metric, in this process and in those before it."""
+    """The best checkpoints of one metric, also those of earlier processes of the run.
+
+    Args:
+        run_dir: The run directory.
+        name: The name of the metric.
+        mode: Whether lower or higher values are better.
+        writes: Whether this process writes and removes files; with several ranks only one does.
+
+    Raises:
+        PolicyError: H105 for a name or a mode that cannot be used.
+    """
 
     def __init__(
         self, run_dir: Path, name: str, mode: Literal["min", "max"], *, writes: bool
     ) -> None:
-        if not _NAME.fullmatch(str(name)) or name.startswith(".") or mode not in ("min", "max"):
+        is_name = _METRIC_NAME.fullmatch(str(name)) and not name.startswith(".")
+        if not is_name or mode not in ("min", "max"):
             raise PolicyError(
                 f"validated with name={name!r} and mode={mode!r}",
                 limit=(
-                    'a name has 1 to 64 letters, digits, "_", "-" and "."; a mode is "min" or "max"'
+                    'a name has 1 to 64 letters, digits, "_", "-" or "."; a mode is "min" or "max"'
                 ),
                 fix='such as guard.validated(accuracy, name="accuracy", mode="max").',
                 rule="H105",
             )
-        self._folder, self._sign, self._writes = (
-            run_dir / "best" / name,
-            1.0 if mode == "min" else -1.0,
-            writes,
-        )
+        self._folder = run_dir / "best" / name
+        self._lower_is_better = mode == "min"
+        self._writes = writes
+        # The best checkpoint comes first.
         self.kept: list[Best] = []
-        """The best first."""
-        self._value, self._step = math.nan, -1
-        self._since: set[int] = set()  # steps: what is made again after a restart counts once
+        # The best value, and the step at which it was measured.
+        self._value = math.nan
+        self._step = -1
+        # The steps of the validations since then. A validation that is repeated after a restart
+        # counts once.
+        self._since: set[int] = set()
         with contextlib.suppress(
             OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError
         ):
-            self._take(json.loads(read_file(self._folder / _FILE)))
+            self._load(json.loads(read_file(self._folder / _FILE)))
 
-    def _take(self, found: dict[str, Any]) -> None:
-        """Take what the file says, all or nothing.
-
-        A folder that it names is removed one day, and must be ours.
-        """
+    def _load(self, content: dict[str, Any]) -> None:
+        """Load the content of the file; if any of it is damaged, an error leaves all as it was."""
         kept = [
             Best(
-                value=float(each["value"]),
-                global_step=int(each["global_step"]),
-                path=self._folder / each["path"],
+                value=float(best["value"]),
+                global_step=int(best["global_step"]),
+                path=self._folder / best["path"],
             )
-            for each in found["kept"]
-            if _KEPT.fullmatch(each["path"])
+            for best in content["kept"]
+            # A folder that the file names is removed one day, so it must be one of ours.
+            if _PATH.fullmatch(best["path"])
         ]
-        value, step, since = (
-            float(found["value"]),
-            int(found["step"]),
-            set(map(int, found["since"])),
-        )
-        self.kept, self._value, self._step, self._since = kept, value, step, since
+        value = float(content["value"])
+        step = int(content["step"])
+        since = set(map(int, content["since"]))
+
+        self.kept = kept
+        self._value = value
+        self._step = step
+        self._since = since
 
     @property
     def waited(self) -> int:
-        """Return how many validations there were since the best one."""
+        """Return the number of validations since the best one."""
         return len(self._since)
 
     def is_better(self, value: float, global_step: int, most: int) -> bool:
-        """Take in a value; return whether its checkpoint is among the best, so many of which are
-        kept.
+        """Note a value, and return whether its checkpoint is one of the best.
+
+        Args:
+            value: The value of the metric.
+            global_step: The step at which it was measured.
+            most: The number of best checkpoints to keep.
         """
-        if math.isfinite(value) and not self._sign * value >= self._sign * self._value:
-            self._value, self._step, self._since = value, global_step, set()
+        if math.isfinite(value) and (math.isnan(self._value) or self._improves(value, self._value)):
+            self._value = value
+            self._step = global_step
+            self._since = set()
         elif global_step > self._step:
             self._since.add(global_step)
-        better = len(self.kept) < most or any(
-            self._sign * value < self._sign * each.value for each in self.kept
-        )
-        return most > 0 and better and math.isfinite(value)
+
+        if most == 0 or not math.isfinite(value):
+            return False
+        return len(self.kept) < most or any(self._improves(value, best.value) for best in self.kept)
+
+    def _improves(self, value: float, other: float) -> bool:
+        """Return whether a value is better than another one."""
+        if self._lower_is_better:
+            return value < other
+        return value > other
 
     def link(self, entry: Entry) -> None:
-        """Keep a checkpoint by links. OSError: the disk refuses."""
+        """Keep a checkpoint by hard links to its files.
+
+        Raises:
+            OSError: If the disk refuses.
+        """
         path = self._path_of(entry)
         make_folder(self._folder.parent.parent, "best", self._folder.name, path.parent.name)
         draft = path.with_name(f".tmp-{path.name}")
@@ -152,43 +190,56 @@ class BestOf:
         return self._folder / "checkpoints" / entry.path.name
 
     def keep(self, value: float, entry: Entry, most: int) -> None:
-        """Count a checkpoint that was linked among the best, and remove what is not among them
-        any more.
+        """Add a checkpoint that was linked, and remove those that are no longer among the best.
+
+        Args:
+            value: The value of the metric.
+            entry: The checkpoint that was linked.
+            most: The number of best checkpoints to keep.
         """
-        kept = [each for each in self.kept if each.global_step != entry.global_step]
-        kept.append(Best(value=value, global_step=entry.global_step, path=self._path_of(entry)))
-        kept.sort(key=lambda each: (self._sign * each.value, each.global_step))
-        every = {each.path for each in (*self.kept, *kept)}
-        self.kept = kept[:most]
+        candidates = [best for best in self.kept if best.global_step != entry.global_step]
+        candidates.append(
+            Best(value=value, global_step=entry.global_step, path=self._path_of(entry))
+        )
+        candidates.sort(key=self._rank)
+        paths = {best.path for best in (*self.kept, *candidates)}
+        self.kept = candidates[:most]
         if self._writes:
-            for path in every - {each.path for each in self.kept}:
+            for path in paths - {best.path for best in self.kept}:
                 remove(path)
 
-    def write(self) -> None:
-        """Write down what is known, if the disk takes it.
+    def _rank(self, best: Best) -> tuple[float, int]:
+        """Return the key by which checkpoints are sorted, the best and oldest first."""
+        if self._lower_is_better:
+            return best.value, best.global_step
+        return -best.value, best.global_step
 
-        What it refuses is lost with this process at most.
+    def write(self) -> None:
+        """Write the file, if this process writes and the disk permits it.
+
+        If it does not, the values are lost when the process ends.
         """
-        if self._writes:
-            kept = [
-                asdict(each) | {"path": str(each.path.relative_to(self._folder))}
-                for each in self.kept
-            ]
-            facts = {
-                "value": self._value,
-                "step": self._step,
-                "since": sorted(self._since),
-                "kept": kept,
-            }
-            with contextlib.suppress(OSError):
-                make_folder(self._folder.parent.parent, "best", self._folder.name)
-                replace_file(self._folder / _FILE, json.dumps(facts).encode())
+        if not self._writes:
+            return
+        content = {
+            "value": self._value,
+            "step": self._step,
+            "since": sorted(self._since),
+            "kept": [
+                {**asdict(best), "path": str(best.path.relative_to(self._folder))}
+                for best in self.kept
+            ],
+        }
+        with contextlib.suppress(OSError):
+            make_folder(self._folder.parent.parent, "best", self._folder.name)
+            replace_file(self._folder / _FILE, json.dumps(content).encode())
 
 
 def best_in(folder: Path) -> int | None:
-    """Return the step of the best checkpoint in a metric's folder, -1 where that is lost.
+    """Return the step of the best checkpoint in a folder.
 
-    None in another folder.
+    Returns:
+        The step; -1 if the file that says so is damaged; None if this is not a metric's folder.
     """
     if not (folder / _FILE).exists():
         return None
@@ -200,5 +251,6 @@ def best_in(folder: Path) -> int | None:
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # a file system without links
+    except OSError:
+        # The file system has no hard links.
         shutil.copy2(source, target)

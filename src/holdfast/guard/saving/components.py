@@ -1,10 +1,11 @@
-"""From live objects to the components of a checkpoint, and back into the same objects.
+"""What a checkpoint holds: from live objects to its components, and back into the same objects.
 
-model, model.<name>          state_dict of each model: plain safetensors with the model's own tensor
+model, model.<name>          the state_dict of each model, as plain safetensors with the model's own
                              names
-optimizer, optimizer.<name>  state_dict of each optimizer
-state.<name>                 the caller's further state
-training                     schedulers, scaler, random state, position, memory ladder, counters
+optimizer, optimizer.<name>  the state_dict of each optimizer
+state.<name>                 the state_dict of each object passed as ``state=``, and of averages
+training                     schedulers, loss scale, random state, position in the data, memory
+                             ladder, counters
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from holdfast.numerics.gradients import local
 
 
 def component_of(kind: str, name: str) -> str:
-    """Return the component that holds the model or the optimizer of this name."""
+    """Return the component of a model or an optimizer, such as "model" or "model.critic"."""
     return kind if name == kind else f"{kind}.{name}"
 
 
 def component_names(parts: Parts) -> list[str]:
-    """Return the components that hold the state of these parts."""
+    """Return the names of all components of a checkpoint of these parts."""
     return [
         *(component_of("model", name) for name in parts.models),
         *(component_of("optimizer", name) for name in parts.optimizers),
@@ -50,7 +51,14 @@ def component_names(parts: Parts) -> list[str]:
 
 
 def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trees of a checkpoint; their tensors are the live ones."""
+    """Return the state of a run by component.
+
+    The tensors are the live ones and not copies.
+
+    Args:
+        parts: The models, optimizers, schedulers and further state.
+        training: The guard's own state.
+    """
     metadata = {}
     trees: dict[str, Any] = {}
     for name, model in parts.models.items():
@@ -116,8 +124,9 @@ def check_saveable(parts: Parts, names: Collection[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _asking_for_state(part: str, value: Any) -> Iterator[None]:
-    """Turn an exception of ``state_dict()`` of a part into H105, except for those of holdfast
-    and out of memory.
+    """Turn an exception that a part's ``state_dict()`` raises into H105.
+
+    Errors of holdfast and out-of-memory errors are left as they are.
     """
     try:
         yield
@@ -138,9 +147,9 @@ def _asking_for_state(part: str, value: Any) -> Iterator[None]:
 
 
 def _is_of_the_part(error: Exception) -> bool:
-    """Return whether a part of the caller's raised this itself.
+    """Return whether a user's object raised this error itself.
 
-    Not holdfast, and not for lack of memory.
+    False for errors of holdfast and for out-of-memory errors.
     """
     return not isinstance(error, HoldfastError) and find_out_of_memory(error) is None
 
@@ -150,66 +159,63 @@ def _text_of(error: Exception) -> str:
 
 
 def states_now(parts: Parts) -> dict[str, Any]:
-    """Return the state of models and optimizers as it is now, by component.
-
-    Their tensors are the live ones.
-    """
+    """Return the current state of models and optimizers by component, with the live tensors."""
     trees: dict[str, Any] = {}
-    trees |= {
-        component_of("model", name): dict(each.state_dict()) for name, each in parts.models.items()
-    }
-    trees |= {
-        component_of("optimizer", name): each.state_dict()
-        for name, each in parts.optimizers.items()
-    }
+    for name, model in parts.models.items():
+        trees[component_of("model", name)] = dict(model.state_dict())
+    for name, optimizer in parts.optimizers.items():
+        trees[component_of("optimizer", name)] = optimizer.state_dict()
     return trees
 
 
 def live_tensors(parts: Parts) -> Groups:
-    """Return the tensors of models and optimizers, by component and by their name in a
-    checkpoint.
-    """
+    """Return the tensors of models and optimizers, by component and by name in a checkpoint."""
     return encode(copied(states_now(parts), local)).tensors
 
 
 def _kinds(parts: Parts) -> dict[str, str]:
-    described = {
-        f"optimizer {name!r}": type(value).__name__ for name, value in parts.optimizers.items()
-    }
-    described |= {
-        f"scheduler {name!r}": type(value).__name__ for name, value in parts.schedulers.items()
-    }
-    return described | dict.fromkeys((f"state {name!r}" for name in parts.states), "saved")
+    """Return the class of each optimizer and scheduler, and the names of further state."""
+    kinds = {}
+    for name, optimizer in parts.optimizers.items():
+        kinds[f"optimizer {name!r}"] = type(optimizer).__name__
+    for name, scheduler in parts.schedulers.items():
+        kinds[f"scheduler {name!r}"] = type(scheduler).__name__
+    for name in parts.states:
+        # Of further state only the name must stay the same.
+        kinds[f"state {name!r}"] = "saved"
+    return kinds
 
 
 # --- what has changed without a step
 
 
 def changes_without_a_step(parts: Parts, entry: Entry) -> bool:
-    """Return whether something differs from a checkpoint that may do so between two steps.
+    """Return whether state differs from a checkpoint that a script may change between two steps.
 
-    That is the caller's state, schedulers and groups of optimizers. Cost: digests of the caller's
-    state.
+    That is the state of ``state=`` objects and of schedulers, and the parameter groups of
+    optimizers. This computes the digests of all tensors in them.
     """
-    trees: dict[str, Any] = {
-        f"state.{name}": each.state_dict() for name, each in parts.states.items()
-    }
+    trees: dict[str, Any] = {}
+    for name, stateful in parts.states.items():
+        trees[f"state.{name}"] = stateful.state_dict()
     for name, optimizer in parts.optimizers.items():
         state = optimizer.state_dict()
         if has_torch_layout(state):
             state = {"param_groups": state["param_groups"]}
         trees[component_of("optimizer", name)] = state
     trees["training"] = {
-        "schedulers": {name: state_of(each) for name, each in parts.schedulers.items()}
+        "schedulers": {name: state_of(scheduler) for name, scheduler in parts.schedulers.items()}
     }
-    now, then = encode(trees), read_state(entry)
-    for component, state in now.state.items():
-        saved = then.get(component)
+    live = encode(trees)
+    all_saved = read_state(entry)
+    for component, state in live.state.items():
+        saved = all_saved.get(component)
         if not component.startswith("state."):
+            # Only a part of this component is compared.
             saved = {key: saved.get(key) for key in state} if isinstance(saved, dict) else None
-        if saved != json.loads(json.dumps(state)) or not same_tensors(
-            entry, component, now.tensors[component]
-        ):
+        if saved != json.loads(json.dumps(state)):
+            return True
+        if not same_tensors(entry, component, live.tensors[component]):
             return True
     return False
 
@@ -217,68 +223,75 @@ def changes_without_a_step(parts: Parts, entry: Entry) -> bool:
 def has_weights_of(parts: Parts, entry: Entry) -> bool:
     """Return whether weights, buffers and moments are those of a checkpoint.
 
-    Cost: digests of all tensors.
+    This computes the digests of all tensors.
     """
-    for component, found in live_tensors(parts).items():
-        names = {name for name in found if not _is_of_a_group(name)}
+    for component, tensors in live_tensors(parts).items():
+        live = {name: tensor for name, tensor in tensors.items() if not _is_of_a_group(name)}
         saved = {name for name in saved_names(entry, component) if not _is_of_a_group(name)}
-        if names != saved or not same_tensors(
-            entry, component, {name: found[name] for name in names}
-        ):
+        if set(live) != saved or not same_tensors(entry, component, live):
             return False
     return True
 
 
 def _is_of_a_group(name: str) -> bool:
-    """Return whether a tensor belongs to a group of parameters, such as a rate that is a tensor."""
+    """Return whether a tensor is a setting of a parameter group, such as a learning rate."""
     return "param_groups" in name.split(".")
 
 
-# --- back into the objects
+# --- restoring the objects
 
 
 def check_fits(trees: Mapping[str, Any], live: Mapping[str, Any], parts: Parts, where: str) -> None:
-    """Check that a checkpoint was made by the same models, optimizers and state, before anything is
-    loaded.
+    """Check that a checkpoint fits the models, optimizers and state of the guard.
+
+    Nothing is loaded before.
 
     Args:
-        trees: What was read, by component.
-        live: `states_now` of the same parts.
-        parts: What it is to be loaded into.
+        trees: The content of the checkpoint by component.
+        live: The result of `states_now` for the same parts.
+        parts: The parts into which the content will be loaded.
         where: The name of the checkpoint, for messages.
+
+    Raises:
+        RunDirectoryError: H304 if it holds another model.
+        CheckpointError: H313 if it holds other optimizers, schedulers or state.
+        TypeError, ValueError or LookupError: If no guard has written this content.
     """
     for name in parts.models:
         component = component_of("model", name)
         if component not in trees:
             raise _other_run(f"it holds no model {name!r}", where)
         _check_model(component, trees[component], live[component], where)
-        if not all(
-            isinstance(each, dict) for each in trees["training"]["model_metadata"][name].values()
-        ):
-            raise TypeError("what is known of a module is no mapping")
-    saved, here = trees["training"]["kinds"], _kinds(parts)
-    for name in itertools.chain(saved, here):
-        if name not in here:
-            raise _other_parts(f"it holds {name}, which is missing now", where)
-        if name not in saved:
-            raise _other_parts(f"it holds no {name}", where)
-        if saved[name] != here[name]:
-            raise _other_parts(f"{name} was a {saved[name]} and is a {here[name]}", where)
+        metadata = trees["training"]["model_metadata"][name]
+        if not all(isinstance(entry, dict) for entry in metadata.values()):
+            raise TypeError("the metadata of a module is not a mapping")
+    _check_kinds(trees["training"]["kinds"], _kinds(parts), where)
     for name in parts.optimizers:
         component = component_of("optimizer", name)
-        # What lies in the state of a wrapper, such as Lookahead, is checked by its own
-        # load_state_dict.
+        # The state of a wrapper such as Lookahead is checked by its own load_state_dict.
         if has_torch_layout(live[component]):
             _check_groups(name, trees[component], live[component], where)
 
 
+def _check_kinds(saved: Mapping[str, str], live: Mapping[str, str], where: str) -> None:
+    """Check that optimizers, schedulers and further state have the same names and classes."""
+    for name in itertools.chain(saved, live):
+        if name not in live:
+            raise _other_parts(f"it holds {name}, which is missing now", where)
+        if name not in saved:
+            raise _other_parts(f"it holds no {name}", where)
+        if saved[name] != live[name]:
+            raise _other_parts(f"{name} was a {saved[name]} and is a {live[name]}", where)
+
+
 def _check_groups(name: str, saved: Any, live: Mapping[str, Any], where: str) -> None:
+    """Check that an optimizer has as many parameters in each group as in the checkpoint."""
     if not has_torch_layout(saved):
         raise TypeError("the state of the optimizer is not that of a torch optimizer")
     saved_groups = saved["param_groups"]
     was = [len(group["params"]) for group in saved_groups]
     if len({key for group in saved_groups for key in group["params"]}) != sum(was):
-        raise ValueError("a parameter of the optimizer is there twice")
+        raise ValueError("a parameter appears twice in the optimizer's groups")
     now = [len(group["params"]) for group in live["param_groups"]]
     if was != now:
         raise _other_parts(
@@ -289,18 +302,20 @@ def _check_groups(name: str, saved: Any, live: Mapping[str, Any], where: str) ->
 def _check_model(
     component: str, saved: Mapping[str, Any], live: Mapping[str, Any], where: str
 ) -> None:
+    """Check that a model has the same tensors as in the checkpoint, by name, shape and dtype."""
     for key in itertools.chain(saved, live):
         if key not in live or key not in saved:
             place = "the checkpoint" if key in saved else "the model"
             raise _other_run(f"{component}: tensor {key!r} is only in {place}", where)
-        was, now = saved[key], live[key]
-        if isinstance(now, torch.Tensor) > isinstance(was, torch.Tensor) and not key.endswith(
-            "_extra_state"
-        ):
+        was = saved[key]
+        now = live[key]
+        # A module may return any value as its extra state.
+        must_be_tensor = isinstance(now, torch.Tensor) and not key.endswith("_extra_state")
+        if must_be_tensor and not isinstance(was, torch.Tensor):
             raise TypeError(f"a {type(was).__name__} in place of the tensor {key!r}")
         if isinstance(was, torch.Tensor) and (was.shape != now.shape or was.dtype != now.dtype):
-            differs = f"was {was.dtype} {tuple(was.shape)} and is {now.dtype} {tuple(now.shape)}"
-            raise _other_run(f"{component}: tensor {key!r} {differs}", where)
+            change = f"was {was.dtype} {tuple(was.shape)} and is {now.dtype} {tuple(now.shape)}"
+            raise _other_run(f"{component}: tensor {key!r} {change}", where)
 
 
 def _other_run(what: str, where: str) -> HoldfastError:
@@ -314,10 +329,10 @@ def _other_run(what: str, where: str) -> HoldfastError:
 
 def _other_parts(what: str, where: str) -> HoldfastError:
     return CheckpointError(
-        f"{where} does not fit what was given to Guard: {what}",
-        limit="every part must find its own state again, or the resume would not be exact",
+        f"{where} does not fit the objects passed to Guard: {what}",
+        limit="every object needs its own saved state, or the resume would not be exact",
         fix=(
-            "give Guard the same optimizers, schedulers and state as before, or start in a new run"
+            "pass the same optimizers, schedulers and state to Guard as before, or use a new run"
             " directory."
         ),
         rule="H313",
@@ -325,13 +340,14 @@ def _other_parts(what: str, where: str) -> HoldfastError:
 
 
 def load(trees: Mapping[str, Any], parts: Parts) -> None:
-    """Put saved state into the objects, each through its own ``load_state_dict``.
+    """Load saved state into the objects, each by its own ``load_state_dict``.
 
-    `check_fits` was called before.
+    Args:
+        trees: The state by component, which `check_fits` has checked.
+        parts: The objects.
 
     Raises:
-        CheckpointError: H313, for an object that raises something. The checkpoint is as good as it
-            was.
+        CheckpointError: H313 if an object raises an error. The checkpoint is not damaged.
     """
     training = trees["training"]
     for name, model in parts.models.items():
@@ -350,7 +366,7 @@ def load(trees: Mapping[str, Any], parts: Parts) -> None:
 
 @contextlib.contextmanager
 def _loading(part: str, value: Any) -> Iterator[None]:
-    """Name the part that cannot take back what it has saved."""
+    """Turn an exception that a part's ``load_state_dict`` raises into H313."""
     try:
         yield
     except Exception as error:

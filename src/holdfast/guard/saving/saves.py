@@ -1,12 +1,10 @@
-"""The checkpoints of an open run.
+"""Saving the checkpoints of an open run: when, in which thread, and which events report it.
 
-When they are written, in which thread, and what is said about them.
-
-At a boundary the state is copied into host buffers; a thread then looks for NaN and Inf in the
-copies, writes, reads back, commits and prunes, while training goes on. Saves are made in the
-training thread where one must be finished when the call returns (the first, the last, one that was
-asked for), and where there is no memory for the buffers. There is one writer at a time, and whoever
-looks at the checkpoints waits for it first.
+At a boundary the state is copied into host buffers. While training continues, a thread then checks
+the copies for NaN and Inf, writes them, reads the files back, commits the checkpoint, and removes
+old ones. A save is made in the training thread instead if it must be finished when the call returns
+(the first save, the last one, and one that was requested), or if there is no memory for the
+buffers. Only one save runs at a time; code that reads the checkpoints waits for it first.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.background import Job, nonfinite_copies
+from holdfast.checkpoint.background import BackgroundJob, nonfinite_copies
 from holdfast.checkpoint.buffers import HostBuffers, needed_bytes
 from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.interval import IntervalChooser
@@ -31,6 +29,7 @@ from holdfast.core.clock import Clock
 from holdfast.core.errors import HoldfastError, NonFiniteError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.core.policy.policy import Policy
+from holdfast.core.text import counted
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.phase import RunState
 from holdfast.guard.record import RunRecord, describe_error
@@ -38,42 +37,69 @@ from holdfast.guard.saving.unsaved import note_left_steps, note_saved, note_unsa
 from holdfast.loader.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
 
-# Of the memory that is available, as for the copies that rollbacks return to: the rest belongs to
-# activations, loaders and the caller.
+# The largest share of the available memory that the buffers may take, as for the snapshots that
+# rollbacks return to. The rest is for activations, loaders and the script.
 _MOST_MEMORY = 0.25
-# Made and touched where the loop stands: 10 ms (measured: 1.8 s for a GiB in a virtual machine).
-# Larger ones are made ready by a thread.
+# Buffers up to this size are allocated and touched in the training thread, which takes about 10 ms
+# (1.8 s per GiB, measured in a virtual machine). A thread prepares larger ones.
 _SMALL_BYTES = 4 * 2**20
-_AHEAD_SECONDS = 3.0  # before the first save is due, its memory is made ready
+# The buffers are prepared this long before the first save is due.
+_AHEAD_SECONDS = 3.0
 # Time between two checks at boundaries of whether the lock is still held. A check takes a few
 # microseconds, on a network disk perhaps a millisecond. Before each save the lock is checked as
 # well.
 _HOLD_SECONDS = 5.0
-_SPARE = 1.02  # of the size: text and positions grow a little from save to save
+# The buffers are this much larger than the state, because texts and positions grow slightly from
+# save to save.
+_SPARE = 1.02
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Save:
-    """A save that was begun, and what came of it."""
+    """A save and its result."""
 
-    shot: Snapshot  # what is written
-    must_be_finite: Named  # tensors to look through before
-    # What was seen of others: names that are not finite, and how many
+    # The state to write.
+    shot: Snapshot
+    # The tensors to check for NaN and Inf before writing.
+    must_be_finite: Named
+    # The tensors with NaN or Inf among those that were checked already: some names, and the count.
     bad: tuple[list[str], int] = ([], 0)
-    position: tuple[int, int]  # where the run stood
-    started: float  # when, by the clock
-    stall_seconds: float | None = None  # how long the loop was held; None if it is until the end
-    seconds: float = 0.0  # how long it took, once it is over
-    cpu_seconds: float = 0.0  # what the thread that wrote it computed
-    entry: Entry | None = None  # the checkpoint, if it was saved
-    refused: str | None = None  # why, if it was refused
-    error: Exception | None = None  # what was raised, if it failed
+    # The position of the run; see `Session._position`.
+    position: tuple[int, int]
+    # The time at which the save began.
+    started: float
+    # How long the loop waited; None if it waits until the end of the save.
+    stall_seconds: float | None = None
+    # How long the save took, once it has ended.
+    seconds: float = 0.0
+    # CPU time of the thread that wrote the checkpoint.
+    cpu_seconds: float = 0.0
+    # The checkpoint, if it was saved.
+    entry: Entry | None = None
+    # Why the save was refused, if it was.
+    refused: str | None = None
+    # The error, if the save failed.
+    error: Exception | None = None
 
 
 class Saving:
-    """Writes the checkpoints of one run."""
+    """Saves the checkpoints of one run.
+
+    Args:
+        directory: The run directory.
+        store: The checkpoints in it.
+        record: Where events are recorded.
+        policy: The policy of the run.
+        clock: The source of time.
+        run_state: The phase of the run, which says whether the state may be saved.
+        state: Returns the state to save, by component.
+        must_be_finite: Returns the tensors in which a good state has neither NaN nor Inf.
+        position: Returns two numbers that change with every step or batch.
+        cuda: The CUDA device of the run, if there is one.
+        writers: The ranks that write; None if another rank writes for this one.
+    """
 
     def __init__(
         self,
@@ -98,7 +124,7 @@ class Saving:
         )
         self._store = store
         self._record = record
-        # None: another rank writes
+        # The interval in steps, or "auto"; None if this process saves nothing.
         self._every = policy.save_interval_steps if writers is not None else None
         self._writers = writers or Writers()
         self._keep_latest_k = policy.keep_latest_k
@@ -108,50 +134,54 @@ class Saving:
         self._must_be_finite = must_be_finite
         self._position = position
         self._cuda = cuda
+        # The position of the newest checkpoint.
         self._saved_at: tuple[int, int] | None = None
-        self.saved_as: Entry | None = None  # the checkpoint that holds what is saved
+        # The newest checkpoint of this run.
+        self.saved_as: Entry | None = None
+        # The step at which the newest save was attempted.
         self._tried_at_step: int | None = None
-        # When it was last looked whether the directory is still ours
+        # The time of the last check of whether the directory is still locked by this run.
         self._held_at = clock.monotonic_seconds()
-        self._job: Job[_Save | None] | None = None
+        self._job: BackgroundJob[_Save | None] | None = None
         self._buffers: HostBuffers | None = None
         self._in_background = policy.async_save and self._every is not None
-        self._made_ready = False  # memory was asked for ahead
+        # Whether the buffers were prepared before the first save was due.
+        self._made_ready = False
         self._refused: str | None = None
+        # The number of saves of this process that succeeded, and that failed.
         self.saved = 0
         self.failed = 0
-        # Why the newest save came to nothing; None: it did not
+        # Why the newest save failed; None if it succeeded.
         self._newest_failure: str | None = None
 
     # --- facts
 
     def is_due(self, after_steps: int = 0) -> bool:
-        """Return whether an interval was passed since the last attempt to save, now or after
-        some more steps.
+        """Return whether a save is due.
+
+        Args:
+            after_steps: Return whether it will be due after this many further steps.
         """
-        every, step, tried = (
-            self._every,
-            self._record.global_step + after_steps,
-            self._tried_at_step,
-        )
-        if every is None or tried is None:
-            return every is not None
-        if step > tried and self.chooser.is_overdue(
-            self._clock.monotonic_seconds(), auto=every == "auto"
-        ):
+        every = self._every
+        if every is None:
+            return False
+        step = self._record.global_step + after_steps
+        last_step = self._tried_at_step
+        if last_step is None:
             return True
-        return isinstance(every, int) and step // every > tried // every
+        now = self._clock.monotonic_seconds()
+        if step > last_step and self.chooser.is_overdue(now, auto=every == "auto"):
+            return True
+        return isinstance(every, int) and step // every > last_step // every
 
     @property
     def has_unsaved(self) -> bool:
-        """Return whether steps were made that no finished checkpoint holds, and that may be
-        saved.
-        """
+        """Return whether there are steps that are in no checkpoint and may be saved."""
         return self.may_save_more and self._saved_at != self._position()
 
     @property
     def may_save_more(self) -> bool:
-        """Return whether this run saves, has begun to, and stands where it may."""
+        """Return whether this run saves checkpoints, has saved one, and may save its state now."""
         return (
             self._every is not None
             and self._tried_at_step is not None
@@ -160,26 +190,29 @@ class Saving:
 
     @property
     def global_step(self) -> int:
-        """Return the optimizer steps in the weights."""
+        """Return the number of optimizer steps in the weights."""
         return self._record.global_step
 
     @property
     def has_refusal(self) -> bool:
-        """Return whether a save was refused since that was last asked."""
+        """Return whether a save was refused since the last call of `take_refusal`."""
         return self._refused is not None
 
     def take_refusal(self) -> str | None:
-        """Return why a save was refused since this was last asked, or None."""
-        refused, self._refused = self._refused, None
+        """Return why a save was refused since the last call, or None."""
+        refused = self._refused
+        self._refused = None
         return refused
 
     def report_loss(self, *, left: bool) -> None:
-        """Report at the end of a run that saves have failed, if its newest state is in no
-        checkpoint.
+        """Report at the end of a run that saves have failed and its newest state is not saved.
 
-        The process then ends with an exit code of its own, see `unsaved`, unless a later save
-        works. Steps since the newest checkpoint of a loop that was left early count only if a save
-        has failed since; otherwise they are named when the process ends, see `note_left_steps`.
+        The process then ends with an exit code of its own, see ``unsaved``, unless a later save
+        succeeds.
+
+        Args:
+            left: Whether the loop was left early. The steps since the newest checkpoint then count
+                only if a save has failed since; otherwise `note_left_steps` reports them.
         """
         error = self._newest_failure
         newest = None if self.saved_as is None else self.saved_as.global_step
@@ -192,15 +225,17 @@ class Saving:
         note_unsaved(self._directory.path, error or "saves have failed")
 
     def note_left_steps(self) -> None:
-        """Record the steps since the newest checkpoint, and have them named when the process ends.
+        """Record the steps since the newest checkpoint, and name them when the process ends.
 
-        Does nothing after a save that has failed, which `report_loss` reports.
+        Does nothing if the newest save has failed, which `report_loss` reports.
         """
         if self.saved_as is None or self._newest_failure is not None or not self.has_unsaved:
             return
         if self._writers.rank:
-            return  # one rank speaks for all
-        from_step, to_step = self.saved_as.global_step + 1, self._record.global_step
+            # Rank 0 reports it for all.
+            return
+        from_step = self.saved_as.global_step + 1
+        to_step = self._record.global_step
         if from_step <= to_step:
             self._record.emit(run_events.StepsNotSaved(from_step=from_step, to_step=to_step))
             note_left_steps(self._directory.path, from_step, to_step)
@@ -208,15 +243,20 @@ class Saving:
     # --- save
 
     def save_first(self) -> None:
-        """Have a state to return to before the first step."""
+        """Save a checkpoint to return to before the first step."""
         if self._tried_at_step is None:
             self.save()
 
     def save(self) -> None:
-        """Have a checkpoint of this very state when this returns, unless the state is not whole.
+        """Save a checkpoint of the current state, and wait until it is written.
 
-        A save that fails is an event and does not stop training. One of weights that are not finite
-        is refused.
+        Does nothing while the state is incomplete, or if a checkpoint of it exists. A failure is
+        recorded and does not stop training. A state with NaN or Inf is refused.
+
+        Raises:
+            NonFiniteError: H502 if the first state holds NaN or Inf.
+            RunDirectoryError: H301 if another run has taken the directory; H302 if the first
+                checkpoint cannot be written.
         """
         started = self._clock.monotonic_seconds()
         self.finish()
@@ -241,7 +281,7 @@ class Saving:
             let_through(error)
             if first:
                 self._tried_at_step = None
-                # A state that can never be saved is the caller's to know before any work is done
+                # A state that can never be saved must be reported before any work is done.
                 raise
             self._failed_at_once(error, started)
             return
@@ -254,22 +294,23 @@ class Saving:
         self._take_in(save, first=first)
 
     def save_again(self) -> None:
-        """Save a state that was changed on purpose, also if there is a checkpoint of this step."""
+        """Save a state that the script has changed, even if a checkpoint of this step exists."""
         self.finish()
         self._saved_at = None
         self.save()
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a save that is due now would have to wait."""
+        """Return whether a save is running."""
         return self.collected()._job is not None
 
     def save_when_due(self, *, busy: bool = False) -> None:
-        """Begin a save of this state; the writer goes on beside the training.
+        """Begin to save the current state in the background.
 
-        While one is under way, wait a step.
+        If a save is still running, this one is tried again at the next boundary.
 
-        So does one whose share another process cannot save yet: `busy`.
+        Args:
+            busy: Whether another rank is still writing its share of the previous checkpoint.
         """
         if not busy and (self._tried_at_step is None or not self._in_background):
             self.save()
@@ -283,13 +324,13 @@ class Saving:
         started = self._clock.monotonic_seconds()
         try:
             begun = False if busy or self._job is not None else self._hand_over(started)
-            # The others have begun theirs
+            # The other ranks have begun their shares, so this one must wait for its writer.
             if begun is False and self._writers.are_several and not busy:
                 self.finish()
                 begun = self._hand_over(started)
         except RunDirectoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot give its state
+        except Exception as error:  # noqa: BLE001 - the user's state_dict may raise anything
             let_through(error)
             self._failed_at_once(error, started)
             begun = True
@@ -297,6 +338,7 @@ class Saving:
             self.save()
 
     def _is_pointless(self) -> bool:
+        """Return whether there is nothing to save, or the state must not be saved."""
         return (
             self._every is None
             or not self._run_state.may_be_saved
@@ -325,16 +367,19 @@ class Saving:
         self._tried()
         self.failed += 1
         self._newest_failure = describe_error(error)
+        # The other ranks wait for the result of this one.
         with contextlib.suppress(Exception):
-            self._writers.all(partial(_raised, error))  # the others wait for what was found here
+            self._writers.all(partial(_raised, error))
         self._record_failure(
             self._record.global_step, error, self._clock.monotonic_seconds() - started
         )
 
     def _hand_over(self, started: float) -> bool | None:
-        """Copy the state and let a thread do the rest.
+        """Copy the state, and start a thread that writes it.
 
-        False: its memory is not ready, None: there is none.
+        Returns:
+            True if the save has begun, False if the buffers are not ready yet, None if saving in
+            the background is not possible.
         """
         encoded = encode(self._state())
         buffers = self._buffers_for(needed_bytes(encoded.tensors))
@@ -344,12 +389,16 @@ class Saving:
         self._tried()
         shot = snapshot(encoded, self._record.global_step, buffers)
         copies: list[tuple[str, torch.Tensor]] = []
-        others: list[tuple[str, torch.Tensor]] = []
+        not_copied: list[tuple[str, torch.Tensor]] = []
         for name, tensor in self._must_be_finite():
             copy = shot.copy_of(tensor)
-            (others if copy is None else copies).append((name, tensor if copy is None else copy))
-        # What no checkpoint holds, or in another form: now or never
-        bad = nonfinite_tensors(others)
+            if copy is None:
+                not_copied.append((name, tensor))
+            else:
+                copies.append((name, copy))
+        # Tensors that the checkpoint does not hold, or not in this form, are checked before the
+        # training continues.
+        bad = nonfinite_tensors(not_copied)
         stall = self._clock.monotonic_seconds() - started
         save = _Save(
             shot=shot,
@@ -364,7 +413,7 @@ class Saving:
             self._take_in(save)
         else:
             try:
-                self._job = Job(
+                self._job = BackgroundJob(
                     lambda: self._carry_out(save, nonfinite_copies), self._directory.path
                 )
             except (MemoryError, RuntimeError) as error:
@@ -379,34 +428,30 @@ class Saving:
     def _carry_out(
         self, save: _Save, find_nonfinite: Callable[[Named], tuple[list[str], int]]
     ) -> _Save:
-        """Look through the state, write it and prune.
+        """Check the state for NaN and Inf, write it, and remove old checkpoints.
 
-        Nothing is raised: errors are in what is returned.
+        Args:
+            save: The save. Errors are stored in it and not raised.
+            find_nonfinite: Returns some names of tensors with NaN or Inf, and their number.
         """
-        step, cpu_began = save.shot.global_step, time.thread_time()
+        step = save.shot.global_step
+        cpu_began = time.thread_time()
         try:
-            found = self._writers.all(lambda: [save.bad, find_nonfinite(save.must_be_finite)])
-            bad = [name for share in found for names, _ in share for name in names]
-            count = sum(count for share in found for _, count in share)
+            shares = self._writers.all(lambda: [save.bad, find_nonfinite(save.must_be_finite)])
+            bad = [name for share in shares for names, _ in share for name in names]
+            count = sum(count for share in shares for _, count in share)
             if count:
                 return self._refuse(save, bad, count)
             now = self._clock.unix_seconds()
             entry = write(self._store, save.shot, unix_seconds=now, writers=self._writers)
-        except Exception as error:  # noqa: BLE001 - an event, and the caller's to judge
+        except Exception as error:  # noqa: BLE001 - recorded, and judged by the caller
             save.error = error
             self._end(save)
             self._record_failure(step, error, save.seconds)
             return save
-        try:
-            removed = (
-                []
-                if self._writers.rank
-                else self._store.prune(self._keep_latest_k, known_good=entry)
-            )
-        except (OSError, HoldfastError) as error:
-            removed = []  # the checkpoint is good all the same
-            self._record.emit(run_events.PruneFailed(error=str(error)), global_step=step)
-        save.entry, save.cpu_seconds = entry, time.thread_time() - cpu_began
+        removed = self._remove_old_checkpoints(entry)
+        save.entry = entry
+        save.cpu_seconds = time.thread_time() - cpu_began
         stall = self._end(save)
         self._record.emit(
             run_events.CheckpointSaved(
@@ -414,15 +459,29 @@ class Saving:
                 size_bytes=save.shot.size_bytes(),
                 seconds=round(save.seconds, 4),
                 stall_seconds=round(stall, 4),
-                removed=tuple(path.name for path in removed),
+                removed=tuple(removed),
             ),
             global_step=step,
         )
         return save
 
+    def _remove_old_checkpoints(self, newest: Entry) -> list[str]:
+        """Remove old checkpoints, and return their names. The first rank does so for all."""
+        if self._writers.rank:
+            return []
+        try:
+            removed = self._store.prune(self._keep_latest_k, known_good=newest)
+        except (OSError, HoldfastError) as error:
+            # The new checkpoint is good nevertheless.
+            event = run_events.PruneFailed(error=str(error))
+            self._record.emit(event, global_step=newest.global_step)
+            return []
+        return [path.name for path in removed]
+
     def _refuse(self, save: _Save, bad: list[str], count: int) -> _Save:
-        """Record that a state is not finite, so that no checkpoint appears."""
-        save.refused = why = f"{count} tensor(s) hold NaN or Inf: {', '.join(bad)}"
+        """Record that a state with NaN or Inf was not saved."""
+        why = f"NaN or Inf in {counted(count, 'tensor')}: {', '.join(bad)}"
+        save.refused = why
         refused = run_events.SaveRefused(why=why, nonfinite=tuple(bad), count=count)
         self._record.emit(refused, global_step=save.shot.global_step)
         self._end(save)
@@ -433,23 +492,26 @@ class Saving:
         self._record.emit(failed, global_step=global_step)
 
     def _end(self, save: _Save) -> float:
-        """Note how long a save took, and return how long the loop was held."""
+        """Note how long a save took, and return how long the loop waited for it."""
         save.seconds = self._clock.monotonic_seconds() - save.started
-        save.stall_seconds = save.seconds if save.stall_seconds is None else save.stall_seconds
+        if save.stall_seconds is None:
+            save.stall_seconds = save.seconds
         return save.stall_seconds
 
     # --- the writer
 
     def at_boundary(self) -> None:
-        """Take in what the writer has finished.
+        """Process a save that has ended, check the lock, and prepare the buffers.
 
-        H301 if another run has taken the run directory meanwhile.
+        Raises:
+            RunDirectoryError: H301 if another run has taken the directory.
         """
         now = self._clock.monotonic_seconds()
         self.chooser.boundary(now)
         if now - self._held_at > _HOLD_SECONDS:
             self._held_at = now
-            with contextlib.suppress(OSError):  # the next save finds out, and says so
+            # The next save will meet and report the same error.
+            with contextlib.suppress(OSError):
                 self._hold_directory()
         if self._job is not None:
             self.collected()
@@ -458,31 +520,33 @@ class Saving:
             and not self._made_ready
             and self._record.global_step > (self._tried_at_step or 0)
         ):
-            # Optimizers have their state now. A run that ends before a save is due needs none of
-            # this.
+            # The optimizers have created their state, so the size is known. A run that ends before
+            # a save is due needs no buffers, so they are prepared late.
             self._made_ready = self._every != "auto" or self.chooser.is_overdue(
                 now + _AHEAD_SECONDS, auto=True
             )
             if self._made_ready and self._job is None:
-                # It will come again when a save is due, and be judged there
+                # An error here will be raised again, and handled, when the save is due.
                 with contextlib.suppress(Exception):
                     self._buffers_for(needed_bytes(encode(self._state()).tensors))
 
     def finish(self) -> None:
-        """Wait until nothing is being written, and take in what came of it."""
+        """Wait for the save that is running, and process its result."""
         job = self._job
         try:
-            save = None if job is None else job.result()  # interrupted here, it is still under way
+            save = None if job is None else job.result()
+            # Only now, since an interrupted wait leaves the job running.
             self._job = None
-        except Exception as error:  # noqa: BLE001 - whatever it was, training goes on without a writer
-            self._job = self._buffers = None
+        except Exception as error:  # noqa: BLE001 - training continues without a writer
+            self._job = None
+            self._buffers = None
             self._stop_background(f"the writer has failed: {describe_error(error)}")
         else:
             if save is not None:
                 self._take_in(save)
 
     def collected(self) -> Saving:
-        """Take in what the writer has finished by now, and return this object."""
+        """Process a save that has ended, if there is one, and return this object."""
         if self._job is not None and not self._job.is_running:
             self.finish()
         return self
@@ -499,7 +563,8 @@ class Saving:
         self._newest_failure = None
         self._directory.note_saved()
         note_saved(self._directory.path)
-        self._saved_at, self.saved_as = save.position, save.entry
+        self._saved_at = save.position
+        self.saved_as = save.entry
         computed = save.cpu_seconds if self._cuda is None else 0.0
         if first:
             self.chooser.first_save_took(save.seconds, cpu_seconds=computed)
@@ -510,8 +575,12 @@ class Saving:
     # --- its memory
 
     def _buffers_for(self, needed: int) -> HostBuffers | None:
-        """Return memory for copies of so many bytes, or None while it is made ready or where
-        there is none.
+        """Return buffers for copies of a size, or None.
+
+        None means that a thread is still preparing them, or that they are not possible.
+
+        Args:
+            needed: The size of the state in bytes.
         """
         if self._buffers is not None and self._buffers.size_bytes >= needed:
             return self._buffers
@@ -526,8 +595,9 @@ class Saving:
         try:
             buffers = HostBuffers(size, cuda=self._cuda)
             if size > _SMALL_BYTES:
-                self._job = Job(buffers.touch, self._directory.path)
-        except (OSError, RuntimeError) as error:  # no memory, no thread
+                self._job = BackgroundJob(buffers.touch, self._directory.path)
+        except (OSError, RuntimeError) as error:
+            # There is no memory, or no thread can be started.
             self._stop_background(f"{size} bytes for copies of the state were refused ({error})")
             return None
         self._buffers = buffers
@@ -536,13 +606,14 @@ class Saving:
         return buffers if self._job is None else None
 
     def _stop_background(self, why: str) -> None:
+        """Save in the training thread from now on."""
         self._in_background = False
         self._record.emit(run_events.SavesSynchronous(why=why))
 
     def give_up_buffers(self) -> None:
-        """Give the memory back for good, since it is needed elsewhere.
+        """Free the buffers for good, because memory is short.
 
-        From now on the loop waits for its saves.
+        From now on the loop waits for saves.
         """
         wanted = not self._made_ready and self._record.global_step > (self._tried_at_step or 0)
         if self._in_background and (self._buffers is not None or wanted):
@@ -550,20 +621,23 @@ class Saving:
             self._buffers = None
             self._stop_background("the memory of the copies was given back after out-of-memory")
 
-    # --- the run went elsewhere
+    # --- after a resume or a rollback
 
     def resumed(self, entry: Entry) -> None:
-        """Note that this state was just read from a checkpoint."""
+        """Note that the state was just restored from a checkpoint."""
         self._tried()
-        self._saved_at, self.saved_as = self._position(), entry
+        self._saved_at = self._position()
+        self.saved_as = entry
 
     def returned(self, *, to_checkpoint: bool) -> None:
-        """Note that the run is at an earlier step again.
+        """Note that the run has returned to an earlier step.
 
-        What was refused was of a state that is gone.
+        Args:
+            to_checkpoint: Whether to a checkpoint, and not to a snapshot in host memory.
         """
         step = self._record.global_step
         self._tried_at_step = step if to_checkpoint else min(self._tried_at_step or 0, step)
+        # The state that was refused does not exist any more.
         self._refused = None
 
 
@@ -572,9 +646,9 @@ def _raised(error: Exception) -> Any:
 
 
 def _for_good(error: Exception | None) -> Exception | None:
-    """Return what the caller must know before any work.
+    """Return the error to raise before any work if no save of this run can ever succeed.
 
-    No later save could succeed, unlike on a full disk.
+    None for errors that may pass, such as a full disk.
     """
     if not isinstance(error, OSError):
         return error
@@ -593,7 +667,7 @@ def _for_good(error: Exception | None) -> Exception | None:
 
 def _unhealthy_start(bad: list[str], count: int) -> NonFiniteError:
     return NonFiniteError(
-        f"{count} tensor(s) hold NaN or Inf before the first step: {', '.join(bad)}",
+        f"NaN or Inf in {counted(count, 'tensor')} before the first step: {', '.join(bad)}",
         limit="training cannot recover from weights that are not finite",
         fix="check the initialisation or the weights that were loaded.",
         rule="H502",

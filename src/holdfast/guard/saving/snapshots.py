@@ -1,9 +1,8 @@
-"""Copies of the last good states in host memory, so that a rollback loses less than the way to a
-checkpoint.
+"""Snapshots: copies of the last good states in host memory.
 
-Two are kept, since the newer one may be of a state that was bad already before anybody noticed.
-
-Does not: decide when to return, or survive the process.
+A rollback to a snapshot loses fewer steps than one to a checkpoint. Two snapshots are kept, since
+the newer one may have been taken before its state was noticed to be bad. When to roll back is
+decided in ``run/steps.py``.
 """
 
 from __future__ import annotations
@@ -18,26 +17,38 @@ from holdfast.checkpoint.kinds import bytes_of
 from holdfast.core.clock import Clock
 from holdfast.guard.state.trees import children_of, copied_to_host, is_flat
 
+# The number of snapshots in memory.
 _KEPT = 2
+# No more snapshots are taken after this many failures in a row.
 _MOST_FAILURES = 3
-# Of the time: a copy is made when the last one is so little of what has passed since.
+# The largest share of the training time that snapshots may take.
 _MOST_TIME = 0.01
-# Of the memory that is available: the rest belongs to activations, loaders and the caller.
+# The largest share of the available memory that a snapshot may take. The rest is for activations,
+# loaders and the script.
 _MOST_MEMORY = 0.25
-_SMALL_BYTES = 16 * 2**20  # that much is there: to ask how much takes milliseconds
+# A state of up to this size is copied without measuring the available memory, which takes
+# milliseconds.
+_SMALL_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """One copy."""
+    """One snapshot."""
 
-    global_step: int  # optimizer steps in it
-    # State by component, as ``components.gather`` returns it; tensors on the host
+    # The number of optimizer steps in it.
+    global_step: int
+    # The state by component, as ``components.gather`` returns it, with tensors in host memory.
     trees: Mapping[str, Any]
 
 
 class Snapshots:
-    """The copies of one run."""
+    """The snapshots of one run.
+
+    Args:
+        interval_steps: The number of steps between two snapshots; None for no snapshots.
+        clock: The source of time.
+        available: Returns the available host memory in bytes, or None if it is not known.
+    """
 
     def __init__(
         self, interval_steps: int | None, clock: Clock, available: Callable[[], int | None]
@@ -47,29 +58,30 @@ class Snapshots:
         self._available = available
         self._kept: list[Kept] = []
         self._last_step = 0
-        self._failures = 0  # in a row
+        # The number of failures in a row.
+        self._failures = 0
+        # The time of the last snapshot, and how long it took.
         self._last_seconds = clock.monotonic_seconds()
         self._took_seconds = 0.0
 
     def is_due(self, global_step: int) -> bool:
-        """Return whether a multiple of the interval was passed since the last copy, and enough
-        time.
-        """
-        if (
-            self._interval is None
-            or global_step // self._interval <= self._last_step // self._interval
-        ):
+        """Return whether the interval has passed since the last snapshot, and also enough time."""
+        if self._interval is None:
             return False
-        return self._took_seconds <= _MOST_TIME * (
-            self._clock.monotonic_seconds() - self._last_seconds
-        )
+        if global_step // self._interval <= self._last_step // self._interval:
+            return False
+        passed_seconds = self._clock.monotonic_seconds() - self._last_seconds
+        return self._took_seconds <= _MOST_TIME * passed_seconds
 
     def keep(self, global_step: int, read: Callable[[], Mapping[str, Any] | None]) -> bool:
-        """Copy a state, if that fits.
+        """Take a snapshot.
 
-        Return False if it does not, and then no state is asked for again.
+        Args:
+            global_step: The current step.
+            read: Returns the state by component, or None if it is not good.
 
-        `read` returns the state, or None if it is not good.
+        Returns:
+            False if the state does not fit into host memory. No more snapshots are taken then.
         """
         started = self._clock.monotonic_seconds()
         trees = read()
@@ -77,51 +89,55 @@ class Snapshots:
             self._last_step = global_step
             return True
         size = sum(bytes_of(tensor) for tensor in _tensors_in(trees))
-        if (
-            size > _SMALL_BYTES
-            and (available := self._available()) is not None
-            and size > _MOST_MEMORY * available
-        ):
+        if not self._fits(size):
             self.give_up()
             return False
-        del self._kept[: 1 - _KEPT]  # first, so that there are never more in memory
+        # The oldest one is dropped first, so that there are never more than `_KEPT` in memory.
+        del self._kept[: 1 - _KEPT]
         self._kept.append(Kept(global_step=global_step, trees=copied_to_host(trees)))
         now = self._clock.monotonic_seconds()
         self._took_seconds = now - started
-        self._last_step, self._last_seconds, self._failures = global_step, now, 0
+        self._last_step = global_step
+        self._last_seconds = now
+        self._failures = 0
         return True
 
-    def failed(self, global_step: int) -> None:
-        """Note that a state could not be read or copied.
+    def _fits(self, size: int) -> bool:
+        """Return whether a snapshot of this many bytes leaves enough memory."""
+        if size <= _SMALL_BYTES:
+            return True
+        available = self._available()
+        return available is None or size <= _MOST_MEMORY * available
 
-        It is tried again an interval later, a few times.
-        """
-        self._last_step, self._last_seconds = global_step, self._clock.monotonic_seconds()
+    def failed(self, global_step: int) -> None:
+        """Note that a snapshot failed. The next is taken an interval later, up to a few times."""
+        self._last_step = global_step
+        self._last_seconds = self._clock.monotonic_seconds()
         self._failures += 1
         if self._failures == _MOST_FAILURES:
             self.give_up()
 
     def newest(self, before_step: int) -> Kept | None:
-        """Return the newest copy of at most so many steps, or None."""
-        return next(
-            (kept for kept in reversed(self._kept) if kept.global_step <= before_step), None
-        )
+        """Return the newest snapshot of at most this step, or None."""
+        for snapshot in reversed(self._kept):
+            if snapshot.global_step <= before_step:
+                return snapshot
+        return None
 
     def returned_to(self, global_step: int) -> None:
-        """Note that the run is at an earlier step again.
-
-        Newer copies go, the next is due an interval later.
-        """
+        """Drop the snapshots of later steps, after a rollback to this one."""
         self._kept = [kept for kept in self._kept if kept.global_step <= global_step]
-        self._last_step, self._last_seconds = global_step, self._clock.monotonic_seconds()
+        self._last_step = global_step
+        self._last_seconds = self._clock.monotonic_seconds()
 
     def distrust(self, kept: Kept) -> None:
-        """Drop a copy that led to the same trouble again."""
-        self._kept = [each for each in self._kept if each is not kept]
+        """Drop a snapshot that led to the same trouble again."""
+        self._kept = [snapshot for snapshot in self._kept if snapshot is not kept]
 
     def give_up(self) -> None:
-        """Give all memory back, and keep no more copies: it is needed elsewhere."""
-        self._kept, self._interval = [], None
+        """Free all snapshots and take no more, because the memory is needed elsewhere."""
+        self._kept = []
+        self._interval = None
 
 
 def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:

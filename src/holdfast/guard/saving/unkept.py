@@ -1,7 +1,7 @@
-"""Numbers that a scheduler or an optimizer counts in, and that its ``state_dict`` leaves out.
+"""Find counters of schedulers and optimizers that are missing from their ``state_dict``.
 
-A resume would begin them anew, and nothing else would say so: the learning rate goes back to that
-of the first step.
+After a resume, such a counter starts from its initial value without any error: the learning rate,
+for example, returns to that of the first step.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import torch
 from holdfast.guard.parts import Parts
 from holdfast.guard.scheduler_state import state_of
 
-# A number is looked for in the parameter groups, and not in the state of each of many parameters.
+# The search for a value ends after this many values of a state. That covers the parameter groups,
+# but not the state of every parameter of a large model.
 _MOST_VALUES = 10_000
 
 
 class UnkeptNumbers:
-    """Finds attributes that change in training and are in no checkpoint.
+    """Finds attributes that change during training and are in no checkpoint.
 
     Args:
-        parts: Those of the run, as they are before training.
+        parts: The schedulers and optimizers of the run, as they are before training.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -33,11 +34,13 @@ class UnkeptNumbers:
         self._before = {name: _numbers_of(holder) for name, holder in self._holders.items()}
 
     def find(self) -> tuple[str, str] | None:
-        """Return a scheduler or optimizer, and its attribute that has changed and is not saved.
+        """Return the first attribute that has changed and is not saved, or None.
 
-        None without one.
+        An attribute counts as saved if the ``state_dict`` holds its value under any name.
 
-        A number counts as saved if the state holds an equal one under any name.
+        Returns:
+            The scheduler or optimizer, such as ``"scheduler 'optimizer'"``, and the name of the
+            attribute.
         """
         for name, holder in self._holders.items():
             before = self._before[name]
@@ -48,13 +51,10 @@ class UnkeptNumbers:
             }
             if not changed:
                 continue
-            saved = set(
-                _values_in(
-                    state_of(holder) if name.startswith("scheduler") else holder.state_dict()
-                )
-            )
+            state = state_of(holder) if name.startswith("scheduler") else holder.state_dict()
+            saved_values = set(_values_in(state))
             for key, value in changed.items():
-                if value not in saved:
+                if value not in saved_values:
                     return name, key
         return None
 
@@ -65,7 +65,7 @@ def _numbers_of(holder: Any) -> dict[str, float]:
 
 
 def _values_in(state: Any) -> Iterator[float]:
-    """Yield the numbers in a tree of state, up to some."""
+    """Yield the numbers in a state, among its first `_MOST_VALUES` values."""
     waiting = [state]
     values = 0
     while waiting and values < _MOST_VALUES:

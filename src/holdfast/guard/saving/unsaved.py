@@ -7,7 +7,7 @@ and prints the reason on stderr.
 A loop that was left early, as by `break`, saves nothing, as documented. If nobody has saved its
 last steps when the process ends, a line on stderr names them, and the exit code stays.
 
-Does not: save anything or record events (see ``saves``).
+Saving and recording events is done in ``saves``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol
 
+# EX_IOERR of sysexits.h: "an error occurred while doing I/O on some file".
 EXIT_CODE = 74
-"""EX_IOERR of sysexits.h: "an error occurred while doing I/O on some file"."""
 
 # The reason why the newest state of a run is in no checkpoint, by run directory.
 _unsaved: dict[Path, str] = {}

@@ -1,9 +1,8 @@
-"""Random numbers of a loss function.
+"""Give the parts of a batch the same random numbers as the whole batch, for a comparison.
 
-Drawn once for all samples, then given again, row by row, to parts of them.
-
-So a random loss is compared as exactly as any other, and one that shares numbers between samples is
-found out.
+The numbers that the loss function draws for all samples are recorded, and each part is then given
+its rows of them. A random loss can thus be compared as exactly as any other, and a loss that shares
+random numbers between samples is noticed.
 """
 
 from __future__ import annotations
@@ -22,49 +21,67 @@ from holdfast.memory.oom import find_out_of_memory
 
 
 class NotRepeatableError(Exception):
-    """The random numbers that the whole has drawn do not say which of them a part would draw."""
+    """It is not clear which of the whole batch's random numbers a part would draw."""
 
 
 class Draws:
-    """What torch draws in the first call since `start`.
+    """Records what torch draws in the first call after `start`, and repeats it for the parts.
 
-    Each later call, of a part, is given its rows of that.
+    Random numbers of python and numpy have no rows. Each call starts with the same seed, as if all
+    samples shared the numbers; or with `in_order` the generators continue from part to part, as if
+    the numbers were drawn for one sample after the other. If the loss function seeds a torch
+    generator itself, its numbers are the same in each call anyway, and nothing is repeated.
 
-    Numbers of python and numpy have no rows: they begin alike in each call, as if all samples
-    shared them, or go on from part to part (`in_order`), as if drawn for one sample after the
-    other. A generator that the loss function seeds itself begins alike in each call of training
-    too: nothing is given to it. The inputs of a draw, such as probabilities, may differ by a
-    `tolerance` between whole and part.
+    Args:
+        devices: The accelerators whose generators are watched.
+        tolerance: The largest relative difference between whole and part in the inputs of a draw,
+            such as probabilities.
+        seed: The seed of every call.
+        in_order: Whether the generators of python and numpy continue from part to part.
     """
 
     def __init__(
         self, devices: Sequence[torch.device], tolerance: float, seed: int, *, in_order: bool
     ) -> None:
-        self.drew = False  # whether there was any randomness at all
-        # Whether numbers belong to no sample: parts draw their own, and the variance changes
+        # Whether any random number was drawn.
+        self.drew = False
+        # Whether samples share random numbers. After a split each part draws its own, which changes
+        # the variance.
         self.shared = False
-        self.outside_torch = False  # whether python or numpy drew
-        self._devices, self._tolerance = devices, tolerance
-        self._seed, self._in_order = seed, in_order
+        # Whether python or numpy drew.
+        self.outside_torch = False
+        self._devices = devices
+        self._tolerance = tolerance
+        self._seed = seed
+        self._in_order = in_order
+        # The draws of the call with all samples; None before it.
         self._made: list[_Draw] | None = None
-        self._given: dict[Any, list[Any]] = {}  # to parts, by where the generator stood
+        # What the parts were given, by operation and state of the generator.
+        self._given: dict[Any, list[Any]] = {}
         self._samples = 0
 
     def start(self, samples: int) -> None:
-        """Forget what was drawn: the next call is that of all samples."""
-        self._made, self._samples = None, samples
+        """Forget the draws. The next call is the one with all samples, of this number."""
+        self._made = None
+        self._samples = samples
         self._given.clear()
 
     @contextlib.contextmanager
     def call(self, first: int, samples: int) -> Iterator[None]:
-        """Run one call of the loss function, of `samples` samples from the one numbered `first` on.
+        """Surround one call of the loss function.
 
-        `NotRepeatableError` if it asks for other numbers than the call of all samples, or fails
-        with them.
+        Args:
+            first: The position of the first sample in the call.
+            samples: The number of samples in the call.
+
+        Raises:
+            NotRepeatableError: If a part asks for other numbers than the whole batch, or fails with
+                the ones that it is given.
         """
         if not (self._in_order and first):
             seed_cpu(self._seed)
-            # Else each part seems to be seeded by the loss
+            # A different seed for each part. With the same one it would look as if the loss
+            # function had seeded the generator.
             torch.default_generator.manual_seed(self._seed + first)
         if self._made is None:
             self._made = made = []
@@ -92,9 +109,7 @@ class Draws:
             raise NotRepeatableError
 
     def backward(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which a forward pass that is made again, as of a checkpoint, is
-        given the same.
-        """
+        """Return a context in which a recomputed forward pass is given the same numbers again."""
 
         def again(draw: _Draw) -> None:
             for new, old in zip(draw.drawn, self._given.get(draw.place(), draw.drawn), strict=True):
@@ -106,7 +121,8 @@ class Draws:
         if made is None or made.op is not draw.op:
             raise NotRepeatableError
         if first and made.place() == draw.place():
-            return  # the loss has seeded the generator
+            # The loss function has seeded the generator.
+            return
         rows = [
             self._rows(old, new, first, samples)
             for old, new in zip(made.inputs, draw.inputs, strict=True)
@@ -121,9 +137,10 @@ class Draws:
     def _rows(
         self, whole: torch.Tensor, part: torch.Tensor, first: int, samples: int
     ) -> torch.Tensor:
-        """Return what belongs to these samples.
+        """Return the rows of a tensor that belong to some samples, or all of it if it has no rows.
 
-        Along the one dimension that grows with them, else everything.
+        Rows are taken along the only dimension in which the tensors of the whole and of the part
+        differ.
         """
         if whole.shape == part.shape:
             return whole
@@ -137,53 +154,73 @@ class Draws:
 
 
 class _Draw(NamedTuple):
-    """An operation that draws, the tensors that it depends on, and what it drew."""
+    """A call of an operation that draws random numbers."""
 
     op: Any
-    began: list[torch.Tensor]  # where each generator stood that it drew from
+    # The state of each generator that it drew from, before the call.
+    began: list[torch.Tensor]
+    # The tensors that the result depends on.
     inputs: list[Any]
+    # The tensors that were drawn.
     drawn: list[Any]
 
     def copied(self) -> _Draw:
         return self._replace(
-            inputs=[each.clone() for each in self.inputs],
-            drawn=[each.clone() for each in self.drawn],
+            inputs=[tensor.clone() for tensor in self.inputs],
+            drawn=[tensor.clone() for tensor in self.drawn],
         )
 
     def place(self) -> Any:
+        """Return the operation and the states of its generators, as a key."""
         return self.op, *(state.numpy().tobytes() for state in self.began)
 
 
 class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls `on_draw` with each draw."""
+    """A dispatch mode that calls a function with each draw."""
 
     def __init__(self, devices: Sequence[torch.device], on_draw: Callable[[_Draw], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._devices, self._on_draw = devices, on_draw
+        self._devices = devices
+        self._on_draw = on_draw
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         before = self._states(kwargs)
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         after = self._states(kwargs)
         began = [old for old, new in zip(before, after, strict=True) if not same(old, new)]
-        if began:  # attention without dropout, for one, draws nothing
-            # The values of what is written, or taken as an example, do not matter.
-            known = list(
-                zip(args, (spec.alias_info for spec in func._schema.arguments), strict=False)
-            )
-            given = [each for each, written in known if written is None][
-                func._schema.name.endswith("_like") :
-            ]
-            written = [each for each, written in known if written is not None]
-            self._on_draw(_Draw(func, began, _tensors((given, kwargs)), _tensors((found, written))))
-        return found
+        # Some operations of this kind, such as attention without dropout, draw nothing.
+        if began:
+            read, written = _read_and_written(func, args)
+            inputs = _tensors((read, kwargs))
+            self._on_draw(_Draw(func, began, inputs, _tensors((result, written))))
+        return result
 
     def _states(self, kwargs: Any) -> list[torch.Tensor]:
-        state, own = capture(self._devices), kwargs.get("generator")
-        return [state.cpu, *state.devices.values(), *([] if own is None else [own.get_state()])]
+        """Return the states of all generators, and of the one that the call is given."""
+        state = capture(self._devices)
+        states = [state.cpu, *state.devices.values()]
+        generator = kwargs.get("generator")
+        if generator is not None:
+            states.append(generator.get_state())
+        return states
+
+
+def _read_and_written(func: Any, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the arguments whose values an operation reads, and those that it writes to."""
+    read = []
+    written = []
+    for argument, specification in zip(args, func._schema.arguments, strict=False):
+        if specification.alias_info is None:
+            read.append(argument)
+        else:
+            written.append(argument)
+    if func._schema.name.endswith("_like"):
+        # The first argument is only an example, whose values do not matter.
+        read = read[1:]
+    return read, written
 
 
 def _tensors(tree: Any) -> list[Any]:

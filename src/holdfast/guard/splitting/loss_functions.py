@@ -1,16 +1,15 @@
-"""What is seen of a loss function from outside.
+"""Facts about loss functions: forbidden calls, identity, and side effects.
 
-What it may not do, which ones are the same, what one leaves behind.
+**Forbidden calls.** A loss function returns a loss, and leaves backward and the optimizers to the
+guard. It may compute gradients of anything but parameters.
 
-It returns a loss, and leaves backward and the optimizers to the guard; gradients of anything but
-parameters are free.
+**Identity.** A lambda in a loop is a new object each time, but the same function. Two partials of
+one function with different ``reduction`` are different functions. Functions are told apart by their
+code, and by the strings and flags that are bound to them. Numbers do not count, since a step or a
+weight that changes would make a new function in every step.
 
-A lambda in a loop is a new object each time and the same function; two partials of one function
-with another ``reduction`` are two. Distinguished are code, and texts and flags that are bound to
-it. Numbers are not: a step or a weight that changes would make each step a new function.
-
-What a call leaves in plain attributes of modules and in the function's own variables is in no
-checkpoint, and an attempt that is made again changes it once more.
+**Side effects.** What a call changes in plain attributes of modules, or in variables of the
+function, is in no checkpoint, and changes once more when an attempt is repeated.
 """
 
 from __future__ import annotations
@@ -31,10 +30,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.core.errors import BatchError
+from holdfast.core.text import counted
 from holdfast.guard.splitting.two_pass import TwoPass
 from holdfast.guard.state.trees import same
 
-# --- what it may not do
+# --- forbidden calls
 
 Called: TypeAlias = Literal["backward", "step", "zero_grad"]
 _FIX = {
@@ -43,29 +43,28 @@ _FIX = {
         " For a gradient of something else, such as an input, call torch.autograd.grad(loss, x)."
     ),
     "step": (
-        "leave out optimizer.step(), and scaler.step() around it: guard.step does that, after a"
-        " look at the gradients. To step one of several optimizers, name it: guard.step(batch,"
+        "leave out optimizer.step(), and scaler.step() around it: guard.step does that after it has"
+        " checked the gradients. To step one of several optimizers, name it: guard.step(batch,"
         " loss_fn, optimizer=...)."
     ),
-    "zero_grad": "leave it out: guard.step empties the gradients itself.",
+    "zero_grad": "leave it out: guard.step clears the gradients itself.",
 }
 
 
 class CalledInsideError(BatchError):
-    """H209, and what the loss function called."""
+    """H209: the loss function has called what only the guard may call."""
 
     called: Called = "backward"
 
 
 def called_inside(called: Called) -> CalledInsideError:
-    """Return the error about a loss function that does the guard's work."""
+    """Return H209 for a loss function that has made a forbidden call."""
+    action = f"called {called}()"
+    if called == "backward":
+        action = "ran backward into parameters"
     error = CalledInsideError(
-        "loss_fn"
-        f" {'ran backward into parameters' if called == 'backward' else f'called {called}()'}",
-        limit=(
-            "it may only return a loss: it can run several times in a step, which must stay one"
-            " step"
-        ),
+        f"loss_fn {action}",
+        limit="it may only return a loss, because it can be called several times for one step",
         fix=_FIX[called],
         rule="H209",
     )
@@ -74,8 +73,13 @@ def called_inside(called: Called) -> CalledInsideError:
 
 
 class ReturningALoss:
-    """A context for a loss function, in which optimizers refuse to move and ``.grad`` must stay
-    as it is.
+    """A context for calls of a loss function.
+
+    In it optimizers refuse to step. Leaving it raises H209 if ``.grad`` of a parameter has changed.
+
+    Args:
+        optimizers: The optimizers of the guard.
+        parameters: The parameters of the guard.
     """
 
     __slots__ = ("_before", "_optimizers", "_own", "_parameters")
@@ -89,10 +93,10 @@ class ReturningALoss:
         self._own: list[tuple[dict[str, Any], Any]] = []
         for optimizer in self._optimizers:
             attributes = vars(optimizer)
-            # Schedulers put theirs there too
+            # Schedulers replace `step` in the same way.
             self._own.append((attributes, attributes.get("step")))
-            # Only `step`: zero_grad is found where it empties something, since frameworks call it
-            # in between.
+            # `zero_grad` is not replaced, since frameworks call it at times when there are no
+            # gradients. A call that clears gradients is noticed at the end.
             attributes["step"] = _refuse_step
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -111,17 +115,13 @@ def _refuse_step(*_: Any, **__: Any) -> NoReturn:
 
 
 def _marks(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return which gradients there are, in order, and how often each was changed in place."""
-    return [
-        (id(gradient), gradient._version) for p in parameters if (gradient := p.grad) is not None
-    ]
+    """Return the identity and the version counter of each gradient."""
+    return [(id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
 
 
 @contextlib.contextmanager
 def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Return a context for forward and backward in which hooks of parameters may look, and must
-    not step.
-    """
+    """Surround forward and backward, and raise H211 if hooks of parameters have moved weights."""
     hooked = [
         p
         for p in parameters
@@ -132,8 +132,8 @@ def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     moved = sum(p._version != version for p, version in zip(hooked, before, strict=True))
     if moved:
         raise BatchError(
-            f"hooks have moved {moved} parameter(s) in backward",
-            limit="a step can only be retried, clipped or skipped while its weights have not moved",
+            f"hooks have moved {counted(moved, 'parameter')} in backward",
+            limit="a step can be retried, clipped or skipped only before the weights have moved",
             fix=(
                 "remove the hooks that call optimizer.step(), give the optimizer to the Guard, and"
                 " start again: the weights of this step cannot be taken back."
@@ -143,31 +143,42 @@ def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 class FilledOutside:
-    """Finds gradients that the caller has filled before the first step, which begins without
-    any.
+    """Finds gradients that the script has computed between the guard's creation and the first step.
+
+    Args:
+        parameters: The parameters of the guard.
     """
 
-    begun = 0  # steps of all guards in this process
+    # The number of steps that all guards of this process have begun.
+    begun = 0
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._empty = [parameter for parameter in parameters if parameter.grad is None]
         self._begun_before = FilledOutside.begun
 
     def check(self) -> None:
-        """Raise H210 the first time, if gradients are there. Cost: if so, host syncs."""
-        # Another guard may have stepped the same parameters
-        others = FilledOutside.begun != self._begun_before
+        """Raise H210 in the first step if the script has computed gradients.
+
+        If there are gradients, this waits for the device.
+        """
+        # If so, another guard may have stepped the same parameters.
+        others_have_stepped = FilledOutside.begun != self._begun_before
         FilledOutside.begun += 1
-        if not self._empty:
+        were_empty = self._empty
+        self._empty = []
+        if others_have_stepped:
             return
-        left, self._empty = [] if others else self._empty, []
-        filled = [p for p in left if p.grad is not None and bool(p.grad.to_dense().count_nonzero())]
+        filled = [
+            parameter
+            for parameter in were_empty
+            if parameter.grad is not None and parameter.grad.to_dense().count_nonzero() > 0
+        ]
         if filled:
             raise BatchError(
-                f"{len(filled)} parameter(s) had a gradient before the first step",
+                f"{counted(len(filled), 'parameter')} had a gradient before the first step",
                 limit=(
-                    "guard.step empties the gradients first: what backward() outside of it has"
-                    " added would be lost"
+                    "guard.step clears the gradients first, so those of a backward() outside of it"
+                    " would be lost"
                 ),
                 fix=(
                     "return that loss from loss_fn too, as loss_a + loss_b, and leave out"
@@ -178,15 +189,18 @@ class FilledOutside:
             )
 
 
-# --- which ones are the same
+# --- identity
 
+# Partials, methods and closures are followed this far.
 _DEPTH = 3
 
 
 def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
-    """Return a text that is the same for the same loss function, after every restart of a run.
+    """Return a text that identifies a loss function, and stays the same after a restart of the run.
 
-    At depth 0 it is that of its code alone, without what is bound to it.
+    Args:
+        loss_fn: The loss function.
+        depth: How far to follow what is bound to the function. At 0 only its code counts.
     """
     if isinstance(loss_fn, TwoPass):
         return f"{description_of(loss_fn.outputs, depth)} {description_of(loss_fn.loss, depth)}"
@@ -199,12 +213,14 @@ def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
     if code is not None:
         bound = []
         for cell in loss_fn.__closure__ or ():
-            try:  # noqa: SIM105 - in every step
+            try:  # noqa: SIM105 - `suppress` is slower, and this runs in every step
                 bound.append(cell.cell_contents)
             except ValueError:
-                pass  # it is empty
+                # The variable has no value yet.
+                pass
         bound += [*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values()]
-        outside = getattr(loss_fn, "__globals__", {})  # of a script: what a lambda there refers to
+        # A function of a script may refer to flags in global variables.
+        outside = getattr(loss_fn, "__globals__", {})
         bound += [flag for name in code.co_names if type(flag := outside.get(name)) in (bool, str)]
         return _with(_name_of(code), bound, depth) if bound else _name_of(code)
     bound = [own for key, own in getattr(loss_fn, "__dict__", {}).items() if key not in _OF_TORCH]
@@ -213,8 +229,9 @@ def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _name_of(code: types.CodeType) -> str:
-    mark = zlib.crc32(code.co_code + repr(code.co_names).encode())  # of two lambdas in one line
-    return f"{code.co_qualname}:{code.co_firstlineno}:{mark:x}"
+    # A line may hold two lambdas, which only their code tells apart.
+    checksum = zlib.crc32(code.co_code + repr(code.co_names).encode())
+    return f"{code.co_qualname}:{code.co_firstlineno}:{checksum:x}"
 
 
 def _with(name: str, bound: Iterable[Any], depth: int) -> str:
@@ -227,7 +244,7 @@ def _with(name: str, bound: Iterable[Any], depth: int) -> str:
 def _plain(value: Any, depth: int) -> str:
     if value is None or isinstance(value, (bool, str)):
         return repr(value)[:80]
-    # Of a module only a criterion says something: the models are the guard's own.
+    # A module counts only if it is a criterion. Modules with weights are the models themselves.
     if depth == 0 or not callable(value) or isinstance(value, type) or _has_weights(value):
         return ""
     return description_of(value, depth)
@@ -238,14 +255,17 @@ def _has_weights(value: Any) -> bool:
     return bool(own.get("_parameters")) or any(map(_has_weights, own.get("_modules", {}).values()))
 
 
-# --- what a call leaves behind
+# --- side effects
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
-# To iterate another might do anything
+# Only these containers are iterated, because iterating others may have side effects itself.
 _CONTAINERS = (list, tuple, set, frozenset, deque, np.ndarray)
-_LOOKED_AT = 64  # entries of a container; a longer one is known by its length
-_WHOLE = 1 << 20  # elements of a tensor that are compared; a larger one is known by its sum
-_OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module
+# The most entries of a container that are compared; of a longer one only the length is.
+_LOOKED_AT = 64
+# The most elements of a tensor that are compared; of a larger one only the sum is.
+_WHOLE = 1 << 20
+# The attributes of every module.
+_OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def find_side_effects(
@@ -256,27 +276,39 @@ def find_side_effects(
     known: Sequence[Any] = (),
     logs_too: bool = False,
 ) -> tuple[str, ...]:
-    """Return what another pass over the same samples changes, such as ``"layer.calls"`` or
-    ``"loss_fn: hidden"``.
+    """Return the names of what a second pass over the same samples changes.
 
-    What a pass only overwrites (the last attention, a cache that is filled once) is the same after
-    the second pass as after the first, and is not named. `forward` runs one, the same each time,
-    and returns the loss. Variables that the loss function takes from outside, or has as an
-    attribute, may be counters or logs: they are named only if the second loss is another one than
-    the first, or if `logs_too`; not those that are `known`, and so put back.
+    What a pass only overwrites, such as the last attention or a cache that is filled once, is the
+    same after the second pass and is not returned. Variables from outside of the loss function, and
+    its attributes, may be counters or logs. They count only if the second loss differs from the
+    first.
+
+    Args:
+        models: The models by name.
+        loss_fn: The loss function.
+        forward: Runs a forward pass, the same one each time, and returns the loss; NaN if memory
+            was short.
+        known: Objects that are restored, and do not count.
+        logs_too: Whether variables and attributes of the loss function count in any case.
+
+    Returns:
+        Names such as ``"layer.calls"`` or ``"loss_fn: hidden"``.
     """
     own = [*known, *(module for model in models.values() for module in model.modules())]
-    losses, seen = [], []
-    for _ in range(2):
-        losses.append(forward())
-        seen.append((_attributes(models), _variables(loss_fn, own)))
-    (once, before), (twice, after) = seen
-    changed = _changed(once, twice)
-    differs = losses[0] != losses[1] and not any(map(math.isnan, losses))  # NaN: memory was short
+    first_loss = forward()
+    first_attributes = _attributes(models)
+    first_variables = _variables(loss_fn, own)
+    second_loss = forward()
+    second_attributes = _attributes(models)
+    second_variables = _variables(loss_fn, own)
+
+    changed = _changed(first_attributes, second_attributes)
+    is_nan = math.isnan(first_loss) or math.isnan(second_loss)
+    differs = first_loss != second_loss and not is_nan
     if differs or logs_too:
-        changed |= _changed(before, after)
+        changed |= _changed(first_variables, second_variables)
     if differs and not changed:
-        changed = {"loss_fn: its loss changes, not seen why"}
+        changed = {"loss_fn: its loss changes for an unknown reason"}
     return tuple(sorted(changed))
 
 
@@ -300,13 +332,13 @@ def _attributes(models: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def _variables(function: Any, own: Sequence[Any]) -> dict[str, Any]:
-    """Return what a function sees outside of itself.
+    """Return copies of the variables that a function can reach from outside of itself.
 
-    Free variables, globals, attributes of its object, arguments.
+    They are its free variables, globals, bound arguments, and the attributes of its object.
     """
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     while isinstance(function, functools.partial):
-        found |= {"argument": [*function.args, *function.keywords.values()]}
+        variables |= {"argument": [*function.args, *function.keywords.values()]}
         function = function.func
     if isinstance(function, TwoPass):
         return {**_variables(function.outputs, own), **_variables(function.loss, own)}
@@ -314,44 +346,44 @@ def _variables(function: Any, own: Sequence[Any]) -> dict[str, Any]:
     if not isinstance(
         owner, (nn.Module, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
     ):
-        found |= getattr(owner, "__dict__", {})
+        variables |= getattr(owner, "__dict__", {})
     function = getattr(function, "__func__", function)
     if isinstance(function, types.FunctionType):
         outside = inspect.getclosurevars(function)
-        found |= {**outside.globals, **outside.nonlocals}
+        variables |= {**outside.globals, **outside.nonlocals}
     return {
         f"loss_fn: {name}": _snapshot(_inside(value), depth=2)
-        for name, value in found.items()
+        for name, value in variables.items()
         if not isinstance(value, (types.ModuleType, types.FunctionType, type))
-        and not any(value is each for each in own)
+        and not any(value is owned for owned in own)
     }
 
 
 def _inside(value: Any) -> Any:
-    """Return what an object of the caller's holds, such as a criterion with a counter.
+    """Return the attributes of a user's object, such as a criterion with a counter.
 
-    All else as it is.
+    Any other value is returned as it is.
     """
     if isinstance(value, nn.Module):
-        plain = {name: each for name, each in vars(value).items() if name not in _OF_TORCH}
-        return {**plain, **dict(value.named_buffers())}
-    ours = isinstance(value, (*_PLAIN, *_CONTAINERS, Mapping, torch.Tensor)) or callable(value)
-    return vars(value) if not ours and hasattr(value, "__dict__") else value
+        attributes = {name: own for name, own in vars(value).items() if name not in _OF_TORCH}
+        return {**attributes, **dict(value.named_buffers())}
+    if isinstance(value, (*_PLAIN, *_CONTAINERS, Mapping, torch.Tensor)) or callable(value):
+        return value
+    return vars(value) if hasattr(value, "__dict__") else value
 
 
 def _snapshot(value: Any, depth: int) -> Any:
-    """Return plain values as they are and small tensors as copies, in containers to some depth.
+    """Return a value in a form that can be compared later.
 
-    All else by type.
+    Plain values stay as they are, small tensors are copied, and containers are followed to some
+    depth. Of any other value only its type counts.
     """
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.Tensor):
-        return (
-            value.detach().clone()
-            if value.numel() <= _WHOLE
-            else [value.shape, float(value.detach().double().sum())]
-        )
+        if value.numel() <= _WHOLE:
+            return value.detach().clone()
+        return [value.shape, float(value.detach().double().sum())]
     if isinstance(value, Mapping) and depth and len(value) <= _LOOKED_AT:
         return {str(key): _snapshot(entry, depth - 1) for key, entry in value.items()}
     if isinstance(value, _CONTAINERS):

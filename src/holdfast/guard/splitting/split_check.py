@@ -1,16 +1,17 @@
-"""Find out, before memory is short, whether splitting a batch leaves its gradient unchanged, and by
-which weights.
+"""Try whether splitting a batch leaves its gradient unchanged, and with which weights.
 
-The gradient over 4 samples is compared with the weighted gradients over 3 and 1 of them. If the
-loss function does not say what its mean is over, everything in the batch that it may be over is
-tried. If nothing reproduces the gradient, samples are coupled (in-batch negatives, a pairwise
-loss). Models are in training mode, but for layers such as BatchNorm, which `SplitSafety` knows.
-Parts are given the random numbers that the whole has drawn for their samples. Where that cannot be
-done, none is made but of declared items, which are then compared in evaluation mode.
+The gradient of 4 samples is compared with the weighted sum of the gradients of 3 and 1 of them. If
+the loss function does not declare what its mean is over, everything in the batch that it may be
+over is tried. If nothing reproduces the gradient, the samples are coupled (in-batch negatives, a
+pairwise loss).
 
-On the CPU this runs in a forked copy of the process, so it leaves no trace in this one. With an
-accelerator a fork is not possible; there it runs in place, only when a split is about to be made,
-and the caller puts everything back.
+Models are in training mode, except for layers such as BatchNorm, which `SplitSafety` handles. The
+parts are given the random numbers that the whole has drawn for their samples. If that is not
+possible, only losses with declared items are compared, in evaluation mode.
+
+On the CPU this runs in a forked copy of the process, so it leaves no trace in this one. A process
+that uses an accelerator cannot be forked. The trial then runs in the process itself, only when a
+split is about to be made, and the caller restores everything.
 """
 
 from __future__ import annotations
@@ -51,117 +52,135 @@ from holdfast.loader.splitting import (
     micro_batches,
     select,
     tensors_in,
-    versions_of,
 )
 from holdfast.memory import onednn
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory
+from holdfast.memory.tensors import versions_of
 from holdfast.numerics.eager import eager
 from holdfast.numerics.loss import Terms, read_loss, without_graph
 
+# The number of samples in a trial.
 _SAMPLES = 4
-# Rounding of 3 + 1 against 4 samples stays below 1e-5 in fp32; coupled losses differ by 0.01 and
-# more.
+# The largest relative difference of gradients that counts as rounding. In fp32 the rounding of
+# 3 + 1 samples against 4 stays below 1e-5; coupled losses differ by 0.01 and more.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF_TOLERANCE = 5e-2
-# A small sum beside a mean differs by less, and grows with the batch. Rounding does not reach both
-# of these.
+# A small sum added to a mean changes the gradient by less than the tolerance, but grows with the
+# batch. On the CPU in fp32, gradients or losses must therefore differ by less than this, which
+# rounding does not reach in both of them.
 _SMALL, _SMALL_OF_LOSS = 2e-5, 3e-6
-# Losses are means of terms that do not cancel, so on devices and in half precision they differ less
-# than gradients.
+# On accelerators and in half precision, losses must agree up to this share of the tolerance. They
+# are means of terms that do not cancel, so they are rounded less than gradients.
 _OF_LOSS_WHERE_ROUNDED = 0.1
-# Weights that differ by less make gradients that differ by less than a coupled loss does
+# Weights that differ by less than this change gradients by less than a coupled loss does.
 TELLING = 0.01
+# The most sets of four samples that are compared.
 _MOST_WINDOWS = 4
-# For each comparison with random numbers that all samples share; others for the next one
+# The number of comparisons with different random numbers, if samples share them.
 _SEEDS = 3
+# The most comparisons with a part that holds nothing to count, and the most samples that are
+# searched for one.
 _MOST_EMPTY, _MOST_ONE_BY_ONE = 2, 256
-_LOOKED_THROUGH = 64  # windows: cutting and counting one takes a tenth of a millisecond
+# The most sets of four samples that are searched for one that tells weightings apart. Cutting and
+# counting one takes 0.1 ms.
+_LOOKED_THROUGH = 64
 _NOT_REPEATABLE = (
     "called again, the loss gives another gradient: it carries state, or its random numbers cannot"
     " be given to parts (a permutation, a generator of numpy), so that it cannot be tried whether"
     " these make up the whole"
 )
-# Shares of a micro-batch in the first of the two parts that it is compared with
+# The share of a micro-batch that is in the first of its two parts, in the two comparisons.
 _HALVES, _QUARTERS = 0.5, 0.75
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
-# Each sample's own; for all samples together, which each part then draws anew; or they could not be
-# given to parts.
+# What the loss draws: no random numbers, some for each sample, some that all samples share (each
+# part then draws its own), or some that could not be given to the parts.
 Draw: TypeAlias = Literal["none", "own", "shared", "unknown"]
-_DRAWS: tuple[Draw, ...] = ("none", "own", "shared", "unknown")  # from best to worst
+# From best to worst.
+_DRAWS: tuple[Draw, ...] = ("none", "own", "shared", "unknown")
 Outcome: TypeAlias = Literal["exact", "coupled", "random", "trusted", "unknown"]
-# Unknown yields to any other
+# Any other outcome replaces "unknown".
 _FROM_BEST_TO_WORST: tuple[Outcome, ...] = ("unknown", "exact", "random", "coupled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitCheckResult:
-    """What a check has shown.
+    """The result of a check.
 
-    ``"exact"``: splitting keeps the gradient. ``"coupled"``: it does not, or that could not be
-    shown. ``"random"``: it would with the same random numbers, or the caller says so.
-    ``"trusted"``: the caller says that it is exact. ``"unknown"``: it could not be tried.
+    The outcomes are ``"exact"``: splitting keeps the gradient; ``"coupled"``: it does not, or that
+    could not be shown; ``"random"``: it would with the same random numbers, or the user says so;
+    ``"trusted"``: the user says that it is exact; ``"unknown"``: it could not be tried.
     """
 
     outcome: Outcome
-    # Relative L2 difference of the gradients, weighted as they will be
+    # The relative L2 difference of the gradients, weighted as they will be in training.
     difference: float = float("nan")
-    # The loss function says what its mean is over, or takes the outputs of all samples
+    # Whether the loss function declares what its mean is over, or takes the outputs of all samples.
     declared: bool = False
-    changes_batch: bool = False  # the loss function changes the tensors of its batch
-    # Name of a buffer, other than running statistics, that a forward pass changes
+    # Whether the loss function changes the tensors of its batch.
+    changes_batch: bool = False
+    # The name of a buffer, other than running statistics, that a forward pass changes.
     changed_buffer: str = ""
-    # For ``"unknown"``, what went wrong; for ``"coupled"``, why it could not be shown
+    # For "unknown" what went wrong; for "coupled" why it could not be shown.
     why: str = ""
-    draws: Draw = "none"  # random numbers in training
-    # For ``"unknown"``, whether that was, or may have been, a lack of memory
+    # The random numbers in training.
+    draws: Draw = "none"
+    # For "unknown", whether a lack of memory was the reason, or may have been.
     short_of_memory: bool = False
-    # Weightings by which the parts make up the whole, the most usual first
+    # The weightings that reproduce the gradient, the most common first, and those that do not.
     held: tuple[Weighting, ...] = ()
-    failed: tuple[Weighting, ...] = ()  # weightings by which they do not
-    side_effects: tuple[str, ...] = ()  # attributes of modules that each forward pass changes
-    # The function by which the loss selects samples, such as ``"topk"``; empty: none
+    failed: tuple[Weighting, ...] = ()
+    # The names of attributes that each forward pass changes.
+    side_effects: tuple[str, ...] = ()
+    # The function by which the loss selects samples, such as "topk"; empty if it selects none.
     selects: str = ""
-    called: Called | None = None  # what the loss function called that is the guard's to call
-    not_made: bool = False  # for ``"unknown"``: this process could not be copied for the trial
+    # What the loss function has called that only the guard may call.
+    called: Called | None = None
+    # For "unknown", whether the process could not be forked for the trial.
+    not_made: bool = False
 
     def weighting(self) -> Weighting:
-        """Return what the parts of a batch are weighted by, where the loss function does not say
-        it.
-        """
+        """Return what the parts of a batch are weighted by, if no items are declared."""
         return self.held[0] if self.held else SAMPLES
 
     def may_turn_wrong(self) -> bool:
-        """Return whether splitting may change the gradient later, although it did not in the
-        trials.
+        """Return whether splitting may change the gradient later, though no trial has shown it.
 
-        A loss that chooses samples may have chosen all of them so far. Of a sum over the samples
-        that a threshold chooses, each part adds its own.
+        A loss that selects samples may have selected all of them so far. A sum over samples that
+        exceed a threshold is no such loss, since each part adds its own samples.
         """
         is_sum = not self.declared and self.weighting().kind == "sum"
         return bool(self.selects) and not (is_sum and self.selects == MASK)
 
     def facts(self) -> dict[str, Any]:
-        """Return what is worth recording, as JSON values."""
-        found = asdict(self)
-        found["held"] = [str(weighting) for weighting in self.held]
-        return {
-            name: value
-            for name, value in found.items()
-            if name not in ("failed", "side_effects", "called", "not_made")
-        }
+        """Return the fields to record, as JSON values."""
+        facts = asdict(self)
+        facts["held"] = [str(weighting) for weighting in self.held]
+        for name in ("failed", "side_effects", "called", "not_made"):
+            del facts[name]
+        return facts
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SplitCheckResult:
-        """Rebuild a verdict from ``asdict`` of it."""
-        lists = {
-            name: tuple(Weighting(**{**each, "keys": tuple(each["keys"])}) for each in values[name])
-            for name in ("held", "failed")
-        }
-        return cls(**{**values, **lists, "side_effects": tuple(values["side_effects"])})
+        """Return a result from the value of ``asdict``, after it was sent as JSON."""
+        restored = dict(values)
+        for name in ("held", "failed"):
+            restored[name] = tuple(
+                Weighting(**{**weighting, "keys": tuple(weighting["keys"])})
+                for weighting in values[name]
+            )
+        restored["side_effects"] = tuple(values["side_effects"])
+        return cls(**restored)
 
 
 def merged(verdicts: Sequence[SplitCheckResult], **facts: Any) -> SplitCheckResult:
-    """Return what verdicts promise together: the least. A weighting holds if it never failed."""
+    """Return the result of several checks together, which is the worst of them.
+
+    A weighting holds if it held in a check and failed in none.
+
+    Args:
+        verdicts: The results.
+        **facts: Fields of the result to set.
+    """
     chosen = max(verdicts, key=lambda verdict: _FROM_BEST_TO_WORST.index(verdict.outcome))
     failed = tuple(dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.failed))
     every = dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.held)
@@ -180,7 +199,7 @@ def merged(verdicts: Sequence[SplitCheckResult], **facts: Any) -> SplitCheckResu
         "selects": next((verdict.selects for verdict in verdicts if verdict.selects), ""),
     }
     if chosen.outcome in ("exact", "random") and failed and not held:
-        # What held for one batch failed for another
+        # Every weighting that held for one batch failed for another.
         together |= {"outcome": "coupled", "difference": math.nan}
     elif chosen.outcome == "exact":
         together["difference"] = max(
@@ -190,52 +209,63 @@ def merged(verdicts: Sequence[SplitCheckResult], **facts: Any) -> SplitCheckResu
 
 
 class _Difference(NamedTuple):
-    """How far the parts of a batch are from the whole."""
+    """The relative differences between the parts of a batch and the whole."""
 
-    of_gradients: float  # L2 norm, relative
-    of_losses: float  # relative
+    # That of the gradients, in L2 norm.
+    of_gradients: float
+    of_losses: float
 
 
 @dataclass(slots=True, kw_only=True)
 class SplitCheck:
-    """What is tried out."""
+    """A check of one loss function."""
 
-    loss_fn: Callable[[Any], Any]  # is given copies
+    # The loss function, which receives copies of the batch.
+    loss_fn: Callable[[Any], Any]
+    # Where the batch dimension is.
     split: Split
-    states: StateKeeper  # what is as before for each evaluation; it is compared after each
+    # Keeps states that are restored before each evaluation, and compared after it.
+    states: StateKeeper
     models: Mapping[str, nn.Module]
-    # Whose gradients are compared; their ``.grad`` is overwritten and emptied
+    # The parameters whose gradients are compared. Their ``.grad`` is overwritten and then cleared.
     parameters: Sequence[torch.Tensor]
-    # The context in which a loss function is called
+    # Returns the context in which a loss function is called.
     calling: Callable[[], contextlib.AbstractContextManager[Any]]
-    rounds_to_half: bool  # whether that context rounds to half precision
-    # Whether this process is a copy that is thrown away, so that side effects can be looked for
+    # Whether that context computes in half precision.
+    rounds_to_half: bool
+    # Whether this process is a copy that is thrown away, so that side effects can be tried.
     in_a_copy: bool
-    # What the mean of the loss was found to be over in earlier batches
+    # The weightings that held in earlier batches.
     known: Sequence[Weighting] = ()
-    has_passed: bool = False  # whether splitting kept the gradient in earlier batches
+    # Whether splitting kept the gradient in earlier batches.
+    has_passed: bool = False
     _draws: Draws | None = field(default=None, init=False)
     _seed: int = field(default=0, init=False)
     _buffers: BufferKeeper | None = field(default=None, init=False)
-    # Declares items, changes its batch
+    # Whether the loss function declares items, and whether it changes its batch.
     _seen: tuple[bool, bool] = field(default=(False, False), init=False)
-    # Share of the samples in the first part of what is compared. None: all but one.
+    # The share of the samples that is in the first part; None for all but one sample.
     _first_share: float | None = field(default=None, init=False)
-    # Found: states that the parts leave otherwise than the whole
+    # The names of states that differ after the parts from those after the whole.
     uneven: list[str] = field(default_factory=list)
 
     def run(self, batch: Any, size: int, empty: int | None = None) -> SplitCheckResult:
-        """Compare samples from the beginning and from all over a batch, and more where candidates
-        disagree.
+        """Compare several sets of four samples of a batch.
 
-        `empty` is a sample that is known to hold nothing that counts, by the loss function's own
-        word.
+        They are the first samples, some from all over the batch, and those by which the candidates
+        for the weighting can be told apart.
+
+        Args:
+            batch: The batch.
+            size: The number of samples in it.
+            empty: The position of a sample for which the loss function declares no items, or None.
         """
         self.states.keep()
         windows = [
             w for w, few in micro_batches(batch, size, min(_SAMPLES, size), self.split) if few > 1
         ]
-        if not callable(self.split) and size > _SAMPLES:  # what is far apart in a batch may differ
+        if not callable(self.split) and size > _SAMPLES:
+            # Samples that are far apart in the batch may differ more.
             windows[1:] = [
                 *windows[1:-1],
                 select(batch, size, [0, 1, size // 2, size - 1], self.split),
@@ -255,12 +285,16 @@ class SplitCheck:
         )
 
     def compare_halves(self, part: Any, size: int) -> SplitCheckResult:
-        """Compare the gradient of a micro-batch, of a size that fits, with that of its two halves.
+        """Compare the gradient of a micro-batch with that of its two halves.
 
-        A loss may begin to couple samples, or to choose among them, long after the trials of the
-        first steps. Four samples show that less often than a whole micro-batch does. The largest
-        quarter of eight losses is that of both halves if these hold one of the two each: so that is
-        followed by a cut into three quarters and one.
+        A loss may begin to couple samples, or to select some of them, long after the first steps.
+        Four samples show that less often than a whole micro-batch does. The halves alone are not
+        enough: the largest quarter of eight losses is the same if each half holds one of the two.
+        So a cut into three quarters and one quarter follows.
+
+        Args:
+            part: A micro-batch of a size that has fitted into memory before.
+            size: The number of samples in it.
         """
         self.states.keep()
         weightings = list(dict.fromkeys([*find_weightings(part, size), *self.known]))
@@ -278,24 +312,26 @@ class SplitCheck:
 
     @contextlib.contextmanager
     def _trying(self) -> Iterator[None]:
-        """Run evaluations in training mode, except for layers that mix samples, and restore
-        buffers and states.
+        """Surround evaluations, in training mode except for layers that mix samples.
+
+        Buffers and states are restored at the end.
         """
         self._buffers = BufferKeeper(dict(self.models))
         self._buffers.keep()
-        # The dropout of attention is to be drawn where it can be seen, not inside a kernel.
+        # Fused attention kernels draw their dropout where it cannot be recorded.
         plain = sdpa_kernel(SDPBackend.MATH) if self._devices() else contextlib.nullcontext()
         with _modes(self.models.values(), mixing_layers), plain, torch.enable_grad():
             yield
         self._begin(0)
 
     def look(self, batch: Any, size: int | None, *, logs_too: bool = False) -> SplitCheckResult:
-        """Return only what a forward pass over some samples leaves behind.
+        """Return only the side effects of a forward pass.
 
-        Over all, if they cannot be cut.
-
-        `logs_too`: also what has no effect on the next loss: a log, or a counter that may have one
-        later.
+        Args:
+            batch: The batch.
+            size: The number of samples in it, of which four are used; None to use all of them.
+            logs_too: Whether to include changes without effect on the next loss, such as a log, or
+                a counter that may have an effect later.
         """
         self.states.keep()
         few = (
@@ -345,10 +381,7 @@ class SplitCheck:
     def _with_an_empty_sample(
         self, batch: Any, size: int, weightings: Sequence[Weighting], empty: int | None
     ) -> list[SplitCheckResult]:
-        """Compare three samples and one that holds nothing to count.
-
-        It may have a loss all the same.
-        """
+        """Compare three samples and one that holds nothing to count, but may have a loss."""
         one_by_one = micro_batches(batch, size, 1, self.split)[:_MOST_ONE_BY_ONE]
         chosen = [
             tuple(with_an_empty_one(weighting, one_by_one, _SAMPLES)) for weighting in weightings
@@ -365,10 +398,13 @@ class SplitCheck:
     def _of_one_label(
         self, window: Any, batch: Any, weightings: Sequence[Weighting]
     ) -> list[SplitCheckResult]:
-        """Compare these samples as if all had the rarest label of the batch, which 4 samples
-        seldom show.
+        """Compare these samples as if all of them had the rarest label of the batch.
+
+        Four samples seldom have the same label. With a loss that compares labels, that matters.
         """
-        size, before, labels = batch_size(batch, self.split), len(self.uneven), []
+        size = batch_size(batch, self.split)
+        uneven_before = len(self.uneven)
+        labels = []
 
         def relabelled(leaf: Any, whole: Any) -> Any:
             if (
@@ -384,23 +420,23 @@ class SplitCheck:
         found = []
         self._begin(0)
         states = self.states.now()
-        # They may be lengths, or rows of a table, and fit nothing else
+        # The integers may be lengths or row numbers instead of labels, so that others fail.
         with contextlib.suppress(Exception):
             alike = pytree.tree_map(relabelled, window, batch)
             if labels:
                 found.append(self._compare(alike, weightings, SplitCheck._difference))
-        # They may be those of a state, which passes write
-        rows = not same(states, self.states.now())
-        del self.uneven[before:]
+        # They may be row numbers of a state, to which the loss function writes.
+        are_rows = not same(states, self.states.now())
+        del self.uneven[uneven_before:]
         self._clear()
-        if rows or not found or found[0].why:  # what is not known here shows elsewhere
+        if are_rows or not found or found[0].why:
             return []
-        differs = f"differs by {found[0].difference:.1%} from that over 3 + 1 of them"
-        why = (
-            f"the gradient over 4 samples of one label {differs}"
-            if found[0].outcome == "coupled"
-            else ""
-        )
+        why = ""
+        if found[0].outcome == "coupled":
+            why = (
+                "the gradient over 4 samples of one label differs by"
+                f" {found[0].difference:.1%} from that over 3 + 1 of them"
+            )
         return [replace(found[0], why=why)]
 
     def _cut(self, window: Any) -> _Parts:
@@ -411,8 +447,9 @@ class SplitCheck:
         return micro_batches(window, few, first, self.split)
 
     def _compare_if_it_fits(self, window: Any, weightings: Sequence[Weighting]) -> SplitCheckResult:
-        """Compare gradients of 4 samples, else of 2, else only their losses, which needs far
-        less memory.
+        """Compare the gradients of 4 samples, or of 2, or only the losses of 2.
+
+        The next one is tried if memory does not suffice for the one before.
         """
         pair = micro_batches(window, batch_size(window, self.split), 2, self.split)[0][0]
         gradients, losses = SplitCheck._difference, SplitCheck._difference_of_losses
@@ -432,11 +469,12 @@ class SplitCheck:
     def _compare(
         self, window: Any, weightings: Sequence[Weighting], compare: _Compared
     ) -> SplitCheckResult:
-        """Compare these samples as a whole with all but one and the last one, by each weighting."""
+        """Compare some samples with their two parts, for each weighting."""
         found = self._compare_as_it_is(window, weightings, compare)
         if found.draws != "unknown" or not found.declared:
             return found
-        with _modes(self.models.values(), nn.Module.modules):  # it may be drawn in training alone
+        # The loss may draw random numbers in training mode only.
+        with _modes(self.models.values(), nn.Module.modules):
             found = self._compare_as_it_is(window, weightings, compare)
         if found.outcome in ("exact", "random"):
             return replace(
@@ -456,8 +494,9 @@ class SplitCheck:
             draws = Draws(self._devices(), self._least_tolerance(), self._seed, in_order=in_order)
             try:
                 found = self._compare_with(draws, window, weightings, compare)
-            # What is drawn for one sample after the other is the same all by itself
             except NotRepeatableError:
+                # Numbers that are drawn for one sample after the other are the same for parts
+                # without any help.
                 found = self._compare_with(None, window, weightings, compare)
                 return (
                     replace(found, outcome="random", draws="own")
@@ -469,7 +508,7 @@ class SplitCheck:
 
         found = drawn()
         for _ in range(1, _SEEDS):
-            # It may decide whether samples are mixed
+            # The shared numbers may decide whether samples are mixed, so others are tried too.
             if found.outcome == "random" and found.draws == "shared":
                 self._seed += 1
                 found = merged([found, drawn()])
@@ -478,8 +517,17 @@ class SplitCheck:
     def _compare_with(
         self, draws: Draws | None, window: Any, weightings: Sequence[Weighting], compare: _Compared
     ) -> SplitCheckResult:
+        """Compare some samples with their two parts, for each weighting.
+
+        Args:
+            draws: The random numbers to repeat in the parts; None to repeat none.
+            window: The samples.
+            weightings: The candidates for the weighting, unless items are declared.
+            compare: Compares the whole with the parts.
+        """
         self._draws = draws
-        whole, parts = [(window, batch_size(window, self.split))], self._cut(window)
+        whole = [(window, batch_size(window, self.split))]
+        parts = self._cut(window)
         by_samples = compare(self, whole, parts, SAMPLES, 0)
         declared, changes = self._seen
         if math.isnan(by_samples.of_gradients):
@@ -487,50 +535,60 @@ class SplitCheck:
             return SplitCheckResult(
                 outcome="unknown", declared=declared, changes_batch=changes, why=why
             )
-        found: dict[Any, _Difference] = {shares(SAMPLES, parts): by_samples}
-        weights = {} if declared else {each: shares(each, parts) for each in weightings}
-        for each, weight in weights.items():
-            if weight is not None and weight not in found:
-                found[weight] = compare(self, whole, parts, each, 0)
-        held = [
-            each
-            for each, weight in weights.items()
-            if weight is not None and self._fits(found[weight])
-        ]
-        outcome: Outcome = "exact" if held or (declared and self._fits(by_samples)) else "coupled"
+        # Several weightings may give the parts the same weights, which are compared once.
+        differences: dict[Any, _Difference] = {shares(SAMPLES, parts): by_samples}
+        held: dict[Weighting, _Difference] = {}
+        failed: list[Weighting] = []
+        for weighting in () if declared else weightings:
+            weights = shares(weighting, parts)
+            if weights is None:
+                # The samples hold nothing of it, so it cannot be tried.
+                continue
+            if weights not in differences:
+                differences[weights] = compare(self, whole, parts, weighting, 0)
+            if self._fits(differences[weights]):
+                held[weighting] = differences[weights]
+            else:
+                failed.append(weighting)
+
+        outcome: Outcome = "coupled"
+        if held or (declared and self._fits(by_samples)):
+            outcome = "exact"
         why = ""
-        drawn: Draw = (
-            "none" if draws is None or not draws.drew else "shared" if draws.shared else "own"
-        )
+        drawn = _kind_of(draws)
         if outcome == "exact" and drawn != "none":
             outcome = "random"
         elif outcome == "coupled" and self._is_unrepeatable(draws, whole, compare):
             drawn = "unknown"
-            outcome, why = ("random", "") if declared else ("coupled", _NOT_REPEATABLE)
+            if declared:
+                outcome = "random"
+            else:
+                why = _NOT_REPEATABLE
+        difference = next(iter(held.values()), by_samples)
         return SplitCheckResult(
             outcome=outcome,
-            difference=(found[weights[held[0]]] if held else by_samples).of_gradients,
+            difference=difference.of_gradients,
             declared=declared,
             changes_batch=changes,
             why=why,
             draws=drawn,
             held=tuple(held),
-            # What these samples hold nothing of was not tried.
-            failed=tuple(
-                each for each, weight in weights.items() if each not in held and weight is not None
-            ),
+            failed=tuple(failed),
         )
 
-    def _fits(self, found: _Difference) -> bool:
-        fine = found.of_gradients <= _SMALL or found.of_losses <= _SMALL_OF_LOSS
-        # TF32 rounds by more
-        measures = not self._devices() and self._least_tolerance() != _HALF_TOLERANCE
-        return found.of_gradients <= self._least_tolerance() and (fine or not measures)
+    def _fits(self, difference: _Difference) -> bool:
+        """Return whether a difference is only rounding."""
+        # False for NaN too.
+        is_within_tolerance = difference.of_gradients <= self._least_tolerance()
+        if not is_within_tolerance:
+            return False
+        if self._devices() or self._least_tolerance() == _HALF_TOLERANCE:
+            # TF32 and half precision round by more than the following limits.
+            return True
+        return difference.of_gradients <= _SMALL or difference.of_losses <= _SMALL_OF_LOSS
 
     def _is_unrepeatable(self, draws: Draws | None, whole: _Parts, compare: _Compared) -> bool:
-        """Say whether the whole differs from itself, so that parts that differ from it prove
-        nothing.
-        """
+        """Return whether the whole differs from itself, so that different parts prove nothing."""
         if draws is not None and draws.outside_torch:
             return True
         if isinstance(self.loss_fn, TwoPass) and not self._fits(
@@ -545,7 +603,10 @@ class SplitCheck:
     def _difference(
         self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int
     ) -> _Difference:
-        """Compare gradients and losses; NaN if the gradient of the whole is zero or not finite."""
+        """Compare gradients and losses.
+
+        The difference of gradients is NaN if that of the whole is zero or not finite.
+        """
         self._clear()
         self._begin(0, whole)
         expected = self._accumulate(whole, whole, SAMPLES)
@@ -567,10 +628,10 @@ class SplitCheck:
         return _Difference(_finite_or_inf(self._norm() / norm), of_losses)
 
     def _is_rounding(self, expected: float, found: float) -> bool:
-        """Say whether two losses are the same sum, whatever their gradients.
+        """Return whether two losses are equal up to rounding, so that their gradients do not count.
 
-        Near a minimum the gradients of samples cancel and what is left of them is rounding, and a
-        loss near zero is the rounding of its logits: neither says that samples are coupled.
+        Near a minimum the gradients of samples cancel, and what remains is rounding. A loss near
+        zero is the rounding of its logits. Neither shows that samples are coupled.
         """
         is_exact = not self._devices() and self._least_tolerance() != _HALF_TOLERANCE
         allowed = _SMALL_OF_LOSS if is_exact else self._least_tolerance() * _OF_LOSS_WHERE_ROUNDED
@@ -579,12 +640,10 @@ class SplitCheck:
     def _difference_of_losses(
         self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int
     ) -> _Difference:
-        """Compare losses in place of gradients.
-
-        Coupled samples change them too, but for rare constructions.
-        """
+        """Compare only losses, which coupled samples change too, with rare exceptions."""
         if isinstance(self.loss_fn, TwoPass):
-            return _Difference(0.0, 0.0)  # one loss of all samples, whatever the parts
+            # The loss of all samples is computed at once, whatever the parts are.
+            return _Difference(0.0, 0.0)
 
         def value(parts: _Parts, weighting: Weighting) -> float:
             return math.fsum(
@@ -599,10 +658,7 @@ class SplitCheck:
         return _Difference(gap if math.isfinite(expected) else math.nan, 0.0)
 
     def _accumulate(self, parts: _Parts, whole: _Parts, weighting: Weighting) -> float:
-        """Add the gradient of the mean over these parts to ``.grad``, part by part.
-
-        Return that mean.
-        """
+        """Add the gradient of the mean over some parts to ``.grad``, and return the mean."""
         if isinstance(self.loss_fn, TwoPass) and parts is not whole:
             run = TwoPassRun(
                 call=self._called,
@@ -614,7 +670,8 @@ class SplitCheck:
             return float(run.accumulate(self.loss_fn, whole[0][0], parts).total().detach())
         losses = self._losses(parts, weighting)
         for loss in losses:
-            if loss.requires_grad:  # else nothing in these samples counts
+            # A part without anything that counts has no gradient.
+            if loss.requires_grad:
                 with contextlib.nullcontext() if self._draws is None else self._draws.backward():
                     loss.backward(inputs=self._reached())  # type: ignore[no-untyped-call]
         return math.fsum(float(loss.detach()) for loss in losses)
@@ -625,7 +682,7 @@ class SplitCheck:
     def _losses(
         self, parts: _Parts, weighting: Weighting, *, needs_graph: bool = True
     ) -> list[torch.Tensor]:
-        """Return the loss of each part, weighted by what is declared, else by `weighting`."""
+        """Return the loss of each part, weighted by its declared items or by `weighting`."""
         read, first = [], 0
         for part, samples in parts:
             with (
@@ -640,7 +697,7 @@ class SplitCheck:
         terms = [each for each, _ in read]
         rows = [[weight] for weight in shares(weighting, parts) or (0.0,) * len(parts)]
         if terms[0].declared:
-            counts = [each.read()[1] for each in terms]
+            counts = [part_terms.read()[1] for part_terms in terms]
             totals = [sum(column) for column in zip(*counts, strict=True)]
             rows = [
                 [count / (total or 1.0) for count, total in zip(row, totals, strict=True)]
@@ -655,12 +712,16 @@ class SplitCheck:
         ]
 
     def _terms(self, part: Any, samples: int, *, needs_graph: bool = True) -> tuple[Terms, bool]:
-        """Return what the loss function says about a copy, and whether it has changed the copy."""
-        given = copied(part)
-        tensors = tensors_in(given)
+        """Call the loss function with a copy of a part.
+
+        Returns:
+            The terms of the loss, and whether the function has changed the copy.
+        """
+        copy = copied(part)
+        tensors = tensors_in(copy)
         versions = versions_of(tensors)
         with self.calling():
-            terms = read_loss(self.loss_fn(given), samples, needs_graph=needs_graph)
+            terms = read_loss(self.loss_fn(copy), samples, needs_graph=needs_graph)
         return terms, versions_of(tensors) != versions
 
     def _called(self, function: Callable[[Any], Any], part: Any) -> Any:
@@ -688,7 +749,11 @@ class SplitCheck:
             # which is exact.
             reaching = finder.reaching(terms.means)
             selections.append(
-                [each for each in reaching if not (terms.declared and each.function == MASK)]
+                [
+                    selection
+                    for selection in reaching
+                    if not (terms.declared and selection.function == MASK)
+                ]
             )
         whole, part = selections
         if len(whole) != len(part):
@@ -703,10 +768,7 @@ class SplitCheck:
         return next(iter(grown), "")
 
     def _forward_once(self, window: Any) -> float:
-        """Run the loss function in training mode and return the loss.
-
-        Where memory is too short for that, NaN.
-        """
+        """Run the loss function in training mode and return the loss; NaN if memory is short."""
         terms = self._terms_once(window)
         return math.nan if terms is None else float(terms.total().detach())
 
@@ -727,8 +789,9 @@ class SplitCheck:
             return None
 
     def _find_changed_buffer(self, window: Any) -> str:
-        """Return the name of a buffer, other than running statistics, that a forward pass
-        changes, or "".
+        """Return the name of a buffer that a forward pass changes, or an empty string.
+
+        Running statistics do not count.
         """
         if not any(True for model in self.models.values() for _ in model.buffers()):
             return ""
@@ -754,9 +817,11 @@ class SplitCheck:
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def _begin(self, seed: int, whole: _Parts | None = None) -> None:
-        """Let an evaluation begin where every other does.
+        """Restore the state in which all evaluations begin.
 
-        If it is of the whole, note what is drawn.
+        Args:
+            seed: A number that changes the random numbers.
+            whole: The whole, if its draws will be recorded; None for parts.
         """
         self.states.put_back()
         if self._buffers is not None:
@@ -774,15 +839,20 @@ class SplitCheck:
 
 
 def _why_apart(found: SplitCheckResult, size: int) -> str:
-    """Return a sentence about the difference between a micro-batch and its parts if it is too
-    large.
-    """
+    """Return a sentence about the difference between a micro-batch and its parts, if too large."""
     if found.outcome != "coupled":
         return ""
     share = "is finite, and that over its parts is not"
     if math.isfinite(found.difference):
         share = f"differs by {found.difference:.2%} from that over two parts of it"
     return f"the gradient over a micro-batch of {size} samples {share}"
+
+
+def _kind_of(draws: Draws | None) -> Draw:
+    """Return which kind of random numbers the loss has drawn."""
+    if draws is None or not draws.drew:
+        return "none"
+    return "shared" if draws.shared else "own"
 
 
 _Compared: TypeAlias = Callable[[SplitCheck, _Parts, _Parts, Weighting, int], _Difference]
@@ -796,9 +866,13 @@ def _finite_or_inf(difference: float) -> float:
 def _modes(
     models: Iterable[nn.Module], of: Callable[[nn.Module], Iterable[nn.Module]]
 ) -> Iterator[None]:
-    """Set what `of` returns of each model to evaluation.
+    """Set some modules to evaluation mode, and switch off the dropout of recurrent layers.
 
-    No recurrent layer drops anything, which is not repeated.
+    The random numbers of recurrent layers cannot be repeated for parts.
+
+    Args:
+        models: The models.
+        of: Returns the modules of a model to set to evaluation mode.
     """
     models = list(models)
     modes = {module: module.training for model in models for module in of(model)}
@@ -806,7 +880,7 @@ def _modes(
     dropout = {module: module.dropout for module in every if isinstance(module, nn.RNNBase)}
     try:
         for module in modes:
-            # cuDNN refuses the backward of a recurrent layer in evaluation: only its dropout goes.
+            # cuDNN refuses backward of a recurrent layer in evaluation mode.
             module.training = module in dropout
         for module in dropout:
             module.dropout = 0.0
@@ -819,9 +893,7 @@ def _modes(
 
 
 def mixing_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that take statistics over the samples of one forward pass, as the model
-    is now.
-    """
+    """Return the layers that currently compute statistics over the samples of a forward pass."""
     return [
         module
         for module in model.modules()
@@ -832,46 +904,48 @@ def mixing_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def in_a_copy(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
-    """Return the verdict of a copy of this process.
+    """Run a check in a forked copy of this process, and return its result.
 
-    If it was short of memory, that of another one without oneDNN.
-
-    Other sizes need new kernels, and each is kept. Where memory for one is refused, oneDNN makes no
-    more of them in that process, or ends it.
+    If memory is short, it is run again in another copy, without oneDNN. oneDNN creates and keeps a
+    kernel for each new size. If memory for one is refused, it creates no more kernels in that
+    process, or ends it.
     """
-    found = _asked(run)
-    if found.short_of_memory and onednn.is_on():
+    result = _result_of_copy(run)
+    if result.short_of_memory and onednn.is_on():
 
         def without_onednn() -> SplitCheckResult:
-            onednn.switch_off()  # in a copy, which is thrown away
+            # Only in the copy, which is thrown away.
+            onednn.switch_off()
             return run()
 
-        found = _asked(without_onednn)
-    return found
+        result = _result_of_copy(without_onednn)
+    return result
 
 
-def _asked(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
+def _result_of_copy(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
     try:
         return SplitCheckResult.from_json(run_in_forked_copy(lambda: asdict(run())))
     except NoAnswer as error:
         return SplitCheckResult(
             outcome="unknown", why=str(error), short_of_memory=error.died, not_made=error.not_made
         )
-    except MemoryError as error:  # of this process, around the copy
+    except MemoryError as error:
+        # In this process, while it forked the copy or read its result.
         return SplitCheckResult(
             outcome="unknown", why=f"no memory for a copy of this process ({error})", not_made=True
         )
 
 
 def attempted(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
-    """Return the verdict, or say why there is none."""
+    """Return the result of a check, or the reason why there is none."""
     try:
-        # Its sizes would be compiled for, and a copy of this process has no threads that compile
+        # Otherwise code would be compiled for the sizes of the trial, and a forked copy has no
+        # threads that compile.
         with eager():
             return run()
     except CalledInsideError as error:
         return SplitCheckResult(outcome="unknown", called=error.called)
-    except Exception as error:  # noqa: BLE001 - whatever the caller's loss does with 3 samples is an answer
+    except Exception as error:  # noqa: BLE001 - the user's loss may raise anything for 3 samples
         first = (str(error).strip().splitlines() or [""])[0]
         short = find_out_of_memory(error) is not None
         return SplitCheckResult(

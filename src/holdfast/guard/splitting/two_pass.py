@@ -1,14 +1,13 @@
-"""Split a loss that compares samples with each other.
+"""Split a batch although its loss compares samples with each other.
 
-Outputs of all parts first, then one loss, then its backward.
+    pass 1    compute the outputs of each part, without a graph
+    loss      compute the loss of the outputs of all samples, and its gradient with respect to them
+    pass 2    compute each part again with the same random numbers, and run backward with its slice
+              of that gradient
 
-    pass 1    outputs of each part, without a graph
-    loss      over the outputs of all samples, and its gradient with respect to them
-    pass 2    each part once more, with its random numbers, and its slice of that gradient sent back
-
-Exact wherever the outputs of a sample depend on that sample alone. It costs one more forward pass
-of each part. After Gao et al., "Scaling deep contrastive learning batch size under memory limited
-setup" (2021), for any loss.
+The gradient is exact if the outputs of a sample depend on that sample alone. Every part needs one
+more forward pass. The method is that of Gao et al., "Scaling deep contrastive learning batch size
+under memory limited setup" (2021), for any loss.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from holdfast.core.errors import BatchError
+from holdfast.core.text import counted
 from holdfast.guard.state.buffers import BufferKeeper
 from holdfast.loader.random_state import capture, restore
 from holdfast.numerics.loss import Terms, read_loss
@@ -28,16 +28,15 @@ from holdfast.numerics.loss import Terms, read_loss
 
 @dataclass(frozen=True, slots=True)
 class TwoPass:
-    """A loss function in two halves, so that a batch can be split although its samples are
-    compared.
+    """A loss function in two parts, for a loss that compares samples with each other.
 
     Args:
-        outputs: Takes a batch, or a part of one, and returns any pytree of tensors whose first
-            dimension is the batch. The outputs of a sample must not depend on other samples. It may
-            run twice for each part.
-        loss: Takes the outputs of all samples and the whole batch, and returns what a loss function
-            may return. It runs once in a step, and may use parameters itself, such as a
-            temperature.
+        outputs: A function that takes a batch, or a part of one, and returns a pytree of tensors
+            whose first dimension is the batch. The outputs of a sample must not depend on other
+            samples. It may be called twice for each part.
+        loss: A function that takes the outputs of all samples and the whole batch, and returns
+            what any loss function may return. It is called once per attempt, and may use parameters
+            itself, such as a temperature.
 
     Example:
         >>> spread = TwoPass(lambda x: 2 * x, lambda outputs, batch: outputs.std())
@@ -59,66 +58,81 @@ Inputs = Callable[[], Sequence[torch.Tensor] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoPassRun:
-    """How the two passes are carried out."""
+    """What is needed to carry out the two passes."""
 
-    call: Call  # calls a function with a batch or a part, in the contexts that a forward pass needs
-    # Of a loss into these; None: everywhere
+    # Calls a function with a batch or a part, in the contexts that a forward pass needs.
+    call: Call
+    # Runs backward of a loss into some tensors; None means all.
     backward: Callable[[torch.Tensor, Sequence[torch.Tensor] | None], None]
-    # Returns a keeper of buffers and states, which shall move once for each part
+    # Returns a new keeper of buffers and states, which must change only once for each part.
     keeper: Callable[[], BufferKeeper]
-    devices: Sequence[torch.device]  # whose random state counts
-    inputs: Inputs  # where gradients may go, asked before each backward
+    # The accelerators whose random state is restored.
+    devices: Sequence[torch.device]
+    # Returns the parameters that may receive gradients, before each backward pass.
+    inputs: Inputs
 
     def accumulate(
         self, split_loss: TwoPass, batch: Any, parts: Sequence[tuple[Any, int]]
     ) -> Terms:
         """Add the gradient of the loss over all samples to ``.grad``, part by part.
 
-        Return that loss.
+        Buffers and random state end as if the outputs and the loss were computed once.
+
+        Args:
+            split_loss: The loss function.
+            batch: The whole batch.
+            parts: Its parts, with the number of samples in each.
+
+        Returns:
+            The loss over all samples.
         """
-        buffers_at_first, buffers_at_last = self.keeper(), self.keeper()
-        buffers_at_first.keep()
+        first_buffers = self.keeper()
+        first_buffers.keep()
         joined, states = self._first_pass(split_loss, parts)
         terms = read_loss(
-            self.call(lambda given: split_loss.loss(joined, given), batch),
+            self.call(lambda whole: split_loss.loss(joined, whole), batch),
             sum(samples for _, samples in parts),
         )
-        leaves = [each for each in pytree.tree_leaves(joined) if isinstance(each, torch.Tensor)]
-        reached = self.inputs()
-        self.backward(
-            terms.total(),
-            (
-                None
-                if reached is None
-                else [*(each for each in leaves if each.requires_grad), *reached]
-            ),
-        )
-        buffers_at_last.keep()
-        random_at_last = capture(self.devices)
-        buffers_at_first.put_back()
+        inputs = self.inputs()
+        if inputs is not None:
+            outputs = [
+                leaf
+                for leaf in pytree.tree_leaves(joined)
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            ]
+            inputs = [*outputs, *inputs]
+        self.backward(terms.total(), inputs)
+
+        last_buffers = self.keeper()
+        last_buffers.keep()
+        last_random_state = capture(self.devices)
+        first_buffers.put_back()
         self._second_pass(split_loss, parts, states, pytree.tree_leaves(joined))
-        buffers_at_last.put_back()
-        restore(random_at_last)
+        last_buffers.put_back()
+        restore(last_random_state)
         return terms
 
     def _first_pass(
         self, split_loss: TwoPass, parts: Sequence[tuple[Any, int]]
     ) -> tuple[Any, list[Any]]:
-        """Return the outputs of all samples, as leaves of a graph, and the random state before
-        each part.
+        """Compute the outputs of all parts without a graph.
+
+        Returns:
+            The outputs of all samples, which require gradients, and the random state before each
+            part.
         """
         states: list[Any] = []
-        found: list[list[Any]] = []
+        outputs: list[list[Any]] = []
         form = None
         with torch.no_grad():
             for part, samples in parts:
                 states.append(capture(self.devices))
                 leaves, form = pytree.tree_flatten(self.call(split_loss.outputs, part))
-                _check_outputs(leaves, samples, found[0] if found else leaves)
-                found.append(leaves)
+                _check_outputs(leaves, samples, outputs[0] if outputs else leaves)
+                outputs.append(leaves)
             joined = [
                 None if column[0] is None else torch.cat(column)
-                for column in zip(*found, strict=True)
+                for column in zip(*outputs, strict=True)
             ]
         for leaf in joined:
             if leaf is not None and (leaf.is_floating_point() or leaf.is_complex()):
@@ -133,21 +147,28 @@ class TwoPassRun:
         states: Sequence[Any],
         joined: Sequence[Any],
     ) -> None:
+        """Compute the outputs of each part again, and run backward with its slice of the gradient.
+
+        Args:
+            split_loss: The loss function.
+            parts: The parts, with the number of samples in each.
+            states: The random state before each part.
+            joined: The outputs of all samples, with their gradients.
+        """
         start = 0
         for (part, samples), state in zip(parts, states, strict=True):
             restore(state)
-            pairs = [
-                (output, leaf.grad[start : start + samples])
-                for output, leaf in zip(
-                    pytree.tree_leaves(self.call(split_loss.outputs, part)), joined, strict=True
-                )
-                if leaf is not None and leaf.grad is not None and output.requires_grad
-            ]
+            leaves = pytree.tree_leaves(self.call(split_loss.outputs, part))
+            outputs = []
+            gradients = []
+            for output, whole in zip(leaves, joined, strict=True):
+                if whole is not None and whole.grad is not None and output.requires_grad:
+                    outputs.append(output)
+                    gradients.append(whole.grad[start : start + samples])
             start += samples
-            reached = self.inputs()
-            if pairs and (reached is None or reached):
-                outputs, gradients = zip(*pairs, strict=True)
-                torch.autograd.backward(outputs, gradients, inputs=reached)
+            inputs = self.inputs()
+            if outputs and (inputs is None or len(inputs) > 0):
+                torch.autograd.backward(outputs, gradients, inputs=inputs)
 
 
 def _check_outputs(leaves: Sequence[Any], samples: int, first: Sequence[Any]) -> None:
@@ -163,7 +184,7 @@ def _check_outputs(leaves: Sequence[Any], samples: int, first: Sequence[Any]) ->
     )
     if not fits:
         raise BatchError(
-            f"the outputs of a TwoPass are {_forms(leaves)} for {samples} sample(s), and"
+            f"the outputs of a TwoPass are {_forms(leaves)} for {counted(samples, 'sample')}, and"
             f" {_forms(first)} for others",
             limit=(
                 "outputs of all parts are joined along their first dimension, which must be the"

@@ -1,6 +1,7 @@
-"""What the mean of a bare loss may be over.
+"""Find what the mean of a bare loss may be over, and how much of it each part of a batch holds.
 
-Candidates found in the batch, and how much of each a part holds.
+A mean may be over samples, over valid labels, over the entries of a mask, and so on. The candidates
+are found in the batch; which of them is right is tried by ``split_check``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch
 from holdfast.core.containers import children_of
 from holdfast.core.errors import BatchError
 
-# torch's ignore_index; -1 and 0 are the other common paddings. A value at half of all row ends is
-# looked at too.
+# torch's default `ignore_index`, and two other common paddings.
 _PADDINGS = (-100, -1, 0)
+# A value at this share of all row ends is a candidate for the padding too.
 _HALF = 0.5
 Keys: TypeAlias = tuple[str | int, ...]
 Kind: TypeAlias = Literal["samples", "labels", "mask", "total", "sum"]
@@ -25,26 +26,30 @@ _ORDER: tuple[Kind, ...] = ("samples", "labels", "mask", "total", "sum")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighting:
-    """One thing that a mean may be over.
+    """What a mean may be over.
 
-    ``"samples"``; ``"labels"`` or ``"mask"``: entries of a tensor that are not `ignored`;
-    ``"total"``: the sum of a tensor, such as lengths or weights; ``"sum"``: the loss is a sum, so
-    parts are added as they are.
+    The kinds are ``"samples"``; ``"labels"`` or ``"mask"``, the entries of a tensor that are not
+    `ignored`; ``"total"``, the sum of a tensor, such as lengths or weights; and ``"sum"``, which
+    says that the loss is a sum, so that the losses of parts are added.
     """
 
     kind: Kind
-    keys: Keys = ()  # way to the tensor in the batch
-    ignored: int = 0  # entry that does not count
-    # Dimension whose first entries do not count either, as of labels for the next token; -1: none
+    # The path to the tensor in the batch.
+    keys: Keys = ()
+    # The value of entries that do not count.
+    ignored: int = 0
+    # The dimension whose first entries do not count either, as in labels for the next token; -1 for
+    # none.
     shifted: int = -1
 
     def rank(self) -> int:
-        """Return the place of its kind among the kinds, the most usual first."""
+        """Return the position of its kind in the order of kinds, the most common first."""
         return _ORDER.index(self.kind)
 
     def __str__(self) -> str:
         leaf = "batch" + "".join(f"[{key!r}]" for key in self.keys)
-        leaf += " without the first of each row" if self.shifted >= 0 else ""
+        if self.shifted >= 0:
+            leaf += " without the first of each row"
         return {
             "samples": "samples",
             "labels": f"valid labels of {leaf} (not {self.ignored})",
@@ -54,7 +59,12 @@ class Weighting:
         }[self.kind]
 
     def count(self, part: Any, samples: int) -> float | torch.Tensor:
-        """Return how much of it a part holds; on a device as a tensor, without a sync."""
+        """Return how much of it a part holds, on an accelerator as a tensor.
+
+        Args:
+            part: A part of the batch.
+            samples: The number of samples in it.
+        """
         if self.kind in ("samples", "sum"):
             return samples if self.kind == "samples" else 1
         leaf: Any = _follow(part, self.keys)
@@ -79,19 +89,20 @@ SAMPLES = Weighting(kind="samples")
 
 
 def find_weightings(batch: Any, size: int) -> list[Weighting]:
-    """Return what the mean of a loss may be over, the most usual first.
+    """Return what the mean of a loss may be over, the most common first.
 
-    Cost: for a tensor of integers or a mask on a device, one host sync.
+    For each integer tensor and each mask on an accelerator, this waits for the device once.
+
+    Args:
+        batch: The batch.
+        size: The number of samples in it.
     """
-    found = [SAMPLES, Weighting(kind="sum")]
-    for keys, node in _nodes(batch, ()):
-        if (
-            _is_plain(node)
-            and size in node.shape
-            and not (node.is_floating_point() and node.ndim > 2)
-        ):
-            found += _of_tensor(keys, node.detach(), size)
-    return sorted(found, key=Weighting.rank)
+    candidates = [SAMPLES, Weighting(kind="sum")]
+    for keys, leaf in _nodes(batch, ()):
+        is_image = leaf.is_floating_point() and leaf.ndim > 2
+        if _is_plain(leaf) and size in leaf.shape and not is_image:
+            candidates += _of_tensor(keys, leaf.detach(), size)
+    return sorted(candidates, key=Weighting.rank)
 
 
 def _is_plain(leaf: torch.Tensor) -> bool:
@@ -145,10 +156,7 @@ def _entries(
 
 
 def shares(weighting: Weighting, parts: Sequence[tuple[Any, int]]) -> tuple[float, ...] | None:
-    """Return the weight of each part.
-
-    None where the parts hold nothing of it, or not the tensor.
-    """
+    """Return the weight of each part, or None if the parts hold nothing of it."""
     try:
         counts = [float(weighting.count(part, samples)) for part, samples in parts]
     except BatchError:
@@ -160,31 +168,35 @@ def shares(weighting: Weighting, parts: Sequence[tuple[Any, int]]) -> tuple[floa
 def with_an_empty_one(
     weighting: Weighting, parts: Sequence[tuple[Any, int]], most: int
 ) -> list[int]:
-    """Return the numbers of at most so many parts, the last of which holds nothing of this.
+    """Return the positions of some parts, of which the last one holds nothing.
 
-    None if all hold some.
+    Args:
+        weighting: What is counted.
+        parts: The parts, with the number of samples in each.
+        most: The most positions to return.
+
+    Returns:
+        The positions; empty if all parts hold something.
     """
     weights = shares(weighting, parts) or ()
     if 0.0 not in weights:
         return []
-    return [
-        *[number for number, weight in enumerate(weights) if weight][: most - 1],
-        weights.index(0.0),
-    ]
+    others = [position for position, weight in enumerate(weights) if weight]
+    return [*others[: most - 1], weights.index(0.0)]
 
 
 def disagreement(weightings: Sequence[Weighting], parts: Sequence[tuple[Any, int]]) -> float:
-    """Return how far weightings differ in the weight of any part: 0 to 1.
+    """Return the largest difference between the weights of a part, from 0 to 1.
 
-    A sum always differs, and is left out.
+    A sum always differs from the means, and is left out.
     """
-    found = [shares(weighting, parts) for weighting in weightings if weighting.kind != "sum"]
-    columns = zip(*(weights for weights in found if weights is not None), strict=True)
-    return max((max(column) - min(column) for column in columns), default=0.0)
+    all_weights = [shares(weighting, parts) for weighting in weightings if weighting.kind != "sum"]
+    by_part = zip(*(weights for weights in all_weights if weights is not None), strict=True)
+    return max((max(weights) - min(weights) for weights in by_part), default=0.0)
 
 
 def _nodes(node: Any, keys: Keys) -> Iterator[tuple[Keys, torch.Tensor]]:
-    """Yield the tensors of a batch with the way to them."""
+    """Yield the tensors of a batch with their paths."""
     if isinstance(node, torch.Tensor):
         yield keys, node
         return

@@ -1,7 +1,4 @@
-"""Several batches that make one optimizer step together.
-
-Gradient accumulation over batches that are cut already.
-"""
+"""Gradient accumulation: several batches that make one optimizer step together."""
 
 from __future__ import annotations
 
@@ -12,19 +9,18 @@ from holdfast.loader.splitting import Split, batch_size, select
 
 
 class Window(list[Any]):
-    """The batches of one step, each of which goes through the loss function by itself, in this
-    order.
+    """The batches of one step. The loss function is called with each of them, in this order.
 
-    Out of memory cuts each of them into smaller parts; a batch is never joined with another, since
-    they may be padded differently. Positions of samples count through all of them.
+    After an out-of-memory each batch is split separately; batches are never joined, since they may
+    be padded differently. Sample positions count through all batches.
 
     Args:
-        batches: At least one, each as ``Guard.step`` takes it.
-        added: Whether the caller has divided each loss already, so that losses and gradients are
-            added as they are. Else the step is that of one large batch: each loss counts by its
-            samples, by what its mean was found to be over, or by the items that it declares.
-        on_cut: Called with the batches that are left when samples were taken out, before they are
-            used.
+        batches: The batches, at least one.
+        added: Whether the caller has already divided each loss by the number of batches, so that
+            losses and gradients are added. Otherwise the step equals that of one large batch: each
+            loss is weighted by its number of samples, or by the number of items that it declares or
+            its mean is over.
+        on_cut: Called with the remaining batches after samples were removed, before they are used.
     """
 
     def __init__(
@@ -39,43 +35,42 @@ class Window(list[Any]):
         self._on_cut = on_cut
 
     def choose(self, indices: Sequence[int], split: Split) -> Window:
-        """Return a window of some of the samples, in the order of `indices` within each batch.
+        """Return a window with copies of some samples.
 
-        Tensors are copied.
+        Args:
+            indices: The positions of the samples, counted through all batches. Within each batch
+                the samples are in this order.
+            split: Where the batch dimension is.
         """
-        left, start = [], 0
+        batches = []
+        start = 0
         for batch in self:
             size = batch_size(batch, split)
-            mine = [index - start for index in indices if start <= index < start + size]
-            if mine:
-                left.append(select(batch, size, mine, split))
+            own_indices = [index - start for index in indices if start <= index < start + size]
+            if own_indices:
+                batches.append(select(batch, size, own_indices, split))
             start += size
         if self._on_cut is not None:
-            self._on_cut(left)
-        return Window(left, added=self.added, on_cut=self._on_cut)
+            self._on_cut(batches)
+        return Window(batches, added=self.added, on_cut=self._on_cut)
 
 
 def largest_of(batch: Any, split: Split) -> Any:
-    """Return the batch itself.
-
-    Of a window, the one with the most samples, which stands for the others.
-    """
-    return (
-        max(batch, key=lambda each: batch_size(each, split)) if isinstance(batch, Window) else batch
-    )
+    """Return the batch itself, or the batch of a window that has the most samples."""
+    if not isinstance(batch, Window):
+        return batch
+    return max(batch, key=lambda candidate: batch_size(candidate, split))
 
 
 def samples_of(batch: Any, split: Split) -> int:
-    """Return the samples of a batch, or of all batches of a window."""
-    return (
-        sum(batch_size(each, split) for each in batch)
-        if isinstance(batch, Window)
-        else batch_size(batch, split)
-    )
+    """Return the number of samples in a batch, or in all batches of a window."""
+    if not isinstance(batch, Window):
+        return batch_size(batch, split)
+    return sum(batch_size(part, split) for part in batch)
 
 
 def selected(batch: Any, indices: Sequence[int], split: Split) -> Any:
-    """Return a batch or a window of some of its samples; see `select`."""
+    """Return some samples of a batch or of a window; see `select` and `Window.choose`."""
     if isinstance(batch, Window):
         return batch.choose(indices, split)
     return select(batch, batch_size(batch, split), indices, split)

@@ -1,1 +1,1 @@
-"""What an attempt may change, kept at the beginning of a step so that it can be put back."""
+"""Keep what an attempt may change at the beginning of a step, and restore it afterwards."""

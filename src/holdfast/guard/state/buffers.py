@@ -1,8 +1,8 @@
 """Keep the buffers that a forward pass changes, so that an attempt can be taken back.
 
-Which ones change is learned from the first step, by value, since BatchNorm changes its statistics
-unseen by autograd. From then on only those are copied, into memory that is allocated once; the
-others are watched through their version counters.
+The first step shows which buffers change. Their values are compared, since BatchNorm updates its
+statistics without autograd noticing. From then on only those buffers are copied, into memory that
+is allocated once. The others are watched by their version counters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.guard.state.states import StateKeeper
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a buffer hangs; the tensor there may be another one after a forward pass."""
+    """The attribute that holds a buffer. A forward pass may put another tensor there."""
 
     module: nn.Module
     key: str
@@ -37,30 +37,39 @@ class _Place:
 
 
 class BufferKeeper:
-    """Copies of mutable buffers, and of registered states, at the beginning of a step."""
+    """Copies of mutable buffers and of registered states at the beginning of a step.
+
+    Args:
+        models: The models by name.
+        states: Further state to keep.
+    """
 
     def __init__(self, models: dict[str, nn.Module], states: StateKeeper | None = None) -> None:
         self.states = StateKeeper({}) if states is None else states
-        self._mutable = [  # until the first step has shown which ones change: all
+        # The buffers that change; until the first step has shown which these are, all buffers.
+        self._mutable = [
             _Place(module, key, ".".join(part for part in (model_name, prefix, key) if part))
             for model_name, model in models.items()
             for prefix, module in model.named_modules()
             for key in module._buffers
         ]
         self._constant: list[_Place] = []
+        # Whether the first step has shown which buffers change.
         self._known = False
+        # Of each mutable buffer, the tensor and a copy of its values at the last `keep`.
         self._before: list[torch.Tensor | None] = []
         self._copies: list[torch.Tensor | None] = []
+        # Of each constant buffer, the tensor and its version counter at the last `keep`.
         self._versions: list[tuple[torch.Tensor | None, int]] = []
 
     def keep(self, earlier: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-        """Copy the buffers that may change, and note the state of the others.
+        """Copy the buffers that may change, and note the versions of the others.
+
+        This is one fused copy and does not wait for the device.
 
         Args:
-            earlier: `copies` of an earlier process, which stand for what the buffers of these names
-                hold now.
-
-        Cost: one fused copy of the mutable buffers; no sync.
+            earlier: The `copies` of an earlier process, which replace the current values of these
+                buffers.
         """
         self.states.keep()
         if not self._mutable and not self._constant:
@@ -79,17 +88,18 @@ class BufferKeeper:
             _copy(self._copies, [earlier.get(place.name) for place in self._mutable])
 
     def copies(self) -> dict[str, torch.Tensor]:
-        """Return what the buffers that may change were at `keep`, by name."""
+        """Return the values at the last `keep` of the buffers that may change, by name."""
         named = zip(self._mutable, self._copies, strict=True)
         return {place.name: copy for place, copy in named if copy is not None}
 
     def put_back(self) -> list[str]:
-        """Restore every buffer to what it was at `keep`: the same tensor object, the same values.
+        """Restore all buffers and states to the last `keep`.
 
-        And all states.
+        Buffers become the same tensor objects again, with the same values.
 
-        Return the names of buffers that changed for the first time just now, of which there was no
-        copy, and of states that could not be restored.
+        Returns:
+            The names of buffers that had changed for the first time, so that there was no copy,
+            and of states that could not be restored.
         """
         for place, buffer in zip(self._mutable, self._before, strict=True):
             place.module._buffers[place.key] = buffer
@@ -103,11 +113,12 @@ class BufferKeeper:
         return late + self.states.put_back()
 
     def learn(self) -> list[str]:
-        """After an attempt that will be committed, note which buffers change.
+        """Note which buffers and states an attempt has changed that will be committed.
 
-        Return the names of those that are new.
+        In the first step this compares the values of all buffers.
 
-        Cost: in the first step, a look at the values of all buffers.
+        Returns:
+            The names of buffers and states that have changed for the first time.
         """
         late = self.states.learn()
         if self._known:
@@ -117,11 +128,16 @@ class BufferKeeper:
         for place, before, copy in zip(self._mutable, self._before, self._copies, strict=True):
             same = place.now() is before and (before is None or _equal(before, copy))
             (constant if same and not place.is_statistic else changed).append(place)
-        self._mutable, self._constant, self._known = changed, constant, True
-        self._before, self._copies, self._versions = [], [], []
+        self._mutable = changed
+        self._constant = constant
+        self._known = True
+        self._before = []
+        self._copies = []
+        self._versions = []
         return [place.name for place in changed] + late
 
     def _learn_late(self) -> list[str]:
+        """Move buffers that have changed after all to the mutable ones, and return their names."""
         late = [
             place
             for place, (buffer, version) in zip(self._constant, self._versions, strict=True)
@@ -137,7 +153,7 @@ class BufferKeeper:
         self._versions = [(place.now(), _version(place.now())) for place in self._constant]
 
     def now(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that may change, by name, as they are."""
+        """Return the buffers that may change, by name."""
         return {
             place.name: buffer for place in self._mutable if (buffer := place.now()) is not None
         }
@@ -149,21 +165,19 @@ class BufferKeeper:
         }
 
     def load(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Put values into the buffers of these names."""
+        """Copy values into the buffers of these names."""
         for name, buffer in (self.now() | self.constant()).items():
             if name in saved:
                 buffer.data.copy_(saved[name])
 
     def mutable_outside_norms(self) -> list[str]:
-        """Return the names of the buffers known to change that are no running statistics of a
-        norm layer.
-        """
+        """Return the names of buffers that change and are not statistics of a norm layer."""
         return [place.name for place in self._mutable if self._known and not place.is_statistic]
 
     def running_statistics(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the statistics of norm layers by name.
+        """Return the running statistics of norm layers by name.
 
-        Other buffers may be infinite on purpose: masks, minima.
+        Other buffers may be infinite on purpose, such as masks and minima.
         """
         norms = [place for place in self._mutable if place.is_statistic]
         return [(place.name, buffer) for place in norms if (buffer := place.now()) is not None]
@@ -180,20 +194,19 @@ def _version(buffer: torch.Tensor | None) -> int:
 
 
 def _copy(targets: list[torch.Tensor | None], sources: list[torch.Tensor | None]) -> None:
-    """Copy values unseen by autograd, as BatchNorm does, so that a saved graph stays valid."""
-    both = [
-        (t, s) for t, s in zip(targets, sources, strict=True) if t is not None and s is not None
-    ]
-    rare = [pair for pair in both if not is_plain(pair[0])]
-    for target, source in rare:
-        if not has_no_values(target):
+    """Copy values without autograd noticing, as BatchNorm does, so that a graph stays valid."""
+    plain_pairs = []
+    for target, source in zip(targets, sources, strict=True):
+        if target is None or source is None:
+            continue
+        if is_plain(target):
+            plain_pairs.append((target.data, source.data))
+        elif not has_no_values(target):
             copy_bits(target, source)
-    both = [pair for pair in both if is_plain(pair[0])] if rare else both
-    pairs = [(target.data, source.data) for target, source in both]
-    # Of several at once a GPU copies each tensor by itself
-    for kind in {target.dtype for target, _ in pairs}:
-        alike = [pair for pair in pairs if pair[0].dtype is kind]
-        torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
+    # By dtype, because with several dtypes a GPU would launch a kernel for each tensor.
+    for dtype in {target.dtype for target, _ in plain_pairs}:
+        pairs = [pair for pair in plain_pairs if pair[0].dtype is dtype]
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _once(
@@ -209,8 +222,10 @@ def _room_for(buffer: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same kind to copy a buffer into."""
     if has_no_values(buffer):
         return buffer
-    # Of a sparse one with the same entries: a new one would have none.
-    return torch.empty_like(buffer) if is_plain(buffer) else buffer.detach().clone()
+    if is_plain(buffer):
+        return torch.empty_like(buffer)
+    # A new sparse tensor would have no entries.
+    return buffer.detach().clone()
 
 
 def _equal(now: torch.Tensor, copy: torch.Tensor | None) -> bool:

@@ -1,10 +1,10 @@
-"""Keep what the caller has registered, so that an attempt can be taken back although the loss
-function changes it.
+"""Keep the ``state=`` objects, which a loss function may change, so that an attempt can be taken
+back.
 
 Frozen parameters are kept too, since a forward pass may move them (a momentum encoder). A small
-object is copied at each step. A large one is copied until the first step has shown that the loss
-function leaves it alone, and then only looked at now and then; one that turns out to change after
-all is copied from then on, and what could not be put back is said.
+object is copied in every step. A large one is copied until the first step has shown that the loss
+function does not change it; then its fingerprint is compared in a few steps only. If it changes
+after all, it is copied from then on, and the guard reports that it was not restored.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ FROZEN = "frozen parameters"
 
 
 class FrozenParameters:
-    """The parameters that do not require gradients at the beginning of a step, as an object with
-    state.
-    """
+    """The parameters that are frozen at the beginning of a step, as a stateful object."""
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self._all = [
@@ -41,16 +39,16 @@ class FrozenParameters:
         self._frozen: list[tuple[str, nn.Parameter]] = []
 
     def choose(self) -> bool:
-        """Take those that are frozen now, if any; a loss function may freeze others."""
+        """Note which parameters are frozen now, and return whether there are any."""
         self._frozen = [(name, p) for name, p in self._all if not p.requires_grad]
         return bool(self._frozen)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return them by name, as they are in memory."""
+        """Return the frozen parameters by name, without copying them."""
         return {name: local(p.detach()) for name, p in self._frozen}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Copy values into them, unseen by autograd."""
+        """Copy values into the frozen parameters, without autograd noticing."""
         for name, parameter in self._frozen:
             if is_plain(parameter):
                 local(parameter.data).copy_(state[name])
@@ -59,19 +57,18 @@ class FrozenParameters:
 
 
 def kept_states(parts: Parts) -> dict[str, Stateful]:
-    """Return what a loss function may change and a transaction keeps, by the name that messages
-    use.
-    """
-    return {
-        **{f"state.{name}": each for name, each in parts.states.items()},
-        FROZEN: FrozenParameters(parts.models),
-    }
+    """Return the objects that a loss function may change, by the names that messages use."""
+    states: dict[str, Stateful] = {f"state.{name}": state for name, state in parts.states.items()}
+    states[FROZEN] = FrozenParameters(parts.models)
+    return states
 
 
 class StateKeeper:
-    """Copies of registered state at the beginning of a step.
+    """Copies of stateful objects at the beginning of a step.
 
-    With `every`, of large objects each time, too.
+    Args:
+        states: The objects by name.
+        every: Whether to copy large objects in every step too.
     """
 
     def __init__(self, states: Mapping[str, Stateful], *, every: bool = False) -> None:
@@ -86,46 +83,50 @@ class StateKeeper:
         return [kept.stateful for kept in self._kept]
 
     def untouched(self) -> set[str]:
-        """Return the names of the large objects that have not been seen to change."""
+        """Return the names of the large objects that have not changed so far."""
         return {kept.name for kept in self._kept if kept.untouched}
 
     def keep(self, *, look: bool = False) -> None:
-        """Copy what may change; `look` closely at large objects that have not changed so far."""
+        """Copy what may change.
+
+        Args:
+            look: Whether to compute the fingerprints of large objects that have not changed so far,
+                so that a change is noticed.
+        """
         for kept in self._kept:
             kept.keep(look=look)
 
     def put_back(self) -> list[str]:
-        """Put everything back that is not as it was at `keep`.
-
-        Return the names of what could not be.
-        """
+        """Restore everything to the last `keep`, and return the names of what could not be."""
         with torch.no_grad():
             return [kept.name for kept in self._kept if not kept.put_back()]
 
     def learn(self) -> list[str]:
-        """After an attempt that will be committed, see which large objects change.
+        """Note which large objects an attempt has changed that will be committed.
 
-        Return those that are new.
+        Returns:
+            The names of those that have changed for the first time.
         """
         return [kept.name for kept in self._kept if kept.large and kept.learn()]
 
     def now(self) -> dict[str, Any]:
-        """Return copies of everything as it is now."""
+        """Return copies of the current state of all objects."""
         return {kept.name: copied(kept.stateful.state_dict()) for kept in self._kept}
 
 
 class _Kept:
-    """One object."""
+    """One stateful object and the copy of its state."""
 
     def __init__(self, name: str, stateful: Stateful, *, every: bool) -> None:
         self.name = name
         self.stateful = stateful
         self._every = every
-        # None: not known yet. Frozen weights may be many times what is trained: no copy before they
-        # have changed.
-        self._changes: bool | None = (
-            False if isinstance(stateful, FrozenParameters) and not every else None
-        )
+        # Whether the object changes; None if that is not known yet.
+        self._changes: bool | None = None
+        if isinstance(stateful, FrozenParameters) and not every:
+            # Frozen weights may be many times larger than trained ones, so they are not copied
+            # before they have changed.
+            self._changes = False
         self.large = False
         self._steps = 0
         self._copy: tuple[Any] | None = None
@@ -157,18 +158,20 @@ class _Kept:
             except Exception as error:
                 if find_out_of_memory(error) is None:
                     raise
-                self.large, self._changes = True, bool(self._changes)
+                # There is no memory for a copy, so changes can only be noticed.
+                self.large = True
+                self._changes = bool(self._changes)
                 self._print = fingerprint(tree)
 
     def put_back(self) -> bool:
-        """Return whether the object is as it was at `keep`, as far as that is known."""
+        """Restore the object, and return whether it is as it was at `keep`, as far as known."""
         try:
             if self._copy is None:
-                if (
-                    self._print is not None
-                    and fingerprint(self.stateful.state_dict()) != self._print
+                if self._print is not None and self._print != fingerprint(
+                    self.stateful.state_dict()
                 ):
-                    self._changes = True  # from the next step on there is a copy
+                    # It is copied from the next step on.
+                    self._changes = True
                     return False
                 return self.large and not self._changes
             if same(self.stateful.state_dict(), self._copy[0]):
@@ -176,20 +179,23 @@ class _Kept:
             self._changes = True
             self.stateful.load_state_dict(copied(self._copy[0]))
             return same(self.stateful.state_dict(), self._copy[0])
-        except Exception:  # noqa: BLE001 - the step has failed already, and this is said beside it
+        except Exception:  # noqa: BLE001 - the step has failed already, and this is reported with it
             return False
 
     def learn(self) -> bool:
-        """Return whether a large object has just been seen to change although there was no copy."""
+        """Note whether the object has changed.
+
+        Returns:
+            Whether it is a large object that has changed for the first time.
+        """
         if self._changes or (self._copy is None and self._print is None):
             return False
         try:
             now = self.stateful.state_dict()
-            self._changes = (
-                fingerprint(now) != self._print
-                if self._copy is None
-                else not same(now, self._copy[0])
-            )
+            if self._copy is None:
+                self._changes = fingerprint(now) != self._print
+            else:
+                self._changes = not same(now, self._copy[0])
         except Exception:  # noqa: BLE001 - as in `keep`
             return False
         self._copy = None

@@ -32,13 +32,13 @@ class TrainedWeights:
         self._numbers: list[torch.Tensor] = []
 
     def remember(self) -> None:
-        """Note the weights of now as trained. Costs some microseconds, and no host sync."""
+        """Note the current weights. This takes a few microseconds and does not wait."""
         self._numbers = [_some_numbers(parameter).clone() for parameter in self._parameters]
 
     def are_in_place(self) -> bool:
         """Return whether the weights are still those that were remembered last.
 
-        Cost: a host sync for each of a few parameters. True if nothing was remembered.
+        This waits for the device once for each of a few parameters. True if nothing was remembered.
         """
         try:
             return all(
@@ -46,7 +46,7 @@ class TrainedWeights:
                 for parameter, numbers in zip(self._parameters, self._numbers, strict=False)
             )
         except RuntimeError:
-            # They are on another device by now.
+            # The weights have been moved to another device.
             return False
 
 
@@ -62,9 +62,9 @@ def _first_and_last(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _is_readable(parameter: nn.Parameter) -> bool:
-    """Return whether numbers of a parameter can be copied and compared.
+    """Return whether the values of a parameter can be copied and compared.
 
-    Of float8 or sharded ones they cannot.
+    Those of float8 and of sharded parameters cannot.
     """
     return (
         type(parameter.data) is torch.Tensor

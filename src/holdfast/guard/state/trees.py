@@ -1,4 +1,4 @@
-"""Trees of state, as ``state_dict()`` returns them: copied, walked through, compared."""
+"""Copy, traverse and compare trees of state, as ``state_dict()`` returns them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,17 @@ _MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.def
 
 
 def copied_to_host(tree: Any) -> Any:
-    """Return a tree of state that shares nothing with the live one; tensors lie on the host."""
+    """Return an independent copy of a tree of state, with tensors in host memory."""
     return copied(tree, lambda tensor: tensor.to("cpu", copy=True))
 
 
 def copied(tree: Any, copy_tensor: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Any:
-    """Return a tree of state that shares nothing with the live one."""
+    """Return an independent copy of a tree of state.
+
+    Args:
+        tree: The tree.
+        copy_tensor: Returns a copy of a tensor.
+    """
     if isinstance(tree, torch.Tensor):
         return copy_tensor(tree.detach())
     if type(tree) in _MAPPINGS:
@@ -50,19 +55,19 @@ def copied(tree: Any, copy_tensor: Callable[[torch.Tensor], torch.Tensor] = torc
 
 
 def is_flat(tree: Any) -> bool:
-    """Say whether this is a list or tuple of nothing but plain values, which may be long."""
+    """Return whether this is a list or tuple of plain values only. It may be long."""
     return type(tree) in (list, tuple) and _PLAIN.issuperset(map(type, tree))
 
 
 def children_of(tree: Any) -> list[Any]:
-    """Return what a container of state holds; of anything else nothing."""
+    """Return the keys and values of a container of state; empty for anything else."""
     if type(tree) in _MAPPINGS:
         return [*tree, *tree.values()]
     return list(tree) if type(tree) in (list, tuple, collections.deque) else []
 
 
 def is_small(tree: Any, *, most_entries: int, most_bytes: int) -> bool:
-    """Say whether a tree has at most so many entries and bytes of values."""
+    """Return whether a tree has at most this many entries and bytes of values."""
     entries = size = 0
     left = [tree]
     while left:
@@ -80,9 +85,9 @@ def is_small(tree: Any, *, most_entries: int, most_bytes: int) -> bool:
 
 
 def fingerprint(tree: Any) -> list[Any]:
-    """Return numbers that are others once the tree has changed, with hardly an exception.
+    """Return numbers that almost certainly differ once the tree has changed.
 
-    Cost: a host sync.
+    This waits for the device once.
     """
     found: list[Any] = []
     left = [tree]
@@ -100,8 +105,13 @@ def fingerprint(tree: Any) -> list[Any]:
 
 
 def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
-    """Say whether two trees of state hold the same values, up to a tolerance in relative L2
-    norm; NaN is like NaN.
+    """Return whether two trees of state hold the same values. NaN equals NaN.
+
+    Args:
+        first: A tree.
+        second: Another tree.
+        tolerance: The largest difference of two tensors or numbers, relative to the L2 norm of the
+            first one.
     """
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         return _same_tensors(first, second, tolerance)

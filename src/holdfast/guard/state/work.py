@@ -1,4 +1,4 @@
-"""What one step works on, and what it was like when the step began."""
+"""The input of one step, and the state at its beginning."""
 
 from __future__ import annotations
 
@@ -14,23 +14,35 @@ from holdfast.loader.splitting import Split
 
 @dataclass(slots=True, kw_only=True)
 class Work:
-    """What one step works on."""
+    """The input of one step, the state at its beginning, and the attempts so far."""
 
-    batch: Any  # as given to the step
-    loss_fn: Callable[[Any], Any]  # of a micro-batch
-    names: Sequence[str]  # optimizers to step
-    split: Split  # how the batch is cut
-    # Its samples, None if it cannot be cut; of a window, those of its largest batch
+    # The batch, as passed to `Guard.step`.
+    batch: Any
+    # The loss function, which takes a micro-batch.
+    loss_fn: Callable[[Any], Any]
+    # The names of the optimizers to step.
+    names: Sequence[str]
+    # Where the batch dimension is.
+    split: Split
+    # The number of samples in the batch, or in the largest batch of a window. None if the batch
+    # cannot be split.
     size: int | None
-    parameters: list[torch.Tensor]  # of these optimizers
-    # Where gradients may go at that time; None: everywhere
+    # The parameters of these optimizers.
+    parameters: list[torch.Tensor]
+    # Returns the parameters that may receive gradients; None for all.
     inputs: Callable[[], Sequence[torch.Tensor] | None]
-    random_state: RandomState  # at the beginning
-    tensors: list[torch.Tensor]  # in the batch
-    versions: list[int]  # their counters of in-place changes at the beginning
-    attempts: int = 0  # made so far
-    out_of_memory: int = 0  # how many of them ran out of memory
-    prepared: bool = False  # whether the state of the optimizers exists
-    measured: bool = False  # whether the last attempt was measured, to see what to recompute
-    # What the loss function has changed and could not be put back
+    # The random state at the beginning.
+    random_state: RandomState
+    # The tensors in the batch.
+    tensors: list[torch.Tensor]
+    # The version counters of these tensors at the beginning.
+    versions: list[int]
+    # The number of attempts so far, and of those that ran out of memory.
+    attempts: int = 0
+    out_of_memory: int = 0
+    # Whether the state of the optimizers exists.
+    prepared: bool = False
+    # Whether the last attempt measured what recomputing modules would save.
+    measured: bool = False
+    # Names of state that the loss function has changed and that could not be restored.
     lost: list[str] = field(default_factory=list)

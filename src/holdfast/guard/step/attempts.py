@@ -1,8 +1,6 @@
-"""One attempt at a step.
+"""One attempt of a step: forward, backward, the gradient norms, and restoring what it changed.
 
-Forward, backward and a look at the gradients, and the way back to where it began.
-
-Does not: decide what follows, retry, or move a weight (see ``engine``).
+What follows an attempt is decided in ``engine``. Nothing here moves a weight.
 """
 
 from __future__ import annotations
@@ -34,23 +32,33 @@ from holdfast.guard.state.states import StateKeeper, kept_states
 from holdfast.guard.state.work import Work
 from holdfast.guard.step.passes import LossScale, Passes
 from holdfast.loader.random_state import capture, restore
-from holdfast.loader.splitting import Split, micro_batches, tensors_in, versions_of
+from holdfast.loader.splitting import Split, micro_batches, tensors_in
 from holdfast.memory.blocks import find_blocks, named_submodules
 from holdfast.memory.ladder import StepPlan
 from holdfast.memory.oom import is_sticky
 from holdfast.memory.recompute import RecomputeDiffersError, recomputing
 from holdfast.memory.saved_bytes import SavedBytes
+from holdfast.memory.tensors import versions_of
 from holdfast.numerics.eager import anything_compiled
 from holdfast.numerics.gradients import Group, inspect, local
 from holdfast.numerics.loss import check_count
 
 _NOTHING = contextlib.nullcontext()
+# A function that returns the context of a forward and backward pass which the diagnosis samples, or
+# None if it does not sample this one.
 Observing: TypeAlias = Callable[[], contextlib.AbstractContextManager[None] | None]
-"""Returns the context of a forward and backward pass that is looked at; None: this one is not."""
 
 
 class Attempts:
-    """Makes attempts on one set of parts, and takes them back."""
+    """Makes attempts with one set of parts, and takes them back.
+
+    Args:
+        parts: The models, optimizers and further state of the run.
+        policy: The policy of the run.
+        record: Where events are recorded.
+        observing: Returns the context of an attempt that the diagnosis samples.
+        ranks: The ranks of the run; None for a single process.
+    """
 
     def __init__(
         self,
@@ -71,6 +79,7 @@ class Attempts:
             self.safety, self.loss_scale, parts.device_type(), policy.precision, ranks
         )
         self._drops = policy.drop_nonfinite_samples
+        # The micro-batch size that the policy asks for.
         self._asked = policy.micro_batch_size
         wanted = policy.recompute
         self._modules = (
@@ -82,30 +91,35 @@ class Attempts:
         self._measured = (
             SavedBytes(self._modules) if wanted is True and not parts.compiled else None
         )
-        self._was_measured = False  # in the newest attempt
+        # Whether the newest attempt was measured.
+        self._was_measured = False
+        # The modules whose recomputation was verified once.
         self._verified = set[str]()
         self._all_parameters = [p for _, p in parts.named_parameters()]
         self._filled_outside = FilledOutside(self._all_parameters)
+        # Parameters whose hooks have not been checked yet.
         self._unlooked = self._all_parameters
         self.observing = observing
-        # By optimizer, whose state was made ahead of time
+        # By optimizer, the parameters whose state was created before their first step.
         self._born: dict[str, list[torch.Tensor]] = {}
+        # The ids of the parameters of the last step, and the parameters that it did not move.
         self._stepped_last: list[int] = []
-        self._others: list[torch.Tensor] = []  # parameters that the last step did not move
+        self._others: list[torch.Tensor] = []
 
     @property
     def compiled(self) -> bool:
-        """Whether something in this process is compiled, so that no forward of a module may be
-        replaced.
+        """Whether code in this process is compiled.
+
+        The forward of a module must not be replaced then.
         """
         return self._parts.compiled or anything_compiled()
 
     def state_was_replaced(self) -> None:
-        """Note that optimizer state was loaded: some of it may be missing again."""
+        """Note that optimizer state was loaded, so that parts of it may be missing again."""
         self._born.clear()
 
     def begin(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split) -> Work:
-        """Note everything that an attempt may change, and empty the gradients."""
+        """Keep everything that an attempt may change, and clear the gradients."""
         self._filled_outside.check()
         size = self.safety.size_of(batch, split)
         self.buffers.keep()
@@ -117,7 +131,8 @@ class Attempts:
             for p in g["params"]
         ]
         if len(names) > 1:
-            parameters = list(dict.fromkeys(parameters))  # two optimizers may hold the same one
+            # Two optimizers may hold the same parameter.
+            parameters = list(dict.fromkeys(parameters))
         for parameter in parameters:
             parameter.grad = None
         return Work(
@@ -134,31 +149,35 @@ class Attempts:
         )
 
     def _inputs(self, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return where gradients may go, or None if backward reaches nothing else anyway."""
-        key = list(map(id, parameters))
-        if key != self._stepped_last:
-            mine = set(key)
-            self._stepped_last, self._others = (
-                key,
-                [p for p in self._all_parameters if id(p) not in mine],
-            )
+        """Return the parameters that may receive gradients, as ``inputs`` of ``backward``.
+
+        None if backward reaches no other parameter anyway.
+        """
+        ids = list(map(id, parameters))
+        if ids != self._stepped_last:
+            stepped = set(ids)
+            self._stepped_last = ids
+            self._others = [p for p in self._all_parameters if id(p) not in stepped]
         for other in self._others:
             if other.requires_grad:
                 return [p for p in parameters if p.requires_grad]
         return None
 
     def make(self, work: Work, plan: StepPlan) -> StepAttempt:
-        """Run forward and backward by a plan, and look at the gradients."""
+        """Run forward and backward as planned, and compute the gradient norms."""
         self._prepare(work.names)
         work.prepared = True
-        # Once: it takes a look at each parameter
-        self._passes.watched, self._unlooked = self._unlooked, []
-        work.measured = self._was_measured = False
-        seeing = self.observing()
-        if seeing is None and not work.out_of_memory:
+        # The hooks of all parameters are checked in the first attempt only, since that takes time
+        # for each of them.
+        self._passes.watched = self._unlooked
+        self._unlooked = []
+        work.measured = False
+        self._was_measured = False
+        observed = self.observing()
+        if observed is None and not work.out_of_memory:
             passed = self.run(work, plan, verify=True)
         else:
-            with seeing or _NOTHING, self._measuring(work, plan):
+            with observed or _NOTHING, self._measuring(work, plan):
                 passed = self.run(work, plan, verify=True)
         self._verified.update(plan.recompute)
         if self._ranks.gathered is not None:
@@ -187,7 +206,8 @@ class Attempts:
         along = [passed.items] if isinstance(passed.items, torch.Tensor) else []
         facts, norms = inspect(groups, passed.loss, *along, share=self._ranks.norms)
         for items in facts.along:
-            check_count(items or math.nan, counted=passed.counted)  # none at all is no mean
+            # A mean over no items does not exist, so 0 is refused like NaN.
+            check_count(items or math.nan, counted=passed.counted)
         return StepAttempt(
             loss=passed.loss,
             items=passed.items,
@@ -202,11 +222,11 @@ class Attempts:
     # --- recomputation
 
     def _measuring(self, work: Work, plan: StepPlan) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a pass that shows what to recompute, if memory was short for the
-        one before.
+        """Return the context of a pass that measures what recomputing each module would save.
 
-        What helps exactly is chosen before a batch is split. Its parts are not measured: hooks on
-        saved tensors make cycles, so that each part would stay until they are collected.
+        It measures after an out-of-memory, as long as the batch is not split. Micro-batches are not
+        measured, because hooks on saved tensors create reference cycles, which would keep each
+        micro-batch in memory until the cycles are collected.
         """
         if not work.out_of_memory or self._measured is None or self.compiled:
             return _NOTHING
@@ -216,9 +236,9 @@ class Attempts:
         return self._measured.measuring(plan.recompute, work.tensors)
 
     def modules_to_recompute(self, plan: StepPlan) -> tuple[str, ...]:
-        """Return what should be recomputed after an attempt by this plan.
+        """Return the modules to recompute after an attempt ran out of memory.
 
-        The same, if nothing more would help.
+        They are those of the plan if recomputing more modules would not help.
         """
         if self.compiled:
             return ()
@@ -227,26 +247,31 @@ class Attempts:
         return self._measured.choose(plan.recompute)
 
     def may_come_of_measuring(self, work: Work, error: Exception) -> bool:
-        """Say whether an error may come of measuring alone.
+        """Return whether measuring may have caused an error.
 
-        Parts of `torch.func` refuse hooks on saved tensors.
+        Parts of `torch.func`, for example, refuse hooks on saved tensors.
         """
         return work.measured and not isinstance(error, HoldfastError) and not is_sticky(error)
 
     def give_up_measuring(self, failure: Exception) -> None:
-        """Measure no more, so that nothing more is recomputed from now on."""
+        """Stop measuring, so that no further module is recomputed from now on."""
         self._measured = None
-        why = f"what modules keep could not be measured: {type(failure).__name__}: {failure}"
+        why = (
+            "the memory that modules keep could not be measured:"
+            f" {type(failure).__name__}: {failure}"
+        )
         self._record.emit(run_events.RecomputeImpossible(why=why[:300]))
 
     def give_up_recomputing(self, plan: StepPlan, failure: Exception) -> None:
-        """Choose a module no more that cannot be recomputed.
+        """Stop recomputing a module that cannot be recomputed.
 
-        All of the plan if it is not known which one it was.
+        If it is not known which module that is, stop recomputing all modules of the plan.
         """
-        block, why = None, "one of them computes another result the second time"
+        block = None
+        why = "one of them computes another result the second time"
         if isinstance(failure, RecomputeDiffersError):
-            block, why = failure.block, failure.why
+            block = failure.block
+            why = failure.why
         failing = [
             name for name in plan.recompute if block is None or self._modules.get(name) is block
         ]
@@ -255,6 +280,7 @@ class Attempts:
         self._record.emit(run_events.RecomputeImpossible(why=why, modules=tuple(failing)))
 
     def _check_recompute(self) -> None:
+        """Raise H102 if the policy names modules to recompute and code is compiled."""
         if self._must_recompute and self.compiled:
             raise PolicyError(
                 "recompute names modules, and torch.compile is at work in this process",
@@ -271,7 +297,14 @@ class Attempts:
     def run(
         self, work: Work, plan: StepPlan, *, drops: bool = True, verify: bool = False
     ) -> PassResult:
-        """Run forward and backward by a plan."""
+        """Run forward and backward as planned.
+
+        Args:
+            work: The step.
+            plan: Which modules to recompute, and the size of micro-batches.
+            drops: Whether micro-batches with a loss of NaN or Inf may be left out.
+            verify: Whether to verify that modules can be recomputed, once for each.
+        """
         if not plan.recompute and not self._must_recompute:
             return self._passed(work, plan, drops=drops)
         self._check_recompute()
@@ -285,7 +318,8 @@ class Attempts:
             )
         with context:
             passed = self._passed(work, plan, drops=drops)
-        self._check_recompute()  # again: it may have been compiled just now
+        # The pass may have compiled something.
+        self._check_recompute()
         return passed
 
     def _passed(self, work: Work, plan: StepPlan, *, drops: bool) -> PassResult:
@@ -311,8 +345,9 @@ class Attempts:
         return self._ranks.shared(passed, work.parameters)
 
     def _is_learned(self, plan: StepPlan) -> bool:
-        """Return whether batches are cut smaller than the policy says, since memory was short on
-        this rank.
+        """Return whether this rank splits batches because memory was short.
+
+        False if it only uses the micro-batch size of the policy.
         """
         return plan.micro_batch_size not in (None, self._asked)
 
@@ -322,7 +357,7 @@ class Attempts:
         )
 
     def _over_window(self, work: Work, window: Window, plan: StepPlan) -> PassResult:
-        """Run all batches of a window, each whole or cut as the plan says."""
+        """Run all batches of a window, each of them whole or split as planned."""
         cut: list[list[tuple[Any, int]]] = []
         for batch in window:
             size = None if work.size is None else self.safety.size_of(batch, work.split)
@@ -345,8 +380,9 @@ class Attempts:
         return self._ranks.shared(passed, work.parameters, added=window.added)
 
     def groups(self, names: Sequence[str]) -> list[Group]:
-        """Return the parameter groups of these optimizers, as far as they have gradients, each
-        parameter once.
+        """Return the parameter groups of these optimizers, with the parameters that have gradients.
+
+        A parameter that two optimizers hold appears once.
         """
         found, seen = [], set[torch.Tensor]()
         for name in names:
@@ -361,8 +397,9 @@ class Attempts:
     # --- the state of optimizers
 
     def _prepare(self, names: Sequence[str]) -> None:
-        """Let all state exist before the first attempt, where a lack of memory can still be
-        helped.
+        """Create all optimizer state before the first attempt.
+
+        An out-of-memory can still be remedied there.
         """
         for name in names:
             if name not in self._born:
@@ -376,23 +413,21 @@ class Attempts:
                 self._born[name] = _create_state(optimizer, trainable)
 
     def _let_state_exist(self, names: Sequence[str]) -> None:
-        """Make the state of parameters that get their first gradient late, before the step is
-        committed.
-        """
+        """Create the state of parameters that receive their first gradient only now."""
         for name in names:
             optimizer = self._parts.optimizers[name]
-            held, state = 0, optimizer.state
-            for group in optimizer.param_groups:
-                held += len(group["params"])
-            if state and len(state) < held:
-                every = (p for group in optimizer.param_groups for p in group["params"])
-                missing = [p for p in every if p.grad is not None and p not in state]
+            state = optimizer.state
+            count = sum(len(group["params"]) for group in optimizer.param_groups)
+            if state and len(state) < count:
+                parameters = (p for group in optimizer.param_groups for p in group["params"])
+                missing = [p for p in parameters if p.grad is not None and p not in state]
                 if missing:
                     _create_state(optimizer, missing)
 
     def drop_unused_state(self, name: str) -> None:
-        """Remove what was made ahead of time for parameters that got no gradient in this
-        optimizer's first step.
+        """Remove the state of parameters that received no gradient in their optimizer's first step.
+
+        It was created before that step, and an unguarded optimizer would not have it.
         """
         if self._born[name]:
             _drop_state(
@@ -400,10 +435,10 @@ class Attempts:
             )
             self._born[name] = []
 
-    # --- the way back
+    # --- taking an attempt back
 
     def restore(self, work: Work) -> None:
-        """Put random state and buffers back to the beginning, and empty the gradients."""
+        """Restore the random state and the buffers of the step's beginning, and clear gradients."""
         for parameter in work.parameters:
             parameter.grad = None
         late = self.buffers.put_back()
@@ -413,50 +448,54 @@ class Attempts:
         restore(work.random_state)
 
     def take_back(self, work: Work) -> None:
-        """Leave no trace of an attempt."""
+        """Restore everything that an attempt has changed."""
         self.restore(work)
         self.loss_scale.forget()
 
     def as_promised(self, decision: Decision, work: Work) -> Decision:
-        """Return a decision to repeat an attempt with what it can promise.
+        """Return a decision to repeat an attempt, with the promise that can be kept.
 
-        Not everything may have been put back.
+        The promise is lower if the loss function changes state that could not be restored.
         """
         lost = [*dict.fromkeys([*work.lost, *self.safety.side_effects(work)])]
         if not lost or isinstance(decision, Stop):
             return decision
         reason = (
-            f"{decision.reason}; the loss function changes what is not put back:"
+            f"{decision.reason}; the loss function changes state that is not restored:"
             f" {', '.join(lost[:5])}"
         )
         return replace(decision, reason=reason, promise="changes training")
 
     def learn(self, work: Work) -> None:
-        """Note which buffers and states an attempt has changed that will be committed."""
+        """Note which buffers and states were changed by the attempt that will be committed."""
         late = [name for name in self.buffers.learn() if name in self.buffers.states.names()]
         if late and work.attempts > 1:
             self._record.emit(run_events.NotRestored(names=tuple(late)))
 
 
 def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Make the state of parameters that have none, so that it is never born half-way through a
-    step.
+    """Create the optimizer state of parameters that have none.
 
-    Out of memory while Adam allocates its moments leaves an entry that holds only ``step``; every
-    later step then fails with ``KeyError: 'exp_avg'``. torch's optimizers make their state in one
-    place, which is called here ahead of time, with gradients of zeros that take no memory. SGD's
-    momentum is made from the first gradient and not here: for it an out-of-memory in the first step
-    returns to the last good state, like any other inside a step.
+    If Adam runs out of memory while it allocates its moments, an entry is left that holds only
+    ``step``, and every later step fails with ``KeyError: 'exp_avg'``. torch's optimizers create
+    their state in ``_init_group``, which is called here before the step, with gradients of zeros
+    that need no memory. SGD creates its momentum from the first gradient instead. If it runs out of
+    memory in its first step, the run returns to the last good state, as for any out-of-memory
+    within an optimizer step.
 
     Returns:
-        The parameters that have state now and had none before. If the allocator raises, none have.
+        The parameters whose state was created. If an error is raised, no state was created.
     """
     make = getattr(optimizer, "_init_group", None)
     if make is None:
         return []
     lists = len(inspection.signature(make).parameters) - 1
-    wanted = {id(parameter) for parameter in parameters if not optimizer.state.get(parameter)}
-    missing = [p for group in optimizer.param_groups for p in group["params"] if id(p) in wanted]
+    without_state = {
+        id(parameter) for parameter in parameters if not optimizer.state.get(parameter)
+    }
+    missing = [
+        p for group in optimizer.param_groups for p in group["params"] if id(p) in without_state
+    ]
     if not missing:
         return []
     try:

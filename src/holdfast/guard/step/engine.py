@@ -1,17 +1,18 @@
 """The step engine: a step commits, or it leaves no trace and says why.
 
-    begin      note random state and mutable buffers, empty the gradients
-    attempt    forward and backward of every micro-batch, and one look at the norms. Out of memory →
-               outside the handler: drop the frames, put everything back, ask the ladder, attempt
-               again from the start
-    skip       not finite → everything back, replay under a tracer, name the culprit
-    commit     clip, step every optimizer, update the scaler; `state.committed` when all that
-               belongs to it is done
-    take_back  leave no trace, from anywhere before the commit
+    begin      keep the random state and the mutable buffers, and clear the gradients
+    attempt    run forward and backward of every micro-batch, and compute the gradient norms. After
+               an out-of-memory: leave the exception handler, drop the frames, restore everything,
+               ask the memory ladder what to change, and attempt the step again
+    skip       after NaN or Inf: restore everything, replay the step under a tracer, and name the
+               operation that it came from
+    commit     clip the gradients, step every optimizer, update the loss scale. The caller calls
+               `state.committed` when everything else that belongs to the step is done
+    take_back  restore everything, at any moment before the commit
 
-`run` is the usual way through these for one batch; ``accumulation`` drives them one by one. Inside
-the commit nothing is retried: an optimizer that fails half-way raises `PartialOptimizerStep`, and
-only an earlier state helps.
+`run` takes one batch through these; ``accumulation`` calls them one by one. Nothing is retried
+inside the commit: if an optimizer fails half-way, `PartialOptimizerStep` is raised, and the run has
+to return to an earlier state.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from holdfast.guard.state.work import Work
 from holdfast.guard.step.attempts import Attempts
 from holdfast.guard.step.passes import EmptyPartError
 from holdfast.guard.step.replay import Replay
-from holdfast.loader.splitting import Split, versions_of
+from holdfast.loader.splitting import Split
 from holdfast.memory.host_memory import trim_heap
 from holdfast.memory.ladder import MemoryLadder, Remedies
 from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken, switch_off_if_unsafe
@@ -53,13 +54,23 @@ from holdfast.memory.oom import (
 )
 from holdfast.memory.recompute import COMPILED, may_be_caused_by_recomputing
 from holdfast.memory.saved_bytes import NOTHING_SAVES
+from holdfast.memory.tensors import versions_of
 from holdfast.numerics.gradients import Group, clip, nonfinite_gradients
 
-_SETTLED_STEP = 3  # in the first, state is made and kernels are chosen
+# The first steps create optimizer state and choose kernels, which needs memory only once.
+_SETTLED_STEP = 3
 
 
 class StepEngine:
-    """Carries out steps on one set of parts."""
+    """Makes steps with one set of parts.
+
+    Args:
+        parts: The models, optimizers and further state of the run.
+        policy: The policy of the run.
+        record: Where events are recorded.
+        split: Where the batch dimension is; see `Guard`.
+        ranks: The ranks of the run; None for a single process.
+    """
 
     def __init__(
         self,
@@ -69,7 +80,9 @@ class StepEngine:
         split: Split,
         ranks: OneRank | None = None,
     ) -> None:
-        self.parts, self.policy, self.record = parts, policy, record
+        self.parts = parts
+        self.policy = policy
+        self.record = record
         self.ranks = ranks or OneRank()
         self.ladder = MemoryLadder.of(policy)
         self.state = RunState()
@@ -78,7 +91,7 @@ class StepEngine:
         self.diagnosis = Diagnosis(parts, policy, record)
         self.attempts = Attempts(parts, policy, record, self.diagnosis.attempt, self.ranks)
         self._safety = self.attempts.safety
-        # A copy of one rank would wait for the others
+        # A trial in a forked copy of one rank would wait for the other ranks.
         self._safety.may_copy = self.ranks.world_size == 1
         self._safety.alone = self.ranks.alone
         self.buffers = self.attempts.buffers
@@ -87,12 +100,13 @@ class StepEngine:
         self._replay = Replay(parts, self.attempts)
         self._step_id = 0
         self._reports_no_gain = policy.recompute is True
-        # Called when memory is short on the host
+        # Called when host memory is short, to free what can be freed.
         self.spare_memory: Callable[[], None] = lambda: None
-        self._stepped: set[str] = set()  # optimizers whose kernels for whole batches are made
+        # The optimizers that have stepped, so that the kernels for whole batches exist.
+        self._stepped: set[str] = set()
 
     def state_was_replaced(self) -> None:
-        """Note that optimizer state was loaded: some of it may be missing again."""
+        """Note that optimizer state was loaded, so that parts of it may be missing again."""
         self.attempts.state_was_replaced()
 
     def run(
@@ -104,15 +118,25 @@ class StepEngine:
         split: Split | None,
         judge: Callable[[StepAttempt], Decision | None],
     ) -> Outcome:
-        """Make one step."""
+        """Make one step, if necessary without the samples that NaN or Inf came from.
+
+        Args:
+            batch: The batch.
+            loss_fn: The loss function.
+            names: The names of the optimizers to step.
+            split: Where the batch dimension is; None for that of the guard.
+            judge: Returns why an attempt with finite values must not be committed, or None.
+        """
         work = self.begin(batch, loss_fn, names, split)
         outcome = self._try(work, judge)
-        less = None if outcome.committed else self.without_bad_samples(work, outcome)
-        if less is None:
+        if outcome.committed:
+            return outcome
+        sound_batch = self.without_bad_samples(work, outcome)
+        if sound_batch is None:
             return outcome
         assert outcome.provenance is not None
-        again = self.begin(less, loss_fn, names, work.split)
-        repeated = self._try(again, judge)
+        work_again = self.begin(sound_batch, loss_fn, names, work.split)
+        repeated = self._try(work_again, judge)
         return replace(
             repeated,
             attempts=outcome.attempts + repeated.attempts,
@@ -135,20 +159,20 @@ class StepEngine:
             return self._outcome(work, attempt, decision=decision)
         return self.commit(work, attempt)
 
-    # --- the seam
+    # --- the parts of a step
 
     def begin(
         self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None
     ) -> Work:
-        """Note everything that an attempt may change, and empty the gradients."""
+        """Keep everything that an attempt may change, and clear the gradients."""
         work = self.attempts.begin(batch, loss_fn, names, self._split if split is None else split)
         self.state.begin()
         return work
 
     def attempt(self, work: Work) -> StepAttempt:
-        """Make attempts until one fits into memory; its gradients are there.
+        """Make attempts until one fits into memory, and leave its gradients in the parameters.
 
-        An error takes the step back.
+        If an error is raised, the step leaves no trace.
         """
         try:
             return self._attempt_until_it_fits(work)
@@ -164,9 +188,10 @@ class StepEngine:
     def keep(
         self, work: Work, attempt: StepAttempt
     ) -> tuple[dict[torch.Tensor, torch.Tensor], Outcome]:
-        """End a step without a commit, for one that is made of several batches.
+        """End the attempt of one batch of a step that consists of several batches.
 
-        Return the gradients by parameter, which are the caller's now, and how the attempt ended.
+        Returns:
+            The gradients by parameter, which are taken out of the parameters, and the outcome.
         """
         gradients = {p: p.grad for p in work.parameters if p.grad is not None}
         for parameter in work.parameters:
@@ -177,7 +202,7 @@ class StepEngine:
         return gradients, self._outcome(work, attempt, committed=True)
 
     def skip(self, work: Work, attempt: StepAttempt) -> Outcome:
-        """Take a step back that is not finite, and find out where that came from."""
+        """Take back a step with NaN or Inf, and find out where they came from."""
         mine = {id(p) for p in work.parameters}
         named = ((name, p) for name, p in self.parts.named_parameters() if id(p) in mine)
         culprits, count = nonfinite_gradients(named)
@@ -188,34 +213,34 @@ class StepEngine:
             work, attempt, culprits=culprits, culprit_count=count, loss_scale=scale
         )
         if not self.policy.provenance or (scale is not None and scale >= 1.0):
-            return outcome  # fp16 finds its scale by trying: nothing is wrong
-        found = self.ranks.origin(
+            # fp16 training finds its loss scale by trial, so nothing is wrong.
+            return outcome
+        provenance = self.ranks.origin(
             lambda: self._replay.find(work, self.ladder.plan),
             lambda: self._replay.look_at_batch(work),
         )
-        return replace(outcome, provenance=found)
+        return replace(outcome, provenance=provenance)
 
     def without_bad_samples(self, work: Work, outcome: Outcome) -> Any | None:
-        """Return the batch of a skipped step without the samples that NaN came from, if that is
-        known and wanted.
+        """Return the batch of a skipped step without the samples that NaN or Inf came from.
+
+        None if the policy does not ask for it, or these samples are not known.
         """
-        return (
-            self._replay.without_samples(work, outcome.provenance)
-            if self.policy.drop_nonfinite_samples
-            else None
-        )
+        if not self.policy.drop_nonfinite_samples:
+            return None
+        return self._replay.without_samples(work, outcome.provenance)
 
     def commit(self, work: Work, attempt: StepAttempt) -> Outcome:
-        """Clip, and step every optimizer.
+        """Clip the gradients, and step every optimizer.
 
-        The run is committing until whoever drives it says `state.committed`.
+        The run stays in the phase of committing until the caller calls `state.committed`.
         """
         try:
             self._clip(attempt.groups, attempt.norms, attempt.facts.total)
             outcome = self._outcome(work, attempt, committed=True)
             if versions_of(work.tensors) != work.versions:
                 self._safety.notice_change(work.loss_fn)
-            # Before a weight moves: what fails here can still be taken back
+            # Before a weight moves, because an error here can still be taken back.
             self.attempts.learn(work)
         except BaseException as error:
             self._undo(work, error)
@@ -224,8 +249,8 @@ class StepEngine:
         try:
             self._step_optimizers(work.names, outcome, work.parameters)
             if self._step_id < _SETTLED_STEP and self.parts.device_type() == "cpu":
-                # What only the first steps take, such as a copy of the batch, would stay in the
-                # heap
+                # Memory that only the first steps need, such as a copy of the batch, would stay in
+                # the heap.
                 trim_heap()
             if self.loss_scale.enabled:
                 self.loss_scale.update()
@@ -237,7 +262,7 @@ class StepEngine:
         return outcome
 
     def _undo(self, work: Work, error: BaseException) -> None:
-        """Leave no trace of a step that an error ends."""
+        """Take back a step that ended with an error, or report a dead device."""
         if is_sticky(error):
             self.state.spoil()
             raise _dead_device(error) from error
@@ -271,7 +296,7 @@ class StepEngine:
                 ):
                     raise
                 failure = error
-            # Out of the handler: only now can the frames of the failed attempt be dropped.
+            # The frames of the failed attempt can be dropped only outside of the handler.
             if failure is not None:
                 clear_exception_frames(failure)
                 ranks.pay(found or describe_error(failure), work.parameters)
@@ -281,7 +306,8 @@ class StepEngine:
             self.buffers.states.keep(look=True)
             if versions_of(work.tensors) != work.versions:
                 raise self._safety.batch_was_changed(work.loss_fn)
-            if failure is None:  # another rank has failed
+            if failure is None:
+                # Another rank has failed.
                 continue
             if isinstance(failure, EmptyPartError):
                 may_split = self._safety.may_leave_out(work, failure.place)
@@ -297,7 +323,8 @@ class StepEngine:
                 self.attempts.give_up_recomputing(self.ladder.plan, failure)
                 self.ladder.without_recompute()
                 del failure
-                release_memory(self._devices)  # its frames are in cycles
+                # Its frames are in reference cycles, so they are collected here.
+                release_memory(self._devices)
                 continue
             del failure
             if self.parts.device_type() == "cpu":
@@ -305,13 +332,13 @@ class StepEngine:
             release_memory(self._devices)
             if is_onednn_failure(found) and switch_off_if_broken():
                 self.record.emit(run_events.OnednnSwitchedOff())
-                # The same attempt with torch's own kernels: it was not the batch that did not fit
+                # oneDNN has failed, not the batch: attempt the same with torch's own kernels.
                 continue
             work.out_of_memory += 1
             self._decide(work, found)
 
     def _timed_attempt(self, work: Work) -> StepAttempt:
-        """Make an attempt; of one that splits its batch, note how long it has taken."""
+        """Make an attempt, and note how long it has taken if it splits its batch."""
         if self._samples_of_a_part(work) is None:
             return self.attempts.make(work, self.ladder.plan)
         began = self.record.clock.monotonic_seconds()
@@ -320,18 +347,12 @@ class StepEngine:
         return attempt
 
     def _samples_of_a_part(self, work: Work) -> int | None:
-        """Return the samples of the parts that the plan cuts a batch into.
-
-        None if it is not cut.
-        """
+        """Return the number of samples in a micro-batch, or None if the batch is not split."""
         plan = self.ladder.plan
-        if (
-            work.size is None
-            or plan.micro_batch_size is None
-            or plan.samples(work.size) == work.size
-        ):
+        if work.size is None or plan.micro_batch_size is None:
             return None
-        return plan.samples(work.size)
+        samples = plan.samples(work.size)
+        return None if samples == work.size else samples
 
     def _report_news(self) -> None:
         news = self.ranks.take_news()
@@ -339,9 +360,7 @@ class StepEngine:
             self.record.emit(news)
 
     def _check_split(self, work: Work) -> None:
-        """Find out what holds for the loss function, and split no more if the batch may not be
-        cut.
-        """
+        """Check whether the loss function allows splitting, and stop splitting if it does not."""
         part = self._samples_of_a_part(work)
         tried_here, may_split = self._safety.check(work, part)
         if tried_here:
@@ -350,9 +369,10 @@ class StepEngine:
             self.ladder.without_split()
 
     def _decide(self, work: Work, found: str) -> None:
-        """Ask the ladder what to do about a lack of memory, and record it.
+        """Record an out-of-memory, ask the ladder what to do about it, and record the decision.
 
-        Raise H401 if nothing is left.
+        Raises:
+            OutOfMemoryError: H401 if no remedy is left.
         """
         plan = self.ladder.plan
         size = work.size or 1
@@ -395,7 +415,7 @@ class StepEngine:
             self.record.emit(run_events.OnednnSwitchedOff())
 
     def _does_not_fit(self, work: Work, error: str, reason: str) -> OutOfMemoryError:
-        """Return H401 for a step that no remedy is left for."""
+        """Return H401 for a step that does not fit after all remedies."""
         if work.size is None:
             batch = "the batch"
             fix = (
@@ -418,15 +438,17 @@ class StepEngine:
         )
 
     def _remedies(self, work: Work) -> Remedies:
+        """Return which remedies are possible for a step that ran out of memory."""
         if not work.prepared:
             return Remedies(
                 no_split="the state of the optimizer does not fit, whatever the micro-batch"
             )
         if work.out_of_memory == 1 and not self.ladder.on_trial:
-            return Remedies()  # the first remedy changes nothing, so nothing has to be found out
+            # The first remedy repeats the attempt as it was, so nothing has to be known.
+            return Remedies()
         if self.ranks.why_only_retry is not None:
             return Remedies(no_split=self.ranks.why_only_retry)
-        # Kernels of accelerators may add in another order each time
+        # Kernels of accelerators may add in a different order each time.
         exact = self.parts.device_type() == "cpu"
         modules = self.attempts.modules_to_recompute(self.ladder.plan)
         remedies = self._safety.remedies(work)
@@ -446,8 +468,9 @@ class StepEngine:
         )
 
     def _clip(self, groups: Sequence[Group], norms: torch.Tensor, total: float) -> None:
+        """Clip the gradients; nothing is computed if the total norm is well below the limit."""
         limit = self.policy.max_grad_norm
-        # Well below the limit every factor is exactly 1.
+        # Well below the limit, the factor of `clip_grad_norm_` is exactly 1.
         if limit is not None and total > 0.99 * limit - 1e-5:
             clip(
                 groups,
@@ -466,7 +489,7 @@ class StepEngine:
                 self.parts.optimizers[name].step()
                 self.diagnosis.after_step(name)
                 self.attempts.drop_unused_state(name)
-                # Here, since what fails half-way is undone
+                # Averages are updated here, because a failure half-way is undone.
                 if self.parts.averages and name == names[-1]:
                     self.parts.update_averages(moved)
                 continue
@@ -488,48 +511,62 @@ class StepEngine:
 
 
 def _dead_device(error: BaseException) -> DeviceError:
-    said = str(error).strip().splitlines()[0][:200]
-    first = ""
-    if "assert" in said:  # which the same batch would meet again
-        first = (
-            "find the index or label outside its range (the same batch on the CPU names it), then "
+    """Return H403 for an error after which nothing on the device can be used."""
+    message = str(error).strip().splitlines()[0][:200]
+    fix = "start the run again: it continues from its newest checkpoint."
+    if "assert" in message:
+        # The same batch would fail the same assertion again.
+        fix = (
+            "find the index or label outside its range (the same batch on the CPU names it), then"
+            f" {fix}"
         )
     return DeviceError(
-        f"the device reports {said!r}",
+        f"the device reports {message!r}",
         limit="its context is dead and nothing on it can be retried or saved",
-        fix=f"{first}start the run again: it continues from its newest checkpoint.",
+        fix=fix,
         rule="H403",
     )
 
 
 class _ModelOrder:
-    """The order in which a bare loop adds up norms.
+    """The order of the parameters in the model, as opposed to that in the optimizer's groups.
 
-    That of the model's parameters, not of optimizer groups.
-
-    ``clip_grad_norm_(model.parameters(), ...)`` takes the norm of the norms in that order. With
-    parameters in several groups another order gives another last bit, and so another run.
+    ``clip_grad_norm_(model.parameters(), ...)`` takes the norm of the norms in the order of the
+    model. With parameters in several groups, a different order changes the last bit, and so the
+    whole run.
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._known: dict[tuple[int, ...], torch.Tensor | None] = {}
+        self._orders: dict[tuple[int, ...], torch.Tensor | None] = {}
 
     def of(self, groups: Sequence[Group], device: torch.device) -> torch.Tensor | None:
-        """Return where in the groups the parameters lie, in the model's order.
+        """Return the positions of the groups' parameters, sorted by their order in the model.
 
-        None if they lie in that order.
+        The order is computed once for given sizes of the groups. If a step has gradients for other
+        parameters, but for as many in each group, it may use the order of an earlier step.
 
-        Cost: that of a look-up by the sizes of the groups, after the first time; parameters that
-        get a gradient now and then, as many as before, may be added up in the order of then.
+        Returns:
+            Shape ``(parameters,)``, or None if the groups hold them in the order of the model.
         """
         if len(groups) < 2:
             return None
-        key = tuple(len(group.parameters) for group in groups)
-        if key not in self._known:
-            found = {id(p): at for at, (_, p) in enumerate(self._parts.named_parameters())}
-            places = [found.get(id(p), len(found)) for group in groups for p in group.parameters]
-            order = sorted(range(len(places)), key=places.__getitem__)
-            is_same = order == list(range(len(order)))
-            self._known[key] = None if is_same else torch.tensor(order, device=device)
-        return self._known[key]
+        sizes = tuple(len(group.parameters) for group in groups)
+        if sizes not in self._orders:
+            self._orders[sizes] = self._order_of(groups, device)
+        return self._orders[sizes]
+
+    def _order_of(self, groups: Sequence[Group], device: torch.device) -> torch.Tensor | None:
+        ranking = {
+            id(parameter): position
+            for position, (_, parameter) in enumerate(self._parts.named_parameters())
+        }
+        rankings = [
+            ranking.get(id(parameter), len(ranking))
+            for group in groups
+            for parameter in group.parameters
+        ]
+        order = sorted(range(len(rankings)), key=rankings.__getitem__)
+        if order == list(range(len(order))):
+            return None
+        return torch.tensor(order, device=device)

@@ -1,6 +1,6 @@
-"""Forward and backward over a batch, in one pass or several that add up to the same gradient.
+"""Forward and backward over a batch, in one pass or in several that give the same gradient.
 
-The scale of fp16.
+`LossScale`, the loss scaling of fp16, is here too.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _Parts: TypeAlias = Sequence[tuple[Any, int]]
 
 
 class EmptyPartError(Exception):
-    """A part, from `place` on, declares no items and has a loss all the same.
+    """A micro-batch, which begins at sample `place`, declares no items but has a loss.
 
-    That has to be tried out.
+    Whether it can be left out has to be tried.
     """
 
     def __init__(self, place: int) -> None:
@@ -41,7 +41,15 @@ class EmptyPartError(Exception):
 
 
 class Passes:
-    """Runs a loss function and its backward."""
+    """Runs loss functions and backward passes.
+
+    Args:
+        safety: What is known about splitting with each loss function.
+        loss_scale: The loss scaling of fp16.
+        device_type: The kind of device, such as ``"cuda"``.
+        precision: The precision of the forward pass.
+        ranks: The ranks of the run; None for a single process.
+    """
 
     def __init__(
         self,
@@ -57,13 +65,13 @@ class Passes:
         self._device_type = device_type
         self._precision: Precision = precision
         self._devices = safety.parts.devices()
-        # Parameters whose hooks are looked at in backward
+        # Parameters whose hooks are checked during the next backward pass.
         self.watched: Sequence[torch.Tensor] = ()
 
     def whole(
         self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Inputs
     ) -> PassResult:
-        """Run one pass, with no arithmetic of ours: bit-identical to a bare loop."""
+        """Run one pass without any arithmetic of the guard, bit-identical to an unguarded loop."""
         terms = self._forward(batch, size, loss_fn)
         if terms.declared:
             terms.check_items()
@@ -82,15 +90,26 @@ class Passes:
         batch: Any = None,
         drops: bool = True,
     ) -> PassResult:
-        """Run several passes, each weighted by its share of the items.
+        """Run one pass for each part, weighted by the part's share of the items.
 
-        Items are known only after each forward pass, so weights are relative to an estimate, and
-        the gradients are corrected once at the end. Of several terms that is impossible, since they
-        share ``.grad``: the items of all parts are counted first, by a forward pass without a
-        graph.
+        The number of items is known only after each forward pass. The weights are therefore
+        relative to an estimate, and the gradients are corrected once at the end. That is impossible
+        for a loss of several terms, which share ``.grad``: their items are counted beforehand, in
+        forward passes without a graph.
+
+        Every part waits for the device once.
+
+        Args:
+            parts: The micro-batches, with the number of samples in each.
+            size: The number of samples in all of them.
+            loss_fn: The loss function.
+            parameters: The parameters of the step.
+            inputs: Returns the ``inputs`` of ``backward``.
+            batch: The whole batch; None for a window of several batches.
+            drops: Whether parts with a loss of NaN or Inf may be left out.
 
         Returns:
-            As `whole`, over all parts that were not dropped. Cost: a host sync for each part.
+            The result over all parts that were not left out.
         """
         if isinstance(loss_fn, TwoPass):
             terms = self._in_two_passes(loss_fn, batch, parts, inputs)
@@ -120,9 +139,9 @@ class Passes:
         return PassResult(*tally.finish(parameters)[:4], put_together(extra))
 
     def added(self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Inputs) -> PassResult:
-        """Run several batches whose losses add up as they are.
+        """Run several batches, whose losses are added.
 
-        Parts of one batch by their share in its mean.
+        If a batch is split, its parts are weighted by their shares of its mean.
         """
         losses, samples = [], 0
         for parts in batches:
@@ -139,7 +158,8 @@ class Passes:
                         fix="return the bare loss, or make the window without added=True.",
                         rule="H203",
                     )
-                if weight:  # a part without any item weighs nothing
+                # A part without items has the weight 0.
+                if weight:
                     loss = terms.total() if weight == 1.0 else terms.total() * weight
                     losses.append(loss.detach())
                     self._backward(loss, inputs())
@@ -165,11 +185,9 @@ class Passes:
         return terms
 
     def _counted(self, parts: _Parts, loss_fn: LossFunction) -> list[list[float]]:
-        """Return the items of each term in the parts that are still to come.
-
-        All is left as it is.
-        """
-        random_state, buffers = capture(self._devices), self._safety.keeper()
+        """Return the number of items of each term in some parts, without changing any state."""
+        random_state = capture(self._devices)
+        buffers = self._safety.keeper()
         buffers.keep()
         read = without_graph(
             lambda: [
@@ -195,8 +213,10 @@ class Passes:
 
     def _backward(self, loss: torch.Tensor, reached: Sequence[torch.Tensor] | None) -> None:
         if reached is not None and not reached:
-            return  # into nothing there is no backward
-        loss = self._loss_scale.scale(loss) if self._loss_scale.enabled else loss
+            # No parameter requires a gradient.
+            return
+        if self._loss_scale.enabled:
+            loss = self._loss_scale.scale(loss)
         if not self.watched:
             loss.backward(inputs=reached)  # type: ignore[no-untyped-call]
             return
@@ -205,7 +225,7 @@ class Passes:
 
 
 class LossScale:
-    """A gradient scaler that can forget a step that is taken back."""
+    """torch's gradient scaler, which can also forget a step that is taken back."""
 
     def __init__(self, device_type: str, *, enabled: bool) -> None:
         self._device_type = device_type
@@ -221,24 +241,22 @@ class LossScale:
         return self._scaler.scale(loss)
 
     def unscale(self, optimizers: Mapping[str, Optimizer], names: Sequence[str]) -> None:
-        """Divide the gradients of these optimizers by the scale, if there is one, once in a
-        step.
-        """
+        """Divide the gradients of these optimizers by the scale; call it once per step."""
         self._unscaled = True
         for name in names:
             self._scaler.unscale_(optimizers[name])
 
     def update(self) -> None:
-        """Move the scale after a step.
+        """Adjust the scale after a step.
 
-        Down if a gradient was not finite, up after many that were.
+        It is lowered if a gradient was not finite, and raised after many steps with finite ones.
         """
         if self.enabled:
             self._scaler.update()
             self._unscaled = False
 
     def forget(self) -> None:
-        """Take back `unscale`. torch's scaler knows no way but to be made anew."""
+        """Take back `unscale`. torch's scaler offers no way to do that, so a new one is made."""
         if self._unscaled:
             state = self._scaler.state_dict()
             self._scaler = self._new()
@@ -246,21 +264,21 @@ class LossScale:
             self._unscaled = False
 
     def value(self) -> float | None:
-        """Return the scale, or None if there is none. Cost: one host sync."""
+        """Return the scale, or None without loss scaling. This waits for the device once."""
         return self._scaler.get_scale() if self.enabled else None
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state, or None if there is no scale."""
+        """Return the state, or None without loss scaling."""
         return self._scaler.state_dict() if self.enabled else None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Put the state back; without one, or without a scale, nothing changes."""
+        """Restore the state. Does nothing for None, or without loss scaling."""
         if self.enabled and state is not None:
             self._scaler.load_state_dict(state)
 
 
 class _Tally:
-    """The items, the loss and what was dropped, while the parts of a batch go by."""
+    """The running totals over the parts of a batch: items, loss, and dropped samples."""
 
     def __init__(
         self, weighting: Weighting, size: int, *, drops: bool, empty_is_tried: bool
@@ -269,10 +287,14 @@ class _Tally:
         self._empty_is_tried = empty_is_tried
         self._size = size
         self._drops = drops
-        self._seen = 0  # samples
-        self._estimates: list[float] = []  # of the items of each term
+        # The number of samples in the parts so far.
+        self._seen = 0
+        # The estimated number of items of each term in the whole batch.
+        self._estimates: list[float] = []
         self._items: list[float] = []
-        self._several = self._is_mean = self._declared = True
+        self._several = True
+        self._is_mean = True
+        self._declared = True
         self._loss: torch.Tensor | None = None
         self._bad: torch.Tensor | None = None
         self._dropped: list[tuple[int, int]] = []
@@ -280,8 +302,9 @@ class _Tally:
     def weigh(
         self, terms: Terms, part: Any, samples: int, count_rest: Callable[[], list[list[float]]]
     ) -> list[float] | None:
-        """Return the weight of each term of a part, or None if the part is to be left out."""
-        start, self._seen = self._seen, self._seen + samples
+        """Return the weight of each term of a part, or None if the part must be left out."""
+        start = self._seen
+        self._seen += samples
         if not terms.declared:
             terms = Terms(
                 means=terms.means, items=(self._weighting.count(part, samples),), declared=False
@@ -292,7 +315,8 @@ class _Tally:
         if not any(counts):
             if to_try:
                 raise EmptyPartError(start)
-            return None  # a part without any item has no mean, and weighs nothing
+            # A part without items has no mean, and does not count.
+            return None
         if self._drops and _is_bad(means, counts):
             self._dropped.append((start, self._seen))
             self._bad = terms.total().detach()
@@ -334,11 +358,13 @@ class _Tally:
         self._loss = loss if self._loss is None else self._loss + loss
 
     def finish(self, parameters: Sequence[torch.Tensor]) -> PassResult:
-        """Correct the gradients by what was really counted, and return the loss."""
+        """Correct the gradients by the number of items counted, and return the result."""
         if self._loss is None:
             if self._bad is None:
                 raise bad_items(0)
-            for parameter in parameters:  # as backward of such a loss would leave them
+            # All parts were dropped. The gradients are NaN, as backward of such a loss would leave
+            # them.
+            for parameter in parameters:
                 if parameter.requires_grad:
                     parameter.grad = torch.full_like(parameter, math.nan)
             return PassResult(self._bad, self._size)

@@ -1,13 +1,12 @@
-"""A step that held NaN or Inf, made again under a tracer.
+"""Replay a step with NaN or Inf under a tracer, to find the operation, module and samples.
 
-Which operation, which module, which samples.
-
-It starts from where the failed step began, and leaves no trace either. It runs only after a
-failure.
+The replay starts from the state in which the failed step began, and leaves no trace either. It runs
+only after a failure.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,9 +18,10 @@ from holdfast.guard.result import Provenance
 from holdfast.guard.splitting.window import samples_of, selected
 from holdfast.guard.state.work import Work
 from holdfast.guard.step.attempts import Attempts
-from holdfast.loader.splitting import tensors_in, versions_of
+from holdfast.loader.splitting import tensors_in
 from holdfast.memory.ladder import StepPlan
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, release_memory
+from holdfast.memory.tensors import versions_of
 from holdfast.numerics.bad_samples import find_bad_samples
 from holdfast.numerics.eager import eager
 from holdfast.numerics.provenance import NeedsOtherRanksError, UntraceableError, find_nan, trace
@@ -33,25 +33,26 @@ _FINITE = (
 
 
 class Replay:
-    """Replays failed steps of one set of parts, by its attempts."""
+    """Replays failed steps with one set of parts."""
 
     def __init__(self, parts: Parts, attempts: Attempts) -> None:
         self._parts = parts
         self._attempts = attempts
 
     def find(self, work: Work, plan: StepPlan) -> Provenance:
-        """Replay a step that was taken back, and say where its NaN or Inf came from.
+        """Replay a step that was taken back, and return where its NaN or Inf came from.
 
-        Never raises for what the replay itself meets: training has to go on.
+        An error of the replay is part of the result, since training has to continue.
         """
         if versions_of(work.tensors) != work.versions:
             return Provenance(
                 problem="loss_fn changes its batch in place, so the step cannot be replayed"
             )
         try:
-            with eager():  # the sizes that it tries are compiled for otherwise, and stay
+            # Otherwise torch would compile code for every size that the search tries, and keep it.
+            with eager():
                 return self._search(work, plan)
-        except Exception as error:  # noqa: BLE001 - a replay is a courtesy
+        except Exception as error:  # noqa: BLE001 - an error here must not end the run
             failure = error
         found = find_out_of_memory(failure)
         why = found or f"{type(failure).__name__}: {failure}"[:300]
@@ -63,7 +64,7 @@ class Replay:
         return Provenance(problem=f"the replay failed ({why})")
 
     def look_at_batch(self, work: Work) -> Provenance:
-        """Say whether the batch holds NaN, where a step cannot be replayed."""
+        """Return whether the batch holds NaN, for a step that cannot be replayed."""
         return Provenance(origin=find_nan(_batch_tensors(work), work.size))
 
     def _search(self, work: Work, plan: StepPlan) -> Provenance:
@@ -89,14 +90,15 @@ class Replay:
             return Provenance(problem=str(error))
         finally:
             self._attempts.take_back(work)
-            release_memory(self._parts.devices())  # a replay takes more than a step: give it back
+            # A replay needs more memory than a step.
+            release_memory(self._parts.devices())
 
     def _samples_unless_shared(
         self, work: Work, plan: StepPlan, hint: Sequence[int]
     ) -> tuple[int, ...]:
         """Return the samples without which the step is finite.
 
-        None where only all ranks together could try that.
+        Empty if only all ranks together could try that.
         """
         try:
             return self._samples(work, plan, hint)
@@ -114,12 +116,10 @@ class Replay:
         smallest = self._attempts.safety.smallest_part()
 
         def is_bad(chosen: Sequence[int]) -> bool:
-            # BatchNorm cannot take one sample; the same one twice is as good or bad as once.
-            indices = (
-                list(chosen) * -(-smallest // len(chosen))
-                if len(chosen) < smallest
-                else list(chosen)
-            )
+            indices = list(chosen)
+            if len(indices) < smallest:
+                # BatchNorm needs at least two samples, so the samples are repeated.
+                indices *= math.ceil(smallest / len(indices))
             part = replace(work, batch=selected(work.batch, indices, work.split), size=len(indices))
             self._attempts.restore(work)
             loss = self._attempts.run(part, plan, drops=False).loss

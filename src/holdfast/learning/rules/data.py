@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations, ObservedInput, ObservedLoss
-from holdfast.learning.progress import measure_progress
-from holdfast.learning.rules.registry import Rule, rule
+from holdfast.learning.rules.loss_progress import measure_progress
+from holdfast.learning.rules.registry import LearningRule, rule
 
 # Inputs are off the scale that weight initialisation assumes if their largest magnitude lies
 # outside these bounds, or their mean exceeds this multiple of their standard deviation.
@@ -23,7 +23,7 @@ FEW_LABELS = 0.6
 
 
 @rule("H856", tier="window", severity="note", kind="cause", confidence=0.8)
-def unscaled_inputs(run: Observations, rule: Rule) -> Iterator[Finding]:
+def unscaled_inputs(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """The inputs are far from mean 0 and variance 1."""
     for name, inputs in run.inputs.items():
         if not is_far_from_unit_scale(inputs) or run.models[name].normalizes_input:
@@ -50,7 +50,7 @@ def is_far_from_unit_scale(inputs: ObservedInput) -> bool:
 
 
 @rule("H843", tier="window", severity="advice", kind="cause", confidence=0.85)
-def labels_not_mixed(run: Observations, rule: Rule) -> Iterator[Finding]:
+def labels_not_mixed(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """Batches hold far fewer distinct labels than shuffled data would give."""
     if not run.minimizes_one_loss:
         return

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from holdfast.learning.finding import Finding
 from holdfast.learning.measures import median
 from holdfast.learning.observations import Observations, ObservedLoss
-from holdfast.learning.progress import measure_progress
 from holdfast.learning.rules.data import is_far_from_unit_scale
-from holdfast.learning.rules.registry import Rule, rule
+from holdfast.learning.rules.loss_progress import measure_progress
+from holdfast.learning.rules.registry import LearningRule, rule
 
 # Two consecutive steps could be accumulation on purpose; a forgotten zero_grad never stops.
 LEAKED_STEPS = 3
@@ -38,7 +38,7 @@ FIRST_NORMS = 10
 
 
 @rule("H811", tier="contract", severity="error", kind="cause", confidence=0.95)
-def gradients_never_reset(run: Observations, rule: Rule) -> Iterator[Finding]:
+def gradients_never_reset(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """Gradients are added to those of the previous step."""
     for name, optimizer in run.optimizers.items():
         if optimizer.leaks >= LEAKED_STEPS and not optimizer.uses_closure:
@@ -51,7 +51,7 @@ def gradients_never_reset(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H812", tier="contract", severity="error", kind="cause", confidence=0.9)
-def backward_without_step(run: Observations, rule: Rule) -> Iterator[Finding]:
+def backward_without_step(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """The optimizer never steps."""
     needed = BACKWARDS_WITHOUT_STEP_AT_END if run.ended else BACKWARDS_WITHOUT_STEP
     if run.steps or not run.models or run.backwards_since_step < needed:
@@ -71,7 +71,7 @@ def backward_without_step(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H813", tier="contract", severity="error", kind="cause", confidence=0.9)
-def step_without_gradients(run: Observations, rule: Rule) -> Iterator[Finding]:
+def step_without_gradients(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """An optimizer steps although none of its parameters has a gradient."""
     for name, optimizer in run.optimizers.items():
         # An optimizer that has had gradients may just be idle in this phase of training.
@@ -88,7 +88,7 @@ def step_without_gradients(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H815", tier="contract", severity="advice", kind="symptom", confidence=0.9)
-def all_gradients_zero(run: Observations, rule: Rule) -> Iterator[Finding]:
+def all_gradients_zero(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """All gradients of an optimizer are exactly 0, so its steps change nothing."""
     for name, optimizer in run.optimizers.items():
         if optimizer.zero_gradient_steps < STEPS_IN_A_ROW or optimizer.zeroed:
@@ -106,7 +106,7 @@ def all_gradients_zero(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H817", tier="contract", severity="error", kind="cause", confidence=0.95)
-def gradient_reversed(run: Observations, rule: Rule) -> Iterator[Finding]:
+def gradient_reversed(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """The gradient is reversed or set to zero between backward and step."""
     for name, optimizer in run.optimizers.items():
         changes = {"reversed": optimizer.reversed, "set to zero": optimizer.zeroed}
@@ -122,7 +122,7 @@ def gradient_reversed(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H859", tier="contract", severity="advice", kind="cause", confidence=0.9)
-def clipped_before_backward(run: Observations, rule: Rule) -> Iterator[Finding]:
+def clipped_before_backward(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """Gradients are clipped before backward computes them."""
     # With several optimizers, one may clip gradients left by another's backward pass.
     if run.early_clips >= HABIT_STEPS and len(run.optimizers) == 1:
@@ -146,7 +146,7 @@ class LostSignal:
 
 
 @rule("H848", tier="window", severity="note", kind="cause", confidence=0.7)
-def signal_vanishes_or_explodes(run: Observations, rule: Rule) -> Iterator[Finding]:
+def signal_vanishes_or_explodes(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """Signals vanish or explode in a run that makes no progress."""
     failing = measure_progress(run).is_failing
     fix = (

@@ -10,30 +10,28 @@ from holdfast.learning.rules import (
     data,
     gradients,
     losses,
-    modes,
+    models,
     nonfinite,
-    parameters,
     progress,
     schedules,
     step_size,
 )
-from holdfast.learning.rules.registry import REGISTERED, Rule, Tier
+from holdfast.learning.rules.registry import REGISTERED, LearningRule, Tier
 
 # Importing these registers their rules.
 MODULES = (
     nonfinite,
-    parameters,
+    models,
     gradients,
     schedules,
     step_size,
     losses,
-    modes,
     data,
     progress,
 )
 
 
-def learning_rules() -> Mapping[str, Rule]:
+def learning_rules() -> Mapping[str, LearningRule]:
     """Return all rules by id, sorted by id."""
     return dict(sorted(REGISTERED.items()))
 
@@ -44,33 +42,36 @@ def judge(run: Observations, tier: Tier, ignore: Collection[str] = ()) -> list[F
         finding
         for rule in learning_rules().values()
         if rule.tier == tier and rule.id not in ignore
-        for finding in rule.find(run)
+        for finding in rule.check(run, rule)
     ]
 
 
-Place = tuple[str, str]
+# A finding is known by its rule and the place that it concerns.
+_Key = tuple[str, str]
 
 
 class Findings:
-    """The findings of a run so far, and which of them have been reported."""
+    """The findings of a run so far, and which of them have been reported.
 
-    def __init__(self) -> None:
+    Args:
+        ignore: Ids of rules that stay silent.
+    """
+
+    def __init__(self, ignore: Collection[str] = ()) -> None:
+        self._ignore = ignore
         # A contract that has been violated once stays violated.
-        self._contracts: dict[Place, Finding] = {}
+        self._contracts: dict[_Key, Finding] = {}
         # For windows only the newest judgement counts: a slow start may have looked like a fault.
         self._windows: list[Finding] = []
-        # Rule and place of the findings that `take_fresh` has returned, here or in an earlier
-        # attempt.
-        self._reported: set[Place] = set()
+        # The findings that `take_fresh` has returned, here or in an earlier attempt.
+        self._reported: set[_Key] = set()
 
-    def add_contracts(self, findings: Iterable[Finding]) -> None:
-        """Add violated contracts."""
-        for finding in findings:
-            self._contracts.setdefault(_place(finding), finding)
-
-    def replace_windows(self, findings: Iterable[Finding]) -> None:
-        """Replace the findings of the previous window."""
-        self._windows = list(findings)
+    def judge(self, run: Observations, *, windows: bool) -> None:
+        """Judge a run: its contracts and, if `windows` is true, the run as a whole."""
+        for finding in judge(run, "contract", self._ignore):
+            self._contracts.setdefault(_key(finding), finding)
+        if windows:
+            self._windows = judge(run, "window", self._ignore)
 
     def all(self) -> list[Finding]:
         """Return all findings, most important first."""
@@ -82,18 +83,18 @@ class Findings:
 
     def take_fresh(self) -> list[Finding]:
         """Return the findings that this method has not returned before."""
-        fresh = [finding for finding in self.reported() if _place(finding) not in self._reported]
-        self._reported.update(_place(finding) for finding in fresh)
+        fresh = [finding for finding in self.reported() if _key(finding) not in self._reported]
+        self._reported.update(_key(finding) for finding in fresh)
         return fresh
 
-    def reported_places(self) -> list[list[str]]:
+    def reported_keys(self) -> list[list[str]]:
         """Return rule and place of every finding that `take_fresh` has returned, as plain data."""
-        return sorted(list(place) for place in self._reported)
+        return sorted(list(key) for key in self._reported)
 
-    def load_reported_places(self, places: Iterable[Iterable[str]]) -> None:
+    def load_reported_keys(self, keys: Iterable[Iterable[str]]) -> None:
         """Treat findings that an earlier process has reported as already returned."""
-        self._reported = {(rule, where) for rule, where in places}
+        self._reported = {(rule, where) for rule, where in keys}
 
 
-def _place(finding: Finding) -> Place:
+def _key(finding: Finding) -> _Key:
     return finding.rule, finding.where

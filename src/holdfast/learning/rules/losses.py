@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from holdfast.learning.finding import Finding
 from holdfast.learning.observations import MIN_CALLS, Observations, ObservedLoss
-from holdfast.learning.rules.registry import Rule, rule
+from holdfast.learning.rules.registry import LearningRule, rule
 
 SIGMOID_LOSS = "binary_cross_entropy_with_logits"
 
 
 @rule("H831", tier="contract", severity="error", kind="cause", confidence=0.85)
-def optimizer_climbs(run: Observations, rule: Rule) -> Iterator[Finding]:
+def optimizer_climbs(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """The optimizer maximises a loss that should be minimised."""
     minimized = [loss for loss in run.losses.values() if _is_minimized(loss)]
     if not run.minimizes_one_loss or not minimized:
@@ -31,7 +31,7 @@ def _is_minimized(loss: ObservedLoss) -> bool:
 
 
 @rule("H840", tier="contract", severity="error", kind="cause", confidence=0.9)
-def loss_with_a_minus_sign(run: Observations, rule: Rule) -> Iterator[Finding]:
+def loss_with_a_minus_sign(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """A loss enters the minimised objective with a minus sign."""
     if not run.minimizes_one_loss:
         return  # adversaries maximise each other's losses
@@ -48,7 +48,7 @@ def loss_with_a_minus_sign(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H836", tier="contract", severity="error", kind="cause", confidence=0.95)
-def softmax_twice(run: Observations, rule: Rule) -> Iterator[Finding]:
+def softmax_twice(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """A loss that applies a softmax itself receives probabilities."""
     for name, loss in run.losses.items():
         if loss.function == SIGMOID_LOSS or not loss.always("softmax_input"):
@@ -62,7 +62,7 @@ def softmax_twice(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H837", tier="contract", severity="advice", kind="cause", confidence=0.85)
-def rectified_scores(run: Observations, rule: Rule) -> Iterator[Finding]:
+def rectified_scores(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """The model ends in a ReLU, so its scores cannot be negative."""
     for name, loss in run.losses.items():
         if loss.always("relu_source"):
@@ -78,7 +78,7 @@ def rectified_scores(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H838", tier="contract", severity="error", kind="cause", confidence=0.9)
-def activation_before_scores(run: Observations, rule: Rule) -> Iterator[Finding]:
+def activation_before_scores(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """A loss that expects unbounded scores receives the output of a sigmoid, softmax or tanh."""
     for name, loss in run.losses.items():
         if loss.always("sigmoid_source"):
@@ -98,7 +98,7 @@ def activation_before_scores(run: Observations, rule: Rule) -> Iterator[Finding]
 
 
 @rule("H839", tier="contract", severity="error", kind="cause", confidence=0.95)
-def not_log_probabilities(run: Observations, rule: Rule) -> Iterator[Finding]:
+def not_log_probabilities(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """A loss that expects log-probabilities receives something else."""
     for name, loss in run.losses.items():
         # A softmax over the wrong axis does not sum to 1 over the class axis either; H842 reports
@@ -124,7 +124,7 @@ def not_log_probabilities(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H841", tier="contract", severity="error", kind="cause", confidence=0.95)
-def broadcast_targets(run: Observations, rule: Rule) -> Iterator[Finding]:
+def broadcast_targets(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """Broadcasting compares each prediction with every target."""
     for name, loss in run.losses.items():
         if not loss.always("broadcast"):
@@ -140,7 +140,7 @@ def broadcast_targets(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H842", tier="contract", severity="error", kind="cause", confidence=0.9)
-def softmax_over_batch(run: Observations, rule: Rule) -> Iterator[Finding]:
+def softmax_over_batch(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """The softmax before the loss runs over the samples."""
     for name, loss in run.losses.items():
         if loss.always("batch_axis"):
@@ -153,7 +153,7 @@ def softmax_over_batch(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H855", tier="contract", severity="error", kind="cause", confidence=0.85)
-def values_out_of_range(run: Observations, rule: Rule) -> Iterator[Finding]:
+def values_out_of_range(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """Targets, predictions or scores lie outside the range that a loss accepts."""
     for name, loss in run.losses.items():
         if loss.mostly("target_out_of_range"):

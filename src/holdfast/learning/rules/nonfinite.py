@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations
-from holdfast.learning.rules.registry import Rule, rule
+from holdfast.learning.rules.registry import LearningRule, rule
 
 # How many names a finding lists.
 MAX_NAMES = 5
 
 
 @rule("H801", tier="contract", severity="error", kind="symptom", confidence=0.95)
-def nonfinite_loss(run: Observations, rule: Rule) -> Iterator[Finding]:
+def nonfinite_loss(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """A loss was NaN or Inf."""
     for name, optimizer in run.optimizers.items():
         if optimizer.nonfinite_losses:
@@ -26,7 +26,7 @@ def nonfinite_loss(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H802", tier="contract", severity="error", kind="symptom", confidence=0.95)
-def nonfinite_gradient(run: Observations, rule: Rule) -> Iterator[Finding]:
+def nonfinite_gradient(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """The optimizer stepped with NaN or Inf in a gradient."""
     for name, optimizer in run.optimizers.items():
         if not optimizer.nonfinite_gradients:
@@ -43,7 +43,7 @@ def nonfinite_gradient(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H804", tier="contract", severity="error", kind="symptom", confidence=0.95)
-def nonfinite_weights(run: Observations, rule: Rule) -> Iterator[Finding]:
+def nonfinite_weights(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """Weights or running statistics hold NaN or Inf."""
     names = [name for name, layer in run.layers.items() if layer.nonfinite]
     for model in run.models.values():
@@ -56,7 +56,7 @@ def nonfinite_weights(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H806", tier="contract", severity="error", kind="cause", confidence=0.9)
-def nonfinite_input(run: Observations, rule: Rule) -> Iterator[Finding]:
+def nonfinite_input(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """A batch held NaN or Inf."""
     for name, inputs in run.inputs.items():
         if inputs.nonfinite:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from holdfast.learning.finding import Finding
 from holdfast.learning.measures import median
 from holdfast.learning.observations import Observations, ObservedOptimizer
-from holdfast.learning.progress import measure_progress
-from holdfast.learning.rules.registry import Rule, rule
+from holdfast.learning.rules.loss_progress import measure_progress
+from holdfast.learning.rules.registry import LearningRule, rule
 
 # How many steps are needed before a run can be said to learn nothing.
 MIN_STEPS = 200
@@ -37,7 +37,7 @@ LOST_RISE = 3
 
 
 @rule("H828", tier="window", severity="advice", kind="symptom", confidence=0.85, on_request=True)
-def no_better_than_constant(run: Observations, rule: Rule) -> Iterator[Finding]:
+def no_better_than_constant(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """The model is no better than a constant prediction."""
     progress = measure_progress(run)
     if progress.state == "constant" and run.steps >= MIN_STEPS:
@@ -50,7 +50,7 @@ def no_better_than_constant(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H826", tier="window", severity="advice", kind="symptom", confidence=0.5, on_request=True)
-def loss_rose(run: Observations, rule: Rule) -> Iterator[Finding]:
+def loss_rose(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """The loss is far above its initial value."""
     progress = measure_progress(run)
     if progress.state == "diverged":
@@ -61,7 +61,7 @@ def loss_rose(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H833", tier="window", severity="advice", kind="cause", confidence=0.85)
-def overfitting(run: Observations, rule: Rule) -> Iterator[Finding]:
+def overfitting(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """The validation loss rises while the training loss falls."""
     if len(run.validations) < MIN_VALIDATIONS or run.objective != "minimize":
         return
@@ -90,7 +90,7 @@ def _rises_after(best: int, losses: list[float]) -> bool:
 
 
 @rule("H852", tier="window", severity="advice", kind="symptom", confidence=0.8)
-def attention_not_aligned(run: Observations, rule: Rule) -> Iterator[Finding]:
+def attention_not_aligned(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """The attention of a speech synthesiser is not aligned."""
     alignment = run.alignment
     if alignment is None or alignment["utterances"] < MIN_UTTERANCES:
@@ -110,7 +110,7 @@ def attention_not_aligned(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 @rule("H853", tier="window", severity="advice", kind="symptom", confidence=0.75)
-def player_has_won(run: Observations, rule: Rule) -> Iterator[Finding]:
+def player_has_won(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """One of two adversaries has won, so the other can no longer learn."""
     if run.objective != "adversarial":
         return

@@ -1,4 +1,4 @@
-"""`Rule` and `rule`: how a rule about learning is registered.
+"""`LearningRule` and `rule`: how a rule about learning is registered.
 
 A rule is a pure function from `Observations` to findings. *Contracts* are exact: a run violates
 them or not. They are judged from the first steps on. *Windows* are statistical; they are judged
@@ -32,7 +32,7 @@ RETIRED = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class LearningRule:
     """One rule: when it is judged, how it reports, and its check.
 
     Args:
@@ -52,10 +52,6 @@ class Rule:
     confidence: float
     on_request: bool
     check: Check
-
-    def find(self, run: Observations) -> list[Finding]:
-        """Return the findings of this rule for a run."""
-        return list(self.check(run, self))
 
     def finding(
         self,
@@ -78,9 +74,9 @@ class Rule:
         )
 
 
-Check = Callable[[Observations, Rule], Iterable[Finding]]
+Check = Callable[[Observations, LearningRule], Iterable[Finding]]
 
-REGISTERED: dict[str, Rule] = {}
+REGISTERED: dict[str, LearningRule] = {}
 
 
 def rule(
@@ -92,12 +88,12 @@ def rule(
     confidence: float,
     on_request: bool = False,
 ) -> Callable[[Check], Check]:
-    """Register a function as the check of a rule; the arguments are those of `Rule`."""
+    """Register a function as the check of a rule; the arguments are those of `LearningRule`."""
     assert id not in RETIRED
     assert id not in REGISTERED
 
     def register(check: Check) -> Check:
-        REGISTERED[id] = Rule(
+        REGISTERED[id] = LearningRule(
             id=id,
             tier=tier,
             severity=severity,

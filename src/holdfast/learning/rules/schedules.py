@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations, ObservedOptimizer, ObservedScheduler
-from holdfast.learning.rules.registry import Rule, rule
+from holdfast.learning.rules.registry import LearningRule, rule
 
 # How many steps are needed to judge how a scheduler is stepped.
 MIN_STEPS = 20
@@ -30,7 +30,7 @@ MIN_ADVANCES = 3
 
 
 @rule("H819", tier="contract", severity="advice", kind="cause", confidence=0.85)
-def learning_rate_gone(run: Observations, rule: Rule) -> Iterator[Finding]:
+def learning_rate_gone(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """The learning rate falls to practically 0 long before the end."""
     for name, optimizer in run.optimizers.items():
         if not (_is_gone_early(run, optimizer) or _was_gone_at_end(run, optimizer)):
@@ -63,7 +63,7 @@ def _was_gone_at_end(run: Observations, optimizer: ObservedOptimizer) -> bool:
 
 
 @rule("H820", tier="contract", severity="advice", kind="cause", confidence=0.8)
-def scheduler_out_of_step(run: Observations, rule: Rule) -> Iterator[Finding]:
+def scheduler_out_of_step(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """A scheduler is stepped at the wrong times."""
     for name, scheduler in run.schedulers.items():
         if scheduler.kind == "ReduceLROnPlateau":
@@ -115,7 +115,7 @@ def _has_faded(run: Observations) -> bool:
 
 
 @rule("H854", tier="contract", severity="advice", kind="cause", confidence=0.9)
-def plateau_on_batch_losses(run: Observations, rule: Rule) -> Iterator[Finding]:
+def plateau_on_batch_losses(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """ReduceLROnPlateau receives the loss of each batch."""
     for name, scheduler in run.schedulers.items():
         advanced = scheduler.advanced_once + scheduler.advanced_several

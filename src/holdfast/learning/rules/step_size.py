@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from holdfast.learning.finding import Finding
 from holdfast.learning.measures import median
 from holdfast.learning.observations import Observations
-from holdfast.learning.progress import Progress, driving_losses, measure_progress
-from holdfast.learning.rules.registry import Rule, rule
+from holdfast.learning.rules.loss_progress import LossProgress, driving_losses, measure_progress
+from holdfast.learning.rules.registry import LearningRule, rule
 
 # Training seldom survives an update that is larger than this relative to the weights:
 # TheDeepChecker's upper limit.
@@ -35,7 +35,7 @@ SHRUNKEN = 0.2
 
 
 @rule("H825", tier="window", severity="advice", kind="cause", confidence=0.8)
-def learning_rate_too_high(run: Observations, rule: Rule) -> Iterator[Finding]:
+def learning_rate_too_high(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """Steps were so large that the loss blew up."""
     steps = [
         layer.largest_ratio
@@ -56,7 +56,7 @@ def learning_rate_too_high(run: Observations, rule: Rule) -> Iterator[Finding]:
         )
 
 
-def has_blown_up(run: Observations, progress: Progress) -> bool:
+def has_blown_up(run: Observations, progress: LossProgress) -> bool:
     """Return whether the loss rose far and has not recovered."""
     if progress.state == "diverged" or is_worse_than_constant(progress):
         return True
@@ -68,7 +68,7 @@ def has_blown_up(run: Observations, progress: Progress) -> bool:
     return progress.best >= RECOVERED * progress.baseline
 
 
-def is_worse_than_constant(progress: Progress) -> bool:
+def is_worse_than_constant(progress: LossProgress) -> bool:
     """Return whether the loss is above that of the best constant prediction.
 
     A model that cannot learn a task ends up predicting the constant; only one that is thrown about
@@ -80,7 +80,7 @@ def is_worse_than_constant(progress: Progress) -> bool:
 
 
 @rule("H824", tier="window", severity="advice", kind="cause", confidence=0.8)
-def learning_rate_too_low(run: Observations, rule: Rule) -> Iterator[Finding]:
+def learning_rate_too_low(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """Even all steps together cannot move the weights far enough to learn anything."""
     if run.steps < MIN_STEPS or measure_progress(run).state not in ("flat", "constant"):
         return
@@ -122,7 +122,7 @@ def all_matrices_have_gradients(run: Observations) -> bool:
 
 
 @rule("H858", tier="window", severity="advice", kind="cause", confidence=0.85)
-def weights_decay_away(run: Observations, rule: Rule) -> Iterator[Finding]:
+def weights_decay_away(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """Weight decay shrinks the weights faster than they learn."""
     remaining = remaining_share(run)
     for name, optimizer in run.optimizers.items():

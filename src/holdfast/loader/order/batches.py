@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, final
 
 from holdfast.loader.order.orders import Order
 from holdfast.loader.order.ranks import rank_positions, steps_left
-from holdfast.loader.order.sampled import Sampled
+from holdfast.loader.order.sampler_order import SamplerOrder
 from holdfast.loader.quarantine import key_of
 
-# Samples that may replace bad ones of a batch. If more than these are bad in a row, it is no matter
-# of samples: a folder is missing.
+# The number of samples that may replace the bad ones of a batch. If even more are bad in a row, the
+# samples are not the problem: a folder is missing.
 SPARES = 16
 
 # Positions that are looked up together when some samples are quarantined, so that more than
@@ -39,7 +39,7 @@ class BatchRequest(NamedTuple):
         first_position: Position of the first sample if an index may come more than once in an
             epoch: its random numbers then depend on its position too. None otherwise.
         is_single_sample: Whether this is a sample without a batch dimension (``batch_size=None``).
-        control_place: Place among `indices` and `spares` of a sample that a new worker reads first,
+        control_place: Place among the `candidates` of a sample that a new worker reads first,
             to show that it can.
     """
 
@@ -51,6 +51,11 @@ class BatchRequest(NamedTuple):
     first_position: int | None = None
     is_single_sample: bool = False
     control_place: int | None = None
+
+    @property
+    def candidates(self) -> tuple[Any, ...]:
+        """The indices and the spares. A place above the batch is that of a spare."""
+        return (*self.indices, *self.spares)
 
 
 @final
@@ -68,7 +73,7 @@ class EpochBatches:
         counts_batches: Whether `order` yields whole batches, which are used as they are.
     """
 
-    order: Order | Sampled
+    order: Order | SamplerOrder
     seed: int = 0
     batch_size: int | None = 1
     drop_last: bool = False
@@ -126,7 +131,7 @@ class EpochBatches:
 
     def _first_position(self, first: int) -> int | None:
         """Return `BatchRequest.first_position` for a batch that begins at a position."""
-        may_repeat = isinstance(self.order, Sampled) and self.order.repeats
+        may_repeat = isinstance(self.order, SamplerOrder) and self.order.repeats
         if not may_repeat:
             return None
         return first << _PLACE_BITS if self.counts_batches else first
@@ -183,9 +188,9 @@ class EpochBatches:
         return replace(self, rank=rank, world_size=world_size)
 
     @property
-    def sampler(self) -> Sampled | None:
+    def sampler(self) -> SamplerOrder | None:
         """The user's sampler, if there is one."""
-        return self.order if isinstance(self.order, Sampled) else None
+        return self.order if isinstance(self.order, SamplerOrder) else None
 
     def identity(self) -> dict[str, Any]:
         """Return what must be equal for a position to mean the same sample, as JSON values."""

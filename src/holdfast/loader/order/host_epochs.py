@@ -89,7 +89,7 @@ class HostEpochs:
         return self._go_to_named_epoch(epoch, named)
 
     def _go_to_named_epoch(self, epoch: int, named: int) -> int:
-        """Return the epoch, in the loader's numbers, to which the host gives a number."""
+        """Return the loader's number of the epoch that the host calls `named`."""
         current = self.current
         self.current = named
         if current is None:

@@ -37,7 +37,7 @@ _LARGEST_WINDOW = 8192
 # With a single window for all samples, the same samples would be neighbours in each epoch.
 _FEWEST_WINDOWS = 4
 
-# Numbers that are digested at a time, so that there is no second copy of all of them.
+# How many numbers are digested at a time, so that they are never copied all at once.
 _DIGEST_CHUNK = 2**20
 
 
@@ -262,9 +262,9 @@ def _digest(numbers: NDArray[Any]) -> str:
 
 # --- a keyed permutation of range(n) with random access -------------------------------------------
 
-# Only integers modulo 2**64 and a stable sort are used, so the values are the same for every numpy
-# and every machine. Positions in checkpoints rely on that. The permutation is statistically random,
-# but it is no cryptography.
+# Only integers modulo 2**64 and a stable sort are used, so the values are the same with every NumPy
+# and on every machine. Positions in checkpoints rely on that. The permutation is statistically
+# random, but not cryptographically secure.
 
 # Up to this length the range is shuffled by sorting hashes, which makes all orders equally likely;
 # a Feistel network on so few values would repeat itself. Sorting 4096 hashes takes as long as 4096

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from holdfast.loader.random_state import GENERATOR_TYPES
+
 # The attributes under which samplers hold the dataset, which is not part of their state and may be
 # large.
 _DATA_ATTRIBUTES = ("data_source", "dataset")
@@ -21,7 +23,6 @@ _DATA_ATTRIBUTES = ("data_source", "dataset")
 _ADDED_ATTRIBUTES = ("set_epoch",)
 
 _PLAIN_TYPES = frozenset((bool, int, float, complex, str, bytes, type(None)))
-_GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 # How many nested samplers are searched for objects that copies share.
 _MOST_LEVELS = 4
@@ -176,7 +177,7 @@ class _Digester:
             self._visit_once(value, lambda: self._visit_all([*value.keys(), *value.values()]))
         elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
             self._visit_once(value, lambda: self._visit_all(value))
-        elif isinstance(value, _GENERATOR_TYPES):
+        elif isinstance(value, GENERATOR_TYPES):
             self._visit_generator(value)
         elif isinstance(value, torch.nn.Module):
             # A sampler that uses a model changes with every step. torch counts the in-place changes

@@ -87,7 +87,7 @@ class Items:
         # A place to continue from, with its state: that of the last item or an earlier one.
         self._replay_number = 0
         self._replay_from: Any = None
-        # Items that were read.
+        # How many items were read.
         self.number = 0
         self.ended = False
 

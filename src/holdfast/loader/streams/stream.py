@@ -43,10 +43,10 @@ from holdfast.loader.workers.board import (
     Cells,
     show_batch_done,
 )
-from holdfast.loader.workers.map_source import Source
-from holdfast.loader.workers.report import PASSED_TURN, Report, as_failure, find_shortage
+from holdfast.loader.workers.map_source import BatchSource
+from holdfast.loader.workers.report import PASSED_TURN, BatchReport, as_failure, find_shortage
 
-# In place of a state: there were items, but they are in no batch, because of `drop_last`.
+# Stands for a state where items were read but make no batch, because of `drop_last`.
 _LEFT_OUT = "left out"
 
 
@@ -110,7 +110,8 @@ class StreamSettings:
         batch_size: Items in a batch of one rank; None for single items without a batch dimension.
         drop_last: Whether a last batch that is not full is left out.
         sharded: Whether the dataset divides its items among workers itself.
-        sharding_was_passed: Whether the user has said so.
+        hides_worker: Whether ``get_worker_info()`` returns None in a worker, as in one process, so
+            that a dataset that asks for it does not divide its items as well.
         rank: This rank.
         world_size: How many ranks share the items.
         initial_state: The state of the dataset before it was read.
@@ -123,7 +124,7 @@ class StreamSettings:
     batch_size: int | None
     drop_last: bool
     sharded: bool
-    sharding_was_passed: bool
+    hides_worker: bool
     rank: int
     world_size: int
     initial_state: InitialState
@@ -145,7 +146,7 @@ class _WorkerShare:
     shard: int
 
 
-class Stream(IterableDataset[Any]):
+class BatchStream(IterableDataset[Any]):
     """Batches with reports from an iterable dataset, for one worker or the main process.
 
     Args:
@@ -180,7 +181,7 @@ class Stream(IterableDataset[Any]):
         share = self._find_share()
         position = self._positions.get(share.shard, StreamPosition())
         if share.worker < self._turn:
-            yield None, tuple(Report(PASSED_TURN))
+            yield None, tuple(BatchReport(PASSED_TURN))
         if position.ended:
             return
         position = initial_state.complete(position)
@@ -213,8 +214,7 @@ class Stream(IterableDataset[Any]):
             keeps_state=is_stateful(settings.dataset),
             show=lambda number: _show(cells, number, 0),
         )
-        if not settings.sharded and not settings.sharding_was_passed and cells is not None:
-            # Otherwise a dataset that asks which worker it is in would divide its items as well.
+        if settings.hides_worker and cells is not None:
             _torch_worker._worker_info = None
         items_of_all_ranks = (settings.batch_size or 1) * settings.world_size
         turn = 0
@@ -230,19 +230,26 @@ class Stream(IterableDataset[Any]):
                     report = report._replace(seconds=time.perf_counter() - began)
                     yield batch, tuple(report)
         except StreamError as error:
-            shortage = find_shortage(error.cause)
-            if shortage is None:
-                report = Report(share.worker, fatal=as_failure(items.number, error.cause))
-            elif self._board is None:
-                raise error.cause from None
-            else:
-                report = Report(share.worker, shortage=shortage)
-            yield None, tuple(report)
+            yield None, tuple(self._report_error(error.cause, share.worker, items))
             return False
         finally:
             # The loop may still wait for other workers.
             _show(cells, items.number, IDLE)
         return True
+
+    def _report_error(self, error: BaseException, worker: int, items: Items) -> BatchReport:
+        """Return the report in the place of a batch.
+
+        Raises:
+            BaseException: The error itself, if this is a shortage in the main process, which has no
+                workers to do without.
+        """
+        shortage = find_shortage(error)
+        if shortage is None:
+            return BatchReport(worker, fatal=as_failure(items.number, error))
+        if self._board is None:
+            raise error from None
+        return BatchReport(worker, shortage=shortage)
 
     def _read_group(self, items: Items, size: int, cells: Cells, *, is_mine: bool) -> list[Any]:
         """Return the items of one step of all ranks; none of them if it is another worker's turn.
@@ -267,7 +274,7 @@ class Stream(IterableDataset[Any]):
 
     def _make_batch(
         self, group: list[Any], worker: int, cells: Cells, items: Items
-    ) -> tuple[Any, Report]:
+    ) -> tuple[Any, BatchReport]:
         """Return the batch of this rank's part of one step, and its report.
 
         Raises:
@@ -283,7 +290,7 @@ class Stream(IterableDataset[Any]):
             drop_last=settings.drop_last,
         )
         if share is None:
-            return None, Report(PASSED_TURN, state=_LEFT_OUT)
+            return None, BatchReport(PASSED_TURN, state=_LEFT_OUT)
         samples = group[share.start : share.stop]
         _show(cells, items.number, COLLATING)
         try:
@@ -296,7 +303,7 @@ class Stream(IterableDataset[Any]):
         state = (items.number, items.state(), items.ended)
         if cells is not None:
             show_batch_done(cells)
-        return batch, Report(worker, state=state)
+        return batch, BatchReport(worker, state=state)
 
 
 def _show(cells: Cells, number: int, place: int) -> None:
@@ -305,13 +312,13 @@ def _show(cells: Cells, number: int, place: int) -> None:
         cells[PLACE] = place
 
 
-class StreamSource(Source):
+class StreamSource(BatchSource):
     """The rest of an epoch of an iterable dataset.
 
     Args:
         settings: What the stream is.
-        positions: As `Stream`. They are updated as batches are handed out.
-        turn: As `Stream`, also updated.
+        positions: As `BatchStream`. They are updated as batches are handed out.
+        turn: As `BatchStream`, also updated.
         workers: Number of workers, at least 1.
     """
 
@@ -330,11 +337,11 @@ class StreamSource(Source):
         self._has_items = bool(positions)
         self.needs_all_workers = settings.sharded
 
-    def dataset(self, board: Board | None) -> Stream:
+    def dataset(self, board: Board | None) -> BatchStream:
         """Return the stream from the position on."""
-        return Stream(self._settings, dict(self.positions), self.turn, board)
+        return BatchStream(self._settings, dict(self.positions), self.turn, board)
 
-    def delivered(self, report: Report) -> None:
+    def delivered(self, report: BatchReport) -> None:
         """Note that a batch, or an error in its place, is handed out."""
         if report.is_passed_turn:
             if report.state == _LEFT_OUT:

@@ -13,12 +13,12 @@ import threading
 import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data._utils import signal_handling
 
 
-class WorkerLostError(BaseException):
+class WaitInterruptedError(BaseException):
     """A worker ended, or was ended, while the loop waited for a batch.
 
     This is no `Exception`: torch's loader answers one by opening ten temporary files, to see
@@ -26,20 +26,7 @@ class WorkerLostError(BaseException):
     """
 
 
-class Interruptible(Protocol):
-    """A wait for a batch that a loss may interrupt: a `Watch`."""
-
-    lost: bool
-    # The thread that waits; 0 for none.
-    waiting_thread: int
-    # Whether that thread was interrupted already.
-    interrupted: bool
-
-    def end(self, *, kills: bool = False) -> None:
-        """Stop watching."""
-
-
-# The watches of all pools that are alive.
+# The `WorkerWatch` of each pool that is alive.
 _watches: weakref.WeakSet[Any] = weakref.WeakSet()
 # The lists in which each pool keeps its processes.
 _own_processes: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -49,8 +36,8 @@ _previous_handler: Any = None
 _undisturbed_blocks = 0
 
 
-# This runs before the exit function of multiprocessing, which would wait for ever for a worker that
-# is stopped.
+# This runs before the exit function of multiprocessing, which would wait forever for a stopped
+# worker.
 @atexit.register
 def _kill_all_workers() -> None:
     for watch in list(_watches):
@@ -72,15 +59,15 @@ def handle_child_signals(processes: Sequence[Any]) -> None:
         return
     if _previous_handler is not None:
         # Only once: a handler that was installed after ours may call ours. If ours called it in
-        # turn, they would call each other for ever.
+        # turn, they would call each other forever.
         return
     # Otherwise torch would install its handler around ours when it starts the first workers.
     signal_handling._set_SIGCHLD_handler()
     _previous_handler = signal.signal(signal.SIGCHLD, _on_child) or signal.SIG_DFL
 
 
-def wake_on_loss(watch: Interruptible) -> None:
-    """Let a lost worker interrupt the wait inside a `Watch`.
+def wake_on_loss(watch: Any) -> None:
+    """Let a lost worker interrupt the wait for a batch inside a `WorkerWatch`.
 
     As with torch, this has no effect outside the main thread.
     """
@@ -126,7 +113,7 @@ def _on_child(number: int, frame: Any) -> None:
         waits_here = watch.waiting_thread == threading.get_ident()
         if watch.lost and waits_here and not watch.interrupted and not _undisturbed_blocks:
             watch.interrupted = True
-            raise WorkerLostError
+            raise WaitInterruptedError
     while callable(_previous_handler):
         try:
             _previous_handler(number, frame)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from holdfast.core.control_groups import read_fields
 from holdfast.core.threads import start_thread
 
 # How long a killed process is waited for.
@@ -26,7 +27,7 @@ _GRACE_SECONDS = 1.0
 _EXIT_CODE_LOOKS = 50
 _EXIT_CODE_LOOK_SECONDS = 0.01
 
-# The process that torch starts to keep files of shared tensors. The kernel shortens names.
+# The process that keeps the files of torch's shared tensors. The kernel may show a shortened name.
 _TORCH_FILE_KEEPER = "torch_shm_manager"
 
 # Iterators for which no thread could be started. They are never cleaned up.
@@ -34,7 +35,7 @@ _left_iterators: list[list[Any]] = []
 
 
 def kill(processes: Sequence[Any]) -> None:
-    """Kill processes, including stopped ones, with what they have started, and reap them."""
+    """Kill processes, even stopped ones, and all processes that they have started; reap them."""
     started = [process for process in processes if process.pid is not None]
     for process in started:
         kill_with_offspring(process)
@@ -116,11 +117,7 @@ def oom_kills() -> int:
 
     Returns 0 if that is unknown.
     """
-    with suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
+    return read_fields(Path("/proc/vmstat")).get("oom_kill", 0)
 
 
 def exit_code(process: Any) -> int | None:

@@ -1,7 +1,7 @@
 """What a worker does for one batch: read its samples with random numbers of their own, replace bad
 ones, and collate.
 
-Whatever goes wrong comes back in a `Report`. What to do about it is decided in `recovery` and
+Whatever goes wrong comes back in a `BatchReport`. What to do about it is decided in `recovery` and
 `map_source`.
 """
 
@@ -29,9 +29,9 @@ from holdfast.loader.workers.board import (
     WorkerStatus,
     show_batch_done,
 )
-from holdfast.loader.workers.report import Failure, Report, as_failure, find_shortage
+from holdfast.loader.workers.report import BatchReport, LoadFailure, as_failure, find_shortage
 
-# A drive that stumbles gets a second chance.
+# Reading is tried a second time, because a drive may fail only for a moment.
 _TRIES = 2
 
 # Collate functions that are known to draw no random numbers, so that nothing is seeded for them.
@@ -43,12 +43,12 @@ def as_is(value: Any) -> Any:
     return value
 
 
-class _Reading(NamedTuple):
+class _SampleResult(NamedTuple):
     """The outcome of reading one sample: the sample, or why it cannot be used."""
 
     index: Any
     sample: Any = None
-    failure: Failure | None = None
+    failure: LoadFailure | None = None
     # What the machine was short of, if that was the reason.
     shortage: str | None = None
 
@@ -64,7 +64,7 @@ class _BadSamples:
     """
 
     keys: set[Any]
-    failures: list[Failure]
+    failures: list[LoadFailure]
     tried_place: int | None
 
 
@@ -103,7 +103,7 @@ class Fetcher(Dataset[Any]):
         self._worker_cells: Cells = None
 
     def __getitem__(self, fields: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """Return a batch and the fields of its `Report`.
+        """Return a batch and the fields of its `BatchReport`.
 
         Args:
             fields: Those of a `BatchRequest`. Plain tuples are pickled faster, in both directions.
@@ -156,18 +156,18 @@ class Fetcher(Dataset[Any]):
         if place is None or WorkerStatus(*cells).has_worked:
             return
         cells[PLACE] = place
-        index = (*request.indices, *request.spares)[place]
+        index = request.candidates[place]
         with contextlib.suppress(Exception, SystemExit):
             self._read(request, place, index)
         show_batch_done(cells)
 
     # --- batches ----------------------------------------------------------------------------------
 
-    def _make_batch(self, request: BatchRequest, cells: Cells) -> tuple[Any, Report]:
+    def _make_batch(self, request: BatchRequest, cells: Cells) -> tuple[Any, BatchReport]:
         """Return a batch, or None, and the report."""
         before = self._seeding.generator_states()
         samples = self._read_samples(request, cells)
-        report = Report(request.number)
+        report = BatchReport(request.number)
         if len(samples) < len(request.indices):
             report = self._read_rest(request, cells, samples)
         batch = None
@@ -180,8 +180,8 @@ class Fetcher(Dataset[Any]):
         return batch, report
 
     def _collate(
-        self, request: BatchRequest, cells: Cells, samples: list[Any], report: Report
-    ) -> tuple[Any, Report]:
+        self, request: BatchRequest, cells: Cells, samples: list[Any], report: BatchReport
+    ) -> tuple[Any, BatchReport]:
         """Return the collated batch and the report, which says why if there is no batch."""
         if cells is not None:
             cells[PLACE] = COLLATING
@@ -193,7 +193,7 @@ class Fetcher(Dataset[Any]):
         # It is raised in the main process.
         except (Exception, SystemExit) as error:  # noqa: BLE001
             let_through(error)
-            failed = Report(request.number, request.indices, report.failures)
+            failed = BatchReport(request.number, request.indices, report.failures)
             shortage = find_shortage(error) if cells is not None else None
             if shortage is not None:
                 return None, failed._replace(shortage=shortage)
@@ -227,7 +227,7 @@ class Fetcher(Dataset[Any]):
             let_through(error)
         return samples
 
-    def _read_rest(self, request: BatchRequest, cells: Cells, samples: list[Any]) -> Report:
+    def _read_rest(self, request: BatchRequest, cells: Cells, samples: list[Any]) -> BatchReport:
         """Read the samples from the first one on that failed or is quarantined.
 
         A bad sample is replaced by the next of the epoch's order that can be read.
@@ -250,16 +250,16 @@ class Fetcher(Dataset[Any]):
             reading = self._read_place(request, cells, place, bad_samples)
             failures = tuple(bad_samples.failures)
             if reading.shortage is not None:
-                return Report(request.number, failures=failures, shortage=reading.shortage)
+                return BatchReport(request.number, failures=failures, shortage=reading.shortage)
             if reading.failure is not None:
-                return Report(request.number, request.indices, failures, fatal=reading.failure)
+                return BatchReport(request.number, request.indices, failures, fatal=reading.failure)
             indices.append(reading.index)
             samples.append(reading.sample)
-        return Report(request.number, tuple(indices), tuple(bad_samples.failures))
+        return BatchReport(request.number, tuple(indices), tuple(bad_samples.failures))
 
     def _read_place(
         self, request: BatchRequest, cells: Cells, place: int, bad_samples: _BadSamples
-    ) -> _Reading:
+    ) -> _SampleResult:
         """Return a sample for one place of a batch, or why there is none.
 
         Samples that cannot be read are added to `bad_samples`.
@@ -276,31 +276,34 @@ class Fetcher(Dataset[Any]):
             if reading.failure is None:
                 return reading
             if reading.shortage is not None and cells is not None:
-                # It is no fault of the sample: with fewer workers there may be enough.
+                # The sample is not at fault: with fewer workers there may be enough.
                 return reading
             failure = reading.failure
             if self.replaces:
                 bad_samples.failures.append(failure)
                 bad_samples.keys.add(key_of(candidate))
         index = request.indices[place]
-        return _Reading(index, failure=failure or _no_replacement_for(index))
+        if failure is None:
+            text = f"every sample that could replace sample {index!r} is bad too"
+            failure = LoadFailure(index=index, text=text)
+        return _SampleResult(index, failure=failure)
 
     def _candidates(self, request: BatchRequest, place: int) -> Iterator[tuple[int, Any]]:
         """Yield the samples that may be used at a place of the batch, each with its own place."""
         indices = request.indices[place : place + 1]
         if self.replaces:
-            indices = (*request.indices[place:], *request.spares)
+            indices = request.candidates[place:]
         yield from enumerate(indices, start=place)
 
-    def _try(self, request: BatchRequest, place: int, index: Any, tries: int) -> _Reading:
-        reading = _Reading(index)
+    def _try(self, request: BatchRequest, place: int, index: Any, tries: int) -> _SampleResult:
+        reading = _SampleResult(index)
         for _ in range(tries):
             try:
-                return _Reading(index, self._read(request, place, index))
+                return _SampleResult(index, self._read(request, place, index))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - it is reported
                 let_through(error)
                 failure = as_failure(index, error)
-                reading = _Reading(index, failure=failure, shortage=find_shortage(error))
+                reading = _SampleResult(index, failure=failure, shortage=find_shortage(error))
         return reading
 
     def _read(self, request: BatchRequest, place: int, index: Any) -> Any:
@@ -313,8 +316,3 @@ class Fetcher(Dataset[Any]):
             return self._seeds.of_sample(request.epoch, index)
         # The sample may come more than once in an epoch, so its position counts too.
         return self._seeds.of_sample(request.epoch, (index, request.first_position + place))
-
-
-def _no_replacement_for(index: Any) -> Failure:
-    text = f"every sample that could replace sample {index!r} is bad too"
-    return Failure(index=index, text=text)

@@ -10,13 +10,13 @@ from typing import Any
 
 from holdfast.core.events.data import EventData
 from holdfast.loader.order.batches import BatchRequest, EpochBatches
-from holdfast.loader.quarantine import Ledger, key_of
+from holdfast.loader.quarantine import QuarantineLedger, key_of
 from holdfast.loader.workers.board import Board, WorkerStatus
 from holdfast.loader.workers.fetch import Fetcher
-from holdfast.loader.workers.report import Report
+from holdfast.loader.workers.report import BatchReport
 
 
-class Source:
+class BatchSource:
     """The rest of an epoch.
 
     The methods that are written out here fit a source whose samples are not known beforehand, such
@@ -34,17 +34,17 @@ class Source:
         """Yield requests for the batches that were not handed out yet.
 
         Args:
-            after_loss: Whether workers were lost meanwhile.
-            suspect: Dataset index of the sample that one of them was reading.
+            after_loss: Whether workers were lost since the last call.
+            suspect: Dataset index of the sample that a lost worker was reading.
         """
         del after_loss, suspect
         return iter(())
 
-    def complete(self, report: Report) -> Report:
-        """Return a report with what a worker need not send."""
+    def complete(self, report: BatchReport) -> BatchReport:
+        """Return a report, completed by what a worker does not send."""
         return report
 
-    def delivered(self, report: Report) -> None:
+    def delivered(self, report: BatchReport) -> None:
         """Note that a batch is handed out."""
         raise NotImplementedError
 
@@ -67,7 +67,7 @@ class Source:
         """Leave a sample out from now on."""
 
 
-class MapSource(Source):
+class MapSource(BatchSource):
     """The rest of an epoch of a map-style dataset.
 
     Args:
@@ -84,7 +84,7 @@ class MapSource(Source):
         batches: EpochBatches,
         epoch: int,
         start: int,
-        ledger: Ledger,
+        ledger: QuarantineLedger,
         make_fetcher: Callable[[Board | None], Fetcher],
         emit: Callable[[EventData], None],
     ) -> None:
@@ -113,19 +113,14 @@ class MapSource(Source):
         for number in sorted(self._pending):
             request, position_after = self._pending[number]
             control_place = self._control_place(request, suspect) if after_loss else None
-            request = request._replace(
-                bad=self._bad_samples_of(request), control_place=control_place
-            )
+            bad = tuple(index for index in request.candidates if key_of(index) in self._bad_keys)
+            request = request._replace(bad=bad, control_place=control_place)
             self._pending[number] = (request, position_after)
             yield request
         for request, position_after in self._upcoming:
             self._pending[request.number] = (request, position_after)
             yield request
         self._has_upcoming = False
-
-    def _bad_samples_of(self, request: BatchRequest) -> tuple[Any, ...]:
-        samples = (*request.indices, *request.spares)
-        return tuple(index for index in samples if key_of(index) in self._bad_keys)
 
     def _control_place(self, request: BatchRequest, suspect: Any) -> int | None:
         """Return the place of a sample that a new worker reads first, another one each time.
@@ -135,23 +130,24 @@ class MapSource(Source):
         avoided_keys = self._bad_keys | {key_of(suspect)}
         places = [
             place
-            for place, index in enumerate((*request.indices, *request.spares))
+            for place, index in enumerate(request.candidates)
             if key_of(index) not in avoided_keys
         ]
         if not places:
             return None
         return places[self._losses % len(places)]
 
-    def complete(self, report: Report) -> Report:
-        """Return a report with the indices of its batch, which a worker only sends if they differ
-        from those of the request.
+    def complete(self, report: BatchReport) -> BatchReport:
+        """Return a report with the indices of its batch.
+
+        A worker sends them only if they differ from those of the request.
         """
         if report.indices is not None:
             return report
         request, _ = self._pending[report.number]
         return report._replace(indices=request.indices)
 
-    def delivered(self, report: Report) -> None:
+    def delivered(self, report: BatchReport) -> None:
         """Note that a batch is handed out, and quarantine its bad samples.
 
         If no sample could replace a bad one, none is quarantined: a drive that is missing must not
@@ -188,7 +184,6 @@ class MapSource(Source):
         if pending is None or status.place < 0:
             return None
         request, _ = pending
-        samples = (*request.indices, *request.spares)
-        if status.place >= len(samples):
+        if status.place >= len(request.candidates):
             return None
-        return samples[status.place]
+        return request.candidates[status.place]

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from holdfast.core.warned import ignore_warnings
 from holdfast.loader.signalled import let_through
 from holdfast.loader.workers.board import IDLE, PLACE, PREPARING, Board
-from holdfast.loader.workers.child_signals import WorkerLostError, undisturbed
+from holdfast.loader.workers.child_signals import WaitInterruptedError, undisturbed
 from holdfast.loader.workers.ending import drop, kill
 from holdfast.loader.workers.fetch import as_is
 from holdfast.loader.workers.processes import (
@@ -27,13 +27,13 @@ from holdfast.loader.workers.processes import (
     UnreadableError,
     recording_context,
 )
-from holdfast.loader.workers.report import Report, find_shortage
+from holdfast.loader.workers.report import BatchReport, find_shortage
 from holdfast.loader.workers.watch import WorkerLoss, WorkerWatch
 
 # A connection that breaks because a worker dies may break a moment before the death is noticed.
 _DEATH_PATIENCE_SECONDS = 0.25
 
-# The options of torch's loader that mean something without workers.
+# The options of torch's loader that have a meaning without workers.
 _OPTIONS_WITHOUT_WORKERS = ("generator", "pin_memory", "pin_memory_device")
 
 
@@ -123,7 +123,16 @@ class WorkerPool:
         self._watch: WorkerWatch | None = None
         self._board: Board | None = None
         if self.num_workers:
-            options = self._options_with_workers(settings)
+            context = recording_context(
+                settings.method, self._processes, share_by_file=settings.share_by_file
+            )
+            self._board = Board(context, self.num_workers)
+            options = {
+                **settings.options,
+                "num_workers": self.num_workers,
+                "multiprocessing_context": context,
+                "worker_init_fn": _WorkerInit(self._board, settings.options.get("worker_init_fn")),
+            }
         else:
             options = {
                 name: value
@@ -148,18 +157,6 @@ class WorkerPool:
         self._torch_iterator: list[Any] = []
         # Whether a batch was requested and has not arrived. Half of it may have been received.
         self._is_waiting = False
-
-    def _options_with_workers(self, settings: WorkerSettings) -> dict[str, Any]:
-        context = recording_context(
-            settings.method, self._processes, share_by_file=settings.share_by_file
-        )
-        self._board = Board(context, self.num_workers)
-        return {
-            **settings.options,
-            "num_workers": self.num_workers,
-            "multiprocessing_context": context,
-            "worker_init_fn": _WorkerInit(self._board, settings.options.get("worker_init_fn")),
-        }
 
     @property
     def longest_seconds(self) -> float:
@@ -207,7 +204,7 @@ class WorkerPool:
             # A loader that nobody refers to leaves no thread behind.
             weakref.finalize(self, self._watch.end).atexit = False
 
-    def next(self) -> tuple[Any, Report]:
+    def next(self) -> tuple[Any, BatchReport]:
         """Return the next batch and its report.
 
         Raises:
@@ -221,7 +218,7 @@ class WorkerPool:
             self._is_waiting = False
             raise
         self._is_waiting = False
-        return batch, Report(*fields)
+        return batch, BatchReport(*fields)
 
     def _call_torch(self, call: Callable[[], Any]) -> Any:
         """Return what torch's loader returns.
@@ -239,7 +236,7 @@ class WorkerPool:
                 return call()
         except StopIteration:
             raise
-        except WorkerLostError:
+        except WaitInterruptedError:
             assert watch is not None
             loss = watch.loss()
         except UnreadableError as error:

@@ -31,7 +31,7 @@ from torch.multiprocessing import set_sharing_strategy
 from holdfast.loader.order.batches import BatchRequest
 from holdfast.loader.signalled import let_through
 from holdfast.loader.workers.child_signals import handle_child_signals
-from holdfast.loader.workers.report import Report, as_failure, find_shortage
+from holdfast.loader.workers.report import BatchReport, as_failure, find_shortage
 from holdfast.recorder.run_files import OBSERVE_VARIABLE, STACKS_SIGNAL
 
 # From linux/prctl.h: the signal that a process gets when its parent ends.
@@ -46,7 +46,7 @@ _SIGNALS_FOR_THE_PARENT = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 class UnreadableError(BaseException):
     """What was received cannot be read, usually because the worker that holds its tensors is dead.
 
-    This is no `Exception`, for the same reason as `WorkerLostError`.
+    This is no `Exception`, for the same reason as `WaitInterruptedError`.
     """
 
     def __init__(self, cause: Exception) -> None:
@@ -98,7 +98,7 @@ def recording_context(
 # until garbage is collected.
 @functools.cache
 def _recording_class(context_class: Any) -> Any:
-    class Recording(context_class):  # type: ignore[misc]
+    class RecordingContext(context_class):  # type: ignore[misc]
         processes: StartedProcesses
         worker_start: _WorkerStart
 
@@ -118,14 +118,14 @@ def _recording_class(context_class: Any) -> Any:
         def Queue(self, maxsize: int = 0) -> LoaderQueue:  # noqa: N802
             return LoaderQueue(maxsize, ctx=self)
 
-    return Recording
+    return RecordingContext
 
 
 class LoaderQueue(Queue):  # type: ignore[type-arg] # it is not generic at run time
     """A queue whose reader is told when something cannot be pickled.
 
     Every multiprocessing queue pickles in a thread of its own. If that fails, the standard one only
-    prints the error, and the loop would wait for ever (pytorch#142884). ``concurrent.futures`` uses
+    prints the error, and the loop would wait forever (pytorch#142884). ``concurrent.futures`` uses
     the same hook.
     """
 
@@ -143,7 +143,7 @@ class LoaderQueue(Queue):  # type: ignore[type-arg] # it is not generic at run t
         # If what is put here cannot be pickled either, it matches the last case.
         match item:
             case (number, (batch, tuple(fields))) if batch is not None:
-                self.put((number, (None, tuple(_report_unpicklable(Report(*fields), error)))))
+                self.put((number, (None, tuple(_report_unpicklable(BatchReport(*fields), error)))))
             case (number, tuple(fields)) if len(fields) == len(BatchRequest._fields):
                 # The worker answers an empty request with a `TypeError`.
                 self.put((number, ()))
@@ -153,7 +153,7 @@ class LoaderQueue(Queue):  # type: ignore[type-arg] # it is not generic at run t
                 Queue._on_queue_feeder_error(error, item)  # type: ignore[attr-defined]
 
 
-def _report_unpicklable(report: Report, error: Exception) -> Report:
+def _report_unpicklable(report: BatchReport, error: Exception) -> BatchReport:
     """Return a report without a batch, because that could not be sent."""
     shortage = find_shortage(error)
     if shortage is not None:
@@ -164,8 +164,8 @@ def _report_unpicklable(report: Report, error: Exception) -> Report:
 class _Parcel:
     """What a worker that is not forked is sent: its target and arguments, which arrive as a tuple.
 
-    They are put into a file in memory. A pipe is full after 64 KiB, and whoever writes more waits
-    for ever if the reader has died.
+    They are put into a file in memory. A pipe is full after 64 KiB, and a process that writes more
+    waits forever if the reader has died.
     """
 
     def __init__(self, target: Callable[..., Any], args: Sequence[Any]) -> None:

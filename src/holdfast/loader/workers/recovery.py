@@ -6,40 +6,36 @@ The steps, all in `WorkerRecovery`:
    arrives here as `WorkersLostError`, whoever noticed it (`watch`).
 2. `_replace` kills what is left of the pool, chooses a remedy (`remedies`), carries it out and
    starts another pool.
-3. The new pool begins with the batches that were not handed out yet (`Source.requests`), so that
-   the loop gets the same batches as without the loss.
+3. The new pool begins with the batches that were not handed out yet (`BatchSource.requests`), so
+   that the loop gets the same batches as without the loss.
 """
 
 from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from holdfast.core.events import run_events
 from holdfast.core.events.data import EventData
 from holdfast.loader.quarantine import plain
-from holdfast.loader.workers.map_source import Source
+from holdfast.loader.workers.map_source import BatchSource
 from holdfast.loader.workers.pool import WorkerPool, WorkerSettings, WorkersLostError
 from holdfast.loader.workers.remedies import (
     LossCase,
-    Remedy,
     SuspectSamples,
+    WorkerRemedy,
     choose_remedy,
     no_remedy_left,
 )
-from holdfast.loader.workers.report import Report
-from holdfast.loader.workers.watch import WorkerLoss
+from holdfast.loader.workers.report import BatchReport
+from holdfast.loader.workers.watch import LONGEST_FACTOR, WorkerLoss
 
 # Time at one sample after which a worker is called stuck, at the least. It is the watchdog's floor
 # of 30 s, doubled because a sample may be on a cold network drive. It is doubled again each time
 # that workers are stuck at the same place.
 _LIMIT_SECONDS = 60.0
-
-# A worker is stuck after this multiple of the longest that any sample of an earlier pool has taken:
-# `watch` applies the same factor to samples of its own pool.
-_LONGEST_FACTOR = 8
 
 # A timeout that was too short for one batch is too short for others: it is raised to this multiple
 # of the longest batch.
@@ -69,37 +65,27 @@ class WorkerRecovery:
         # When the loop asked for the batch that it waits for, on the monotonic clock.
         self._asked_at = 0.0
 
-    def batches(self, source: Source) -> Generator[tuple[Any, Report]]:
+    def batches(self, source: BatchSource) -> Generator[tuple[Any, BatchReport]]:
         """Yield the batches of a source with their reports.
 
         Raises:
             LoaderError: H614 if workers are lost again and again and no remedy is left.
         """
         pool = self._take_kept_pool() or self._start_pool(source)
-        is_begun = False
-        is_replacement = False
+        # Given to each pool once.
+        requests: Iterator[Any] | None = source.requests(after_loss=False)
         self._losses_in_a_row = 0
         self._time_losses_in_a_row = 0
         try:
             while True:
-                loss: WorkerLoss | None = None
-                try:
-                    if not is_begun:
-                        pool.begin(
-                            source.requests(after_loss=is_replacement, suspect=self._last_suspect)
-                        )
-                        is_begun = True
-                    received = self._receive(pool, source)
-                except WorkersLostError as error:
-                    # Handled below, where the exception no longer holds parts of the lost pool.
-                    loss = error.loss
-                if loss is not None:
-                    pool = self._replace(pool, loss, source)
-                    is_begun = False
-                    is_replacement = True
-                    continue
+                received = self._receive(pool, source, requests)
+                requests = None
                 if received is None:
                     return
+                if isinstance(received, WorkerLoss):
+                    pool = self._replace(pool, received, source)
+                    requests = source.requests(after_loss=True, suspect=self._last_suspect)
+                    continue
                 batch, report = received
                 self._note_arrival(report)
                 source.delivered(report)
@@ -108,31 +94,38 @@ class WorkerRecovery:
         finally:
             self._keep_or_close(pool)
 
-    def _receive(self, pool: WorkerPool, source: Source) -> tuple[Any, Report] | None:
-        """Return the next batch with its report, or None at the end of the epoch.
+    def _receive(
+        self, pool: WorkerPool, source: BatchSource, requests: Iterator[Any] | None
+    ) -> tuple[Any, BatchReport] | WorkerLoss | None:
+        """Return the next batch with its report, or why this pool makes no more batches.
 
-        Raises:
-            WorkersLostError: This pool makes no more batches.
+        Returns None at the end of the epoch.
+
+        Args:
+            pool: The pool.
+            source: Where its batches come from.
+            requests: What a pool that has not begun is asked for; None for one that has.
         """
-        if source.is_finished():
-            return None
-        self._asked_at = time.monotonic()
         try:
+            if requests is not None:
+                pool.begin(requests)
+            if source.is_finished():
+                return None
+            self._asked_at = time.monotonic()
             batch, report = pool.next()
         except StopIteration:
-            if not source.is_short():
-                return None
-            loss = WorkerLoss(cause="the workers ended before the epoch did", kind="machinery")
-            raise WorkersLostError(loss) from None
+            if source.is_short():
+                return WorkerLoss(cause="the workers ended before the epoch did", kind="machinery")
+            return None
+        except WorkersLostError as error:
+            return error.loss
         report = source.complete(report)
         if report.shortage is not None:
             cause = f"a worker ran out of {report.shortage}"
-            raise WorkersLostError(
-                WorkerLoss(cause=cause, kind="machinery", shortage=report.shortage)
-            )
+            return WorkerLoss(cause=cause, kind="machinery", shortage=report.shortage)
         return batch, report
 
-    def _note_arrival(self, report: Report) -> None:
+    def _note_arrival(self, report: BatchReport) -> None:
         """Note that a batch has arrived, or an error in its place."""
         self._losses_in_a_row = 0
         self._time_losses_in_a_row = 0
@@ -145,8 +138,9 @@ class WorkerRecovery:
 
     # --- pools ------------------------------------------------------------------------------------
 
-    def _start_pool(self, source: Source) -> WorkerPool:
-        limit_seconds = max(_LIMIT_SECONDS, _LONGEST_FACTOR * self._longest_sample_seconds)
+    def _start_pool(self, source: BatchSource) -> WorkerPool:
+        # The watch of a pool knows only the samples of that pool.
+        limit_seconds = max(_LIMIT_SECONDS, LONGEST_FACTOR * self._longest_sample_seconds)
         patience = 2**self._time_losses_in_a_row
         return WorkerPool(
             source.dataset,
@@ -178,7 +172,7 @@ class WorkerRecovery:
 
     # --- losses -----------------------------------------------------------------------------------
 
-    def _replace(self, lost_pool: WorkerPool, loss: WorkerLoss, source: Source) -> WorkerPool:
+    def _replace(self, lost_pool: WorkerPool, loss: WorkerLoss, source: BatchSource) -> WorkerPool:
         """Kill what is left of a pool, carry out a remedy, and return the next pool.
 
         Raises:
@@ -211,7 +205,7 @@ class WorkerRecovery:
         self._emit(event)
         return pool
 
-    def adapt_settings(self, loss: WorkerLoss, index: Any, source: Source) -> Remedy:
+    def adapt_settings(self, loss: WorkerLoss, index: Any, source: BatchSource) -> WorkerRemedy:
         """Choose the remedy for a loss and carry it out; return it.
 
         Args:

@@ -1,6 +1,7 @@
 """What to change after workers were lost: a table of named rules.
 
-Nothing is changed here. `choose_remedy` returns a `Remedy`, and `WorkerRecovery` carries it out.
+Nothing is changed here: `choose_remedy` returns a `WorkerRemedy`, which `WorkerRecovery` carries
+out.
 
 While only one worker fails, its sample is the suspect: a sample at which two workers are lost,
 while other workers do well, is quarantined. If new workers fail as well, the machine is the
@@ -88,7 +89,7 @@ class LossCase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remedy:
+class WorkerRemedy:
     """What changes before the next pool is started. `text` goes into the event."""
 
     text: str
@@ -99,10 +100,10 @@ class Remedy:
     quarantine_sample: bool = False
 
 
-Rule: TypeAlias = Callable[[LossCase], Remedy | None]
+Rule: TypeAlias = Callable[[LossCase], WorkerRemedy | None]
 
 
-def choose_remedy(case: LossCase) -> Remedy:
+def choose_remedy(case: LossCase) -> WorkerRemedy:
     """Return the remedy of the first rule in `RULES` that has one.
 
     Raises:
@@ -118,38 +119,38 @@ def choose_remedy(case: LossCase) -> Remedy:
 # --- rules ----------------------------------------------------------------------------------------
 
 
-def share_tensors_through_files(case: LossCase) -> Remedy | None:
+def share_tensors_through_files(case: LossCase) -> WorkerRemedy | None:
     """Files with names need no file descriptor for each tensor."""
     if case.loss.shortage != "file descriptors" or case.share_by_file:
         return None
-    return Remedy(text="tensors are shared through files from now on", share_by_file=True)
+    return WorkerRemedy(text="tensors are shared through files from now on", share_by_file=True)
 
 
-def use_fewer_workers_in_a_shortage(case: LossCase) -> Remedy | None:
+def use_fewer_workers_in_a_shortage(case: LossCase) -> WorkerRemedy | None:
     """A shortage that no sample is suspected of is cured by fewer workers."""
     if case.loss.shortage is None or case.suspicion is not None:
         return None
     return _half_the_workers(case)
 
 
-def stop_pinning_memory(case: LossCase) -> Remedy | None:
-    """The thread of torch that pins memory failed twice."""
+def stop_pinning_memory(case: LossCase) -> WorkerRemedy | None:
+    """Torch's thread that pins memory has failed twice."""
     if "Pin memory" not in case.loss.cause or not case.is_repeated:
         return None
-    return Remedy(text="memory is no longer pinned", stop_pinning=True)
+    return WorkerRemedy(text="memory is no longer pinned", stop_pinning=True)
 
 
-def quarantine_the_sample(case: LossCase) -> Remedy | None:
+def quarantine_the_sample(case: LossCase) -> WorkerRemedy | None:
     """The sample has taken down more than one worker, while others did well."""
     suspicion = case.suspicion
     if suspicion is None or not suspicion.is_blamed:
         return None
     if suspicion.blamed_losses < _LOSSES_BEFORE_QUARANTINE:
         return None
-    return Remedy(text="the sample is quarantined", quarantine_sample=True)
+    return WorkerRemedy(text="the sample is quarantined", quarantine_sample=True)
 
 
-def use_fewer_workers_at_a_large_sample(case: LossCase) -> Remedy | None:
+def use_fewer_workers_at_a_large_sample(case: LossCase) -> WorkerRemedy | None:
     """The machine ran short of something while a worker was reading a sample.
 
     As long as the sample may be at fault, at least one worker is left: without workers the sample
@@ -162,34 +163,34 @@ def use_fewer_workers_at_a_large_sample(case: LossCase) -> Remedy | None:
     return _half_the_workers(case, at_least=0 if sample_is_cleared else 1)
 
 
-def try_the_sample_again(case: LossCase) -> Remedy | None:
+def try_the_sample_again(case: LossCase) -> WorkerRemedy | None:
     """The first loss that is blamed on a sample may be a coincidence."""
     if case.suspicion is None or not case.suspicion.is_blamed:
         return None
-    return Remedy(text="the workers are replaced, and the sample is tried again")
+    return WorkerRemedy(text="the workers are replaced, and the sample is tried again")
 
 
-def replace_the_workers(case: LossCase) -> Remedy | None:
+def replace_the_workers(case: LossCase) -> WorkerRemedy | None:
     """The first loss at a place may be a coincidence."""
     if case.is_repeated:
         return None
-    return Remedy(text="the workers are replaced")
+    return WorkerRemedy(text="the workers are replaced")
 
 
-def use_no_workers_that_hang_at_every_sample(case: LossCase) -> Remedy | None:
+def use_no_workers_that_hang_at_every_sample(case: LossCase) -> WorkerRemedy | None:
     """Workers that hang whatever they read are blocked by something that they inherit."""
     if case.loss.kind != "hung" or case.suspicion is None:
         return None
     if case.losses_in_a_row < _BLOCKED_POOLS_BEFORE_NONE:
-        return Remedy(text="the workers are replaced")
-    return Remedy(
+        return WorkerRemedy(text="the workers are replaced")
+    return WorkerRemedy(
         text="no workers from now on: all of them hang, probably because a lock was held when they"
         " were forked",
         workers=0,
     )
 
 
-def use_no_workers_that_hang_at_their_start(case: LossCase) -> Remedy | None:
+def use_no_workers_that_hang_at_their_start(case: LossCase) -> WorkerRemedy | None:
     """Workers that never get ready are blocked by something that they inherit.
 
     A worker that hangs at a batch of a stream, or while it collates, would do so without workers
@@ -209,10 +210,10 @@ def use_no_workers_that_hang_at_their_start(case: LossCase) -> Remedy | None:
     )
     if case.has_worker_init_fn:
         text += "; worker_init_fn is not called any more"
-    return Remedy(text=text, workers=0)
+    return WorkerRemedy(text=text, workers=0)
 
 
-def stop_before_this_process_dies_too(case: LossCase) -> Remedy | None:
+def stop_before_this_process_dies_too(case: LossCase) -> WorkerRemedy | None:
     """Whatever kills the only worker at work would kill the training process in its place.
 
     This is not so if the worker may have been killed by somebody else, or at a sample.
@@ -228,7 +229,7 @@ def stop_before_this_process_dies_too(case: LossCase) -> Remedy | None:
     return None
 
 
-def use_fewer_workers(case: LossCase) -> Remedy | None:
+def use_fewer_workers(case: LossCase) -> WorkerRemedy | None:
     """No sample is to blame, and new workers did not help."""
     return _half_the_workers(case)
 
@@ -250,10 +251,10 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _half_the_workers(case: LossCase, at_least: int = 0) -> Remedy:
+def _half_the_workers(case: LossCase, at_least: int = 0) -> WorkerRemedy:
     workers = max(at_least, case.workers // 2)
     noun = "worker" if workers == 1 else "workers"
-    return Remedy(text=f"{workers} {noun} from now on", workers=workers)
+    return WorkerRemedy(text=f"{workers} {noun} from now on", workers=workers)
 
 
 def no_remedy_left(what: str) -> LoaderError:

@@ -1,7 +1,7 @@
 """What a worker reports beside each batch: samples that failed, shortages, the time it took.
 
-Whatever goes wrong with a sample arrives as a report and never as an exception. An exception could
-end the epoch (``StopIteration``), be impossible to pickle, so that the parent would wait for ever
+Whatever goes wrong with a sample arrives as a report, never as an exception. An exception could end
+the epoch (``StopIteration``), make the parent wait forever because it cannot be pickled
 (pytorch#142884), or lose the index of the sample.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
@@ -20,14 +19,29 @@ from holdfast.loader.quarantine import last_line
 # The number in the report of a stream's worker that has no batch when it is its turn.
 PASSED_TURN = -1
 
-_OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
+# What an error says by its number.
+_SHORTAGES_BY_NUMBER = {
+    errno.EMFILE: "file descriptors",
+    errno.ENFILE: "file descriptors",
+    errno.ENOMEM: "memory",
+}
+
+# What an error of torch says by a part of its text.
+_SHORTAGES_BY_TEXT = {
+    "Too many open files": "file descriptors",
+    # A tensor was received without its descriptor.
+    "ancdata": "file descriptors",
+    "shared memory": "shared memory",
+    "</torch_": "shared memory",
+    "can't allocate memory": "memory",
+}
 
 # Where shared memory is. No file is made here.
 _SHARED_MEMORY_FOLDER = "/dev/shm/"  # noqa: S108
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class LoadFailure:
     """A sample that could not be read, or a batch that could not be made.
 
     Args:
@@ -41,7 +55,7 @@ class Failure:
     error: bytes | None = None
 
 
-class Report(NamedTuple):
+class BatchReport(NamedTuple):
     """What happened while a batch was made.
 
     Args:
@@ -60,8 +74,8 @@ class Report(NamedTuple):
 
     number: int
     indices: tuple[Any, ...] | None = None
-    failures: tuple[Failure, ...] = ()
-    fatal: Failure | None = None
+    failures: tuple[LoadFailure, ...] = ()
+    fatal: LoadFailure | None = None
     shortage: str | None = None
     seconds: float = 0.0
     state: Any = None
@@ -78,18 +92,18 @@ class Report(NamedTuple):
         return self.number == PASSED_TURN
 
 
-def as_failure(index: Any, error: BaseException) -> Failure:
-    """Return an exception as a `Failure`, which can always be pickled."""
+def as_failure(index: Any, error: BaseException) -> LoadFailure:
+    """Return an exception as a `LoadFailure`, which can always be pickled."""
     text = "".join(traceback.format_exception(error))
     try:
         pickled = bytes(ForkingPickler.dumps(error))
         survives = type(ForkingPickler.loads(pickled)) is type(error)
     except Exception:  # noqa: BLE001 - an exception class may do anything here
         survives = False
-    return Failure(index=index, text=text, error=pickled if survives else None)
+    return LoadFailure(index=index, text=text, error=pickled if survives else None)
 
 
-def as_error(failure: Failure, report: Report) -> Exception:
+def as_error(failure: LoadFailure, report: BatchReport) -> Exception:
     """Return the exception to raise for a batch that could not be made.
 
     It is the worker's own exception if that could be sent, otherwise a `LoaderError` (H613). Notes
@@ -119,88 +133,30 @@ def as_error(failure: Failure, report: Report) -> Exception:
     return error
 
 
-# --- shortages ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ErrorFacts:
-    """What an error says.
-
-    Args:
-        error: The error.
-        number: Its ``errno``, if it has one.
-        path: Its file, or "".
-        system_text: Its text if the system or torch has written it, otherwise "". The text of any
-            other error may be anything, such as a key.
-        torch_text: Its text if torch may have written it, otherwise "". The text of an ``OSError``
-            may contain the path of a sample.
-    """
-
-    error: BaseException
-    number: int | None
-    path: str
-    system_text: str
-    torch_text: str
-
-
 def find_shortage(error: BaseException) -> str | None:
-    """Return what the machine is short of if an error says so, or None.
+    """Return what the machine is short of if an error says so, as `BatchReport.shortage`.
 
     Such an error is not the fault of the sample that was being read.
     """
-    facts = _read_facts(error)
-    if facts is None:
-        return None
-    for shortage, applies in _SHORTAGES:
-        if applies(facts):
-            return shortage
-    return None
-
-
-def _read_facts(error: BaseException) -> _ErrorFacts | None:
+    if isinstance(error, MemoryError):
+        return "memory"
     try:
         text = str(error)
         number = getattr(error, "errno", None)
         path = str(getattr(error, "filename", None) or "")
     except Exception:  # noqa: BLE001 - an exception class may do anything here
         return None
-    return _ErrorFacts(
-        error=error,
-        number=number if isinstance(number, int) else None,
-        path=path,
-        system_text=text if isinstance(error, (OSError, RuntimeError)) else "",
-        torch_text=text if isinstance(error, RuntimeError) else "",
-    )
-
-
-def _is_out_of_descriptors(facts: _ErrorFacts) -> bool:
-    return (
-        facts.number in _OUT_OF_DESCRIPTORS
-        or "Too many open files" in facts.system_text
-        # torch, when it receives a tensor without its descriptor.
-        or "ancdata" in facts.torch_text
-    )
-
-
-def _is_out_of_shared_memory(facts: _ErrorFacts) -> bool:
-    if "shared memory" in facts.torch_text or "</torch_" in facts.torch_text:
-        return True
-    if facts.number != errno.ENOSPC:
-        return False
+    if isinstance(number, int) and number in _SHORTAGES_BY_NUMBER:
+        return _SHORTAGES_BY_NUMBER[number]
     # With another path a disk is full, which fewer workers do not cure.
-    return facts.path == "" or facts.path.startswith(_SHARED_MEMORY_FOLDER)
-
-
-def _is_out_of_memory(facts: _ErrorFacts) -> bool:
-    return (
-        isinstance(facts.error, MemoryError)
-        or facts.number == errno.ENOMEM
-        or "can't allocate memory" in facts.torch_text
-    )
-
-
-_SHORTAGES: tuple[tuple[str, Callable[[_ErrorFacts], bool]], ...] = (
-    ("file descriptors", _is_out_of_descriptors),
-    ("shared memory", _is_out_of_shared_memory),
-    ("memory", _is_out_of_memory),
-)
+    if number == errno.ENOSPC and (path == "" or path.startswith(_SHARED_MEMORY_FOLDER)):
+        return "shared memory"
+    # Some libraries raise it without the number.
+    if isinstance(error, OSError) and "Too many open files" in text:
+        return "file descriptors"
+    # The text of any other error may be anything, such as a key.
+    if isinstance(error, RuntimeError):
+        for part, shortage in _SHORTAGES_BY_TEXT.items():
+            if part in text:
+                return shortage
+    return None

@@ -20,7 +20,11 @@ from typing import Any
 
 from holdfast.core.threads import start_thread
 from holdfast.loader.workers.board import PREPARING, Board, WorkerStatus
-from holdfast.loader.workers.child_signals import WorkerLostError, wake_main_thread, wake_on_loss
+from holdfast.loader.workers.child_signals import (
+    WaitInterruptedError,
+    wake_main_thread,
+    wake_on_loss,
+)
 from holdfast.loader.workers.ending import (
     exit_code,
     how_it_ended,
@@ -37,7 +41,7 @@ _TICK_SECONDS = 0.25
 _WAKE_SECONDS = 0.01
 
 # A worker is stuck after this multiple of the longest that any sample has taken.
-_LONGEST_FACTOR = 8.0
+LONGEST_FACTOR = 8.0
 
 # The start of a worker may take this multiple of the limit for a sample: imports, and what the user
 # does in ``worker_init_fn``, have nothing to do with samples.
@@ -84,7 +88,7 @@ class WorkerWatch:
         limit_seconds: Time at one sample after which a worker is stuck; raised to eight times the
             longest that one has taken so far. A start, which includes the user's
             ``worker_init_fn``, may take ten times this limit, or ten times `timeout_seconds` if
-            that is less: a lock that was held at the fork blocks it for ever.
+            that is less: a lock that was held at the fork blocks it forever.
         timeout_seconds: How long the loop may wait for a batch, without the time that workers need
             to start; 0 for no limit.
         may_end: Whether a worker that exits with code 0 has done its work.
@@ -112,7 +116,7 @@ class WorkerWatch:
         self._unchanged_seconds = [0.0] * len(processes)
         # Workers that were stopped at the last tick.
         self._stopped: set[int] = set()
-        # Waits of the loop so far, and their number at the last tick.
+        # How often the loop has waited for a batch so far, and how often at the last tick.
         self._waits = 0
         self._waits_at_last_tick = 0
         # How long the loop has waited for the batch that it waits for now, and how much of that
@@ -143,12 +147,12 @@ class WorkerWatch:
             kill(self._processes)
 
     def __enter__(self) -> None:
-        """Let a loss interrupt what the main thread waits for inside, with `WorkerLostError`."""
+        """Let a loss interrupt the main thread's wait in this context: `WaitInterruptedError`."""
         self._waits += 1
         self.waiting_thread = threading.get_ident()
         if self.lost:
             self.waiting_thread = 0
-            raise WorkerLostError
+            raise WaitInterruptedError
 
     def __exit__(self, *error: object) -> None:
         """Interrupt nothing from now on."""
@@ -172,7 +176,7 @@ class WorkerWatch:
         workers = self._workers_by_sentinel()
         dead = wait(list(workers), timeout=patience_seconds)
         if self._loss is not None:
-            # The watch has found a stuck worker meanwhile, and killed it.
+            # In the meantime, the watch has found a stuck worker and killed it.
             return self._loss
         if not dead:
             return WorkerLoss(cause="the connection to the workers broke", kind="machinery")
@@ -268,7 +272,7 @@ class WorkerWatch:
     def _look_at_workers(self, passed_seconds: float) -> WorkerLoss | None:
         has_changed = self._update_statuses(passed_seconds)
         self._update_wait(passed_seconds, has_changed=has_changed)
-        limit_seconds = max(self._limit_seconds, _LONGEST_FACTOR * self.longest_seconds)
+        limit_seconds = max(self._limit_seconds, LONGEST_FACTOR * self.longest_seconds)
         return (
             self._find_stopped_worker()
             or self._find_stuck_worker(limit_seconds)

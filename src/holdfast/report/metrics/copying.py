@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.core.clock import SystemClock
-from holdfast.core.events.event import Event
 from holdfast.core.text import sanitise
 from holdfast.recorder.progress import StepSample
 from holdfast.recorder.run_files import read_optimizers
 from holdfast.recorder.scalars import Scalar
-from holdfast.report.run_follower import News
+from holdfast.report.live.watching import Watched
+from holdfast.report.run_follower import News, events_in_time_order
 from holdfast.report.run_snapshot import RunSnapshot
-from holdfast.report.sources import Source
-from holdfast.report.watching import Watched
+from holdfast.report.sources import RecordedEvent, RunSource
 
 POLL_SECONDS = 1.0
 _MOST_ERROR_CHARACTERS = 300
@@ -29,7 +28,7 @@ _log = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class MetricPoint:
     """What one process measured at one step.
 
     Args:
@@ -53,15 +52,6 @@ class Point:
     scalar: Scalar | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopiedEvent:
-    """An event, and the process and attempt that recorded it."""
-
-    process: str
-    attempt: int
-    event: Event
-
-
 class Sink(Protocol):
     """Where points and events go.
 
@@ -73,7 +63,7 @@ class Sink(Protocol):
 
     name: str
 
-    def write(self, points: list[Point], events: list[CopiedEvent]) -> None:
+    def write(self, points: list[MetricPoint], events: list[RecordedEvent]) -> None:
         """Write new points and events, oldest first for each process."""
 
     def close(self) -> None:
@@ -119,9 +109,13 @@ def follow(
     events_written = 0
     is_last_look = stop.is_set()
     while True:
-        snapshot = _look(watched, output, is_last_look=is_last_look)
+        try:
+            snapshot = watched.look(hold_back=not is_last_look)
+        except Exception as error:  # noqa: BLE001 - whatever lies in the run directory, the next look may succeed
+            output.note_unreadable_run(error)
+            snapshot = RunSnapshot(path=run, state="running")
         points = [point for news in snapshot.news for point in naming.points(news)]
-        events = _copied_events(snapshot.news)
+        events = events_in_time_order(snapshot.news)
         output.write(points, events)
         points_written += sum(point.scalar is None for point in points)
         events_written += len(events)
@@ -137,24 +131,6 @@ def follow(
     )
 
 
-def _look(watched: Watched, output: _Output, *, is_last_look: bool) -> RunSnapshot:
-    """Return what is new; empty if the run directory cannot be read at the moment."""
-    try:
-        return watched.look(hold_back=not is_last_look)
-    except Exception as error:  # noqa: BLE001 - whatever lies in the run directory, the next look may succeed
-        output.note_unreadable_run(error)
-        return RunSnapshot(path=watched.run, state="running")
-
-
-def _copied_events(all_news: Sequence[News]) -> list[CopiedEvent]:
-    events = [
-        CopiedEvent(process=news.source.label, attempt=news.source.attempt, event=event)
-        for news in all_news
-        for event in news.events
-    ]
-    return sorted(events, key=lambda copied: copied.event.unix_seconds)
-
-
 class _Output:
     """Writes to sinks, and closes those that fail.
 
@@ -166,7 +142,7 @@ class _Output:
         self._open_sinks = list(sinks)
         self.failures: list[str] = []
 
-    def write(self, points: list[Point], events: list[CopiedEvent]) -> None:
+    def write(self, points: list[MetricPoint], events: list[RecordedEvent]) -> None:
         """Write to all sinks that have not failed yet."""
         if not points and not events:
             return
@@ -215,7 +191,7 @@ class _Naming:
         self._uses: dict[tuple[int, str, str], int] = {}
         self._steps_were_observed = False
 
-    def points(self, news: News) -> Iterator[Point]:
+    def points(self, news: News) -> Iterator[MetricPoint]:
         """Yield the points of a source.
 
         A guard's steps are skipped once an observed process has made steps: they are the same
@@ -228,7 +204,7 @@ class _Naming:
         if source.kind == "process" or not self._steps_were_observed:
             optimizers = read_optimizers(source.directory)
             for sample in news.samples:
-                yield Point(
+                yield MetricPoint(
                     process=name,
                     rank=source.rank,
                     attempt=source.attempt,
@@ -237,7 +213,7 @@ class _Naming:
                     values=_values(sample, _optimizer(sample, optimizers)),
                 )
         for scalar in news.scalars:
-            yield Point(
+            yield MetricPoint(
                 process=name,
                 rank=source.rank,
                 attempt=source.attempt,
@@ -247,7 +223,7 @@ class _Naming:
                 scalar=scalar,
             )
 
-    def _name(self, source: Source) -> str:
+    def _name(self, source: RunSource) -> str:
         """Return a name that is unique within the attempt; a guard shares that of its process."""
         if source.directory not in self._names:
             name = "trainer" if source.rank is None else f"rank {source.rank}"

@@ -1,14 +1,210 @@
-"""Open sinks for command-line options such as ``--tensorboard DIR`` or ``--jsonl FILE``."""
+"""Sinks for JSON lines, TensorBoard and Weights & Biases, and how they are opened.
+
+JSON lines need no client; the others use the client libraries of the respective projects.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from holdfast.core.errors import PolicyError
-from holdfast.core.text import sanitise
-from holdfast.report.metrics.clients import JsonLines, TensorBoard, WandbRun
-from holdfast.report.metrics.copying import Sink
+from holdfast.core.text import as_json_value, sanitise
+from holdfast.report.metrics.copying import MetricPoint, Sink
+from holdfast.report.sources import RecordedEvent
+
+# TensorBoard tags of the values; TensorBoard groups tags by the part before the slash.
+_TAGS = {
+    "step_seconds": "time/step_seconds",
+    "wait_share": "time/wait_share",
+    "host_memory_bytes": "memory/host_bytes",
+    "device_allocated_bytes": "memory/device_allocated_bytes",
+    "device_reserved_bytes": "memory/device_reserved_bytes",
+    "device_peak_bytes": "memory/device_peak_bytes",
+}
+# Settings of wandb since 0.19; those that begin with x_ are not part of its public interface. They
+# prevent the upload of console output, code, git state, package lists and machine information. The
+# host name and the versions of wandb and Python are still uploaded.
+_UPLOAD_NUMBERS_ONLY = {
+    "console": "off",
+    "disable_code": True,
+    "disable_git": True,
+    "x_disable_machine_info": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_save_requirements": False,
+}
+
+
+class JsonLines:
+    """Append one JSON object for each step and event to a file, or print it.
+
+    Non-finite numbers are written as strings such as "NaN".
+
+    Args:
+        target: Path of the file, or "-" for stdout.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.name = f"JSON lines in {target}"
+        self._is_stdout = target == "-"
+        self._file = sys.stdout if self._is_stdout else Path(target).open("a", encoding="utf-8")  # noqa: SIM115 - `close` closes it
+
+    def write(self, points: list[MetricPoint], events: list[RecordedEvent]) -> None:
+        """Append lines and flush them."""
+        for point in points:
+            self._write_line(_point_as_json(point))
+        for recorded in events:
+            self._write_line(_event_as_json(recorded))
+        self._file.flush()
+
+    def _write_line(self, values: Mapping[str, Any]) -> None:
+        line = json.dumps(as_json_value(dict(values)), separators=(",", ":"), allow_nan=False)
+        self._file.write(line + "\n")
+
+    def close(self) -> None:
+        """Close the file; stdout stays open."""
+        if not self._is_stdout:
+            self._file.close()
+
+
+def _point_as_json(point: MetricPoint) -> dict[str, Any]:
+    values = {
+        "kind": "step" if point.scalar is None else "scalar",
+        "time": round(point.unix_seconds, 6),
+        "process": point.process,
+        "rank": point.rank,
+        "attempt": point.attempt,
+        "step": point.step,
+    }
+    if point.scalar is None:
+        return {**values, **point.values}
+    return {
+        **values,
+        "epoch": point.scalar.epoch,
+        "name": point.scalar.name,
+        "value": point.scalar.value,
+    }
+
+
+def _event_as_json(recorded: RecordedEvent) -> dict[str, Any]:
+    event = recorded.event
+    return {
+        "kind": "event",
+        "time": round(event.unix_seconds, 6),
+        "process": recorded.source,
+        "attempt": recorded.attempt,
+        "step": event.global_step,
+        "event": event.kind,
+        "facts": dict(event.data),
+    }
+
+
+class TensorBoard:
+    """Write values as scalars and events as texts.
+
+    Each process of each attempt gets its own folder, so TensorBoard shows their curves side by
+    side.
+
+    Args:
+        directory: Where to create the folders.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        import tensorboardX
+
+        self.name = f"TensorBoard in {directory}"
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._make_writer = tensorboardX.SummaryWriter
+        self._writers: dict[str, Any] = {}
+        # tensorboardX warns about every NaN and infinity. Here they are measurements, written on
+        # purpose.
+        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
+
+    def write(self, points: list[MetricPoint], events: list[RecordedEvent]) -> None:
+        """Write and flush."""
+        for point in points:
+            writer = self._writer(point.process, point.attempt)
+            for name, value in point.values.items():
+                tag = sanitise(_TAGS.get(name, name))
+                writer.add_scalar(tag, value, point.step, walltime=point.unix_seconds)
+        for recorded in events:
+            event = recorded.event
+            self._writer("events", 0).add_text(
+                sanitise(event.kind, most=60),
+                _event_text(recorded),
+                event.global_step,
+                walltime=event.unix_seconds,
+            )
+        for writer in self._writers.values():
+            writer.flush()
+
+    def _writer(self, process: str, attempt: int) -> Any:
+        folder = re.sub(r"\W+", "_", process).strip("_")
+        if attempt:
+            folder += f"-attempt{attempt}"
+        if folder not in self._writers:
+            self._writers[folder] = self._make_writer(logdir=str(self._directory / folder))
+        return self._writers[folder]
+
+    def close(self) -> None:
+        """Close the files."""
+        for writer in self._writers.values():
+            writer.close()
+
+
+def _event_text(recorded: RecordedEvent) -> str:
+    """Return an event as Markdown; indented lines are shown verbatim."""
+    sentence = f"    {sanitise(recorded.event.sentence())}\n"
+    source = f"    by: {sanitise(recorded.source)}, attempt {recorded.attempt}\n"
+    facts = [
+        f"    {sanitise(name)}: {sanitise(value)}" for name, value in recorded.event.data.items()
+    ]
+    return sentence + source + "\n".join(facts)
+
+
+class WandbRun:
+    """Log to one run of a project; variables such as ``WANDB_MODE`` mean what they mean to wandb.
+
+    Args:
+        project: Name of the project.
+        name: Name of the run in the project.
+    """
+
+    def __init__(self, project: str, name: str) -> None:
+        import wandb
+
+        self.name = f"Weights & Biases project {project}"
+        settings = wandb.Settings(**_UPLOAD_NUMBERS_ONLY)
+        self._run: Any = wandb.init(
+            project=project, name=name, job_type="holdfast", settings=settings
+        )
+        # wandb's own step must not decrease, but a rollback or restart does decrease the training
+        # step. So the training step is logged as a separate value.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, points: list[MetricPoint], events: list[RecordedEvent]) -> None:
+        """Log each step, and count events by kind."""
+        for point in points:
+            values = {
+                f"{point.process}/{sanitise(name)}": value for name, value in point.values.items()
+            }
+            self._run.log({**values, "step": point.step, "attempt": point.attempt})
+        for recorded in events:
+            key = f"events/{recorded.event.kind}"
+            self._run.summary[key] = self._run.summary.get(key, 0) + 1
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
 
 # Functions that open a sink, given a target and a run directory.
 _OPENERS: dict[str, Callable[[str, Path], Sink]] = {

@@ -25,11 +25,10 @@ from holdfast.core.events import process_events
 from holdfast.core.events.data import EventData
 from holdfast.core.events.process_events import Hang
 from holdfast.recorder.run_files import read_processes
-from holdfast.supervise.launch.attempt_end import AttemptEnd
 from holdfast.supervise.launch.hosts import Hosts
 from holdfast.supervise.launch.output import CommandStreams, OutputCopier
-from holdfast.supervise.launch.shutdown import Shutdown, signal_in_status
-from holdfast.supervise.launch.signals import TO_HANDLERS, Signals
+from holdfast.supervise.launch.shutdown import SAME_INTERRUPT_SECONDS, Shutdown, signal_in_status
+from holdfast.supervise.launch.signals import TO_HANDLERS, ReceivedSignal, Signals
 from holdfast.supervise.process_tree import Tree, kill_all, signal_all
 
 # How often hangs, hosts and deadlines are checked while nothing else happens.
@@ -44,6 +43,40 @@ _QUIET_SECONDS = 0.1
 # Minimum time for a slow reader of our own output to catch up.
 _FLUSH_SECONDS = 5.0
 _KILLED = "killed with SIGKILL because it did not end when asked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEnd:
+    """How one attempt ended.
+
+    Args:
+        status: Exit code of the command, or the negated number of the signal that killed it.
+        seconds: How long the command ran.
+        requested_by: The signal with which a user or a scheduler asked us to end, or None. See
+            `Shutdown.requested_by`.
+        signal_sent: The last signal that the supervisor sent on its own initiative: after a hang,
+            after a failure on another host, or at the end of the grace period. None if it sent
+            none.
+        hang: The hang for which the supervisor ended the attempt, or None.
+        failed_elsewhere: Why another host had ended the attempt before this one, or None.
+    """
+
+    status: int
+    seconds: float
+    requested_by: int | None = None
+    signal_sent: int | None = None
+    hang: Hang | None = None
+    failed_elsewhere: str | None = None
+
+    @property
+    def was_ended_by_supervisor(self) -> bool:
+        """Return whether the supervisor ended the command on its own initiative."""
+        return self.signal_sent is not None or self.failed_elsewhere is not None
+
+    @property
+    def exit_code(self) -> int:
+        """Return the exit code as a shell reports it: 128 + n for signal n."""
+        return self.status if self.status >= 0 else 128 - self.status
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,6 +112,9 @@ class Attempt:
     # The hang because of which we end the command, and why another host ended the attempt.
     _hang: Hang | None = field(default=None, init=False)
     _failed_elsewhere: str | None = field(default=None, init=False)
+    # What will be printed about the grace period, and when.
+    _announcement: str = field(default="", init=False)
+    _announce_at: float = field(default=math.inf, init=False)
     _started_at: float = field(default_factory=time.monotonic, init=False)
     _last_tick_at: float = field(default_factory=time.monotonic, init=False)
 
@@ -139,7 +175,7 @@ class Attempt:
 
         It is time when something woke us, a tick has passed, or the kill is due.
         """
-        tick_at = min(self._last_tick_at + tick_seconds, self.shutdown.kill_at)
+        tick_at = min(self._last_tick_at + tick_seconds, self.shutdown.kill_at, self._announce_at)
         poll = select.poll()
         poll.register(self.signals.wake, select.POLLIN)
         for descriptor, events in self.copier.wanted_events():
@@ -151,8 +187,11 @@ class Attempt:
         if now < tick_at and not was_woken:
             return False
         self._last_tick_at = now
-        for number in self.signals.take():
-            self._on_signal(number)
+        for received in self.signals.take():
+            self._on_signal(received)
+        if time.monotonic() >= self._announce_at:
+            self._announce_at = math.inf
+            self.copier.print_message(self._announcement)
         return True
 
     def _print_messages(self) -> None:
@@ -162,8 +201,9 @@ class Attempt:
 
     # --- signals ---
 
-    def _on_signal(self, number: int) -> None:
+    def _on_signal(self, received: ReceivedSignal) -> None:
         """React to a signal that the supervisor has received and, if needed, forwarded."""
+        number = received.number
         if number == signal.SIGCHLD:
             self._reap_orphans()
         elif number == signal.SIGWINCH:
@@ -171,17 +211,21 @@ class Attempt:
         else:
             self.emit(process_events.Signal(number=number))
             was_requested = self.shutdown.is_requested
-            self.shutdown.note_signal(number, time.monotonic())
+            self.shutdown.note_signal(number, received.arrived_at)
             if self.shutdown.is_requested and not was_requested:
-                self._announce_grace_period(number)
+                self._plan_announcement(received)
 
-    def _announce_grace_period(self, number: int) -> None:
+    def _plan_announcement(self, received: ReceivedSignal) -> None:
+        """Let the grace period be announced as soon as everything in the announcement is true."""
         grace = f"{self.shutdown.grace_seconds:g} s"
-        name = signal.Signals(number).name
+        name = signal.Signals(received.number).name
         text = f"forwarded {name} to the command; whatever still runs after {grace} will be killed"
-        if number == signal.SIGINT:
+        self._announce_at = received.arrived_at
+        if received.number == signal.SIGINT:
             text += ", or immediately after a second Ctrl-C"
-        self.copier.print_message(text)
+            # Whoever reads this may press Ctrl-C at once, and it has to count.
+            self._announce_at += SAME_INTERRUPT_SECONDS
+        self._announcement = text
 
     def _on_resize(self) -> None:
         self.streams.copy_terminal_size()
@@ -241,10 +285,11 @@ class Attempt:
         if now >= shutdown.terminate_at and shutdown.signal_sent is None:
             self._terminate()
         if now >= shutdown.kill_at:
-            if shutdown.is_requested or shutdown.signal_sent is not None:
-                self.copier.print_message(_KILLED)
+            was_asked = shutdown.is_requested or shutdown.signal_sent is not None
             shutdown.note_killed()
             self._kill()
+            if was_asked:
+                self.copier.print_message(_KILLED)
 
     # --- what the command leaves behind ---
 
@@ -257,10 +302,10 @@ class Attempt:
         while leftovers and time.monotonic() < self.shutdown.kill_at:
             self._serve_output(_LEFTOVER_TICK_SECONDS)
             leftovers = self.tree.processes()
-        if leftovers and self.shutdown.is_requested:
-            self.copier.print_message(_KILLED)
         self.shutdown.kill_at = math.inf
         self._kill()
+        if leftovers and self.shutdown.is_requested:
+            self.copier.print_message(_KILLED)
         self._reap_orphans()
 
     def _ask_leftovers_to_end(self, leftovers: set[int]) -> None:

@@ -94,11 +94,7 @@ def make_observed_environment(
     """Return an environment in which all Python processes record into a run directory.
 
     This includes the processes that they start. Entries of an existing ``PYTHONPATH`` follow ours.
-
-    Args:
-        environment: The environment to start from.
-        run_path: The run directory, which must exist.
-        attempt: Number of the attempt.
+    The run directory must exist.
     """
     path_entries = [str(_INJECTED_FOLDER)]
     own_path = environment.get("PYTHONPATH", "")

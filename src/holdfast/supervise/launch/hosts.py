@@ -134,6 +134,7 @@ class Hosts:
         ticket = f"{os.getpid()}-{time.time_ns()}"
         last_go = self._own.get("go")
         self._publish("ready", ticket=ticket, **self._own_facts(*_ENDED_KEYS))
+        other_hosts = {str(number) for number in range(self._count) if number != self._number}
         began_at = time.monotonic()
         was_announced = False
         while True:
@@ -145,7 +146,7 @@ class Hosts:
             if obstacle is not None:
                 return obstacle
             waited_seconds = time.monotonic() - began_at
-            missing = ", ".join(self._missing_hosts(ready))
+            missing = ", ".join(sorted(other_hosts - ready.keys()))
             if waited_seconds > _MAX_WAIT_SECONDS:
                 return f"hosts {missing} were not ready after {waited_seconds:.0f} s"
             if waited_seconds > _ANNOUNCE_AFTER_SECONDS and not was_announced:
@@ -198,10 +199,6 @@ class Hosts:
                 reason = "; ".join(str(reason) for reason in reasons if reason)
                 return f"host {number} has ended for good: {reason}"
         return None
-
-    def _missing_hosts(self, ready: Mapping[str, str]) -> list[str]:
-        all_hosts = {str(number) for number in range(self._count)}
-        return sorted(all_hosts - set(ready) - {str(self._number)})
 
     # --- while an attempt runs, and after it ---
 

@@ -24,13 +24,7 @@ def count_oom_kills(root: Path = Path("/")) -> int | None:
     """Return how many processes of our control group the kernel has killed for memory.
 
     Only the innermost group with a counter is read, since outer groups also count the kills of
-    other jobs.
-
-    Args:
-        root: Where ``/proc`` and ``/sys`` are; tests pass another directory.
-
-    Returns:
-        The count, or None if the kernel does not provide one.
+    other jobs. The result is None if the kernel does not provide a count.
     """
     for group in group_folders(root, "memory"):
         for name in _MEMORY_EVENT_FILES:

@@ -104,7 +104,7 @@ class OutputCopier:
         self._targets: dict[int, OwnStream] = {}
         self._own_streams: dict[int, OwnStream] = {}
 
-    def add_sources(self, sources: Sequence[Source]) -> None:
+    def add_sources(self, sources: Sequence[OutputSource]) -> None:
         """Read from these descriptors from now on; each is closed when its stream ends."""
         for source in sources:
             os.set_blocking(source.descriptor, False)
@@ -216,7 +216,7 @@ def poll_once(wanted: PollEvents, seconds: float) -> PollEvents:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class OutputSource:
     """A descriptor to read the command's output from, and our own descriptor to copy it to."""
 
     descriptor: int
@@ -234,7 +234,7 @@ class CommandStreams:
     def __init__(self, own: tuple[int, int] = (1, 2)) -> None:
         # The command's stdout and stderr, which we close once the command has started.
         self.command_ends: list[int] = []
-        self.sources: list[Source] = []
+        self.sources: list[OutputSource] = []
         # Our side of the command's terminal, and our own terminal, whose size it copies.
         self._terminal: int | None = None
         self._own_terminal: int | None = None
@@ -249,7 +249,7 @@ class CommandStreams:
             else:
                 our_end, pipe_end = os.pipe()
                 self.command_ends.append(pipe_end)
-                self.sources.append(Source(our_end, copied_to=descriptor))
+                self.sources.append(OutputSource(our_end, copied_to=descriptor))
 
     def _open_terminal(self, own_terminal: int) -> int:
         """Return the command's end of the pseudo-terminal, opening it for the first stream."""
@@ -262,7 +262,7 @@ class CommandStreams:
         settings[1] &= ~termios.OPOST
         settings[3] &= ~termios.ECHO
         termios.tcsetattr(command_end, termios.TCSANOW, settings)
-        self.sources.append(Source(self._terminal, copied_to=own_terminal))
+        self.sources.append(OutputSource(self._terminal, copied_to=own_terminal))
         self.copy_terminal_size()
         return command_end
 

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-from holdfast.core.durable import free_bytes
 from holdfast.core.files import close_descriptor, create_file, open_file, open_to_read
 from holdfast.recorder.run_files import ATTEMPT_LINE
 
 # When a log gets too large, its first quarter and its newest half are kept.
 _HEAD_SHARE = 4
 _NEWEST_SHARE = 2
-# After the disk was full, a write is tried again only once this much is free, so that the note
-# about lost output fits completely.
-_MIN_FREE_BYTES = 64 << 10
+# Written where output is missing because the disk was full.
+_GAP_LINE = b"\n--- holdfast: output is missing here ---\n"
 _COPY_BYTES = 1 << 20
 
 
@@ -52,9 +49,8 @@ class OutputLog:
         self._attempt_line = b""
         self._attempt_offset = 0
         self._at_line_start = True
+        # Whether the newest write has failed.
         self._is_failing = False
-        # Bytes lost since the last successful write, for example on a full disk.
-        self.lost_bytes = 0
 
     def begin_attempt(self, number: int) -> None:
         """Write the line that separates attempts."""
@@ -68,7 +64,7 @@ class OutputLog:
         """Append data.
 
         If the disk is full, the data is lost but nothing else breaks. As soon as there is space
-        again, a line in the file states how much is missing there.
+        again, a line in the file shows where output is missing.
         """
         self._at_line_start = data.endswith(b"\n")
         if self._size + len(data) > self._max_bytes:
@@ -77,46 +73,26 @@ class OutputLog:
             except OSError:
                 # Let the file grow by a quarter, so that the next write does not try again.
                 self._max_bytes += self._max_bytes // _HEAD_SHARE
-        if self._note_lost_bytes():
-            self._append(data)
-        else:
-            self.lost_bytes += len(data)
+        if self._is_failing:
+            data = _GAP_LINE + data
+        self._append(data)
 
     def close(self) -> None:
         """Close the file."""
         close_descriptor(self._file)
 
-    def _note_lost_bytes(self) -> bool:
-        """Write a note about lost output; return whether the file now accounts for all losses."""
-        lost_bytes = self.lost_bytes
-        if lost_bytes == 0:
-            return True
-        with suppress(OSError):
-            if free_bytes(self._path.parent) < _MIN_FREE_BYTES:
-                return False
-        self.lost_bytes = 0
-        self._append(b"\n--- holdfast: %d bytes could not be written ---\n" % lost_bytes)
-        if self.lost_bytes > 0:
-            # The note itself could not be written. It is not output of the command, so it does not
-            # count as lost.
-            self.lost_bytes = lost_bytes
-            return False
-        return True
-
     def _append(self, data: bytes) -> None:
         remaining = memoryview(data)
-        while remaining:
-            try:
+        try:
+            while remaining:
                 written = os.write(self._file, remaining)
-            except OSError as error:
-                self.lost_bytes += len(remaining)
-                if not self._is_failing:
-                    self._is_failing = True
-                    self._on_loss(error)
-                return
+                self._size += written
+                remaining = remaining[written:]
             self._is_failing = False
-            self._size += written
-            remaining = remaining[written:]
+        except OSError as error:
+            if not self._is_failing:
+                self._is_failing = True
+                self._on_loss(error)
 
     def _drop_the_middle(self) -> None:
         """Replace the file by its beginning and its newest part.

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from holdfast.explain.signature import Restart as RestartKind
+from holdfast.explain.signatures.signature import Restart as RestartKind
 from holdfast.explain.verdict import Verdict
-from holdfast.supervise.launch.attempt_end import AttemptEnd
+from holdfast.supervise.launch.attempt import AttemptEnd
 
 # An attempt that ran this long counts as progress. The kubelet resets its back-off after 10 minutes
 # without a crash.

@@ -160,11 +160,7 @@ class RunFolder:
             yield process.attempt
 
     def write_description(self, command: Sequence[str], started: float) -> None:
-        """Write the description of the run, before it starts.
-
-        Args:
-            command: The words of the command.
-            started: Unix time in seconds.
+        """Write the description of the run, before it starts; `started` is Unix time in seconds.
 
         Raises:
             RunDirectoryError: H722 if it cannot be written.

@@ -25,8 +25,9 @@ from holdfast.supervise.launch.signals import ASKING_TO_END, FORWARDED
 
 # A third request is meant seriously, and so is a second Ctrl-C.
 _REQUESTS_TO_KILL = 3
-# A shell and a wrapper around us may both forward one Ctrl-C.
-_SAME_INTERRUPT_SECONDS = 0.5
+# A shell and a wrapper around us may both forward one Ctrl-C. Another SIGINT within this time after
+# the first does not count as a second Ctrl-C.
+SAME_INTERRUPT_SECONDS = 0.5
 # A shell reports signal n as exit code 128 + n.
 _SHELL_SIGNAL_BASE = 128
 
@@ -63,7 +64,7 @@ class Shutdown:
         """Return how many times a user or a scheduler has asked us to end."""
         return len(self._requests)
 
-    def note_signal(self, number: int, now: float) -> None:
+    def note_signal(self, number: int, arrived_at: float) -> None:
         """Note a forwarded signal; if it asks to end, limit the command's remaining time."""
         if number in FORWARDED:
             self._forwarded.append(number)
@@ -72,15 +73,15 @@ class Shutdown:
         self._requests.append(number)
         is_urgent = self.request_count >= _REQUESTS_TO_KILL
         if number == signal.SIGINT:
-            is_urgent = is_urgent or self._is_second_interrupt(now)
-        self.kill_within(0.0 if is_urgent else self.grace_seconds, now)
+            is_urgent = is_urgent or self._is_second_interrupt(arrived_at)
+        self.kill_within(0.0 if is_urgent else self.grace_seconds, arrived_at)
 
-    def _is_second_interrupt(self, now: float) -> bool:
+    def _is_second_interrupt(self, arrived_at: float) -> bool:
         """Return whether Ctrl-C was pressed twice, as opposed to one press forwarded twice."""
         if self._first_interrupt_at is None:
-            self._first_interrupt_at = now
+            self._first_interrupt_at = arrived_at
             return False
-        return now - self._first_interrupt_at >= _SAME_INTERRUPT_SECONDS
+        return arrived_at - self._first_interrupt_at >= SAME_INTERRUPT_SECONDS
 
     def note_terminated(self, now: float) -> None:
         """Note that the supervisor has asked the command to end on its own initiative."""

@@ -18,12 +18,20 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from holdfast.supervise.process_tree import Tree, catches, read_table, signal_all
+from holdfast.supervise.process_tree import (
+    Tree,
+    catches,
+    children_by_parent,
+    read_table,
+    signal_all,
+)
 
 TO_GROUP = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGHUP})
 TO_COMMAND = frozenset({signal.SIGTERM})
@@ -33,6 +41,14 @@ FORWARDED = TO_GROUP | TO_COMMAND | TO_HANDLERS
 # other signals may well continue.
 ASKING_TO_END = frozenset({signal.SIGINT, signal.SIGTERM})
 _READ_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedSignal:
+    """A signal, and when it arrived, on the clock of `time.monotonic`."""
+
+    number: int
+    arrived_at: float
 
 
 class Signals:
@@ -53,7 +69,7 @@ class Signals:
         # PIDs of descendants to which a signal was forwarded individually. They may be saving now,
         # and exit afterwards.
         self.notified: set[int] = set()
-        self._received: deque[int] = deque()
+        self._received: deque[ReceivedSignal] = deque()
         # Signals received while there was no command to forward them to.
         self._waiting: list[int] = []
         self._previous_handlers: dict[int, Any] = {}
@@ -100,7 +116,7 @@ class Signals:
         with suppress(OSError):
             os.write(self._wake_writer, b"\0")
 
-    def take(self) -> list[int]:
+    def take(self) -> list[ReceivedSignal]:
         """Return the signals that have arrived since the last call, in order."""
         with suppress(BlockingIOError):
             # A read that fills the buffer may have left more to read.
@@ -120,7 +136,8 @@ class Signals:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Forward immediately, in the handler: the main thread may be busy with a slow terminal."""
-        self._received.append(number)
+        # The main thread may take it much later, so the time is noted here.
+        self._received.append(ReceivedSignal(number, time.monotonic()))
         if self.command is None:
             self._waiting.append(number)
         else:
@@ -156,9 +173,7 @@ def find_handlers(command: int, number: int) -> set[int]:
 
     Descendants of such a process are left out: it is up to their ancestor to notify them.
     """
-    children: dict[int, list[int]] = {}
-    for process in read_table().values():
-        children.setdefault(process.ppid, []).append(process.pid)
+    children = children_by_parent(read_table())
     handlers: set[int] = set()
     pids = [command]
     while pids:

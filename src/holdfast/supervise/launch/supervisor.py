@@ -25,8 +25,7 @@ from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import Standing, read_board
 from holdfast.recorder.run_files import BOARD_FILE, LOST_FILE, OUTPUT_FILE, read_processes
-from holdfast.supervise.launch.attempt import Attempt
-from holdfast.supervise.launch.attempt_end import AttemptEnd
+from holdfast.supervise.launch.attempt import Attempt, AttemptEnd
 from holdfast.supervise.launch.commands import Sentinel, make_environment, start_command
 from holdfast.supervise.launch.hosts import HostPosition, Hosts, find_host
 from holdfast.supervise.launch.kernel import become_subreaper, count_oom_kills
@@ -51,7 +50,7 @@ from holdfast.supervise.launch.verdicts import (
     remove_verdict,
     write_verdict,
 )
-from holdfast.supervise.process_tree import Tree, read_process
+from holdfast.supervise.process_tree import Tree, read_start_ticks
 from holdfast.supervise.watch.limits import HangLimits
 
 
@@ -105,8 +104,8 @@ class RunOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Session:
-    """The objects that live as long as the supervisor, across attempts."""
+class _ProcessControl:
+    """What finds, signals and ends the processes of the command, across attempts."""
 
     mark: str
     tree: Tree
@@ -131,28 +130,31 @@ class Supervisor:
         self._environment = dict(os.environ)
         self._history: list[PastAttempt] = []
         self._event_lock = threading.Lock()
-        host = HostPosition()
+        shared_path = options.run_path.expanduser()
+        position = HostPosition()
         if options.is_run_path_shared:
-            host = find_host(options.command, self._environment)
-        path = options.run_path
-        if host.count > 1:
-            path = path / f"host-{host.number}"
-        self._folder = RunFolder(path)
+            position = find_host(options.command, self._environment)
+        is_one_of_several = position.count > 1
+        if is_one_of_several:
+            self._folder = RunFolder(shared_path / f"host-{position.number}")
+        else:
+            self._folder = RunFolder(shared_path)
         self.run_path = self._folder.path
-        with ExitStack() as on_error:
-            on_error.callback(self._folder.close)
+        self._hosts: Hosts | None = None
+        try:
             # Number of the attempt, from 0; in a run directory that was used before, numbering
             # continues.
             self._number = self._folder.next_attempt()
             self._open_recording()
             # Only after taking the lock, so that a second supervisor on this host publishes
             # nothing.
-            self._hosts: Hosts | None = None
-            if host.count > 1:
-                self._hosts = Hosts(options.run_path.expanduser(), host)
-            on_error.pop_all()
+            if is_one_of_several:
+                self._hosts = Hosts(shared_path, position)
+        except BaseException:
+            self._folder.close()
+            raise
         self._copier = OutputCopier(self._log, quiet=quiet)
-        self._folder.update_last_link(options.run_path.expanduser().absolute())
+        self._folder.update_last_link(shared_path.absolute())
 
     def _open_recording(self) -> None:
         try:
@@ -177,15 +179,15 @@ class Supervisor:
         become_subreaper()
         started_at = time.monotonic()
         first_number = self._number
-        with self._open_session() as session:
+        with self._take_control() as control:
             self._folder.add_git_state()
             self._report_damaged_recordings()
-            self._wait_for_first_start(session)
+            self._wait_for_first_start(control)
             while True:
-                end = self._run_attempt(session)
+                end = self._run_attempt(control)
                 judgement = self._judge(end)
                 decision = self._decide(end, judgement)
-                decision = self._wait_before_restart(decision, judgement.verdict, session)
+                decision = self._wait_before_restart(decision, judgement.verdict, control)
                 if isinstance(decision, EndRun):
                     break
                 self._number += 1
@@ -202,10 +204,8 @@ class Supervisor:
         )
 
     @contextmanager
-    def _open_session(self) -> Iterator[_Session]:
-        own_process = read_process(os.getpid())
-        start_ticks = own_process.ticks if own_process is not None else 0
-        mark = f"{os.getpid()}-{start_ticks}"
+    def _take_control(self) -> Iterator[_ProcessControl]:
+        mark = f"{os.getpid()}-{read_start_ticks()}"
         # Taken before we start anything: processes that exist now do not belong to the command.
         tree = Tree(mark)
         with ExitStack() as stack:
@@ -215,9 +215,9 @@ class Supervisor:
             sentinel = Sentinel(mark, self._folder.supervisor / LOST_FILE)
             stack.callback(sentinel.release)
             signals = stack.enter_context(Signals(tree))
-            yield _Session(mark=mark, tree=tree, sentinel=sentinel, signals=signals)
+            yield _ProcessControl(mark=mark, tree=tree, sentinel=sentinel, signals=signals)
 
-    def _run_attempt(self, session: _Session) -> AttemptEnd:
+    def _run_attempt(self, control: _ProcessControl) -> AttemptEnd:
         """Start the command, serve it until it ends, and record start and end."""
         options = self._options
         self._log.begin_attempt(self._number)
@@ -225,12 +225,12 @@ class Supervisor:
         oom_kills_before = count_oom_kills()
         argv = tuple(without_secrets(options.command))
         self.emit(process_events.AttemptStarted(attempt=self._number, argv=argv))
-        attempt = self._start_command(session)
-        session.sentinel.guard_session(attempt.child.pid)
+        attempt = self._start_command(control)
+        control.sentinel.guard_session(attempt.child.pid)
         with self._watching(attempt):
             end = attempt.serve()
         # From now on another session may get this number.
-        session.sentinel.guard_session(0)
+        control.sentinel.guard_session(0)
         oom_kills = _difference(oom_kills_before, count_oom_kills())
         pid = attempt.child.pid
         self.emit(process_events.ProcessEnded(pid=pid, status=end.status, oom_kills=oom_kills))
@@ -247,11 +247,11 @@ class Supervisor:
         )
         return end
 
-    def _start_command(self, session: _Session) -> Attempt:
+    def _start_command(self, control: _ProcessControl) -> Attempt:
         """Start the command of this attempt, with its output streams."""
         options = self._options
         environment = make_environment(
-            self._environment, self.run_path, self._number, session.mark, observe=options.observe
+            self._environment, self.run_path, self._number, control.mark, observe=options.observe
         )
         streams = CommandStreams()
         self._copier.add_sources(streams.sources)
@@ -261,10 +261,10 @@ class Supervisor:
             number=self._number,
             run_path=self.run_path,
             child=child,
-            tree=session.tree,
+            tree=control.tree,
             streams=streams,
             copier=self._copier,
-            signals=session.signals,
+            signals=control.signals,
             shutdown=Shutdown(options.grace_seconds),
             emit=self.emit,
             hosts=self._hosts,
@@ -339,16 +339,16 @@ class Supervisor:
         return decision
 
     def _wait_before_restart(
-        self, decision: RestartDecision, verdict: Verdict, session: _Session
+        self, decision: RestartDecision, verdict: Verdict, control: _ProcessControl
     ) -> RestartDecision:
         """Wait for the delay and for the other hosts; a signal during the wait ends the run."""
         if isinstance(decision, EndRun):
             return decision
         self._announce_restart(decision, verdict)
         self._environment.update(decision.changes)
-        if not self._sleep(decision.delay_seconds, session.signals):
+        if not self._sleep(decision.delay_seconds, control.signals):
             return EndRun(why="a signal asked the run to stop")
-        obstacle = self._wait_for_hosts(session)
+        obstacle = self._wait_for_hosts(control)
         if obstacle is not None:
             return EndRun(why=obstacle)
         return decision
@@ -375,10 +375,10 @@ class Supervisor:
         """Return True after `seconds`, or False as soon as a signal asks us to end."""
         deadline = time.monotonic() + seconds
         while True:
-            for number in signals.take():
+            for received in signals.take():
                 # Between attempts there is no command that could handle the signal.
-                if number in FORWARDED:
-                    self.emit(process_events.Signal(number=number))
+                if received.number in FORWARDED:
+                    self.emit(process_events.Signal(number=received.number))
                     return False
             left_seconds = deadline - time.monotonic()
             if left_seconds <= 0:
@@ -387,16 +387,16 @@ class Supervisor:
 
     # --- several hosts ---
 
-    def _wait_for_hosts(self, session: _Session) -> str | None:
+    def _wait_for_hosts(self, control: _ProcessControl) -> str | None:
         """Begin an attempt together with the other hosts; return why that failed, or None."""
         if self._hosts is None:
             return None
         return self._hosts.begin(
-            lambda seconds: self._sleep(seconds, session.signals), self._copier.print_message
+            lambda seconds: self._sleep(seconds, control.signals), self._copier.print_message
         )
 
-    def _wait_for_first_start(self, session: _Session) -> None:
-        obstacle = self._wait_for_hosts(session)
+    def _wait_for_first_start(self, control: _ProcessControl) -> None:
+        obstacle = self._wait_for_hosts(control)
         if obstacle is None:
             return
         assert self._hosts is not None

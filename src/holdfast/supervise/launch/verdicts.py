@@ -45,10 +45,10 @@ def judge_attempt(run_path: Path, number: int) -> AttemptJudgement:
     try:
         from holdfast.explain.collecting import collect
         from holdfast.explain.judging import judge
-        from holdfast.explain.runtime_causes import signal_of_stop, stop_requested
+        from holdfast.explain.observations import signal_of_stop, stop_request
 
         facts = collect(run_path, number)
-        request = stop_requested(facts.events)
+        request = stop_request(facts.events)
         if request is not None:
             stop_signal = signal_of_stop(request)
         return AttemptJudgement(verdict=judge(facts), stop_signal=stop_signal)

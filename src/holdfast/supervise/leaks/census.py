@@ -11,8 +11,9 @@ import gc
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from holdfast.supervise.leaks.introspection import (
@@ -32,6 +33,8 @@ from holdfast.supervise.leaks.introspection import (
 Key: TypeAlias = tuple[Any, ...]
 Measure: TypeAlias = Literal["length", "number", "size", "nodes"]
 Frames: TypeAlias = list[types.FrameType]
+# A key, the size, and the object that was measured.
+Measurement: TypeAlias = tuple[Key, int, Any]
 
 _CONTAINERS = (list, dict, set, deque)
 # Types of values whose size is measured.
@@ -40,9 +43,6 @@ _SIZED = (str, bytes, bytearray, list, tuple)
 _BUILT_IN = (*_SIZED, int, float, complex, dict, set, frozenset)
 # What objects of these types refer to is kept by the program, not by them.
 _NOT_WEIGHED = (type, types.ModuleType, types.CodeType, types.FunctionType)
-# Roles of classes other than containers; see `Census._role_of`.
-_COUNTED = object
-_IGNORED = type
 # Above this many objects a trace gives up: it needs about 250 bytes for each container.
 _MAX_OBJECTS = 2_000_000
 # Larger dictionaries are not considered to be the attributes of an object.
@@ -52,7 +52,7 @@ _MAX_WEIGHED_OBJECTS = 2_000
 
 
 @dataclass(slots=True)
-class Weight:
+class RetainedMemory:
     """The memory that an object keeps alive.
 
     Args:
@@ -84,13 +84,11 @@ class Census:
         self.grown: dict[Key, tuple[int, int]] = {}
         # For each growing class, the `id` of its objects at each look.
         self.members: dict[Key, list[set[int]]] = {}
-        self._roles: dict[type, Any] = {}
+        # How objects of each class are measured; None if they are not.
+        self._measurers: dict[type, Callable[[Any], Iterator[Measurement]] | None] = {}
 
     def look(self, frames: Frames) -> None:
         """Take the next look.
-
-        Args:
-            frames: Frames of running functions.
 
         Raises:
             MemoryError: If there are too many objects.
@@ -121,26 +119,15 @@ class Census:
 
     # --- measuring ---
 
-    def measure(self, frames: Frames) -> Iterator[tuple[Key, int, Any]]:
-        """Yield key, size and object of everything at the first look, later only of what has grown.
-
-        Args:
-            frames: Frames of running functions.
-        """
+    def measure(self, frames: Frames) -> Iterator[Measurement]:
+        """Yield key, size and object of everything at the first look, later of what has grown."""
         for candidate in _all_objects():
             kind = type(candidate)
-            role: Any = self._roles.get(kind)
-            if role is None:
-                role = self._roles[kind] = self._role_of(kind)
-            if role is _IGNORED:
-                continue
-            if role is types.CellType:
-                values = [("", value) for value in gc.get_referents(candidate)]
-                yield from self._measure_values(id(candidate), values)
-            elif role is _COUNTED:
-                yield from self._measure_counted(candidate, kind)
-            else:
-                yield from self._measure_container(candidate, role)
+            if kind not in self._measurers:
+                self._measurers[kind] = self._choose_measurer(kind)
+            measure = self._measurers[kind]
+            if measure is not None:
+                yield from measure(candidate)
         for frame in frames:
             if is_users_file(frame.f_code.co_filename):
                 yield from self._measure_values(id(frame), locals_of(frame).items())
@@ -148,30 +135,36 @@ class Census:
     def _is_wanted(self, key: Key) -> bool:
         return self.looks == 0 or key in self.grown
 
-    def _role_of(self, kind: type) -> Any:
-        """Return how objects of a class are measured.
-
-        The result is the container or cell class from which it derives, `_COUNTED` or `_IGNORED`.
-        """
-        for base in (types.CellType, *_CONTAINERS):
+    def _choose_measurer(self, kind: type) -> Callable[[Any], Iterator[Measurement]] | None:
+        """Return the method that measures objects of a class; None if they are not measured."""
+        if issubclass(kind, types.CellType):
+            return self._measure_cell
+        for base in _CONTAINERS:
             if issubclass(kind, base):
-                return base
+                return partial(self._measure_container, base=base)
         if issubclass(kind, (self._tensor_type, BaseException, types.GeneratorType)):
-            return _COUNTED
-        return _COUNTED if is_users_file(source_file_of(kind)) else _IGNORED
+            return self._measure_instance
+        return self._measure_instance if is_users_file(source_file_of(kind)) else None
 
-    def _measure_counted(self, candidate: Any, kind: type) -> Iterator[tuple[Key, int, Any]]:
-        shape = self.shape_of(candidate) if is_a(candidate, self._tensor_type) else ()
+    def _measure_cell(self, cell: Any) -> Iterator[Measurement]:
+        """Yield the value of a variable that a closure shares with the function around it."""
+        values = [("", value) for value in gc.get_referents(cell)]
+        yield from self._measure_values(id(cell), values)
+
+    def _measure_instance(self, instance: Any) -> Iterator[Measurement]:
+        """Yield an object that is counted, and its attributes if its class is the script's."""
+        kind = type(instance)
+        shape = self.shape_of(instance) if is_a(instance, self._tensor_type) else ()
         key = ("number", kind, *shape)
         if self._is_wanted(key):
-            yield key, 1, candidate
+            yield key, 1, instance
         if is_users_file(source_file_of(kind)):
             # The garbage collector may not track the attribute dictionary yet.
-            attributes = attributes_of(candidate)
+            attributes = attributes_of(instance)
             if attributes is not None:
                 yield from self._measure_container(attributes, dict)
 
-    def _measure_container(self, container: Any, base: Any) -> Iterator[tuple[Key, int, Any]]:
+    def _measure_container(self, container: Any, base: Any) -> Iterator[Measurement]:
         """Yield a container and its named values; `base` is its built-in class."""
         size = base.__len__(container)
         key = ("length", id(container))
@@ -182,7 +175,7 @@ class Census:
 
     def _measure_values(
         self, holder: int, named: Iterable[tuple[Any, Any]]
-    ) -> Iterator[tuple[Key, int, Any]]:
+    ) -> Iterator[Measurement]:
         """Yield the sizes of named values and of the graphs behind them.
 
         Args:
@@ -222,7 +215,7 @@ class Census:
 
     # --- weighing ---
 
-    def weigh(self, target: Any, counted: set[int]) -> Weight:
+    def weigh(self, target: Any, counted: set[int]) -> RetainedMemory:
         """Return the memory that an object keeps alive, itself included.
 
         Args:
@@ -230,35 +223,37 @@ class Census:
             counted: Ids of memory that was already counted and is not counted again. Newly counted
                 memory is added.
         """
-        weight = Weight()
+        retained = RetainedMemory()
         met = {id(target)}
         remaining = [target]
         while remaining and len(met) < _MAX_WEIGHED_OBJECTS:
             current = remaining.pop()
             kind = type(current)
             if issubclass(kind, self._array_types):
-                self._add_array(weight, current, counted)
+                self._add_array(retained, current, counted)
             elif _is_weighed(kind):
-                weight.bytes += sys.getsizeof(current) if kind in _BUILT_IN else kind.__basicsize__
+                retained.bytes += (
+                    sys.getsizeof(current) if kind in _BUILT_IN else kind.__basicsize__
+                )
                 if is_a(current, types.TracebackType):
-                    weight.has_traceback = True
+                    retained.has_traceback = True
                 for inner in _inside(current):
                     if id(inner) not in met:
                         met.add(id(inner))
                         remaining.append(inner)
-        return weight
+        return retained
 
-    def _add_array(self, weight: Weight, array: Any, counted: set[int]) -> None:
-        """Add a tensor or an array to a weight; memory that was already counted adds no bytes."""
+    def _add_array(self, retained: RetainedMemory, array: Any, counted: set[int]) -> None:
+        """Add a tensor or an array; memory that was already counted adds no bytes."""
         storage, size = self._storage_of(array)
-        if is_a(array, self._tensor_type) and size >= weight.largest_tensor_bytes:
-            weight.largest_tensor_bytes = size
-            weight.device = str(array.device.type)
-        if not weight.has_graph:
-            weight.has_graph = count_graph_nodes(array, 1) > 0
+        if is_a(array, self._tensor_type) and size >= retained.largest_tensor_bytes:
+            retained.largest_tensor_bytes = size
+            retained.device = str(array.device.type)
+        if not retained.has_graph:
+            retained.has_graph = count_graph_nodes(array, 1) > 0
         if storage not in counted:
             counted.add(storage)
-            weight.bytes += size
+            retained.bytes += size
 
 
 def _is_weighed(kind: type) -> bool:

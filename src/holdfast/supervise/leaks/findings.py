@@ -18,14 +18,15 @@ from typing import Any, cast
 from holdfast.core.events.process_events import Leak
 from holdfast.core.text import sanitise
 from holdfast.explain.signatures.leaks import signature_of
-from holdfast.supervise.leaks.census import Census, Frames, Key, Measure, Weight
+from holdfast.supervise.leaks.census import Census, Frames, Key, Measure, RetainedMemory
+from holdfast.supervise.leaks.holder_links import HOOK_TABLE, text_of
 from holdfast.supervise.leaks.introspection import (
     OWN_FOLDER,
     is_a,
     is_users_file,
     source_file_of,
 )
-from holdfast.supervise.leaks.references import HOOK_TABLE, HolderPath, HolderSearch, text_of
+from holdfast.supervise.leaks.references import HolderPath, HolderSearch
 from holdfast.supervise.leaks.source_lines import SourceLines
 
 _MAX_LEAKS = 3
@@ -47,7 +48,7 @@ _MAX_TEXT_LENGTH = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Growth:
+class _GrowingObject:
     """Something that has grown between all looks.
 
     Args:
@@ -58,7 +59,7 @@ class _Growth:
         count_per_step: Growth per step, in units of `measure`.
         bytes_per_step: Growth per step in bytes, as far as Python can tell.
         rank: Growth per step in bytes, including an estimate of the activations behind tensors.
-        weight: The memory that one of the added objects keeps alive.
+        retained: The memory that one of the added objects keeps alive.
     """
 
     target: int
@@ -67,7 +68,7 @@ class _Growth:
     count_per_step: float
     bytes_per_step: float
     rank: float
-    weight: Weight
+    retained: RetainedMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +90,26 @@ def find_leaks(census: Census, frames: Frames, steps: int) -> list[Leak]:
     search = HolderSearch(frames, time.thread_time() + _MAX_SECONDS)
     user_files = map(source_file_of, ["__main__", *sys.modules])
     lines = SourceLines(filter(is_users_file, dict.fromkeys(user_files)))
-    growing = frozenset(key[1] for key in census.grown if key[0] == "length")
+    growing_containers = frozenset(key[1] for key in census.grown if key[0] == "length")
     targets: list[Any] = []
-    growths = _find_growths(census, frames, steps, targets)
-    growths.sort(key=lambda growth: -growth.rank)
+    growing_objects = _find_growing_objects(census, frames, steps, targets)
+    growing_objects.sort(key=lambda growing: -growing.rank)
     # Keyed by the place that keeps it: a leak is reported once, by its heaviest object.
     leaks: dict[str, _RankedLeak] = {}
-    for growth in growths[:_MAX_FOLLOWED]:
-        # A growing container is followed to its own holder; what is inside one is reported with it.
-        stops = frozenset[int]() if growth.measure == "length" else growing
-        path = search.find_path(targets[growth.target], {id(targets)}, stops)
-        if path.root in ("container", "unknown") or _is_our_own(path):
+    for growing in growing_objects[:_MAX_FOLLOWED]:
+        stop_at: frozenset[int] = frozenset()
+        if growing.measure != "length":
+            # What is inside a growing container is reported with that container.
+            stop_at = growing_containers
+        path = search.find_path(targets[growing.target], {id(targets)}, stop_at)
+        is_our_own = any(link.file.startswith(OWN_FOLDER) for link in path.links)
+        if path.root in ("container", "unknown") or is_our_own:
             continue
-        line = lines.find_keeping_line(path.links)
-        leak = _make_leak(growth, path, line)
-        place = "cycle" if leak.form == "cycle" else line or leak.held_by
-        leaks.setdefault(place, _RankedLeak(growth.rank, leak))
+        leak = _make_leak(growing, path, lines.find_keeping_line(path.links))
+        place = leak.retained_at or leak.held_by
+        if leak.form == "cycle":
+            place = "cycle"
+        leaks.setdefault(place, _RankedLeak(growing.rank, leak))
     targets.clear()
     return _choose_largest(list(leaks.values()))
 
@@ -117,29 +122,25 @@ def _choose_largest(leaks: Sequence[_RankedLeak]) -> list[Leak]:
     return chosen[:_MAX_LEAKS][::-1]
 
 
-def _is_our_own(path: HolderPath) -> bool:
-    return any(link.file.startswith(OWN_FOLDER) for link in path.links)
-
-
-def _make_leak(growth: _Growth, path: HolderPath, line: str) -> Leak:
-    form = _form_of(growth, path)
-    device = growth.weight.device
+def _make_leak(growing: _GrowingObject, path: HolderPath, line: str) -> Leak:
+    form = _form_of(growing, path)
+    device = growing.retained.device
     return Leak(
         form=form,
-        what=growth.what,
-        count_per_step=round(growth.count_per_step, 3),
-        bytes_per_step=round(growth.bytes_per_step),
+        what=growing.what,
+        count_per_step=round(growing.count_per_step, 3),
+        bytes_per_step=round(growing.bytes_per_step),
         device=device,
-        held_by=_describe_holder(growth, path),
+        held_by=_describe_holder(growing, path),
         retained_at=line,
         signature=signature_of(form, on_host=device == "cpu"),
     )
 
 
-def _describe_holder(growth: _Growth, path: HolderPath) -> str:
+def _describe_holder(growing: _GrowingObject, path: HolderPath) -> str:
     """Return a path as text: its names, and the file and function where it begins."""
     text = text_of(path.links)
-    if growth.measure == "length":
+    if growing.measure == "length":
         text += "[...]"
     if path.root == "cycle":
         return f"a cycle: {text}"
@@ -151,19 +152,19 @@ def _describe_holder(growth: _Growth, path: HolderPath) -> str:
     return text
 
 
-def _form_of(growth: _Growth, path: HolderPath) -> str:
+def _form_of(growing: _GrowingObject, path: HolderPath) -> str:
     """Return the form of a leak, which selects its signature. The most certain sign comes first."""
     kinds = {link.kind for link in path.links}
-    is_container = growth.measure == "length"
+    is_container = growing.measure == "length"
     rules = (
-        ("autograd chain", growth.measure == "nodes"),
-        ("value", growth.measure == "size"),
+        ("autograd chain", growing.measure == "nodes"),
+        ("value", growing.measure == "size"),
         ("cache", "cache" in kinds),
         ("hooks", is_container and HOOK_TABLE.match(path.links[0].name) is not None),
-        ("exception", growth.weight.has_traceback or "traceback" in kinds),
+        ("exception", growing.retained.has_traceback or "traceback" in kinds),
         ("cycle", path.root == "cycle"),
-        ("linked", growth.measure == "number"),
-        ("graph", growth.weight.has_graph),
+        ("linked", growing.measure == "number"),
+        ("graph", growing.retained.has_graph),
     )
     for form, applies in rules:
         if applies:
@@ -174,12 +175,15 @@ def _form_of(growth: _Growth, path: HolderPath) -> str:
 # --- what grows ---
 
 
-def _find_growths(census: Census, frames: Frames, steps: int, targets: list[Any]) -> list[_Growth]:
+def _find_growing_objects(
+    census: Census, frames: Frames, steps: int, targets: list[Any]
+) -> list[_GrowingObject]:
     """Return what has kept growing since the last look, and append its objects to `targets`."""
+    # Of a growing class, the objects that are new at the second-to-last look and still exist.
     recent_instances = {
-        key: _ids_of_recent_instances(looks) for key, looks in census.members.items()
+        key: looks[-1] & (looks[-2] - looks[-3]) for key, looks in census.members.items()
     }
-    growths: list[_Growth] = []
+    growing_objects: list[_GrowingObject] = []
     reported: set[Key] = set()
     for key, size, target in list(census.measure(frames)):
         measure = cast("Measure", key[0])
@@ -192,17 +196,14 @@ def _find_growths(census: Census, frames: Frames, steps: int, targets: list[Any]
         if not is_growing or key in reported or is_known_container:
             continue
         reported.add(key)
-        growths.append(_describe_growth(census, key, target, steps, index=len(targets)))
+        growing_objects.append(_measure_growth(census, key, target, steps, index=len(targets)))
         targets.append(target)
-    return growths
+    return growing_objects
 
 
-def _ids_of_recent_instances(looks: Sequence[set[int]]) -> set[int]:
-    """Return objects that are new at the second-to-last look and still exist."""
-    return looks[-1] & (looks[-2] - looks[-3])
-
-
-def _describe_growth(census: Census, key: Key, target: Any, steps: int, *, index: int) -> _Growth:
+def _measure_growth(
+    census: Census, key: Key, target: Any, steps: int, *, index: int
+) -> _GrowingObject:
     """Return what grows under one key, with its estimated size per step."""
     measure = cast("Measure", key[0])
     first, last = census.grown[key]
@@ -211,43 +212,43 @@ def _describe_growth(census: Census, key: Key, target: Any, steps: int, *, index
     if measure == "length":
         entries = _newest_entries(target, min(last - first, _MAX_NEWEST_ENTRIES))
         counted: set[int] = set()
-        weights = [census.weigh(entry, counted) for entry in entries]
-        weight = max(weights, key=lambda weight: weight.bytes)
-        unit_bytes = sum(weight.bytes for weight in weights) / len(weights)
+        retained_by_entries = [census.weigh(entry, counted) for entry in entries]
+        retained = max(retained_by_entries, key=lambda retained: retained.bytes)
+        unit_bytes = sum(retained.bytes for retained in retained_by_entries) / len(entries)
         what = f"{type(target).__name__} of {_describe(entries[0], census)}"
     else:
-        weight = census.weigh(target, set())
-        unit_bytes = _unit_bytes(measure, target, weight)
+        retained = census.weigh(target, set())
+        unit_bytes = _unit_bytes(measure, target, retained)
     if measure == "nodes":
         what = f"graph behind {what}"
     bytes_per_step = count_per_step * unit_bytes
-    graphs_per_step = _graphs_per_step(measure, count_per_step, weight)
-    return _Growth(
+    graphs_per_step = _graphs_per_step(measure, count_per_step, retained)
+    return _GrowingObject(
         target=index,
         measure=measure,
         what=what,
         count_per_step=count_per_step,
         bytes_per_step=bytes_per_step,
         rank=bytes_per_step + _GRAPH_BYTES * graphs_per_step,
-        weight=weight,
+        retained=retained,
     )
 
 
-def _unit_bytes(measure: Measure, target: Any, weight: Weight) -> float:
+def _unit_bytes(measure: Measure, target: Any, retained: RetainedMemory) -> float:
     """Return the bytes per unit of growth: one object, one graph node or one entry of a value."""
     if measure == "number":
-        return weight.bytes
+        return retained.bytes
     if measure == "nodes":
         return _NODE_BYTES
     # An entry of a list is a pointer; strings and arrays are counted in bytes.
     return 8 if is_a(target, list, tuple) else 1
 
 
-def _graphs_per_step(measure: Measure, count_per_step: float, weight: Weight) -> float:
+def _graphs_per_step(measure: Measure, count_per_step: float, retained: RetainedMemory) -> float:
     """Return roughly how many autograd graphs are kept per step."""
     if measure == "nodes":
         return 1.0
-    if measure == "size" or not weight.has_graph:
+    if measure == "size" or not retained.has_graph:
         return 0.0
     return count_per_step
 

@@ -33,7 +33,7 @@ _MIN_GROWTH_OVER_NOISE = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
+class MemoryGrowth:
     """Memory that grows with the steps.
 
     Args:
@@ -58,7 +58,7 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class MemoryReading:
     """Memory in use at a step.
 
     Args:
@@ -72,7 +72,7 @@ class Reading:
     used_bytes: int
 
 
-def find_growth(readings: Sequence[Reading]) -> Growth | None:
+def find_growth(readings: Sequence[MemoryReading]) -> MemoryGrowth | None:
     """Return the endless growth of memory; None if there is none or the readings are too few.
 
     The first fifth of the readings counts as warm-up. The rest is cut into twelve windows, and only
@@ -102,7 +102,7 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
     seconds_per_step = (last.seconds - first.seconds) / (last.step - first.step)
     if bytes_per_step <= 0 or seconds_per_step <= 0:
         return None
-    return Growth(
+    return MemoryGrowth(
         bytes_per_step=bytes_per_step,
         low=slopes[len(slopes) // 10],
         high=slopes[len(slopes) * 9 // 10],
@@ -112,21 +112,23 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
     )
 
 
-def _cut_into_windows(readings: Sequence[Reading]) -> list[Sequence[Reading]]:
+def _cut_into_windows(readings: Sequence[MemoryReading]) -> list[Sequence[MemoryReading]]:
     size = len(readings) / _WINDOWS
     return [
         readings[round(number * size) : round((number + 1) * size)] for number in range(_WINDOWS)
     ]
 
 
-def _rises(pairs: Sequence[tuple[Reading, Reading]]) -> bool:
+def _rises(pairs: Sequence[tuple[MemoryReading, MemoryReading]]) -> bool:
     """Return whether nearly all pairs rise: Kendall's S is rising minus falling pairs."""
     rising = sum(later.used_bytes > earlier.used_bytes for earlier, later in pairs)
     falling = sum(later.used_bytes < earlier.used_bytes for earlier, later in pairs)
     return rising - falling >= _MIN_KENDALL_S
 
 
-def _keeps_growing(lowest: Sequence[Reading], windows: Sequence[Sequence[Reading]]) -> bool:
+def _keeps_growing(
+    lowest: Sequence[MemoryReading], windows: Sequence[Sequence[MemoryReading]]
+) -> bool:
     """Return whether the windows grow by enough, not in one jump, and without slowing down."""
     values = [reading.used_bytes for reading in lowest]
     grown = values[-1] - values[0]
@@ -143,7 +145,7 @@ def _keeps_growing(lowest: Sequence[Reading], windows: Sequence[Sequence[Reading
     return last_pace >= _MIN_PACE * first_pace
 
 
-def _noise_bytes(values: Sequence[int], windows: Sequence[Sequence[Reading]]) -> float:
+def _noise_bytes(values: Sequence[int], windows: Sequence[Sequence[MemoryReading]]) -> float:
     """Return how much memory varies within a window, beyond the window's share of the growth.
 
     The variation comes from garbage, evaluation and varying batch shapes.

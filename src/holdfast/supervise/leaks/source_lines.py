@@ -1,7 +1,7 @@
 """Find the source line of the script that makes a named object grow.
 
-The statements of a file, as `ast.unparse` writes them, are matched against patterns: calls that add
-to an object, assignments to a part of it, and assignments that extend what a name holds.
+The statements of the script are examined for what they do to a name: they extend what it holds (a
+call that adds to it, an assignment to a part of it), or they bind it to something else.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import tokenize
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from holdfast.core.text import sanitise
+from holdfast.supervise.leaks.holder_links import HOOK_TABLE, HolderLink
 from holdfast.supervise.leaks.introspection import is_users_file
-from holdfast.supervise.leaks.references import HOOK_TABLE, Link
 
 _MAX_FILE_BYTES = 4 << 20
 _MAX_FILES = 500
@@ -24,148 +25,21 @@ _MAX_CODE_LENGTH = 160
 _MODULE = "<module>"
 # Functions in which objects are created or reset, so lines in other functions are preferred.
 _STARTING_FUNCTIONS = (_MODULE, "__init__", "reset", "clear")
+# Methods that add to their object. Those that end with an underscore change a tensor in place.
+_ADDING_METHOD = re.compile(
+    r"add|append|appendleft|emit|extend|extendleft|insert|put|put_nowait|push|setdefault|update"
+    r"|write|register_\w+|add_module|\w*[a-z]_"
+)
+_HOOK_REGISTRATION = re.compile(r"register_\w*hook\w*")
+# Classes whose instances are empty if they are created without arguments.
+_CONTAINERS = ("list", "dict", "set", "deque", "tuple", "OrderedDict", "Counter", "object")
 
-_SUBSCRIPT = r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]"
-# Matches access to a part of what a name holds: subscripts, attributes, and calls that return a
-# part.
-_PART = rf"(?:{_SUBSCRIPT}|\.\w+(?:\((?:[^()]|\([^()]*\))*\))?)*"
-_ADDING_CALL = (
-    r"\.(?:add|append|appendleft|emit|extend|extendleft|insert|put|put_nowait|push|setdefault"
-    r"|update|write|register_\w+|add_module|\w*[a-z]_)\("
-)
-_HOOK_REGISTRATION = r"\bregister_\w*hook\w*\("
-_OPERATOR = r"(?:[-+*/%@&|^]|//|\*\*|<<|>>)"
-# Matches initial values: None, a number, a string, or an empty container.
-_EMPTY_VALUE = re.compile(
-    r"[\[\](){}, ]*|None|-?[\d.e]+|'.*'"
-    r"|(?:list|dict|set|deque|tuple|OrderedDict|Counter|object)\(\)"
-)
-# Pattern for what may precede a name, by the kind of the link; the default is a word boundary.
-_BEFORE_NAME = {
-    "attribute": r"\.",
-    "entry": r"\.",
-    "local": r"(?<![\w.])",
-    "default": r"(?<![\w.])",
-}
+# What a statement does to a name: it extends what the name holds, or binds it to something else.
+_Effect: TypeAlias = Literal["extends", "binds"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
-    """A statement that may change what a name holds.
-
-    Args:
-        line: Its line.
-        builds: Whether it extends what the name already holds.
-    """
-
-    line: int
-    builds: bool
-
-
-class _Source:
-    """The statements and functions of a file; none if it cannot be read or is not Python."""
-
-    def __init__(self, file: str) -> None:
-        self.lines: list[str] = []
-        nodes: list[ast.AST] = []
-        # The parser repeats the warnings that it gave when the script was loaded.
-        show_warning = warnings.showwarning
-        warnings.showwarning = lambda *_, **__: None
-        try:
-            with tokenize.open(file) as opened:
-                text = opened.read(_MAX_FILE_BYTES)
-            self.lines = text.splitlines()
-            nodes = list(ast.walk(ast.parse(text)))
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-            pass
-        finally:
-            warnings.showwarning = show_warning
-        self._functions = [
-            node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        ]
-        # Only statements without a block, such as assignments and calls.
-        self._statements = [
-            node for node in nodes if isinstance(node, ast.stmt) and not hasattr(node, "body")
-        ]
-
-    def function_at(self, line: int) -> str:
-        """Return the name of the innermost function around a line."""
-        # `ast.walk` visits outer functions first.
-        name = _MODULE
-        for function in self._functions:
-            if function.lineno <= line <= (function.end_lineno or 0):
-                name = function.name
-        return name
-
-    def code_at(self, line: int) -> str:
-        """Return the text of a line, shortened; empty if there is no such line."""
-        text = "".join(self.lines[line - 1 : line]).strip()
-        return sanitise(text, most=_MAX_CODE_LENGTH)
-
-    def find_changes(self, link: Link) -> Iterator[_Change]:
-        """Yield the statements that change what a name holds."""
-        # Skip most statements by their text: unparsing is slow.
-        word = "register_" if HOOK_TABLE.match(link.name) else link.name
-        for statement in self._statements:
-            if not _may_use_name(link, statement.lineno):
-                continue
-            lines = self.lines[statement.lineno - 1 : statement.end_lineno]
-            if not any(word in line for line in lines):
-                continue
-            text = ast.unparse(statement)
-            if _builds_on_name(link, text):
-                yield _Change(statement.lineno, builds=True)
-            elif _binds_name(link, text):
-                yield _Change(statement.lineno, builds=False)
-
-
-def _may_use_name(link: Link, line: int) -> bool:
-    """Return whether a name is visible at a line: a local only exists in its function."""
-    if link.kind not in ("local", "default") or link.lines == (0, 0):
-        return True
-    first, last = link.lines
-    return first <= line <= last
-
-
-def _name_pattern(link: Link) -> str:
-    before = _BEFORE_NAME.get(link.kind, r"\b")
-    return before + re.escape(link.name) + r"\b"
-
-
-def _builds_on_name(link: Link, statement: str) -> bool:
-    """Return whether a statement adds to what a name holds."""
-    if HOOK_TABLE.match(link.name):
-        return re.search(_HOOK_REGISTRATION, statement) is not None
-    name = _name_pattern(link)
-    patterns = (
-        rf"{name}{_PART}{_ADDING_CALL}",
-        rf"setattr\(.*, '{re.escape(link.name)}', ",
-        rf"{name}{_PART}{_SUBSCRIPT} {_OPERATOR}?= ",
-        rf"{name} {_OPERATOR}= ",
-    )
-    if re.search("|".join(patterns), statement):
-        return True
-    value = _bound_value(link, statement)
-    return value is not None and re.search(name, value) is not None
-
-
-def _binds_name(link: Link, statement: str) -> bool:
-    """Return whether a statement binds a name to something other than an initial value."""
-    if HOOK_TABLE.match(link.name):
-        return False
-    value = _bound_value(link, statement)
-    return value is not None and _EMPTY_VALUE.fullmatch(value) is None
-
-
-def _bound_value(link: Link, statement: str) -> str | None:
-    """Return the expression that a statement binds to a name; None if it does not bind it."""
-    name = _name_pattern(link)
-    bound = re.match(rf"\(?[^=(]*?{name}(?:[,:)][^=]*)? = (?P<value>.+)", statement, re.DOTALL)
-    return None if bound is None else bound["value"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
+class _KeepingLine:
     """A line that may make memory grow. The one with the largest `rank` is the most likely."""
 
     rank: tuple[bool, bool, int, bool, int, int]
@@ -182,9 +56,9 @@ class SourceLines:
 
     def __init__(self, user_files: Iterable[str]) -> None:
         self._user_files = tuple(user_files)[:_MAX_FILES]
-        self._source = functools.cache(_Source)
+        self._parse = functools.cache(_ParsedFile)
 
-    def find_keeping_line(self, links: Sequence[Link]) -> str:
+    def find_keeping_line(self, links: Sequence[HolderLink]) -> str:
         """Return the line that most likely makes the object at the end of a path grow.
 
         In order of preference: statements of the script over those of a library, statements that
@@ -201,46 +75,50 @@ class SourceLines:
             if link.kind == "cache" and link.file:
                 # Link to the cached function itself.
                 return self._describe(link.file, link.lines[0])
-        candidates: list[_Candidate] = []
-        named = [link for link in _without_exceptions(links) if _is_usable_name(link)]
+        named = [
+            link
+            for link in _without_exceptions(links)
+            if link.name.isidentifier() and link.kind != "other"
+        ]
         # Try entries last: their names are keys, which rarely appear in the source text.
         named.sort(key=lambda link: link.kind == "entry")
-        for order, link in enumerate(named):
-            candidates += self._candidates_for(link, order)
-        if not candidates:
+        lines: list[_KeepingLine] = []
+        for distance, link in enumerate(named):
+            lines += self._lines_for(link, distance)
+        if not lines:
             return ""
-        best = max(candidates, key=lambda candidate: (candidate.rank, candidate.file))
+        best = max(lines, key=lambda line: (line.rank, line.file))
         return self._describe(best.file, best.line)
 
-    def _candidates_for(self, link: Link, order: int) -> Iterator[_Candidate]:
-        """Yield lines that change what a name holds; `order` is its distance from the object."""
+    def _lines_for(self, link: HolderLink, distance: int) -> Iterator[_KeepingLine]:
+        """Yield lines that change what a name holds; `distance` is that from the object."""
         files = [link.file]
         if link.kind not in ("local", "default"):
             files += self._user_files
         for place, file in enumerate(dict.fromkeys(filter(None, files))):
-            source = self._source(file)
-            for change in source.find_changes(link):
-                function = source.function_at(change.line)
+            parsed = self._parse(file)
+            for line, effect in parsed.find_effects(link):
+                function = parsed.function_at(line)
                 # A name that a module binds only once does not grow.
-                if not change.builds and function == _MODULE:
+                if effect == "binds" and function == _MODULE:
                     continue
                 rank = (
                     is_users_file(file),
-                    change.builds,
-                    -order,
+                    effect == "extends",
+                    -distance,
                     function not in _STARTING_FUNCTIONS,
                     -place,
-                    -change.line,
+                    -line,
                 )
-                yield _Candidate(rank, file, change.line)
+                yield _KeepingLine(rank, file, line)
 
     def _describe(self, file: str, line: int) -> str:
-        source = self._source(file)
-        code = source.code_at(line)
-        return f"{file}:{line} in {source.function_at(line)}: {code}" if code else ""
+        parsed = self._parse(file)
+        code = parsed.code_at(line)
+        return f"{file}:{line} in {parsed.function_at(line)}: {code}" if code else ""
 
 
-def _without_exceptions(links: Sequence[Link]) -> Sequence[Link]:
+def _without_exceptions(links: Sequence[HolderLink]) -> Sequence[HolderLink]:
     """Return the links after the last traceback: names in an exception's frames do not hold it."""
     last = -1
     for index, link in enumerate(links):
@@ -249,5 +127,172 @@ def _without_exceptions(links: Sequence[Link]) -> Sequence[Link]:
     return links[last + 1 :] or links
 
 
-def _is_usable_name(link: Link) -> bool:
-    return link.name.isidentifier() and link.kind != "other"
+class _ParsedFile:
+    """The statements and functions of a file; none if it cannot be read or is not Python."""
+
+    def __init__(self, file: str) -> None:
+        self._lines: list[str] = []
+        nodes: list[ast.AST] = []
+        # The parser repeats the warnings that it gave when the script was loaded.
+        show_warning = warnings.showwarning
+        warnings.showwarning = lambda *_, **__: None
+        try:
+            with tokenize.open(file) as opened:
+                text = opened.read(_MAX_FILE_BYTES)
+            self._lines = text.splitlines()
+            nodes = list(ast.walk(ast.parse(text)))
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            pass
+        finally:
+            warnings.showwarning = show_warning
+        self._functions = [
+            node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        ]
+        # The statements that can change what a name holds.
+        self._statements = [
+            node
+            for node in nodes
+            if isinstance(node, (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return))
+        ]
+
+    def function_at(self, line: int) -> str:
+        """Return the name of the innermost function around a line."""
+        # `ast.walk` visits outer functions first.
+        name = _MODULE
+        for function in self._functions:
+            if function.lineno <= line <= (function.end_lineno or 0):
+                name = function.name
+        return name
+
+    def code_at(self, line: int) -> str:
+        """Return the text of a line, shortened; empty if there is no such line."""
+        text = "".join(self._lines[line - 1 : line]).strip()
+        return sanitise(text, most=_MAX_CODE_LENGTH)
+
+    def find_effects(self, link: HolderLink) -> Iterator[tuple[int, _Effect]]:
+        """Yield the lines of the statements that change what a name holds, with their effects."""
+        # Most statements do not contain this word, which is quick to see.
+        word = "register_" if HOOK_TABLE.match(link.name) else link.name
+        for statement in self._statements:
+            if not _may_use_name(link, statement.lineno):
+                continue
+            lines = self._lines[statement.lineno - 1 : statement.end_lineno]
+            if not any(word in line for line in lines):
+                continue
+            effect = _effect_of(statement, link)
+            if effect is not None:
+                yield statement.lineno, effect
+
+
+def _may_use_name(link: HolderLink, line: int) -> bool:
+    """Return whether a name is visible at a line: a local only exists in its function."""
+    if link.kind not in ("local", "default") or link.lines == (0, 0):
+        return True
+    first, last = link.lines
+    return first <= line <= last
+
+
+def _effect_of(statement: ast.stmt, link: HolderLink) -> _Effect | None:
+    """Return what a statement does to the name of a link; None if it does nothing to it."""
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    # A dictionary of hooks is private to torch: scripts change it only by registering a hook.
+    if HOOK_TABLE.match(link.name):
+        registers = any(_HOOK_REGISTRATION.fullmatch(_name_of_function(call)) for call in calls)
+        return "extends" if registers else None
+    if any(_adds_to(link, call) for call in calls):
+        return "extends"
+    for target in _targets_of(statement):
+        if isinstance(target, ast.Subscript) and _is_part_of(link, target):
+            return "extends"
+        if _is_name_of(link, target):
+            return _effect_of_binding(statement, link)
+    return None
+
+
+def _effect_of_binding(statement: ast.stmt, link: HolderLink) -> _Effect | None:
+    """Return the effect of an assignment to the name itself; an initial value has none."""
+    value = getattr(statement, "value", None)
+    if value is None:
+        return None
+    builds_on_itself = any(_is_name_of(link, node) for node in ast.walk(value))
+    if isinstance(statement, ast.AugAssign) or builds_on_itself:
+        return "extends"
+    return None if _is_initial_value(value) else "binds"
+
+
+def _adds_to(link: HolderLink, call: ast.Call) -> bool:
+    """Return whether a call adds to what a name holds, such as ``x[0].append(1)``."""
+    if isinstance(call.func, ast.Attribute):
+        is_adding = _ADDING_METHOD.fullmatch(call.func.attr) is not None
+        return is_adding and _is_part_of(link, call.func.value)
+    if _name_of_function(call) == "setattr" and len(call.args) == 3:
+        name = call.args[1]
+        return isinstance(name, ast.Constant) and name.value == link.name
+    return False
+
+
+def _name_of_function(call: ast.Call) -> str:
+    """Return the name of the function or method that is called; empty if it has none."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _targets_of(statement: ast.stmt) -> list[ast.expr]:
+    """Return what a statement assigns to; of a tuple, its elements."""
+    if isinstance(statement, ast.Assign):
+        remaining = list(statement.targets)
+    elif isinstance(statement, (ast.AugAssign, ast.AnnAssign)):
+        remaining = [statement.target]
+    else:
+        return []
+    targets = []
+    while remaining:
+        target = remaining.pop(0)
+        if isinstance(target, (ast.Tuple, ast.List)):
+            remaining += target.elts
+        elif isinstance(target, ast.Starred):
+            remaining.append(target.value)
+        else:
+            targets.append(target)
+    return targets
+
+
+def _is_part_of(link: HolderLink, expression: ast.expr) -> bool:
+    """Return whether an expression is a name or reaches into what it holds: ``x[0].values()``."""
+    while not _is_name_of(link, expression):
+        if isinstance(expression, ast.Call):
+            # What a method returns is a part of its object.
+            expression = expression.func
+            if not isinstance(expression, ast.Attribute):
+                return False
+        if not isinstance(expression, (ast.Attribute, ast.Subscript)):
+            return False
+        expression = expression.value
+    return True
+
+
+def _is_name_of(link: HolderLink, node: ast.AST) -> bool:
+    """Return whether a node is the name of a link.
+
+    Locals are plain names and attributes follow a dot. A global may be either, since another module
+    reads it as an attribute.
+    """
+    if isinstance(node, ast.Name):
+        return node.id == link.name and link.kind not in ("attribute", "entry")
+    if isinstance(node, ast.Attribute):
+        return node.attr == link.name and link.kind not in ("local", "default")
+    return False
+
+
+def _is_initial_value(value: ast.expr) -> bool:
+    """Return whether an expression is one to start from: a constant or an empty container."""
+    if isinstance(value, ast.UnaryOp):
+        value = value.operand
+    if isinstance(value, (ast.List, ast.Tuple, ast.Set)):
+        return all(_is_initial_value(element) for element in value.elts)
+    if isinstance(value, ast.Dict):
+        return not value.keys
+    if isinstance(value, ast.Call):
+        return _name_of_function(value) in _CONTAINERS and not (value.args or value.keywords)
+    return isinstance(value, ast.Constant)

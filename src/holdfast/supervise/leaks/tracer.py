@@ -11,7 +11,9 @@ import gc
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from holdfast.core.events.data import EventData
 from holdfast.core.events.process_events import Leak, LeakTrace
@@ -23,86 +25,91 @@ from holdfast.supervise.leaks.introspection import OWN_FOLDER
 _LOOKS = 4
 
 
-class LeakTracer:
-    """Traces what holds memory, each time that a trace is requested.
+@dataclass(slots=True)
+class _Trace:
+    """A trace in progress: its request, the steps since its first look, and what it has cost."""
 
-    Args:
-        emit: Records an event.
-    """
+    request: int
+    census: Census = field(default_factory=Census)
+    steps: int = 0
+    seconds: float = 0.0
+
+
+class LeakTracer:
+    """Traces what holds memory, each time that a trace is requested."""
 
     def __init__(self, emit: Callable[[EventData], None]) -> None:
         self._emit = emit
         # Number of the newest request for which a trace was started.
-        self._request = 0
-        # The current trace, the steps since its first look, and the seconds it has taken so far.
-        self._census: Census | None = None
-        self._steps = 0
-        self._seconds = 0.0
+        self._newest_request = 0
+        self._trace: _Trace | None = None
 
     def after_step(self, request: int) -> None:
-        """Continue the current trace or start one; an error ends the trace.
+        """Continue the trace in progress, or start one; an error ends the trace.
 
         Args:
             request: Number of the newest request. Every request is answered once.
         """
-        if self._census is not None:
-            self._steps += 1
-        elif request != self._request:
-            self._request = request
-            self._steps = 0
-            self._seconds = 0.0
-            self._census = Census()
-        if self._census is not None:
-            self._look(self._census)
+        trace = self._trace
+        if trace is not None:
+            trace.steps += 1
+        elif request != self._newest_request:
+            self._newest_request = request
+            trace = _Trace(request)
+        else:
+            return
+        # Cleared first, so that an error leaves the trace ended.
+        self._trace = None
+        if self._look(trace):
+            self._trace = trace
 
-    def _look(self, census: Census) -> None:
-        """Take the next look; after the last one, report the leaks."""
+    def _look(self, trace: _Trace) -> bool:
+        """Take the next look and return whether the trace continues; if not, report the leaks."""
         began_at = time.monotonic()
-        # Clear the trace first, so that an error leaves it ended.
-        self._census = None
-        leaks: list[Leak] | None = None
+        census = trace.census
+        is_last = census.looks == _LOOKS
+        frames: Frames = []
+        leaks: list[Leak] = []
         why = ""
         try:
-            leaks = _look_or_find(census)
+            with _script_code_disabled():
+                frames = _running_frames()
+                if is_last:
+                    leaks = find_leaks(census, frames, steps=_LOOKS - 1)
+                else:
+                    census.look(frames)
         except MemoryError as error:
             why = str(error) or "no memory left"
-        self._seconds += time.monotonic() - began_at
-        may_continue = census.looks < _LOOKS or bool(census.grown)
-        if leaks is None and not why and may_continue:
-            self._census = census
-        else:
-            self._report(leaks or [], why)
-
-    def _report(self, leaks: list[Leak], why: str) -> None:
+        finally:
+            # A stored frame would keep its locals alive.
+            frames.clear()
+        trace.seconds += time.monotonic() - began_at
+        nothing_grows = census.looks == _LOOKS and not census.grown
+        if not (is_last or why or nothing_grows):
+            return True
         for leak in leaks:
             self._emit(leak)
         self._emit(
             LeakTrace(
                 found=len(leaks),
-                steps=self._steps,
-                seconds=round(self._seconds, 3),
-                request=self._request,
+                steps=trace.steps,
+                seconds=round(trace.seconds, 3),
+                request=trace.request,
                 why=why,
             )
         )
+        return False
 
 
-def _look_or_find(census: Census) -> list[Leak] | None:
-    """Take a look and return None; at the last look, return the leaks."""
+@contextmanager
+def _script_code_disabled() -> Iterator[None]:
+    """Context manager in which neither destructors nor tensor subclasses of the script run."""
     was_collecting = gc.isenabled()
-    # Otherwise destructors of the script could run during the look.
     gc.disable()
-    frames = _running_frames()
     try:
-        # Read attributes of tensors without calling code of tensor subclasses.
         with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
-            if census.looks < _LOOKS:
-                census.look(frames)
-                return None
-            return find_leaks(census, frames, steps=_LOOKS - 1)
+            yield
     finally:
-        # A stored frame would keep its locals alive.
-        frames.clear()
         if was_collecting:
             gc.enable()
 

@@ -24,15 +24,15 @@ from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.following import EventFollower, SampleFollower
 from holdfast.recorder.progress import StepSample, request_trace
 from holdfast.recorder.run_files import BOARD_FILE, SAMPLES_FILE, read_processes
-from holdfast.supervise.leaks.growth import Growth, Reading, find_growth
+from holdfast.supervise.leaks.growth import MemoryGrowth, MemoryReading, find_growth
 
 MemoryKind = Literal["host", "device"]
 # How many readings are kept. The slope of a long run needs no more.
 _MAX_READINGS = 2_000
 # Only this many steps before the newest one count, since a leak may begin late.
 _MAX_STEPS = 32_768
-# Growth counts as certain once the run has reached this multiple of the step at which growth was
-# first suspected: by then, most warm-ups have levelled off.
+# Growth counts as certain once the run has reached this multiple of the step at which it was first
+# suspected: by then, most warm-ups have levelled off.
 _CERTAIN_AFTER = 1.25
 # In a run that has ended, smaller total growth is not worth reporting.
 _MIN_BYTES_LOOKING_BACK = 64 << 20
@@ -44,14 +44,6 @@ _MAX_TEXT_LENGTH = 200
 _PAUSE_PER_LOOK = 100
 
 
-@dataclass(frozen=True, slots=True)
-class _NumberedReading:
-    """A reading and the number of its step in this process, counted from 1."""
-
-    number: int
-    reading: Reading
-
-
 @dataclass(slots=True)
 class _ReadingHistory:
     """The readings of the newest steps, thinned to every n-th step in long runs.
@@ -59,19 +51,19 @@ class _ReadingHistory:
     Keeping all samples would take 0.5 KiB per step.
     """
 
-    readings: list[_NumberedReading] = field(default_factory=list)
+    readings: list[MemoryReading] = field(default_factory=list)
     # How many readings were added so far; of these, every `interval`-th is kept.
     added: int = 0
     interval: int = 1
 
-    def add(self, readings: Sequence[_NumberedReading], newest_number: int) -> None:
+    def add(self, readings: Sequence[MemoryReading], newest_step: int) -> None:
         """Add readings, and drop those of steps long before the newest one."""
         for reading in readings:
             if self.added % self.interval == 0:
                 self.readings.append(reading)
             self.added += 1
-        oldest_number = newest_number - _MAX_STEPS
-        self.readings = [reading for reading in self.readings if reading.number > oldest_number]
+        oldest_step = newest_step - _MAX_STEPS
+        self.readings = [reading for reading in self.readings if reading.step > oldest_step]
         while len(self.readings) > _MAX_READINGS:
             self.readings = self.readings[::2]
             self.interval *= 2
@@ -79,14 +71,14 @@ class _ReadingHistory:
         if len(self.readings) < _MAX_READINGS // 4:
             self.interval = max(1, self.interval // 2)
 
-    def find_growth(self) -> Growth | None:
+    def find_growth(self) -> MemoryGrowth | None:
         """Return the endless growth in these readings, or None."""
-        return find_growth([reading.reading for reading in self.readings])
+        return find_growth(self.readings)
 
     def grew_early(self) -> bool:
         """Return whether memory already grew in the part up to where a suspicion is confirmed."""
         count = int(len(self.readings) / _CERTAIN_AFTER)
-        return find_growth([reading.reading for reading in self.readings[:count]]) is not None
+        return find_growth(self.readings[:count]) is not None
 
 
 @dataclass(slots=True)
@@ -97,8 +89,7 @@ class _Trainer:
     pid: int
     events: EventFollower
     samples: SampleFollower
-    # Number of steps read so far, and the newest step in the training's own count.
-    step_count: int = 0
+    # The newest step.
     step: int = 0
     history: dict[MemoryKind, _ReadingHistory] = field(
         default_factory=lambda: {"host": _ReadingHistory(), "device": _ReadingHistory()}
@@ -186,10 +177,8 @@ class MemoryTrends:
             trainer.step = samples[-1].step
         elif not self._is_over:
             return
-        first_number = trainer.step_count + 1
-        trainer.step_count += len(samples)
         for kind, history in trainer.history.items():
-            history.add(_readings_of(samples, kind, first_number), trainer.step_count)
+            history.add(_readings_of(samples, kind), trainer.step)
             growth = history.find_growth()
             if growth is None:
                 self._on_no_growth(trainer, kind)
@@ -203,7 +192,7 @@ class MemoryTrends:
             del trainer.reported[kind]
             self._emit(MemoryTrend(pid=trainer.pid, what=kind, bytes_per_step=0))
 
-    def _is_certain(self, trainer: _Trainer, kind: MemoryKind, growth: Growth) -> bool:
+    def _is_certain(self, trainer: _Trainer, kind: MemoryKind, growth: MemoryGrowth) -> bool:
         """Return whether memory kept growing after the suspicion.
 
         In a run that has ended, it must have grown in both parts of the run.
@@ -215,7 +204,7 @@ class MemoryTrends:
             return False
         return trainer.history[kind].grew_early()
 
-    def _on_growth(self, trainer: _Trainer, kind: MemoryKind, growth: Growth) -> None:
+    def _on_growth(self, trainer: _Trainer, kind: MemoryKind, growth: MemoryGrowth) -> None:
         """Report growth that is new, or will exhaust memory much sooner than last reported."""
         minutes_left = self._minutes_left(kind, growth)
         is_new = kind not in trainer.reported
@@ -240,7 +229,7 @@ class MemoryTrends:
             with suppress(OSError):
                 request_trace(trainer.folder / BOARD_FILE, trainer.trace_requests)
 
-    def _minutes_left(self, kind: MemoryKind, growth: Growth) -> float | None:
+    def _minutes_left(self, kind: MemoryKind, growth: MemoryGrowth) -> float | None:
         """Return the minutes until the host's memory is used up; None if unknown (a device)."""
         available_bytes = self._available_bytes() if kind == "host" else None
         if available_bytes is None:
@@ -254,17 +243,16 @@ class MemoryTrends:
             self._say(line)
 
 
-def _readings_of(
-    samples: Sequence[StepSample], kind: MemoryKind, first_number: int
-) -> list[_NumberedReading]:
-    """Return the readings in samples; `first_number` numbers the first sample's step."""
+def _readings_of(samples: Sequence[StepSample], kind: MemoryKind) -> list[MemoryReading]:
+    """Return the readings of one kind of memory in samples."""
     readings = []
-    for number, sample in enumerate(samples, first_number):
+    for sample in samples:
         used_bytes = sample.host_bytes if kind == "host" else sample.device_allocated_bytes
         # 0 means that memory was not read at this step.
         if used_bytes > 0:
-            reading = Reading(step=sample.step, seconds=sample.unix_seconds, used_bytes=used_bytes)
-            readings.append(_NumberedReading(number, reading))
+            readings.append(
+                MemoryReading(step=sample.step, seconds=sample.unix_seconds, used_bytes=used_bytes)
+            )
     return readings
 
 
@@ -275,7 +263,7 @@ def _is_much_nearer(minutes_left: float | None, minutes_before: float | None) ->
     return minutes_before is None or minutes_left < _REPEAT_AT_SHARE * minutes_before
 
 
-def _describe_growth(kind: MemoryKind, growth: Growth, minutes_left: float | None) -> str:
+def _describe_growth(kind: MemoryKind, growth: MemoryGrowth, minutes_left: float | None) -> str:
     memory = "memory" if kind == "host" else "device memory"
     text = f"{memory} grows by {size(growth.bytes_per_step)} per step"
     if minutes_left is not None:

@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from holdfast.recorder.progress import ProcessPhase
-from holdfast.supervise.observe.step_tracker import ObservedProcess, StepTracker
+from holdfast.supervise.observe.observed_process import ObservedProcess
+from holdfast.supervise.observe.step_tracker import StepTracker
 
 Function = Callable[..., Any]
 # Functions besides `torch.save` that save in the training thread, by module.
@@ -30,12 +31,7 @@ _SAVERS = {
 
 
 def install(torch: ModuleType, observer: ObservedProcess) -> StepTracker:
-    """Start observing the training in this process.
-
-    Args:
-        torch: The torch module.
-        observer: The observer of this process.
-    """
+    """Start observing the training in this process."""
     tracker = StepTracker(observer, torch, partial(_was_any_made, torch.optim.Optimizer))
     hooks = _Hooks(torch, observer, tracker)
     installers: dict[str, Callable[[Any], None]] = {
@@ -84,7 +80,7 @@ class _Hooks:
         self._tracker = tracker
 
     def _is_training_thread(self) -> bool:
-        return get_ident() == self._tracker.thread
+        return get_ident() == self._tracker.thread.identifier
 
     def _call_after(self, owner: Any, name: str, notice: Callable[..., None]) -> None:
         """Call `notice` after every call of a function, with its result and its arguments."""
@@ -115,19 +111,20 @@ class _Hooks:
 
         def make(original: Function) -> Function:
             def backward(*args: Any, **kwargs: Any) -> Any:
+                thread = tracker.thread
                 # A nested call comes from a recomputed segment or from a hook.
-                if is_compiling() or tracker.in_backward:
+                if is_compiling() or thread.in_backward:
                     return original(*args, **kwargs)
                 root = args[0] if args else kwargs.get("tensors")
                 if isinstance(root, (tuple, list)) and len(root) == 1:
                     root = root[0]
-                tracker.in_backward = True
+                thread.in_backward = True
                 try:
                     tracker.backward_begins(root if isinstance(root, tensor_type) else None)
                     result = original(*args, **kwargs)
                     tracker.backward_ends()
                 finally:
-                    tracker.in_backward = False
+                    thread.in_backward = False
                 return result
 
             return backward
@@ -149,8 +146,8 @@ class _Hooks:
 
     def install_in_compiler(self, module: Any) -> None:
         handler = module.callback_handler
-        handler.register_start_callback(lambda _: self._tracker.compile_begins())
-        handler.register_end_callback(lambda _: self._tracker.compile_ends())
+        handler.register_start_callback(lambda _: self._tracker.phases.compile_begins())
+        handler.register_end_callback(lambda _: self._tracker.phases.compile_ends())
 
     # --- data ---
 
@@ -184,10 +181,11 @@ class _Hooks:
         is_grad_enabled = self._torch.is_grad_enabled
 
         def __next__(iterator: Any) -> Any:  # noqa: N807
+            thread = tracker.thread
             # A loader inside a loader, or one that another thread prefetches from.
-            if tracker.is_waiting or get_ident() != tracker.thread:
+            if thread.is_waiting or get_ident() != thread.identifier:
                 return original(iterator)
-            tracker.is_waiting = True
+            thread.is_waiting = True
             try:
                 tracker.wait_begins()
                 batch = original(iterator)
@@ -196,7 +194,7 @@ class _Hooks:
                 tracker.wait_ends(ProcessPhase.END_OF_EPOCH)
                 raise
             finally:
-                tracker.is_waiting = False
+                thread.is_waiting = False
             return batch
 
         return __next__
@@ -206,7 +204,7 @@ class _Hooks:
     def install_in_modules(self, module: Any) -> None:
         def notice(*_: Any) -> None:
             if self._is_training_thread():
-                self._tracker.evaluation_begins()
+                self._tracker.phases.evaluation_begins()
 
         self._call_after(module.Module, "eval", notice)
 
@@ -223,15 +221,16 @@ class _Hooks:
         tracker = self._tracker
 
         def aside(*args: Any, **kwargs: Any) -> Any:
-            is_within_another = tracker.is_aside or tracker.is_waiting
-            if is_within_another or get_ident() != tracker.thread:
+            thread = tracker.thread
+            is_within_another = thread.is_aside or thread.is_waiting
+            if is_within_another or get_ident() != thread.identifier:
                 return original(*args, **kwargs)
-            tracker.is_aside = True
-            tracker.aside_begins(phase)
+            thread.is_aside = True
+            tracker.phases.aside_begins(phase)
             try:
                 return original(*args, **kwargs)
             finally:
-                tracker.is_aside = False
-                tracker.aside_ends()
+                thread.is_aside = False
+                tracker.phases.aside_ends()
 
         return aside

@@ -27,36 +27,32 @@ _OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 _RANK_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-def find_launcher_name(argv: Sequence[str]) -> str | None:
-    """Return the launcher that a command line runs, or None.
-
-    Args:
-        argv: The command line, the program first.
-    """
+def is_launcher(argv: Sequence[str]) -> bool:
+    """Return whether a command line runs a launcher; its first word is the program."""
     for index, word in enumerate(argv[:_MAX_PREFIX_WORDS]):
         name = _base_name(word)
         if name in _PROGRAMS:
-            return name if _is_launching(name, argv[index + 1 :]) else None
+            return _is_launching(name, argv[index + 1 :])
         if _PYTHON.match(name):
-            return _launcher_in_python(argv[index + 1 :])
-    return None
+            return _runs_launcher_in_python(argv[index + 1 :])
+    return False
 
 
-def _launcher_in_python(words: Sequence[str]) -> str | None:
-    """Return the launcher that Python runs with these arguments, or None."""
+def _runs_launcher_in_python(words: Sequence[str]) -> bool:
+    """Return whether Python runs a launcher with these arguments."""
     remaining = iter(words)
     for word in remaining:
         if word in _OPTIONS_WITH_VALUE:
             next(remaining, None)
         elif word.startswith("-m"):
             module = word.removeprefix("-m") or next(remaining, "")
-            return module if module.startswith(_MODULES) else None
+            return module.startswith(_MODULES)
         elif word in ("-c", "-"):
-            return None
+            return False
         elif not word.startswith("-"):
             name = _base_name(word)
-            return name if name in _PROGRAMS and _is_launching(name, words) else None
-    return None
+            return name in _PROGRAMS and _is_launching(name, words)
+    return False
 
 
 def _is_launching(program: str, words: Sequence[str]) -> bool:

@@ -68,23 +68,18 @@ _CONNECTOR = "trainer.connectors.logger_connector.logger_connector"
 _LIGHTNING = {"_LoggerConnector.log_metrics": read_lightning_log}
 # For each module, its logging methods, each with the function that reads its arguments.
 _LOGGING_METHODS: dict[str, dict[str, Callable[..., Any]]] = {
-    "torch.utils.tensorboard.writer": {**_SUMMARY_WRITER},
-    "tensorboardX.writer": {**_SUMMARY_WRITER},
+    "torch.utils.tensorboard.writer": _SUMMARY_WRITER,
+    "tensorboardX.writer": _SUMMARY_WRITER,
     "wandb.sdk.wandb_run": {"Run.log": read_wandb_log},
     "transformers.trainer": {"Trainer.log": read_trainer_log},
     "accelerate.accelerator": {"Accelerator.log": read_accelerate_log},
-    f"lightning.pytorch.{_CONNECTOR}": {**_LIGHTNING},
-    f"pytorch_lightning.{_CONNECTOR}": {**_LIGHTNING},
+    f"lightning.pytorch.{_CONNECTOR}": _LIGHTNING,
+    f"pytorch_lightning.{_CONNECTOR}": _LIGHTNING,
 }
 
 
 def install(watch: ImportWatch, note_error: Callable[[Any], None]) -> None:
-    """Record what the script logs, through modules that it imports from now on.
-
-    Args:
-        watch: Notifies when a module has been imported.
-        note_error: Called with our own errors.
-    """
+    """Record what the script logs, through modules that it imports from now on."""
 
     def wrap_methods(module: Any) -> None:
         for name, read in _LOGGING_METHODS[module.__name__].items():

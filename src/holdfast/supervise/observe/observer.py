@@ -33,9 +33,10 @@ from holdfast.recorder.run_files import (
 )
 from holdfast.recorder.scalars import CheckedScalars, Scalars, outlets
 from holdfast.supervise.observe import logged_scalars
-from holdfast.supervise.observe.launchers import find_launcher_name, leave_signals_to_ranks
+from holdfast.supervise.observe.launchers import is_launcher, leave_signals_to_ranks
 from holdfast.supervise.observe.process_end import ProcessEnd
 from holdfast.supervise.observe.stack_writer import StackWriter
+from holdfast.supervise.process_tree import read_start_ticks
 
 if TYPE_CHECKING:
     from holdfast.core.events.data import EventData
@@ -70,9 +71,6 @@ def start(run: str) -> None:
 
     ``injected/sitecustomize.py`` calls it.
 
-    Args:
-        run: Path of the run directory.
-
     Raises:
         OSError: If the run directory cannot be written.
     """
@@ -85,10 +83,6 @@ def start(run: str) -> None:
 class ProcessObserver:
     """Observes this process and the processes forked from it.
 
-    Args:
-        run_path: The run directory.
-        attempt: Number of the attempt.
-
     Raises:
         OSError: If the folder of this process cannot be created or written.
     """
@@ -97,7 +91,7 @@ class ProcessObserver:
         self._run_path = run_path
         self._attempt = attempt
         self._torch_version: str | None = None
-        self._role: ProcessRole = "launcher" if find_launcher_name(sys.orig_argv) else "other"
+        self._role: ProcessRole = "launcher" if is_launcher(sys.orig_argv) else "other"
         if self._role == "launcher":
             leave_signals_to_ranks()
         self._steps: StepTracker | None = None
@@ -118,7 +112,7 @@ class ProcessObserver:
 
     def _reset(self) -> None:
         """Reset everything that was opened; called at the start and in a forked process."""
-        # None makes the next use of `board` open one.
+        # The next use of `board` opens a new one.
         vars(self).pop("board", None)
         self._has_exited = False
         self._folder: Path | None = None
@@ -146,7 +140,7 @@ class ProcessObserver:
     def _open(self) -> ProgressBoard:
         self._info = ProcessInfo(
             pid=os.getpid(),
-            ticks=_read_start_ticks(),
+            ticks=read_start_ticks(),
             ppid=os.getppid(),
             attempt=self._attempt,
             started=time.time(),
@@ -172,8 +166,13 @@ class ProcessObserver:
         facts["stacks_signal"] = self._stacks.signal
         write_process(self._run_path, self._info._replace(**facts))
 
+    def _open_if_forked(self) -> None:
+        """Create the folder of a forked process, which otherwise its first use of a board does."""
+        _ = self.board
+
     def _own_folder(self) -> Path:
-        if self.board is None or self._folder is None:
+        self._open_if_forked()
+        if self._folder is None:
             raise FileNotFoundError("this process has no folder")
         return self._folder
 
@@ -226,7 +225,8 @@ class ProcessObserver:
     def set_role(self, role: ProcessRole) -> None:
         """Show the role that this process has turned out to have. Never raises."""
         try:
-            if self.board is not None and role != self._role:
+            self._open_if_forked()
+            if role != self._role:
                 self._role = role
                 self._write_description()
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
@@ -298,14 +298,6 @@ class ProcessObserver:
                 self._steps.reset_after_fork()
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
             self.note_error(error)
-
-
-def _read_start_ticks() -> int:
-    """Return when this process started, in clock ticks since boot: field 22 of ``stat``."""
-    with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - of the system
-        # The name of the program, in parentheses, may contain anything.
-        words = file.read().rpartition(b")")[2].split()
-    return int(words[19])
 
 
 def _read_number(*names: str) -> int | None:

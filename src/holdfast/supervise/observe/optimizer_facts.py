@@ -14,14 +14,8 @@ _MAX_STEPS = 2**53
 def steps_before_this(optimizer: Any, read: Callable[[Any], Any]) -> int:
     """Return how many steps an optimizer had made before its newest one.
 
-    A resumed optimizer carries this count in its state, as Adam does.
-
-    Args:
-        optimizer: The optimizer.
-        read: Reads the number from a one-element tensor.
-
-    Returns:
-        The number of steps; 0 if the state does not contain it.
+    A resumed optimizer carries this count in its state, as Adam does; 0 if it does not. `read`
+    returns the number in a one-element tensor.
     """
     states = getattr(optimizer, "state", None)
     state = next(iter(states.values()), None) if isinstance(states, dict) else None

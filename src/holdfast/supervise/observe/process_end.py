@@ -126,6 +126,7 @@ class ProcessEnd:
     # --- exits ---
 
     def _wrap_exit(self) -> None:
+        """Note calls of `sys.exit` in the main thread; in others it ends only the thread."""
         original = sys.exit
 
         @wraps(original)

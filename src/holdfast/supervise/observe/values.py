@@ -72,11 +72,7 @@ class PendingValue:
 
 
 class ValueReader:
-    """Reads one-element tensors.
-
-    Args:
-        torch: The module.
-    """
+    """Reads one-element tensors."""
 
     def __init__(self, torch: ModuleType) -> None:
         self._torch: Any = torch
@@ -229,11 +225,7 @@ NOT_READ = MemoryUse()
 
 
 class MemoryReader:
-    """Reads the memory use of this process and its devices, often enough to follow its course.
-
-    Args:
-        torch: The module.
-    """
+    """Reads the memory use of this process and its devices, often enough to follow its course."""
 
     def __init__(self, torch: ModuleType) -> None:
         self._cuda: Any = torch.cuda

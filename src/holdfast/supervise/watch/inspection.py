@@ -18,12 +18,12 @@ from pathlib import Path
 from holdfast.core.control_groups import read_fields
 from holdfast.core.errors import PolicyError
 from holdfast.explain.evidence import Frame, is_user_code
-from holdfast.explain.hangs.blame import Diagnosis, diagnose_hang
+from holdfast.explain.hangs.blame import HangDiagnosis, diagnose_hang
 from holdfast.explain.hangs.classification import thread_to_blame
 from holdfast.explain.hangs.evidence import Examined
 from holdfast.explain.hangs.frames import is_in_backward
-from holdfast.supervise.process_tree import Process, descendants, read_table
-from holdfast.supervise.watch.process_evidence import is_python
+from holdfast.supervise.process_tree import ProcessStat, descendants, read_table
+from holdfast.supervise.watch.process_evidence import is_python, read_io_bytes
 from holdfast.supervise.watch.py_spy import find_py_spy
 from holdfast.supervise.watch.stacks import StackSampler, Subject, stays_at_same_lines
 
@@ -59,7 +59,7 @@ class Inspection:
     """
 
     processes: tuple[Examined, ...]
-    diagnosis: Diagnosis
+    diagnosis: HangDiagnosis
     is_moving: bool
 
 
@@ -108,7 +108,7 @@ def inspect_process(pid: int, seconds: float, folder: Path) -> Inspection:
 def _is_moving(
     processes: Sequence[Examined],
     judged: Sequence[Examined],
-    diagnosis: Diagnosis,
+    diagnosis: HangDiagnosis,
     working_threads: set[int],
 ) -> bool:
     """Return whether training makes progress.
@@ -187,13 +187,13 @@ def find_subjects(pid: int, seconds: float) -> list[Subject]:
                 seconds=seconds if candidate in judged else 0.0,
                 judged=candidate in judged,
             ),
-            is_observed=True,
+            runs_python=True,
         )
         for candidate in pids
     ]
 
 
-def _check_exists(pid: int, table: dict[int, Process]) -> None:
+def _check_exists(pid: int, table: dict[int, ProcessStat]) -> None:
     if pid not in table or table[pid].state in "ZX":
         raise _cannot_inspect(
             f"no process with PID {pid}",
@@ -228,7 +228,7 @@ def _check_py_spy() -> None:
         )
 
 
-def _choose_judged(pids: Sequence[int], table: dict[int, Process]) -> list[int]:
+def _choose_judged(pids: Sequence[int], table: dict[int, ProcessStat]) -> list[int]:
     """Return the processes whose progress counts: ranks, or else those that use torch.
 
     If a process and its descendant both qualify, only the topmost counts. A launcher has neither a
@@ -290,11 +290,10 @@ def _read_activities(pids: Sequence[int]) -> dict[int, _ThreadActivity]:
 
 
 def _read_activity(pid: int, folder: Path) -> _ThreadActivity:
-    io_counters = read_fields(folder / "io")
     status = read_fields(folder / "status")
     scheduler_words = _read_proc(pid, f"task/{folder.name}/schedstat").split()
     return _ThreadActivity(
-        io_bytes=io_counters.get("rchar", 0) + io_counters.get("wchar", 0),
+        io_bytes=read_io_bytes(folder),
         waits=status.get("voluntary_ctxt_switches", 0),
         cpu_nanoseconds=int(scheduler_words[0]) if scheduler_words else 0,
     )

@@ -169,9 +169,6 @@ class LearnedLimits:
     A window closes after an hour in which a phase ended at least 256 times. So a rare phase is
     never forgotten, and the durations of a phase that occurs in every step are forgotten after one
     to two hours.
-
-    Args:
-        limits: The floors and the user's settings.
     """
 
     def __init__(self, limits: HangLimits) -> None:
@@ -181,10 +178,7 @@ class LearnedLimits:
     def add_duration(self, phase: ProcessPhase, seconds: float, now: float) -> None:
         """Learn that a phase took this long, or a part of it between two signs of progress.
 
-        Args:
-            phase: The phase that has ended.
-            seconds: How long it took.
-            now: The time on any monotonic clock, in seconds.
+        `now` is the time on any monotonic clock, in seconds.
         """
         self._longest.setdefault(phase, _LongestDuration(now)).add(seconds, now)
 

@@ -17,7 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.core.control_groups import read_fields
 from holdfast.explain.hangs.evidence import Waits, clean, waits_for
+from holdfast.supervise.process_tree import read_process, read_stat
 
 _MAX_THREADS = 128
 _MAX_DESCRIPTORS = 4096
@@ -77,7 +79,7 @@ _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class ThreadWait:
     """What a thread waits for.
 
     Args:
@@ -103,7 +105,7 @@ class KernelView:
     state: str
     cpu_seconds: float
     io_bytes: int
-    waits: dict[int, Wait]
+    waits: dict[int, ThreadWait]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,30 +117,22 @@ class _CodeRange:
     file: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Status:
-    """State and CPU time from a file such as ``/proc/<pid>/stat``."""
-
-    state: str = ""
-    cpu_seconds: float = 0.0
-
-
 def read_kernel_view(pid: int) -> KernelView:
     """Return the kernel's view of a process; one that is gone has no state and no threads."""
-    status = _read_status(f"/proc/{pid}/stat")
+    process = read_process(pid)
+    if process is None:
+        return KernelView(state="", cpu_seconds=0.0, io_bytes=0, waits={})
     threads = _list_threads(pid)
-    is_blocked = any(
-        _read_status(f"/proc/{pid}/task/{thread}/stat").state == "D" for thread in threads
-    )
+    is_blocked = any(_is_uninterruptible(pid, thread) for thread in threads)
 
     @functools.cache
     def code_ranges() -> list[_CodeRange]:
         return [] if is_blocked else _read_code_ranges(pid)
 
     return KernelView(
-        state=status.state,
-        cpu_seconds=status.cpu_seconds,
-        io_bytes=_read_io_bytes(pid),
+        state=process.state,
+        cpu_seconds=process.cpu_ticks / _TICKS_PER_SECOND,
+        io_bytes=read_io_bytes(Path(f"/proc/{pid}")),
         waits={thread: _read_wait(pid, thread, code_ranges) for thread in threads},
     )
 
@@ -152,26 +146,22 @@ def _list_threads(pid: int) -> list[int]:
     return threads[:_MAX_THREADS]
 
 
-def _read_status(path: str) -> _Status:
-    # The name of the program, in parentheses, may contain anything.
-    words = _read_text(path).rpartition(")")[2].split()
-    try:
-        ticks = int(words[11]) + int(words[12])
-    except (IndexError, ValueError):
-        return _Status()
-    return _Status(state=words[0], cpu_seconds=ticks / _TICKS_PER_SECOND)
+def _is_uninterruptible(pid: int, thread: int) -> bool:
+    stat = read_stat(f"/proc/{pid}/task/{thread}/stat")
+    return stat is not None and stat.state == "D"
 
 
-def _read_io_bytes(pid: int) -> int:
-    total = 0
-    for line in _read_text(f"/proc/{pid}/io").splitlines():
-        name, _, count = line.partition(": ")
-        if name in ("rchar", "wchar"):
-            total += int(count)
-    return total
+def read_io_bytes(folder: Path) -> int:
+    """Return the bytes that a process or a thread has read and written; 0 if unknown.
+
+    Args:
+        folder: Its folder in ``/proc``.
+    """
+    counters = read_fields(folder / "io")
+    return counters.get("rchar", 0) + counters.get("wchar", 0)
 
 
-def _read_wait(pid: int, thread: int, code_ranges: Callable[[], list[_CodeRange]]) -> Wait:
+def _read_wait(pid: int, thread: int, code_ranges: Callable[[], list[_CodeRange]]) -> ThreadWait:
     """Return what a thread waits for, with the file, pipe or socket concerned."""
     folder = f"/proc/{pid}/task/{thread}"
     channel = _read_text(f"{folder}/wchan").strip()
@@ -195,7 +185,7 @@ def _read_wait(pid: int, thread: int, code_ranges: Callable[[], list[_CodeRange]
         target=target,
         library=library,
     )
-    return Wait(waits=waits, target=clean(target))
+    return ThreadWait(waits=waits, target=clean(target))
 
 
 def _file_at(address: int, code_ranges: list[_CodeRange]) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -39,8 +38,6 @@ _MAX_ENDED_FOLDERS = 64
 _USUAL_FILES = {PROCESS_FILE, BOARD_FILE, FAULTHANDLER_FILE, EVENTS_FILE}
 # Events recorded by a process that ended well.
 _HARMLESS_EVENTS = ("torch_imported", "environments_imported", "exiting")
-# File times have a resolution of 10 ms, on some file systems only 1 s.
-_FILE_TIME_TICK_NS = 1_000_000_000
 _FOLDER_NAME = re.compile(r"\d{1,20}-\d{1,20}")
 # Placeholder for a board that has not been read yet.
 _UNKNOWN = Standing(
@@ -205,13 +202,7 @@ class WatchedProcess:
 
 
 class WatchedProcesses:
-    """All observed processes of one attempt.
-
-    Args:
-        run_path: The run directory.
-        attempt: Number of the attempt.
-        limits: How long phases may take.
-    """
+    """All observed processes of one attempt."""
 
     def __init__(self, run_path: Path, attempt: int, limits: HangLimits) -> None:
         self._folder = run_path / PROCESSES_FOLDER
@@ -225,14 +216,11 @@ class WatchedProcesses:
         self._disposable_folders: list[Path] = []
         # Parent and rank of every rank that was ever judged; see `gone_ranks`.
         self._seen_ranks: set[tuple[int, int]] = set()
-        self._folder_changed_ns = 0
         self._refreshed_at = float("-inf")
 
     def look(self, now: float) -> None:
         """Read the boards of the judged processes; at intervals, list the processes again."""
-        is_refresh_due = now - self._refreshed_at >= _REFRESH_SECONDS
-        # A clock that jumps backwards must not stop the refreshes.
-        if is_refresh_due or now < self._refreshed_at:
+        if now - self._refreshed_at >= _REFRESH_SECONDS:
             self._refreshed_at = now
             self._refresh(now)
         for process in self.judged:
@@ -261,39 +249,22 @@ class WatchedProcesses:
                 # Refuses a link that leads out of the run directory.
                 make_folder(self._folder.parent, self._folder.name)
                 remove(folder)
-                if not folder.exists():
-                    self._known_names.discard(folder.name)
 
     def _find_new_processes(self) -> Iterator[WatchedProcess]:
         """Yield the processes of this attempt whose folders are new."""
-        for name in self._find_new_names():
+        names: list[str] = []
+        with suppress(OSError):
+            names = os.listdir(self._folder)  # noqa: PTH208 - faster
+        for name in names:
+            if name in self._known_names or not _FOLDER_NAME.fullmatch(name):
+                continue
             info = read_process_file(self._folder / name / PROCESS_FILE)
             if info is None:
-                # Its description is not written yet: look again next time, even if no folder is
-                # added.
-                self._folder_changed_ns = 0
+                # Its description is not written yet.
                 continue
             self._known_names.add(name)
             if info.attempt == self._attempt and info.folder == name:
                 yield WatchedProcess(self._folder / name, info, self._limits)
-
-    def _find_new_names(self) -> list[str]:
-        """Return the names of new folders."""
-        with suppress(OSError):
-            changed_ns = self._folder.stat().st_mtime_ns
-            if changed_ns == self._folder_changed_ns:
-                return []
-            # A folder created within the same tick of the file system's clock does not change the
-            # time, so check again after a recent change.
-            is_recent = time.time_ns() - changed_ns <= _FILE_TIME_TICK_NS
-            self._folder_changed_ns = 0 if is_recent else changed_ns
-            with os.scandir(self._folder) as entries:
-                return [
-                    entry.name
-                    for entry in entries
-                    if _FOLDER_NAME.fullmatch(entry.name) and entry.name not in self._known_names
-                ]
-        return []
 
     def _choose_judged(self) -> list[WatchedProcess]:
         """Return the processes whose progress counts.

@@ -52,22 +52,13 @@ class NativeFunction:
 
 
 class PySpy:
-    """Runs py-spy on other processes.
-
-    Args:
-        program: Path of py-spy; empty if it is not installed.
-    """
+    """Runs py-spy on other processes. Its path is empty if it is not installed."""
 
     def __init__(self, program: str) -> None:
         self._program = program
 
     def read_threads(self, pid: int, *, is_stopped: bool) -> tuple[ThreadLook, ...] | None:
-        """Return the threads of a process; None if py-spy is missing, not permitted, or fails.
-
-        Args:
-            pid: The process.
-            is_stopped: Whether a signal has stopped it.
-        """
+        """Return the threads of a process; None if py-spy is missing, not permitted, or fails."""
         dump = self._dump(pid, ["--nonblocking"], _DUMP_SECONDS)
         if dump is None and not is_stopped:
             # A stack that changes while it is read may be inconsistent, so then let py-spy pause
@@ -94,9 +85,11 @@ class PySpy:
         Returns:
             Names of functions, or of libraries if functions have no names; None if py-spy fails.
         """
+        if not self._program:
+            return None
         names: tuple[str, ...] | None = None
         common_homes: set[str] | None = None
-        for number in range(_NATIVE_LOOKS if self._program else 0):
+        for number in range(_NATIVE_LOOKS):
             if number > 0:
                 pause()
             main_thread = self._dump_main_thread(pid)

@@ -26,7 +26,7 @@ from holdfast.recorder.run_files import FAULTHANDLER_FILE, STACKS_FOLDER
 from holdfast.supervise.watch.faulthandler_dumps import ask_for_stacks
 from holdfast.supervise.watch.process_evidence import (
     KernelView,
-    Wait,
+    ThreadWait,
     is_python,
     read_kernel_view,
     uses_gpu,
@@ -48,8 +48,6 @@ _MORE_APART_SECONDS = (0.01, 0.05)
 _RANDOM = random.SystemRandom()
 # A process computes if it uses at least this share of one processor.
 _BUSY_CPU_SHARE = 0.3
-# How many dumps are kept, at about 5 KB each.
-_MAX_DUMP_FILES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +58,12 @@ class Subject:
         about: What is already known about it.
         folder: Where it writes its stacks on `STACKS_SIGNAL`; None if it does not handle the
             signal.
-        is_observed: Whether it is known to be Python.
+        runs_python: Whether it is known to run Python.
     """
 
     about: Examined
     folder: Path | None = None
-    is_observed: bool = False
+    runs_python: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +121,6 @@ class StackSampler:
             self._pause(max(0.0, _APART_SECONDS - elapsed_seconds))
             remaining = self._look_and_write(pool, remaining, "b", files)
             processes = tuple(pool.map(self._look_closer, remaining))
-        self._delete_old_files()
         return StackDump(
             processes=processes,
             files={pid: tuple(names) for pid, names in files.items()},
@@ -172,12 +169,6 @@ class StackSampler:
         with create_file(self._folder / name) as file:
             file.write(describe(about).encode("utf-8", "replace"))
 
-    def _delete_old_files(self) -> None:
-        """Delete all but the newest files, which could otherwise fill a disk within weeks."""
-        with suppress(OSError):
-            for path in sorted(self._folder.glob("*.txt"))[:-_MAX_DUMP_FILES]:
-                path.unlink()
-
     # --- looks ---
 
     def _look(self, subject: Subject) -> ProcessLook | None:
@@ -187,24 +178,33 @@ class StackSampler:
         if view.state in ("", "Z", "X"):
             return None
         seconds = time.monotonic()
-        source = "/proc"
-        threads: tuple[ThreadLook, ...] | None = None
-        # A process in an uninterruptible wait responds to nothing.
-        if view.state != "D" and (subject.is_observed or is_python(pid)):
-            is_stopped = view.state in "Tt"
-            source = "py-spy"
-            threads = self._py_spy.read_threads(pid, is_stopped=is_stopped)
-            if threads is None and subject.folder is not None and not is_stopped:
-                source = "faulthandler"
-                threads = ask_for_stacks(pid, subject.folder / FAULTHANDLER_FILE)
+        source, threads = self._read_threads(subject, view)
         return ProcessLook(
             seconds=seconds,
-            source="/proc" if threads is None else source,
+            source=source,
             state=view.state,
             cpu_seconds=view.cpu_seconds,
             io_bytes=view.io_bytes,
-            threads=_add_waits(pid, threads or (), view),
+            threads=_add_waits(pid, threads, view),
         )
+
+    def _read_threads(
+        self, subject: Subject, view: KernelView
+    ) -> tuple[str, tuple[ThreadLook, ...]]:
+        """Return the Python threads of a process, and before them where they were read."""
+        pid = subject.about.pid
+        # A process in an uninterruptible wait responds to nothing.
+        if view.state == "D" or not (subject.runs_python or is_python(pid)):
+            return "/proc", ()
+        is_stopped = view.state in "Tt"
+        threads = self._py_spy.read_threads(pid, is_stopped=is_stopped)
+        if threads is not None:
+            return "py-spy", threads
+        if subject.folder is not None and not is_stopped:
+            threads = ask_for_stacks(pid, subject.folder / FAULTHANDLER_FILE)
+            if threads is not None:
+                return "faulthandler", threads
+        return "/proc", ()
 
     def _look_closer(self, subject: Subject) -> Examined:
         """Look a few more times at a process that computes, and at its native code.
@@ -253,7 +253,7 @@ def _add_waits(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tup
     complete = []
     for thread in [*main, *others]:
         tid = pid if thread.main else only_other_tid or thread.tid
-        wait = view.waits.get(tid, Wait())
+        wait = view.waits.get(tid, ThreadWait())
         complete.append(replace(thread, tid=tid, waits=wait.waits, target=wait.target))
     return tuple(complete)
 

@@ -22,7 +22,7 @@ from holdfast.core.events import process_events
 from holdfast.core.events.process_events import Hang, HangSuspected
 from holdfast.explain.hangs.blame import (
     SIGNATURES_OF,
-    Diagnosis,
+    HangDiagnosis,
     Remedy,
     describe_frame,
     diagnose_hang,
@@ -30,7 +30,7 @@ from holdfast.explain.hangs.blame import (
 from holdfast.explain.hangs.evidence import Examined
 from holdfast.recorder.progress import ProcessPhase
 from holdfast.recorder.run_files import STACKS_SIGNAL
-from holdfast.supervise.process_tree import Process, descendants, read_process, read_table
+from holdfast.supervise.process_tree import ProcessStat, descendants, read_process, read_table
 from holdfast.supervise.watch.attempt_watch import AttemptWatch
 from holdfast.supervise.watch.processes import WatchedProcess, WatchedProcesses
 from holdfast.supervise.watch.stacks import StackDump, StackSampler, Subject
@@ -337,12 +337,12 @@ class Watchdog:
             text += "; --hang-limit moving=SECONDS changes that"
         self._watch.say(text)
 
-    def _make_hang(self, examination: _Examination, diagnosis: Diagnosis) -> Hang:
+    def _make_hang(self, examination: _Examination, diagnosis: HangDiagnosis) -> Hang:
         blamed = diagnosis.process
         dump = examination.dump
-        files = [name for process in dump.processes for name in dump.files.get(process.pid, ())]
-        # The stacks of the process to blame come first; the sort is stable for the rest.
-        files.sort(key=lambda name: f"-{blamed.pid}-" not in name)
+        # The stacks of the process to blame come first.
+        pids = dict.fromkeys([blamed.pid, *(process.pid for process in dump.processes)])
+        files = [name for pid in pids for name in dump.files.get(pid, ())]
         return Hang(
             **examination.suspicion.facts(),
             hang_kind=diagnosis.kind,
@@ -360,7 +360,7 @@ class Watchdog:
         )
 
     def _choose_remedy(
-        self, suspect: WatchedProcess, diagnosis: Diagnosis, seconds: float
+        self, suspect: WatchedProcess, diagnosis: HangDiagnosis, seconds: float
     ) -> Remedy:
         """Choose the cheapest remedy: ending a run that would recover costs more than waiting.
 
@@ -422,7 +422,7 @@ class Watchdog:
 
 
 def _make_subject(
-    process: Process, watched: WatchedProcess | None, judged_at: float | None
+    process: ProcessStat, watched: WatchedProcess | None, judged_at: float | None
 ) -> Subject:
     """Return a process to examine.
 
@@ -444,4 +444,4 @@ def _make_subject(
         judged=judged_at is not None,
     )
     can_answer = watched.info.stacks_signal == STACKS_SIGNAL
-    return Subject(about=about, folder=watched.folder if can_answer else None, is_observed=True)
+    return Subject(about=about, folder=watched.folder if can_answer else None, runs_python=True)

@@ -1,0 +1,196 @@
+"""Digest the state of a training run: its models' weights and buffers, and its optimizers."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+from holdfast.chaos.observation.digests import DigestMaker
+from holdfast.chaos.trace import ModelState, SavedState
+
+# The sample of the weights by which the nearest state is found: the first numbers of the first
+# parameters. A few suffice, since a step of an optimizer changes nearly all weights.
+SAMPLED_PARAMETERS = 8
+NUMBERS_PER_PARAMETER = 4
+
+
+class TrainedModels:
+    """Tracks the optimizers of a process and the models that they train.
+
+    Args:
+        torch: The module, as the script has imported it.
+        digests: Makes digests.
+    """
+
+    def __init__(self, torch: Any, digests: DigestMaker) -> None:
+        self._torch = torch
+        self._digests = digests
+        # Weak references to all optimizers that were created, including those created before a
+        # fork.
+        self._made: list[Any] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget which optimizers have stepped, in a process that was just forked."""
+        # Weak references to the root modules of each optimizer that has stepped, by its identity,
+        # in the order of their first steps; and to these optimizers.
+        self._roots: dict[int, list[Any]] = {}
+        self._stepped: list[Any] = []
+        # Digests of the buffers of each root module before its first call, by its identity: the
+        # call may change them, and the state at the start of an attempt is compared.
+        self._initial_buffers: dict[int, str] = {}
+
+    def add_optimizer(self, optimizer: Any) -> list[Any]:
+        """Register a new optimizer and return the root modules that it trains."""
+        self._made.append(weakref.ref(optimizer))
+        return find_root_modules(self._torch, optimizer)
+
+    def note_call(self, module: Any) -> None:
+        """Record the buffers of a root module before its first call."""
+        if id(module) not in self._initial_buffers:
+            self._initial_buffers[id(module)] = self._digests.tensors(module.named_buffers())
+
+    def has_stepped(self, optimizer: Any) -> bool:
+        """Return whether a step of this optimizer was observed in this process."""
+        return id(optimizer) in self._roots
+
+    def state_before_first_step(self, optimizer: Any) -> ModelState:
+        """Return the state of an optimizer and its models before the optimizer's first step."""
+        roots, parameters = self._trained_by(optimizer)
+        buffers = [self._initial_buffers.get(id(root)) for root in roots]
+        self._stepped.append(weakref.ref(optimizer))
+        state = self._model_state(roots, parameters, buffers)
+        digests = self._digests.optimizer(optimizer)
+        return replace(state, optimizer=digests["optimizer"], parameters=digests["parameters"])
+
+    def state(self, optimizer: Any) -> ModelState:
+        """Return the state of the models that an optimizer trains, without its own state."""
+        roots, parameters = self._trained_by(optimizer)
+        return self._model_state(roots, parameters, self._buffers(roots))
+
+    def weights(self, optimizer: Any) -> str:
+        """Return the digest of the weights that an optimizer trains."""
+        _, parameters = self._trained_by(optimizer)
+        return self._digests.tensors(parameters)
+
+    def index(self, optimizer: Any) -> int:
+        """Return the number of an optimizer that has stepped, in the order of first steps."""
+        return list(self._roots).index(id(optimizer))
+
+    def saved_states(self) -> list[SavedState | None]:
+        """Return the state of each optimizer that has stepped; None if it no longer exists."""
+        states: list[SavedState | None] = []
+        for reference in self._stepped:
+            optimizer = reference()
+            if optimizer is None:
+                states.append(None)
+                continue
+            buffers = self._buffers(self._root_modules(optimizer))
+            states.append(SavedState(buffers=buffers, **self._digests.optimizer(optimizer)))
+        return states
+
+    def _buffers(self, roots: list[Any]) -> list[str | None]:
+        return [self._digests.tensors(root.named_buffers()) for root in roots]
+
+    def _model_state(
+        self,
+        roots: list[Any],
+        parameters: list[tuple[str, Any]],
+        buffers: list[str | None],
+    ) -> ModelState:
+        """Return the state of some models.
+
+        Args:
+            roots: The root modules, empty if the script has none.
+            parameters: The trained parameters by name.
+            buffers: A digest of the buffers of each root module, None if unknown.
+        """
+        sample: list[float] = []
+        for _, parameter in parameters[:SAMPLED_PARAMETERS]:
+            sample += first_numbers(parameter)
+        identities = [id(root) for root in roots]
+        if not roots:
+            identities = [id(parameter) for _, parameter in parameters]
+        return ModelState(
+            weights=self._digests.tensors(parameters),
+            buffers=buffers,
+            sample=sample,
+            structure=f"{[type(root).__name__ for root in roots]} {len(parameters)}",
+            roots=identities,
+        )
+
+    def _trained_by(self, optimizer: Any) -> tuple[list[Any], list[tuple[str, Any]]]:
+        """Return the root modules that an optimizer trains, and their trained parameters by name.
+
+        Parameters without an optimizer are left out: a weight average, for example, changes after
+        the step. Without a module, the optimizer's own parameters are returned, named by position.
+        """
+        roots = self._root_modules(optimizer)
+        trained = self._trained_parameters()
+        parameters = [
+            (f"{number}.{name}", parameter)
+            for number, root in enumerate(roots)
+            for name, parameter in root.named_parameters()
+            if id(parameter) in trained
+        ]
+        if not parameters:
+            parameters = [
+                (f"{position:04}", parameter)
+                for group in optimizer.param_groups
+                for position, parameter in enumerate(group["params"])
+            ]
+        return roots, parameters
+
+    def _root_modules(self, optimizer: Any) -> list[Any]:
+        """Return the root modules of an optimizer, searching again if one no longer exists."""
+        references = self._roots.get(id(optimizer))
+        if references is not None:
+            roots = [reference() for reference in references]
+            if None not in roots:
+                return roots
+        roots = find_root_modules(self._torch, optimizer)
+        self._roots[id(optimizer)] = [weakref.ref(root) for root in roots]
+        return roots
+
+    def _trained_parameters(self) -> set[int]:
+        """Return the identities of the parameters of all optimizers that exist."""
+        return {
+            id(parameter)
+            for reference in self._made
+            for group in getattr(reference(), "param_groups", ())
+            for parameter in group["params"]
+        }
+
+
+def find_root_modules(torch: Any, optimizer: Any) -> list[Any]:
+    """Return the outermost modules that hold a parameter of an optimizer, in a stable order.
+
+    All objects that the garbage collector knows are searched.
+    """
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
+    # Not `module.children()`: a constructor may not have finished, so `_modules` may be missing.
+    inner = {
+        id(child) for module in modules for child in module.__dict__.get("_modules", {}).values()
+    }
+    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    roots = []
+    for module in modules:
+        if id(module) in inner or "_parameters" not in module.__dict__:
+            continue
+        if any(id(parameter) in wanted for parameter in module.parameters()):
+            roots.append(module)
+    # This order is the same in every run.
+    return sorted(
+        roots,
+        key=lambda root: (type(root).__name__, [name for name, _ in root.named_parameters()]),
+    )
+
+
+def first_numbers(parameter: Any) -> list[float]:
+    """Return the first numbers of a parameter, of its local part if it is distributed."""
+    local = getattr(parameter, "_local_tensor", parameter)
+    flat = local.detach().reshape(-1)
+    numbers: list[float] = flat[:NUMBERS_PER_PARAMETER].double().tolist()
+    return numbers

@@ -1,0 +1,55 @@
+"""`Case`: everything that a verdict on one attempt is decided from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.explain.causes.candidate import CandidateCause
+from holdfast.explain.causes.ends import End, find_end
+from holdfast.explain.causes.weighing import find_candidates, order_candidates
+from holdfast.explain.evidence import Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is known about one attempt.
+
+    Attributes:
+        evidence: Everything that was collected: endings of processes, events, statements.
+        end: How the attempt ended, judged by signals, exit codes and counters.
+        candidates: All possible causes found in statements, in the order of the statements.
+        roots: Candidates that can be the original failure, the most likely first.
+        cascades: Candidates that follow from a failure elsewhere, the most likely first.
+    """
+
+    evidence: Evidence
+    end: End
+    candidates: tuple[CandidateCause, ...]
+    roots: tuple[CandidateCause, ...]
+    cascades: tuple[CandidateCause, ...]
+
+    @property
+    def root(self) -> CandidateCause | None:
+        """Return the most likely root, if there is one."""
+        return self.roots[0] if self.roots else None
+
+    @property
+    def cascade(self) -> CandidateCause | None:
+        """Return the most likely cascade, if there is one."""
+        return self.cascades[0] if self.cascades else None
+
+
+def open_case(evidence: Evidence) -> Case:
+    """Return the case for what was collected about an attempt."""
+    end = find_end(evidence)
+    candidates = find_candidates(evidence)
+    by_role: dict[str, list[CandidateCause]] = {"root": [], "cascade": []}
+    for candidate in candidates:
+        by_role[candidate.signature.role].append(candidate)
+    return Case(
+        evidence=evidence,
+        end=end,
+        candidates=tuple(candidates),
+        roots=tuple(order_candidates(by_role["root"], first_rank=end.first_rank)),
+        cascades=tuple(order_candidates(by_role["cascade"], first_rank=end.first_rank)),
+    )

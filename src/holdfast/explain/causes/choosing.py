@@ -1,0 +1,386 @@
+"""Choose the cause of a failure.
+
+The order of the rules is the argument: what is known for certain comes first, and the first rule
+that has an answer wins. A rule is a function from a `Case` to a `Choice`; it returns None if it has
+nothing to say about the case.
+
+Problems of a run that ended well are not chosen here (see `good_ends`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from holdfast.explain.causes.candidate import CandidateCause, Tier
+from holdfast.explain.causes.case import Case
+from holdfast.explain.causes.ends import End
+from holdfast.explain.exit_status import SIGNALS_FROM_OUTSIDE
+from holdfast.explain.observations import count_kernel_kills
+from holdfast.explain.signatures import WELL, all_signatures, endings
+from holdfast.explain.signatures.signature import Family, Signature
+
+# How often a kill counted by the kernel was the cause, among the recorded failures.
+_KERNEL_KILL_CONFIDENCE = 0.93
+# Subtracted from the confidence: if a signal from outside, or a failure of another family, would
+# also explain the end; and if an out-of-memory error is attributed to a traced leak.
+_PENALTY_FOR_A_SIGNAL = 0.15
+_PENALTY_FOR_A_RIVAL = 0.1
+_PENALTY_FOR_A_LEAK = 0.05
+
+_ABORTS = frozenset({endings.ABORTED, endings.NATIVE_ABORT})
+# Causes that only state how the process ended. A log line about the same end adds nothing to them.
+_UNEXPLAINED_ENDS = frozenset(
+    {endings.STATUS_ONLY, endings.KILLED, endings.KILLED_UNCOUNTED, endings.TERMINATED}
+)
+# Causes that blame the kernel although its counter was not read.
+_SUSPECTED_KERNEL_KILLS = frozenset({endings.WORKER_KILLED, endings.KILLED_UNCOUNTED})
+# Families whose texts can explain that a signal ended the process.
+_FAMILIES_EXPLAINING_A_SIGNAL: frozenset[Family] = frozenset(
+    {
+        "out of memory",
+        "host out of memory",
+        "hardware",
+        "device",
+        "preempted",
+        "crash",
+        "distributed",
+        "hang",
+    }
+)
+# A text of one of these families may only report that a process died, which these words reveal.
+_FAMILIES_OF_LOST_PROCESSES: frozenset[Family] = frozenset(
+    {"loader", "distributed", "unknown", "preempted", "crash", "host out of memory"}
+)
+_WORDS_OF_LOST_PROCESSES = (
+    "killed",
+    "exited unexpectedly",
+    "exitcode",
+    "sigkill",
+    "connection",
+    "exit code",
+)
+# Families of the failures that other ranks show after one rank was killed.
+_FAMILIES_AFTER_A_KILL: frozenset[Family] = frozenset({"crash", "distributed"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The chosen cause; without a candidate, it follows from how the process ended."""
+
+    signature: Signature
+    confidence: float
+    candidate: CandidateCause | None = None
+
+
+ChoiceRule: TypeAlias = Callable[[Case], Choice | None]
+
+
+def choose(case: Case) -> Choice:
+    """Return the first answer of the rules, or "unknown" if no rule has one."""
+    choice = _first_answer(RULES_ON_ALL_EVIDENCE, case)
+    if choice is None:
+        # Some candidates only repeat what another one says better.
+        relevant = _drop_aborts_after_a_failure(_drop_launcher_tables(case))
+        choice = _first_answer(RULES_ON_RELEVANT_EVIDENCE, relevant)
+    if choice is None:
+        choice = Choice(signature=all_signatures()[endings.UNKNOWN], confidence=0.0)
+    return _clear_kernel_without_kills(case, _prefer_traced_leak(case, choice))
+
+
+def _first_answer(rules: Iterable[ChoiceRule], case: Case) -> Choice | None:
+    """Return the answer of the first rule that has one."""
+    for rule in rules:
+        choice = rule(case)
+        if choice is not None:
+            return choice
+    return None
+
+
+# --- Evidence -------------------------------------------------------------------------------------
+
+
+def _drop_launcher_tables(case: Case) -> Case:
+    """Drop the tables of launchers, unless there is nothing else.
+
+    Such a table only says that a rank failed, so any statement of a rank takes precedence over it.
+    """
+    others = tuple(cascade for cascade in case.cascades if cascade.signature.id != endings.LAUNCHER)
+    return replace(case, cascades=others or case.cascades)
+
+
+def _drop_aborts_after_a_failure(case: Case) -> Case:
+    """Drop aborts after a failure or a timeout.
+
+    A failing process often aborts itself, and the abort adds nothing to the failure.
+    """
+    timed_out = any(
+        cascade.signature.id == endings.COLLECTIVE_TIMEOUT and not cascade.is_caught
+        for cascade in case.cascades
+    )
+    failed = any(root.signature.id not in _ABORTS and not root.is_caught for root in case.roots)
+    if not timed_out and not failed:
+        return case
+    end = case.end
+    if end.cause == endings.ABORTED:
+        end = replace(end, cause=endings.STATUS_ONLY)
+    roots = tuple(root for root in case.roots if root.signature.id not in _ABORTS)
+    return replace(case, end=end, roots=roots)
+
+
+# --- Rules ----------------------------------------------------------------------------------------
+
+
+def ended_well(case: Case) -> Choice | None:
+    """Exit code 0 means a good end, whatever was printed before."""
+    if not case.end.well or case.end.cause is None:
+        return None
+    if case.end.cause == WELL.id:
+        # Avoid loading the catalogue, which takes as long as everything else in an explanation.
+        return Choice(signature=WELL, confidence=case.end.confidence)
+    return how_it_ended(case)
+
+
+def result_was_not_saved(case: Case) -> Choice | None:
+    """If a Guard recorded that it could not save, that is the cause, whatever else was printed."""
+    if case.end.cause != endings.NOT_SAVED:
+        return None
+    return how_it_ended(case)
+
+
+def ended_without_a_failure(case: Case) -> Choice | None:
+    """Without an exit code, trust the inferred end unless a statement shows a fatal failure."""
+    if case.end.status is not None or case.end.cause is None:
+        return None
+    for candidate in (*case.roots, *case.cascades):
+        if candidate.tier <= Tier.NOT_CONTINUED or candidate.reports_a_kill:
+            return None
+    return how_it_ended(case)
+
+
+def hung_or_was_stopped(case: Case) -> Choice | None:
+    """A hang or a request to stop is the cause, unless a process had failed before it."""
+    began = case.end.stop_requested_at
+    if case.end.hang is not None:
+        began = case.end.hang.unix_seconds
+    if began is None or case.end.cause is None or _failed_before(case.root, began):
+        return None
+    return how_it_ended(case)
+
+
+def killed_by_the_kernel_for_memory(case: Case) -> Choice | None:
+    """A kill counted by the kernel explains the end, unless a text says more.
+
+    A text that only reports a dead process, or whose link to the end is uncertain, does not.
+    """
+    if case.end.well or case.end.status is None:
+        return None
+    if not count_kernel_kills(case.evidence.endings):
+        return None
+    root = case.root
+    if root is not None and root.tier < Tier.LAST_LINE and not _says_process_was_lost(root):
+        return None
+    return Choice(
+        signature=all_signatures()[endings.OUT_OF_MEMORY_KILL],
+        confidence=_KERNEL_KILL_CONFIDENCE,
+        candidate=root or case.cascade,
+    )
+
+
+def failure_in_the_text(case: Case) -> Choice | None:
+    """Choose the most likely root, if it explains the end better than the exit status does.
+
+    If this root only repeats another root of the same process with less detail, the detailed one is
+    named instead.
+    """
+    root = case.root
+    if root is None:
+        return None
+    detailed = _detailed_root(root, case.roots)
+    chosen = detailed or root
+    if not _explains_end(chosen, case.end):
+        return None
+    rivals = (root,) if detailed is not None else case.roots
+    confidence = _confidence_given_rivals(root, case.end, rivals)
+    return Choice(signature=chosen.signature, confidence=confidence, candidate=chosen)
+
+
+def consequence_in_the_text(case: Case) -> Choice | None:
+    """If no original failure is known, name the consequence that ended the process."""
+    cascade = case.cascade
+    if cascade is None or cascade.is_caught:
+        return None
+    if case.end.cause not in (None, endings.STATUS_ONLY):
+        return None
+    return Choice(signature=cascade.signature, confidence=cascade.confidence, candidate=cascade)
+
+
+def signal_that_ended_it(case: Case) -> Choice | None:
+    """If no text explains the end, name the signal.
+
+    A person or a scheduler usually kills the command itself. If a text says that only one of its
+    processes was killed, the kernel is the more likely sender.
+    """
+    if case.end.cause in (None, endings.STATUS_ONLY):
+        return None
+    if case.end.cause == endings.KILLED:
+        for candidate in (*case.roots, *case.cascades):
+            if _says_process_was_killed(candidate):
+                return Choice(
+                    signature=all_signatures()[endings.KILLED_UNCOUNTED],
+                    confidence=candidate.confidence,
+                    candidate=candidate,
+                )
+    return how_it_ended(case)
+
+
+def weak_statement(case: Case) -> Choice | None:
+    """As a last resort, name a statement that may or may not have ended the process."""
+    candidate = case.root or case.cascade
+    if candidate is None:
+        return None
+    may_have_ended_it = candidate.statement.fatal is None and not candidate.generic
+    if case.end.status is None and not may_have_ended_it:
+        return None
+    return Choice(
+        signature=candidate.signature, confidence=candidate.confidence, candidate=candidate
+    )
+
+
+def how_it_ended(case: Case) -> Choice | None:
+    """Choose the cause that signals, exit codes and counters suggest, if they suggest one."""
+    if case.end.cause is None:
+        return None
+    signature = all_signatures()[case.end.cause]
+    return Choice(signature=signature, confidence=case.end.confidence)
+
+
+RULES_ON_ALL_EVIDENCE: tuple[ChoiceRule, ...] = (
+    ended_well,
+    result_was_not_saved,
+    ended_without_a_failure,
+)
+RULES_ON_RELEVANT_EVIDENCE: tuple[ChoiceRule, ...] = (
+    hung_or_was_stopped,
+    killed_by_the_kernel_for_memory,
+    failure_in_the_text,
+    consequence_in_the_text,
+    signal_that_ended_it,
+    weak_statement,
+    how_it_ended,
+)
+
+
+# --- Conditions used by the rules -----------------------------------------------------------------
+
+
+def _failed_before(root: CandidateCause | None, unix_seconds: float) -> bool:
+    """Return whether a root ended a process before it was stopped for a hang or on request."""
+    if root is None or root.tier > Tier.NOT_CONTINUED:
+        return False
+    failed_at = root.statement.unix_seconds
+    return failed_at is not None and failed_at < unix_seconds
+
+
+def _says_process_was_lost(root: CandidateCause) -> bool:
+    """Return whether a root only reports that a process died."""
+    if root.signature.family not in _FAMILIES_OF_LOST_PROCESSES:
+        return False
+    text = "\n".join(statement.text.lower() for statement in root.chain)
+    return any(words in text for words in _WORDS_OF_LOST_PROCESSES)
+
+
+def _says_process_was_killed(candidate: CandidateCause) -> bool:
+    """Return whether a candidate reports that one process of the command was killed."""
+    return (
+        candidate.signature.id == endings.KILLED_UNCOUNTED
+        or "signal SIGKILL" in candidate.statement.text
+    )
+
+
+def _detailed_root(root: CandidateCause, roots: Iterable[CandidateCause]) -> CandidateCause | None:
+    """Return the root of the same process that gives the details behind this one."""
+    for other in roots:
+        if root.signature.id not in other.signature.explains:
+            continue
+        # An exception that a logger printed may have been re-raised later.
+        was_logged = other.statement.logged and other.statement.fatal is None
+        same_process = other.statement.rank in (None, root.statement.rank)
+        if same_process and (was_logged or not other.is_caught):
+            return replace(other, tier=root.tier)
+    return None
+
+
+def _explains_end(root: CandidateCause, end: End) -> bool:
+    """Return whether a root from a text explains the end better than the exit status alone."""
+    if root.is_caught or _follows_from_a_kill(root, end):
+        return False
+    if end.signal is None:
+        return True
+    if root.tier <= Tier.NOT_CONTINUED:
+        # Its exception ended the process. A signal from outside came later or hit another process.
+        return not (end.signal in SIGNALS_FROM_OUTSIDE and root.generic)
+    if root.signature.id in _UNEXPLAINED_ENDS:
+        return end.cause in _UNEXPLAINED_ENDS
+    is_exception = root.statement.kind == "exception"
+    return is_exception or root.signature.family in _FAMILIES_EXPLAINING_A_SIGNAL
+
+
+def _follows_from_a_kill(root: CandidateCause, end: End) -> bool:
+    """Return whether a root is the failure of another rank after one rank was killed."""
+    if end.signal not in SIGNALS_FROM_OUTSIDE or end.first_rank is None:
+        return False
+    is_of_another_rank = root.statement.rank != end.first_rank
+    return is_of_another_rank and root.signature.family in _FAMILIES_AFTER_A_KILL
+
+
+def _confidence_given_rivals(
+    root: CandidateCause, end: End, rivals: Sequence[CandidateCause]
+) -> float:
+    """Return the confidence in a root, reduced if a signal or a rival could explain the end."""
+    confidence = root.confidence
+    explains_a_signal = root.signature.family in _FAMILIES_EXPLAINING_A_SIGNAL
+    if end.signal in SIGNALS_FROM_OUTSIDE and not explains_a_signal:
+        confidence -= _PENALTY_FOR_A_SIGNAL
+    if any(_is_rival(rival, root) for rival in rivals):
+        confidence -= _PENALTY_FOR_A_RIVAL
+    return confidence
+
+
+def _is_rival(other: CandidateCause, root: CandidateCause) -> bool:
+    """Return whether another root is at least as certain, specific, and of another family."""
+    return (
+        other.tier <= root.tier
+        and other.signature.id != root.signature.id
+        and other.signature.family != root.signature.family
+        and not other.generic
+    )
+
+
+# --- Corrections after a choice -------------------------------------------------------------------
+
+
+def _prefer_traced_leak(case: Case, choice: Choice) -> Choice:
+    """Replace an out-of-memory choice by the leak that was traced, if there was one."""
+    if "memory" not in choice.signature.family:
+        return choice
+    for kind in ("leak", "memory_trend"):
+        for event in reversed(case.evidence.events):
+            signature_id = event.data.get("signature")
+            if event.kind != kind or not isinstance(signature_id, str):
+                continue
+            leak = all_signatures().get(signature_id)
+            # Host memory and device memory are different families.
+            if leak is not None and leak.family == choice.signature.family:
+                confidence = choice.confidence - _PENALTY_FOR_A_LEAK
+                return replace(choice, signature=leak, confidence=confidence)
+    return choice
+
+
+def _clear_kernel_without_kills(case: Case, choice: Choice) -> Choice:
+    """Stop suspecting the kernel if its counter shows that it killed nothing."""
+    is_suspected = choice.signature.id in _SUSPECTED_KERNEL_KILLS
+    if is_suspected and count_kernel_kills(case.evidence.endings) == 0:
+        return replace(choice, signature=all_signatures()[endings.KILLED])
+    return choice

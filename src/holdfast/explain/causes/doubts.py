@@ -1,0 +1,116 @@
+"""Doubts about an exit status of 0: signs that the run did not do what it was meant to do.
+
+The verdict names the doubt of the first rule that applies. Problems of a run whose good end is not
+in doubt are found by `good_ends`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from holdfast.explain import observations
+from holdfast.explain.causes.candidate import CandidateCause
+from holdfast.explain.causes.case import Case
+from holdfast.explain.exhibits import first_line
+from holdfast.explain.signatures import endings
+
+# Scripts may skip single samples and print an error for each. Up to this many error lines raise no
+# doubt about a run without steps.
+_LINES_OF_SKIPPED_SAMPLES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doubt:
+    """A reason to doubt that the run ended well.
+
+    Attributes:
+        words: The doubt, for the title after "ended with status 0".
+        candidate: The candidate that raises it, if one does.
+    """
+
+    words: str
+    candidate: CandidateCause | None = None
+
+
+DoubtRule: TypeAlias = Callable[[Case], Doubt | None]
+
+
+def find_doubt(case: Case) -> Doubt | None:
+    """Return the reason to doubt that the run ended well, or None."""
+    if case.evidence.lost is not None or case.end.status != 0:
+        return None
+    for rule in RULES:
+        doubt = rule(case)
+        if doubt is not None:
+            return doubt
+    return None
+
+
+def ends_with_a_traceback(case: Case) -> Doubt | None:
+    """The output ends with a traceback that may not have been caught."""
+    final = observations.final_traceback(case.evidence)
+    if final is None:
+        return None
+    words = "but its output ends with a traceback"
+    for candidate in _candidates(case):
+        if final in candidate.chain:
+            return Doubt(words=words, candidate=candidate)
+    return Doubt(words=words)
+
+
+def reports_a_kill(case: Case) -> Doubt | None:
+    """A line reports something that no process survives."""
+    for candidate in _candidates(case):
+        if candidate.reports_a_kill:
+            words = f"but it says: {first_line(candidate.statement)}"
+            return Doubt(words=words, candidate=candidate)
+    return None
+
+
+def made_no_step(case: Case) -> Doubt | None:
+    """Errors were caught and no step was made: perhaps every batch was skipped."""
+    if not case.evidence.made_no_step:
+        return None
+    errors = [
+        candidate
+        for candidate in _candidates(case)
+        if candidate.signature.family != "loader" and candidate.signature.id != endings.ERROR_LINE
+    ]
+    exceptions = [error for error in errors if error.statement.kind == "exception"]
+    lines = [error for error in errors if not error.statement.logged]
+    decisive = exceptions or lines[_LINES_OF_SKIPPED_SAMPLES:]
+    if not decisive:
+        return None
+    return Doubt(words="but no step was made", candidate=decisive[0])
+
+
+def was_not_observed(case: Case) -> Doubt | None:
+    """No process of a supervised run could be observed."""
+    if not observations.was_not_observed(case.evidence):
+        return None
+    return Doubt(words="and none of its processes were observed")
+
+
+def printed_nothing_telling(case: Case) -> Doubt | None:
+    """A bare log shows neither losses nor that the training is done."""
+    evidence = case.evidence
+    if evidence.observed is not None or evidence.output_says_done or evidence.printed_losses:
+        return None
+    return Doubt(words="and its output does not show how it went")
+
+
+RULES: tuple[DoubtRule, ...] = (
+    ends_with_a_traceback,
+    reports_a_kill,
+    made_no_step,
+    was_not_observed,
+    printed_nothing_telling,
+)
+
+
+def _candidates(case: Case) -> Iterator[CandidateCause]:
+    """Yield the candidates that can be causes, the most likely first."""
+    yield from case.roots
+    yield from case.cascades

@@ -1,0 +1,541 @@
+"""How an attempt ended, and the cause that this suggests if no text says more.
+
+The signs are exit statuses, signals, kernel counters, hangs, and what a Guard recorded while
+closing. There are three tables of rules, chosen by what is known about the exit status; in each,
+the first rule that applies wins. Texts are not read here (see `weighing`).
+
+The confidences are estimates of how many other explanations a sign leaves open. Unlike those in
+`candidate` they were not measured, because few of the recorded failures are explained by their end
+alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from holdfast.core.events.event import Event
+from holdfast.explain import observations
+from holdfast.explain.evidence import Ending, Evidence
+from holdfast.explain.exhibits import exhibit_of_hang, exhibits_of_end
+from holdfast.explain.exit_status import (
+    SIGNALS_FROM_OUTSIDE,
+    as_signal,
+    is_signal_name,
+    signal_name,
+    status_text,
+)
+from holdfast.explain.signatures import all_signatures, endings
+from holdfast.explain.verdict import Exhibit
+from holdfast.recorder.run_files import LOST_FILE
+
+_CAUSE_BY_SIGNAL: dict[int, str] = {
+    signal.SIGKILL: endings.KILLED,
+    signal.SIGTERM: endings.TERMINATED,
+    signal.SIGINT: endings.INTERRUPTED,
+    signal.SIGHUP: endings.HUNG_UP,
+    signal.SIGSEGV: endings.SEGMENTATION_FAULT,
+    signal.SIGABRT: endings.ABORTED,
+    signal.SIGBUS: endings.BUS_ERROR,
+}
+# Signals with which schedulers warn or end a job.
+_SIGNALS_OF_SCHEDULERS = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGQUIT})
+# A shell's exit codes for a command that it cannot execute or cannot find.
+_COMMAND_NOT_EXECUTED = (126, 127)
+# Exceptions with which scripts and launchers end after a request to stop.
+_EXCEPTIONS_OF_A_STOP = frozenset(
+    {
+        "CalledProcessError",
+        "ChildFailedError",
+        "KeyboardInterrupt",
+        "ProcessExitedException",
+        "SIGTERMException",
+        "SignalException",
+        "SystemExit",
+    }
+)
+# When the supervisor is killed, its pipes close before the sentinel notices. Failures of the script
+# in between, such as while printing, are a consequence.
+_SENTINEL_DELAY_SECONDS = 1.0
+# Confidence that training diverged: recorded steps are more reliable than printed losses.
+_CONFIDENCE_IN_RECORDED_LOSS = 0.95
+_CONFIDENCE_IN_PRINTED_LOSS = 0.8
+_CONFIDENCE_BY_DEFAULT_OF_A_HANG = 0.7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How the attempt ended, as far as known."""
+
+    # The id of the signature that this suggests, or None.
+    cause: str | None = None
+    # The confidence in this cause, if no text says more.
+    confidence: float = 0.0
+    # The decisive status: the command's, or that of the rank that failed first.
+    status: int | None = None
+    # Whether the command ended with status 0 and none of its processes failed.
+    well: bool = False
+    # A clause for the summary.
+    why: str = ""
+    # The evidence for it.
+    exhibits: tuple[Exhibit, ...] = ()
+    # The hang for which the supervisor ended the attempt.
+    hang: Event | None = None
+    # The Unix time at which the user, or another host that ended, requested the end.
+    stop_requested_at: float | None = None
+    # The rank that a launcher saw fail first.
+    first_rank: int | None = None
+
+    @property
+    def signal(self) -> int | None:
+        """Return the number of the signal that ended it, or None."""
+        if self.status is None or self.status >= 0:
+            return None
+        return -self.status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitSigns:
+    """The signs of how an attempt ended: what the rules of this module decide from."""
+
+    evidence: Evidence
+    # How the command ended.
+    command: Ending | None
+    # How the first process that failed ended.
+    first_failure: Ending | None
+    # The decisive status, negative for a signal.
+    status: int | None
+    # The hang for which the supervisor ended the attempt.
+    hang: Event | None
+    # By how much the kernel's out-of-memory kill counter rose; None if it was not read.
+    kernel_kills: int | None
+
+    @property
+    def first_rank(self) -> int | None:
+        """Return the rank that failed first, or None if unknown."""
+        return self.first_failure.rank if self.first_failure is not None else None
+
+    @property
+    def stop_requested_at(self) -> float | None:
+        """Return when the user's signal reached the supervisor, or None."""
+        if self.evidence.stop_signal is None:
+            return None
+        for event in self.evidence.events:
+            if event.kind == "signal":
+                return event.unix_seconds
+        return None
+
+
+_EndRule: TypeAlias = Callable[[ExitSigns], End | None]
+
+
+def find_end(evidence: Evidence) -> End:
+    """Return how an attempt ended."""
+    signs = _collect_signs(evidence)
+    if signs.status is None:
+        end = _first_end(_RULES_WITHOUT_STATUS, signs)
+    elif signs.status == 0 and signs.hang is None:
+        end = replace(_first_end(_RULES_AFTER_SUCCESS, signs), status=0)
+    else:
+        end = _first_end(_RULES_AFTER_FAILURE, signs)
+        end = replace(end, status=signs.status, hang=signs.hang, first_rank=signs.first_rank)
+    if end.cause == endings.ENDED_WELL:
+        end = _unless_result_is_lost(end, evidence)
+    exhibits = exhibits_of_end(evidence, signs.command, signs.first_failure)
+    return replace(end, exhibits=(*end.exhibits, *exhibits))
+
+
+def _collect_signs(evidence: Evidence) -> ExitSigns:
+    command = None
+    for ending in evidence.endings:
+        if ending.pid is None and ending.role != "trainer":
+            command = ending
+    failed = [ending for ending in evidence.endings if ending.role == "trainer" and ending.status]
+    first_failure = min(failed, key=lambda ending: ending.unix_seconds or 0.0, default=None)
+    return ExitSigns(
+        evidence=evidence,
+        command=command,
+        first_failure=first_failure,
+        status=_deciding_status(command, first_failure),
+        hang=_hang_that_ended_it(evidence.events, command),
+        kernel_kills=observations.count_kernel_kills(evidence.endings),
+    )
+
+
+def _deciding_status(command: Ending | None, first_failure: Ending | None) -> int | None:
+    """Return the status of the command, or of the trainer that failed first.
+
+    The trainer's status takes precedence if the command's is unknown or an exit code, since that
+    may come from a launcher.
+    """
+    status = as_signal(command.status) if command is not None else None
+    if first_failure is not None and (status is None or status > 0):
+        return as_signal(first_failure.status)
+    return status
+
+
+def _hang_that_ended_it(events: Iterable[Event], command: Ending | None) -> Event | None:
+    """Return the newest hang for which the supervisor ended the attempt, or None."""
+    if command is None or command.sent_by != "supervisor":
+        return None
+    hangs = [
+        event for event in events if event.kind == "hang" and event.data.get("remedy") != "wait"
+    ]
+    return hangs[-1] if hangs else None
+
+
+def _first_end(rules: Iterable[_EndRule], signs: ExitSigns) -> End:
+    """Return the answer of the first rule that applies, or an empty `End`."""
+    for rule in rules:
+        end = rule(signs)
+        if end is not None:
+            return end
+    return End()
+
+
+# --- Without an exit status -----------------------------------------------------------------------
+
+
+def _still_running(signs: ExitSigns) -> End | None:
+    """A process of the run is alive."""
+    pids = signs.evidence.living_pids
+    if not pids:
+        return None
+    alive = ", ".join(f"process {pid}" for pid in pids)
+    return End(
+        cause=endings.STILL_RUNNING,
+        confidence=0.95,
+        why="it is still running",
+        exhibits=(Exhibit(text=f"alive: {alive}", source="/proc"),),
+    )
+
+
+def _supervisor_was_killed(signs: ExitSigns) -> End | None:
+    """The sentinel noticed that the supervisor was gone."""
+    loss = signs.evidence.supervisor_loss
+    if loss is None:
+        return None
+    words = f"processes still running when it was killed: {loss.killed_processes}"
+    requested_at = None
+    if loss.unix_seconds is not None:
+        requested_at = loss.unix_seconds - _SENTINEL_DELAY_SECONDS
+    return End(
+        cause=endings.SUPERVISOR_LOST,
+        confidence=0.95,
+        why="the supervisor was killed",
+        stop_requested_at=requested_at,
+        exhibits=(Exhibit(text=words, source=LOST_FILE),),
+    )
+
+
+def _guard_left_its_loop(signs: ExitSigns) -> End | None:
+    """A Guard closed because its loop was left early, which does not say why."""
+    closing = signs.evidence.guard_closing
+    if closing is None or closing.how != "left":
+        return None
+    why = (
+        "the loop over batches was left before its end, by `break` or by an error outside the Guard"
+    )
+    return End(why=why, exhibits=(Exhibit(text=why, source="guard"),))
+
+
+def _guard_closed(signs: ExitSigns) -> End | None:
+    """A Guard finished, or stopped on request."""
+    closing = signs.evidence.guard_closing
+    if closing is None:
+        return None
+    cause = endings.ENDED_WELL
+    why = "a Guard finished and closed"
+    if closing.how == "stopped":
+        why = f"a Guard saved and stopped on request ({closing.reason or 'not recorded'})"
+        # A stop that the program itself requests is part of a normal end.
+        if not closing.reason or is_signal_name(closing.reason):
+            cause = endings.STOPPED
+    exhibit = Exhibit(text="its newest events show a Guard closing", source="guard")
+    return End(cause=cause, confidence=0.7, why=why, exhibits=(exhibit,))
+
+
+def _output_says_done(signs: ExitSigns) -> End | None:
+    """The last lines of the output say that the training is done."""
+    if not signs.evidence.output_says_done:
+        return None
+    words = "its last lines say that training is done"
+    return End(
+        cause=endings.ENDED_WELL,
+        confidence=0.8,
+        why=words,
+        exhibits=(Exhibit(text=words, source=signs.evidence.source),),
+    )
+
+
+_RULES_WITHOUT_STATUS: tuple[_EndRule, ...] = (
+    _still_running,
+    _supervisor_was_killed,
+    _guard_left_its_loop,
+    _guard_closed,
+    _output_says_done,
+)
+
+
+# --- After status 0 -------------------------------------------------------------------------------
+
+
+def _stopped_by_guard(signs: ExitSigns) -> End | None:
+    """A Guard stopped on request, and the script then ended with status 0."""
+    request = observations.stop_request(signs.evidence.events)
+    if request is None:
+        return None
+    end = replace(_end_of_stop(request, status=0), well=True)
+    user_sent_a_signal = signs.evidence.stop_signal is not None
+    if user_sent_a_signal or observations.signal_of_stop(request) is not None:
+        return end
+    # A stop that the program itself requests is part of a normal end.
+    return replace(end, cause=endings.ENDED_WELL, stop_requested_at=None)
+
+
+def _stopped_by_user_with_status_0(signs: ExitSigns) -> End | None:
+    """The user sent a signal, and the command then ended with status 0."""
+    number = signs.evidence.stop_signal
+    if number is None:
+        return None
+    return End(
+        cause=_CAUSE_BY_SIGNAL.get(number, endings.TERMINATED),
+        confidence=0.85,
+        why=f"it ended with status 0 after the user sent {signal_name(number)}",
+        well=True,
+    )
+
+
+def _hidden_failure(signs: ExitSigns) -> End | None:
+    """A training process died, but its shell or parent still ended with status 0."""
+    for statement in signs.evidence.statements:
+        if statement.fatal and statement.pid is not None:
+            return End()
+    return None
+
+
+def _ended_well(_: ExitSigns) -> End | None:
+    """Nothing contradicts the exit status."""
+    return End(cause=endings.ENDED_WELL, confidence=0.97, why="it ended with status 0", well=True)
+
+
+_RULES_AFTER_SUCCESS: tuple[_EndRule, ...] = (
+    _stopped_by_guard,
+    _stopped_by_user_with_status_0,
+    _hidden_failure,
+    _ended_well,
+)
+
+
+def _unless_result_is_lost(end: End, evidence: Evidence) -> End:
+    """Return a good end, corrected if its result was not saved or its training diverged."""
+    if observations.unsaved_steps(evidence) is not None:
+        return replace(end, cause=endings.NOT_SAVED)
+    lost = evidence.lost
+    if lost is None or not lost.exploded:
+        return end
+    limit = _CONFIDENCE_IN_PRINTED_LOSS if lost.log else _CONFIDENCE_IN_RECORDED_LOSS
+    return replace(
+        end,
+        cause=endings.TRAINING_LOST,
+        confidence=min(end.confidence, limit),
+        why=f"{end.why}, but {lost.sentence()}",
+    )
+
+
+# --- After a failure ------------------------------------------------------------------------------
+
+
+def _hung(signs: ExitSigns) -> End | None:
+    """The supervisor ended the attempt because it made no progress."""
+    hang = signs.hang
+    if hang is None:
+        return None
+    cause = hang.data.get("signature")
+    if not isinstance(cause, str) or cause not in all_signatures():
+        cause = endings.STUCK
+    confidence = hang.data.get("confidence")
+    if not isinstance(confidence, (int, float)):
+        confidence = _CONFIDENCE_BY_DEFAULT_OF_A_HANG
+    why = hang.data.get("sentence")
+    if not isinstance(why, str):
+        why = f"no progress in phase {hang.data.get('phase')}"
+    return End(
+        cause=cause,
+        confidence=min(max(float(confidence), 0.05), 0.99),
+        why=why,
+        exhibits=(exhibit_of_hang(hang),),
+        stop_requested_at=signs.stop_requested_at,
+    )
+
+
+def _ended_by_another_host(signs: ExitSigns) -> End | None:
+    """Another host of the same training ended first, and no signal came from outside."""
+    events = signs.evidence.events
+    if any(event.kind == "signal" for event in events):
+        return None
+    for event in events:
+        if event.kind == "ended_elsewhere":
+            return End(
+                cause=endings.ELSEWHERE,
+                confidence=0.9,
+                why=f"another host ended the attempt ({event.data.get('why')})",
+                stop_requested_at=event.unix_seconds,
+            )
+    return None
+
+
+def _stopped_on_request(signs: ExitSigns) -> End | None:
+    """A Guard stopped as requested, and nothing failed after that.
+
+    In this case, no exit code of the script or its launcher counts as a failure.
+    """
+    evidence = signs.evidence
+    request = observations.stop_request(evidence.events)
+    if request is None or not observations.closed_after(evidence.events, request):
+        return None
+    if _crashed(signs) or _failed_after(evidence, request.unix_seconds):
+        return None
+    return _end_of_stop(request, status=signs.status or 0)
+
+
+def _could_not_save(signs: ExitSigns) -> End | None:
+    """A Guard exited with its code for a state that could not be saved."""
+    if signs.status != os.EX_IOERR or observations.unsaved_steps(signs.evidence) is None:
+        return None
+    return End(
+        cause=endings.NOT_SAVED,
+        confidence=0.97,
+        why=f"it ended with status {signs.status} because its Guard could not save",
+        stop_requested_at=signs.stop_requested_at,
+    )
+
+
+def _stopped_by_user(signs: ExitSigns) -> End | None:
+    """The user sent a signal, which is the cause however the command ended after it."""
+    number = signs.evidence.stop_signal
+    if number is None:
+        return None
+    status = signs.status or 0
+    how = f"ended with {status_text(status)}"
+    if status == -number:
+        how = "was terminated by it"
+    return End(
+        cause=_CAUSE_BY_SIGNAL.get(number, endings.TERMINATED),
+        confidence=0.95,
+        why=f"the user sent {signal_name(number)}, and the command {how}",
+        stop_requested_at=signs.stop_requested_at,
+    )
+
+
+def _exit_code(signs: ExitSigns) -> End | None:
+    """An exit code does not say why the command failed, unless it was never started."""
+    status = signs.status
+    if status is None or status < 0:
+        return None
+    why = f"it ended with status {status}"
+    if status in _COMMAND_NOT_EXECUTED and signs.evidence.phase is None:
+        return End(cause=endings.NEVER_STARTED, confidence=0.8, why=why)
+    return End(cause=endings.STATUS_ONLY, confidence=0.5, why=why)
+
+
+def _killed(signs: ExitSigns) -> End | None:
+    """SIGKILL ended the process: the kernel sent it for memory, or a person or scheduler did."""
+    if signs.status != -signal.SIGKILL:
+        return None
+    why = _which_signal_ended_it(signs)
+    if signs.kernel_kills:
+        count = f"the kernel's counter of out-of-memory kills rose by {signs.kernel_kills}"
+        return End(cause=endings.OUT_OF_MEMORY_KILL, confidence=0.95, why=f"{why}, and {count}")
+    if signs.kernel_kills == 0:
+        return End(cause=endings.KILLED, confidence=0.7, why=why)
+    # The counter could not be read.
+    if observations.host_memory_was_running_out(signs.evidence):
+        why += " while memory was running out"
+        return End(cause=endings.KILLED_UNCOUNTED, confidence=0.75, why=why)
+    return End(cause=endings.KILLED, confidence=0.5, why=why)
+
+
+def _ended_by_a_signal(signs: ExitSigns) -> End | None:
+    """Another signal ended the process."""
+    if signs.status is None or signs.status >= 0:
+        return None
+    return End(
+        cause=_CAUSE_BY_SIGNAL.get(-signs.status, endings.OTHER_SIGNAL),
+        confidence=0.75,
+        why=_which_signal_ended_it(signs),
+    )
+
+
+_RULES_AFTER_FAILURE: tuple[_EndRule, ...] = (
+    _hung,
+    _ended_by_another_host,
+    _stopped_on_request,
+    _could_not_save,
+    _stopped_by_user,
+    _exit_code,
+    _killed,
+    _ended_by_a_signal,
+)
+
+
+def _which_signal_ended_it(signs: ExitSigns) -> str:
+    """Return a clause about the signal that ended a process."""
+    status = signs.status or 0
+    name = signal_name(-status) or status_text(status)
+    command = signs.command
+    if command is not None and observations.was_stopped_by_holdfast(command, status):
+        return f"holdfast stopped it with {name}"
+    who = "it" if signs.first_rank is None else f"rank {signs.first_rank}"
+    return f"{who} was terminated by {name}"
+
+
+def _end_of_stop(request: Event, *, status: int) -> End:
+    """Return the end of a run that stopped on request."""
+    reason = str(request.data.get("reason", "not recorded"))
+    why = f"a Guard saved and stopped on request ({reason})"
+    if status:
+        why += f", and the command ended with {status_text(status)}"
+    exhibit = Exhibit(
+        text=f"stop requested: {reason}", source="guard", unix_seconds=request.unix_seconds
+    )
+    return End(
+        cause=endings.STOPPED,
+        confidence=0.95,
+        why=why,
+        stop_requested_at=request.unix_seconds,
+        exhibits=(exhibit,),
+    )
+
+
+def _crashed(signs: ExitSigns) -> bool:
+    """Return whether the process caused its own signal, or the kernel killed it for memory."""
+    status = signs.status
+    if status is None or status >= 0:
+        return False
+    if status == -signal.SIGKILL and signs.kernel_kills:
+        return True
+    return -status not in SIGNALS_FROM_OUTSIDE | _SIGNALS_OF_SCHEDULERS
+
+
+def _failed_after(evidence: Evidence, unix_seconds: float) -> bool:
+    """Return whether an exception ended a process after a given time.
+
+    Exceptions that are part of a requested stop do not count; exceptions without a time do.
+    """
+    raised = [
+        statement
+        for statement in evidence.statements
+        if statement.kind == "exception" and statement.fatal
+    ]
+    final = observations.final_traceback(evidence)
+    if final is not None:
+        raised.append(final)
+    for statement in raised:
+        is_late = statement.unix_seconds is None or statement.unix_seconds > unix_seconds
+        if is_late and statement.exception not in _EXCEPTIONS_OF_A_STOP:
+            return True
+    return False

@@ -1,0 +1,110 @@
+"""Find the log line that reads most like an error, for logs in which no signature matches."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Sequence
+
+from holdfast.explain.evidence import Statement
+from holdfast.explain.logs.progress import is_progress
+from holdfast.explain.signatures.matching import best_kind, match_all
+
+# Words that mark a line as an error, the most certain first.
+_WORDS_OF_ERRORS = (
+    re.compile(
+        r"\b(?:(?:fatal|internal|runtime|compile|system|os) error|FAIL(?:ED)?\b|FATAL\b|error"
+        r" (?:code|#)|error[:=<])"
+        r"|\*ERROR\*|\bterminate called after\b|\bassertion\b.{0,300}\bfailed\b|\bCheck failed:"
+        r" |^error\b",
+        re.IGNORECASE,
+    ),
+    re.compile(
+        r"\b(?:failed|cannot|can't|could not|couldn't|unable to|denied|not found|no"
+        r" such|invalid|illegal|missing"
+        r"|doesn't match|does not match|doesn't support|does not support|not"
+        r" supported|unsupported|errors?|timed out"
+        r"|Xid)\b",
+        re.IGNORECASE,
+    ),
+    re.compile(
+        r"\b(?:no longer|not"
+        r" yet|exhausted|exceed(?:s|ed)|insufficient|failure|expected|undefined|must be|should be"
+        r"|fault|segfault|crash(?:ed)?|too old|\w*conflict\w*|locked|forbidden|unauthorized|than is"
+        r" available"
+        r"|aren't available|pre-?empted by|interruption notice|refused|doesn't|does"
+        r" not|assert|raise"
+        r"|different (?:to|from|than))\b",
+        re.IGNORECASE,
+    ),
+)
+# Lines with such words that are not errors: error counts, data, and notes about skipped items.
+_NO_ERROR = re.compile(
+    r"\b(?:0|no|zero|without) (?:failed|errors?|failures?)\b|\berrors\W{1,4}\d|\berror["
+    r" _]rate\b|^\s*\{"
+    r"|\bskip(?:ped|ping)\b|\b(?:INFO|DEBUG)\b|^srun: error: .{1,200}: Exited with exit code",
+    re.IGNORECASE,
+)
+_WARNING = re.compile(r"\bWARN(?:ING)?\b")
+# The only message that torch prints before it continues without a GPU.
+_NO_CUDA = re.compile(r"Warning: CUDA initialization: ")
+# This many lines that differ only in numbers are a metric whose name contains "error".
+_LINES_OF_A_MEASURE = 4
+# Only lines this close to the newest one belong to the end of the run.
+_CLOSE_LINES = 150
+# The highest rank of kinds that a single line can establish by its wording.
+_LAST_SPECIFIC_RANK = 91
+
+
+def find_error_line(statements: Sequence[Statement], *, only_certain: bool) -> Statement | None:
+    """Return the line that reads most like an error, or None if none does.
+
+    Only lines after the newest exception count.
+
+    Args:
+        statements: All statements of a log.
+        only_certain: Consider only the most certain words, and no line that a logger printed.
+    """
+    lines = [statement for statement in statements if statement.kind == "line"]
+    frequencies = collections.Counter(_without_numbers(line.text) for line in lines)
+    newest_exception = max(
+        (statement.position for statement in statements if statement.kind == "exception"),
+        default=-1,
+    )
+    # Each error line with its sort key: the most telling line has the smallest.
+    error_lines: list[tuple[tuple[bool, bool, int], Statement]] = []
+    for line in lines:
+        if line.position <= newest_exception or line.fatal is not None:
+            continue
+        # Of the lines that a logger printed, only that CUDA is unavailable may be the cause.
+        says_no_cuda = _NO_CUDA.search(line.text) and not match_all(line)
+        if line.logged and (only_certain or not says_no_cuda):
+            continue
+        if frequencies[_without_numbers(line.text)] >= _LINES_OF_A_MEASURE:
+            continue
+        certainty = _certainty(line.text, only_certain=only_certain)
+        if certainty is not None:
+            is_warning = _WARNING.search(line.text) is not None
+            kind = best_kind(line)
+            has_kind = kind is not None and kind.rank <= _LAST_SPECIFIC_RANK
+            error_lines.append(((is_warning, not has_kind, certainty), line))
+    if not error_lines:
+        return None
+    newest = error_lines[-1][1].position
+    close = [entry for entry in error_lines if newest - entry[1].position <= _CLOSE_LINES]
+    return min(close, key=lambda entry: entry[0])[1]
+
+
+def _certainty(text: str, *, only_certain: bool) -> int | None:
+    """Return the index of the first of `_WORDS_OF_ERRORS` in a line; None if it is not an error."""
+    if _NO_ERROR.search(text) or is_progress(text):
+        return None
+    words_of_errors = _WORDS_OF_ERRORS[:1] if only_certain else _WORDS_OF_ERRORS
+    for index, words in enumerate(words_of_errors):
+        if words.search(text):
+            return index
+    return None
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "#", text)

@@ -1,0 +1,165 @@
+"""Find what is wrong with a run that ended with status 0.
+
+Status 0 only says that the command came to its end, not that the run learned. The verdict is "ended
+well" only if the loss fell and none of the `RULES` applies.
+
+Causes of failures are chosen in `choosing`; `doubts` decides whether a status of 0 can be trusted
+at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from holdfast.core.text import duration
+from holdfast.explain import observations
+from holdfast.explain.evidence import Evidence
+from holdfast.explain.exhibits import exhibit_of_leak, exhibit_of_memory_trend, growth_text
+from holdfast.explain.signatures import UNJUDGED, all_signatures, endings
+from holdfast.explain.signatures.signature import Signature
+from holdfast.explain.verdict import Exhibit
+
+# The largest share of step time that a run may spend waiting for its loader.
+_MOST_WAITING = 0.5
+# Confidence in measured facts: loss, time and memory.
+_CONFIDENCE_IN_MEASUREMENTS = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortfall:
+    """One thing that is wrong with a run that ended with status 0.
+
+    Attributes:
+        id: The id of its signature.
+        title: A short description with the numbers.
+        sentence: The sentence for the verdict's summary; empty if the summary covers it elsewhere.
+        confidence: The confidence of the verdict, from 0 to 1.
+        exhibits: The evidence.
+    """
+
+    id: str
+    title: str
+    sentence: str = ""
+    confidence: float = _CONFIDENCE_IN_MEASUREMENTS
+    exhibits: tuple[Exhibit, ...] = ()
+
+    @property
+    def signature(self) -> Signature:
+        """Return its signature, with this title and the family "ended well"."""
+        signature = UNJUDGED if self.id == UNJUDGED.id else all_signatures()[self.id]
+        return replace(signature, title=self.title, family="ended well")
+
+
+def find_shortfalls(evidence: Evidence) -> list[Shortfall]:
+    """Return everything that is wrong with a run that ended with status 0.
+
+    The most important shortfall is the first.
+    """
+    candidates = (rule(evidence) for rule in RULES)
+    return [shortfall for shortfall in candidates if shortfall is not None]
+
+
+def loss_diverged(evidence: Evidence) -> Shortfall | None:
+    """The loss ended far above where it began; an exploded loss is a failure instead (H1617)."""
+    if evidence.lost is None or evidence.lost.exploded:
+        return None
+    sentence = evidence.lost.sentence()
+    return Shortfall(
+        id=endings.NOT_LEARNED, title=f"finished, but {sentence}", sentence=f"But {sentence}."
+    )
+
+
+def loss_did_not_fall(evidence: Evidence) -> Shortfall | None:
+    """The loss is not lower at the end, or it rose a thousandfold on the way."""
+    learning = evidence.learning
+    if learning is None or learning.outcome not in ("flat", "spiked"):
+        return None
+    sentence = learning.sentence()
+    return Shortfall(
+        id=endings.NOT_LEARNED,
+        title=f"finished, but {sentence}",
+        sentence=f"But {sentence}.",
+        exhibits=(Exhibit(text=sentence, source="recorded steps"),),
+    )
+
+
+def memory_grew(evidence: Evidence) -> Shortfall | None:
+    """Memory was still growing at a steady pace when the run ended."""
+    leak = observations.newest_leak(evidence)
+    trend = observations.newest_memory_trend(evidence)
+    event = leak or trend
+    if event is None:
+        return None
+    cause = event.data.get("signature")
+    if not isinstance(cause, str) or cause not in all_signatures():
+        cause = endings.MEMORY_GREW
+    if trend is None:
+        exhibit = exhibit_of_leak(event)
+        return Shortfall(id=cause, title="finished, but memory leaked", exhibits=(exhibit,))
+    kind = "memory of the device" if trend.data.get("what") == "device" else "memory"
+    title = f"finished, but its {kind} grew until the end"
+    if isinstance(trend.data["bytes_per_step"], (int, float)):
+        title += f", by {growth_text(trend)}"
+    return Shortfall(id=cause, title=title, exhibits=(exhibit_of_memory_trend(trend),))
+
+
+def waited_for_loader(evidence: Evidence) -> Shortfall | None:
+    """The steps spent most of their time waiting for batches."""
+    wait = evidence.loader_wait
+    if wait is None or wait.share < _MOST_WAITING:
+        return None
+    words = f"its steps spent {wait.share:.0%} of their time waiting for the loader"
+    text = f"{words}: {duration(wait.seconds)} in {wait.steps:,} steps"
+    return Shortfall(
+        id=endings.WAITED_FOR_LOADER,
+        title=f"finished, but {words}",
+        sentence=f"But {words}.",
+        exhibits=(Exhibit(text=text, source="recorded steps"),),
+    )
+
+
+def learning_was_not_judged(evidence: Evidence) -> Shortfall | None:
+    """The loss does not show whether the run learned."""
+    learning = evidence.learning
+    if learning is None or learning.outcome not in ("unclear", "rose"):
+        return None
+    title = UNJUDGED.title
+    reason = learning.sentence()
+    if learning.outcome == "rose":
+        title = f"finished, and {reason}; learning was not judged"
+        reason += (
+            ", which a changing objective can explain, as can a learning rate that is too high"
+        )
+    return Shortfall(
+        id=endings.NOT_JUDGED,
+        title=title,
+        sentence=f"Whether it learned could not be judged: {reason}.",
+        confidence=0.0,
+    )
+
+
+# The most important first: the title of the first shortfall becomes the title of the verdict.
+RULES: tuple[Callable[[Evidence], Shortfall | None], ...] = (
+    loss_diverged,
+    loss_did_not_fall,
+    memory_grew,
+    waited_for_loader,
+    learning_was_not_judged,
+)
+
+
+def sentences(evidence: Evidence) -> Iterator[str]:
+    """Yield the sentences of the summary about the shortfalls, or about the loss if it fell."""
+    for shortfall in find_shortfalls(evidence):
+        if shortfall.sentence:
+            yield shortfall.sentence
+    if evidence.learning is not None and evidence.learning.outcome == "fell":
+        sentence = evidence.learning.sentence()
+        yield f"{sentence[:1].upper()}{sentence[1:]}."
+
+
+def exhibits(evidence: Evidence) -> Iterator[Exhibit]:
+    """Yield the evidence for all shortfalls."""
+    for shortfall in find_shortfalls(evidence):
+        yield from shortfall.exhibits

@@ -1,0 +1,40 @@
+"""Find user files that were imported in place of a standard or library module."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import PurePath
+
+from holdfast.explain.evidence import Frame, Statement, is_user_code
+
+# The two ways in which Python itself names the file.
+_NAMED_FILE = re.compile(
+    r"\bcannot import name .{1,300}\(([^()]{1,300}\.py)\)|\bconsider renaming '([^']+)' since"
+)
+
+
+def find_shadowing_file(raised: Statement) -> str:
+    """Return the file beside the user's script that shadows a module, or an empty text.
+
+    Such a file is imported by a library, which cannot have intended that, or by itself.
+    """
+    frames = _importing_frames(raised)
+    for importer, imported in itertools.pairwise(frames):
+        if importer.function != "<module>" or imported.function != "<module>":
+            continue
+        is_beside_script = PurePath(imported.file).parent == PurePath(frames[0].file).parent
+        if not is_user_code(imported) or not is_beside_script:
+            continue
+        if importer.file == imported.file or not is_user_code(importer):
+            return imported.file
+    return ""
+
+
+def _importing_frames(raised: Statement) -> list[Frame]:
+    """Return the frames with files, plus a last one for the file named in the message."""
+    frames = [frame for frame in raised.frames if not frame.file.startswith("<")]
+    named = _NAMED_FILE.search(raised.text)
+    if named is not None:
+        frames.append(Frame(file=named[1] or named[2], line=0, function="<module>"))
+    return frames

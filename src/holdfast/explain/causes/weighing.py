@@ -1,0 +1,346 @@
+"""Find candidates for the cause of a failure in statements, and order them.
+
+Every statement that matches a signature is a candidate, and so is every exception that matches
+none. A chain of exceptions yields one candidate. Its `Tier` says how certain it is that the
+candidate ended its process.
+
+This module does not look at how processes ended (see `ends`), and it does not choose
+(see `choosing`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+
+from holdfast.explain.causes.candidate import GENERIC_RANK, TYPE_RANK, CandidateCause, Tier
+from holdfast.explain.causes.error_lines import find_error_line
+from holdfast.explain.causes.own_errors import OwnError, find_own_error
+from holdfast.explain.causes.shadowing import find_shadowing_file
+from holdfast.explain.evidence import Evidence, Statement, is_user_code
+from holdfast.explain.signatures import all_signatures, endings
+from holdfast.explain.signatures.matching import SignatureMatch, best_kind, match_all
+from holdfast.explain.signatures.signature import Signature
+
+# Up to this rank (hardware, memory, device asserts), a failure is the root even if it wraps another
+# one.
+_STRONG_RANK = 30
+# Up to this rank, a line comes from the kernel, a driver or a scheduler and reports a hardware or
+# memory failure that no process survives.
+_LOUD_RANK = 20
+# Tracebacks at most this many lines apart belong to one failure: a child's, then its parent's.
+_BURST_LINES = 150
+# Exceptions that only repeat the traceback of another one.
+_REPETITIONS = frozenset(
+    {"_RemoteTraceback", "RemoteTraceback", "ExceptionGroup", "BaseExceptionGroup"}
+)
+
+
+def find_candidates(evidence: Evidence) -> list[CandidateCause]:
+    """Return every candidate, in the order of the statements."""
+    candidates = []
+    for chain in _chains(evidence.statements):
+        candidate = _candidate_of(chain)
+        if candidate is not None:
+            candidates.append(candidate)
+    candidates += _candidates_that_no_signature_knows(evidence, candidates)
+    return _demote_earlier_tracebacks(candidates)
+
+
+def order_candidates(
+    candidates: Iterable[CandidateCause], *, first_rank: int | None
+) -> list[CandidateCause]:
+    """Return candidates of one role with the most likely cause first.
+
+    Candidates are ordered by tier, then specific before generic signatures, then the rank that
+    failed first, then by time (by position if not all times are known).
+
+    Args:
+        candidates: The candidates, in any order.
+        first_rank: The rank that a launcher saw fail first, or None.
+    """
+    remaining = list(candidates)
+    times_are_known = all(
+        candidate.statement.unix_seconds is not None
+        for candidate in remaining
+        if not candidate.is_caught
+    )
+
+    def precedence(candidate: CandidateCause) -> tuple[float, ...]:
+        statement = candidate.statement
+        elsewhere = (
+            first_rank is not None and statement.rank is not None and statement.rank != first_rank
+        )
+        if candidate.is_caught:
+            # Among candidates that did not end the run, the newest is the most informative.
+            return (candidate.tier, candidate.generic, elsewhere, 0.0, -statement.position)
+        time = 0.0
+        if times_are_known and statement.unix_seconds is not None:
+            time = statement.unix_seconds
+        return (candidate.tier, candidate.generic, elsewhere, time, statement.position)
+
+    return sorted(remaining, key=precedence)
+
+
+# --- From statements to candidates ----------------------------------------------------------------
+
+
+def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
+    """Group each exception with those that were raised from it, the root first."""
+    chains: list[tuple[Statement, ...]] = []
+    chain: list[Statement] = []
+    for statement in statements:
+        chain.append(statement)
+        # Only an exception can lead to another one.
+        if not statement.cause or statement.kind == "line":
+            chains.append(tuple(chain))
+            chain = []
+    if chain:
+        chains.append(tuple(chain))
+    return chains
+
+
+def _candidate_of(chain: tuple[Statement, ...]) -> CandidateCause | None:
+    """Return the candidate for a chain of exceptions or a line, or None."""
+    own_error = find_own_error(chain)
+    if own_error is not None:
+        return _candidate_of_own_error(own_error, chain)
+    if chain[0].kind == "line":
+        return _candidate_of_line(chain[0])
+    return (
+        _shadowed_module(chain)
+        or _known_exception(chain)
+        or _exception_that_no_signature_knows(chain)
+    )
+
+
+def _candidate_of_own_error(error: OwnError, chain: tuple[Statement, ...]) -> CandidateCause:
+    statement = error.statement
+    if statement.fatal is False:
+        tier = Tier.CAUGHT
+    elif statement.kind == "exception":
+        tier = _tier_of_exception(chain[-1])
+    elif statement.source == "guard" and statement.fatal:
+        tier = Tier.ENDED_PROCESS
+    else:
+        tier = Tier.OTHER_LINE
+    return CandidateCause(signature=error.signature, statement=statement, tier=tier, chain=chain)
+
+
+def _candidate_of_line(line: Statement) -> CandidateCause | None:
+    matches = match_all(line)
+    if not matches:
+        return None
+    best, *others = [match.signature for match in matches]
+    return CandidateCause(
+        signature=best,
+        statement=line,
+        tier=_tier_of_line(line, best),
+        chain=(line,),
+        also=tuple(others),
+    )
+
+
+def _tier_of_line(line: Statement, signature: Signature) -> Tier:
+    if line.fatal is False or (line.logged and not line.fatal):
+        return Tier.CAUGHT
+    if line.fatal or signature.rank <= _LOUD_RANK:
+        return Tier.NOT_CONTINUED
+    return Tier.OTHER_LINE
+
+
+def _tier_of_exception(last: Statement) -> Tier:
+    """Return the tier of a chain of exceptions, given its last one."""
+    if last.fatal is not None:
+        return Tier.ENDED_PROCESS if last.fatal else Tier.CAUGHT
+    if last.frames and not last.logged:
+        return Tier.NOT_CONTINUED
+    return Tier.LAST_LINE
+
+
+def _shadowed_module(chain: tuple[Statement, ...]) -> CandidateCause | None:
+    """Return the candidate for a user file that was imported in place of a module."""
+    for statement in chain:
+        file = find_shadowing_file(statement)
+        if file:
+            signature = all_signatures()[endings.SHADOWED]
+            title = f"{signature.title}: {PurePath(file).name}"
+            return CandidateCause(
+                signature=replace(signature, title=title),
+                statement=statement,
+                tier=_tier_of_exception(chain[-1]),
+                chain=chain,
+            )
+    return None
+
+
+def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
+    """Return the candidate for the exception in a chain with the best matching signature.
+
+    None if no signature matches, or if the match is a cascade that may follow from an earlier
+    exception in the chain.
+    """
+    matches_of_chain = [match_all(statement) for statement in chain]
+    known = [
+        (index, matches[0].signature) for index, matches in enumerate(matches_of_chain) if matches
+    ]
+    if not known:
+        return None
+
+    def precedence(entry: tuple[int, Signature]) -> tuple[float, ...]:
+        index, signature = entry
+        # Roots come before cascades, specific before generic signatures, then strong failures (even
+        # if they wrap another one), then the exception nearest to the root.
+        return (
+            signature.role != "root",
+            signature.rank >= GENERIC_RANK,
+            signature.rank > _STRONG_RANK,
+            index,
+        )
+
+    index, signature = min(known, key=precedence)
+    first = _first_original(chain)
+    follows_from_another = first is not None and first < index
+    if signature.role != "root" and follows_from_another:
+        return None
+    return CandidateCause(
+        signature=signature,
+        statement=chain[index],
+        tier=_tier_of_exception(chain[-1]),
+        chain=chain,
+        also=_other_signatures(itertools.chain(*matches_of_chain), signature),
+    )
+
+
+def _other_signatures(
+    matches: Iterable[SignatureMatch], chosen: Signature
+) -> tuple[Signature, ...]:
+    """Return the other signatures that match, the best first, each once."""
+    signatures: dict[str, Signature] = {}
+    for match in sorted(matches, key=lambda match: match.order):
+        signatures[match.signature.id] = match.signature
+    del signatures[chosen.id]
+    return tuple(signatures.values())
+
+
+def _exception_that_no_signature_knows(chain: tuple[Statement, ...]) -> CandidateCause | None:
+    first = _first_original(chain)
+    if first is None:
+        return None
+    statement = chain[first]
+    return CandidateCause(
+        signature=_fallback_signature(statement),
+        statement=statement,
+        tier=_tier_of_exception(chain[-1]),
+        chain=chain,
+    )
+
+
+def _first_original(chain: Sequence[Statement]) -> int | None:
+    """Return the index of the first exception that is not merely a repetition, or None."""
+    for index, statement in enumerate(chain):
+        if statement.exception not in _REPETITIONS:
+            return index
+    return None
+
+
+# --- Failures without a signature -----------------------------------------------------------------
+
+
+def _candidates_that_no_signature_knows(
+    evidence: Evidence, candidates: Sequence[CandidateCause]
+) -> list[CandidateCause]:
+    """Return a candidate for an error line, if signatures found nothing informative."""
+    line = None
+    relevant = [candidate for candidate in candidates if not candidate.is_caught]
+    if all(candidate.signature.id == endings.ABORTED for candidate in relevant):
+        # Either nothing was found, or only that a process aborted, which does not say why.
+        line = find_error_line(evidence.statements, only_certain=bool(relevant))
+    elif any(candidate.signature.id == endings.NCCL_FAILED for candidate in candidates):
+        for statement in evidence.statements:
+            if "NCCL WARN" in statement.text and not match_all(statement):
+                line = statement
+                break
+    if line is None:
+        return []
+    signature = _fallback_signature(line)
+    return [
+        CandidateCause(signature=signature, statement=line, tier=Tier.OTHER_LINE, chain=(line,))
+    ]
+
+
+def _fallback_signature(statement: Statement) -> Signature:
+    """Return a signature that quotes an exception or a line as the cause.
+
+    Its class is that of the matching kind of failure. Without one, it is "user code" if the
+    exception was raised there, and "unknown" otherwise. There is no fix, because advice that only a
+    class suggests is as often wrong as right.
+    """
+    is_exception = statement.kind == "exception"
+    signature = all_signatures()[endings.UNCAUGHT if is_exception else endings.ERROR_LINE]
+    signature = replace(signature, fix="")
+    raised_in_own_code = bool(statement.frames) and is_user_code(statement.frames[-1])
+    kind = best_kind(statement)
+    if kind is not None and not (raised_in_own_code and kind.rank >= TYPE_RANK):
+        return replace(
+            signature,
+            family=kind.family,
+            rank=max(kind.rank, GENERIC_RANK),
+            means=kind.means,
+            explains=kind.explains,
+        )
+    return replace(signature, family="user code" if raised_in_own_code else "unknown")
+
+
+# --- Tracebacks before the one that ended a process -----------------------------------------------
+
+
+@dataclass(slots=True)
+class _LaterFailures:
+    """What a process printed after the traceback that is being judged."""
+
+    # The position of the earliest traceback that belongs to the end of the process.
+    position: int | None = None
+    # Whether a root is among them that the process may not have survived.
+    include_root: bool = False
+
+
+def _demote_earlier_tracebacks(candidates: Sequence[CandidateCause]) -> list[CandidateCause]:
+    """Demote tracebacks that come before the one that ended their process.
+
+    If a process did not continue after either of two tracebacks, the later one ended it. The
+    earlier one belongs to the same failure only if it is close and no retry or progress lies
+    between them. A traceback that is followed by progress can be the cause only if no root came
+    later.
+    """
+    later_by_rank: dict[int | None, _LaterFailures] = defaultdict(_LaterFailures)
+    result = []
+    for candidate in reversed(candidates):
+        statement = candidate.statement
+        if statement.kind == "line" or not statement.source:
+            result.append(candidate)
+            continue
+        later = later_by_rank[statement.rank]
+        judged = replace(candidate, tier=_tier_given_later_failures(candidate, later))
+        if judged.tier == Tier.NOT_CONTINUED:
+            later.position = statement.position
+        if not judged.is_caught and judged.signature.role == "root":
+            later.include_root = True
+        result.append(judged)
+    result.reverse()
+    return result
+
+
+def _tier_given_later_failures(candidate: CandidateCause, later: _LaterFailures) -> Tier:
+    last = candidate.chain[-1]
+    if candidate.tier == Tier.NOT_CONTINUED:
+        position = candidate.statement.position
+        is_far = later.position is not None and later.position - position > _BURST_LINES
+        continued = last.resumed and later.include_root
+        return Tier.CAUGHT if is_far or continued else candidate.tier
+    if last.overtaken and not later.include_root:
+        return Tier.OTHER_LINE
+    return candidate.tier

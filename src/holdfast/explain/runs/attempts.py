@@ -1,0 +1,341 @@
+"""The evidence about one attempt of a run that ``holdfast run`` supervised.
+
+It combines what the supervisor recorded, what the observed processes and their Guards recorded, and
+the section of ``output.log`` that the attempt printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from holdfast.core.events.event import Event
+from holdfast.core.files import open_to_read
+from holdfast.explain.evidence import (
+    Ending,
+    Evidence,
+    Learning,
+    LoaderWait,
+    LostTraining,
+    Statement,
+    SupervisorLoss,
+)
+from holdfast.explain.logs.text import LogText, read_log
+from holdfast.explain.runs.divergence import find_lost_training, lost_from_output
+from holdfast.explain.runs.guard_records import already_tried, statements_of_guards
+from holdfast.explain.runs.learning import (
+    learning_from_output,
+    learning_of_run,
+)
+from holdfast.explain.runs.observed import ObservedProcess, ProcessExit, pids_that_died
+from holdfast.explain.runs.output_sections import SectionReader, find_section
+from holdfast.explain.runs.recorded_steps import (
+    LossReading,
+    loader_wait_of_run,
+    losses_of_guard,
+    losses_of_process,
+    newest_step_of_guard,
+)
+from holdfast.explain.runs.recordings import Recordings
+from holdfast.explain.runs.statements import (
+    exceptions_of_process,
+    is_same_exception,
+    merge_statements,
+)
+from holdfast.explain.runs.supervision import (
+    SupervisorRecord,
+    integer_of,
+    read_supervisor_record,
+)
+from holdfast.recorder.progress import Standing
+from holdfast.recorder.run_files import OUTPUT_FILE, process_lives
+
+# Sixteen times what `holdfast run` keeps. A sparse file can claim any size.
+_MOST_OUTPUT_BYTES = 4 << 30
+# Exit codes from here on come from a shell rather than from the script.
+_FIRST_STATUS_OF_SHELL = 126
+
+
+def collect_attempt(recordings: Recordings, requested: int | None) -> Evidence:
+    """Return all that is known about one attempt of a supervised run.
+
+    Args:
+        recordings: The run directory.
+        requested: The number of the attempt, from 0. None: the newest.
+
+    Raises:
+        PolicyError: H105 if there is no such attempt.
+    """
+    return _Collector(recordings, read_supervisor_record(recordings, requested)).evidence()
+
+
+class _Collector:
+    """Collects one attempt: reads everything once, then each method answers one question."""
+
+    def __init__(self, recordings: Recordings, record: SupervisorRecord) -> None:
+        self._recordings = recordings
+        self._record = record
+        self._processes = [
+            ObservedProcess(
+                folder=folder,
+                info=info,
+                events=recordings.events(folder),
+                standing=recordings.standing(folder),
+            )
+            for folder, info in recordings.processes()
+            if info.attempt == record.number
+        ]
+        self._trainers = [process for process in self._processes if process.is_trainer]
+        self._process_events = _by_time(
+            event for process in self._processes for event in process.events
+        )
+        self._guards = recordings.guards(self._process_events)
+        self._guard_events = _by_time(
+            event
+            for folder in self._guards
+            for event in recordings.events(folder)
+            if record.covers(event.unix_seconds)
+        )
+        self._log = self._read_log()
+        recordings.note_overwritten_steps(
+            {process.folder: f"process {process.info.pid}" for process in self._trainers}
+        )
+
+    def evidence(self) -> Evidence:
+        """Return all that is known."""
+        endings = list(self._endings())
+        if self._log is not None:
+            endings += self._log.endings
+        exit_of_trainer = self._exit_of_trainer(endings)
+        events = [*self._record.events, *self._process_events, *self._guard_events]
+        return Evidence(
+            source=str(self._recordings.run),
+            missing=tuple(self._missing()),
+            statements=tuple(self._statements()),
+            endings=tuple(endings),
+            events=tuple(_by_time(events)),
+            tried=(
+                *self._record.reasons_for_restarts(),
+                *already_tried(self._guard_events),
+            ),
+            applied_changes=self._record.applied_changes(),
+            lost=self._lost(),
+            learning=self._learning(),
+            loader_wait=self._loader_wait(),
+            steps=self._steps(),
+            phase=_phase_name(self._standing_of_trainer()),
+            observed=bool(self._processes),
+            made_no_step=self._made_no_step(),
+            stop_signal=self._record.stop_signal,
+            exit_call=exit_of_trainer.call,
+            exit_message=exit_of_trainer.message,
+            last_output_line=self._last_line_of_failure(),
+            output_says_done=self._log is not None and self._log.ended_well,
+            living_pids=tuple(
+                process.info.pid
+                for process in self._processes
+                if process_lives(process.info.pid, process.info.ticks)
+            ),
+            supervisor_loss=self._supervisor_loss(),
+        )
+
+    def _read_log(self) -> LogText | None:
+        """Return the output of this attempt; if it cannot be read, note why and return None."""
+        try:
+            with open_to_read(self._recordings.run / OUTPUT_FILE, _MOST_OUTPUT_BYTES) as stream:
+                section = find_section(stream, self._record.number)
+                return read_log(
+                    SectionReader(stream, section),
+                    name=OUTPUT_FILE,
+                    first_number=section.first_line,
+                )
+        except OSError as error:
+            self._recordings.missing.append(f"{OUTPUT_FILE}: {error.strerror or error}")
+            return None
+
+    def _missing(self) -> list[str]:
+        """Return what would have made the evidence more complete, one clause each."""
+        missing = list(self._recordings.missing)
+        if self._log is None:
+            missing.append("no output from the command")
+        if self._record.end is None:
+            missing.append("no exit status: the supervisor recorded no end of the attempt")
+        if not self._processes:
+            missing.append("none of its processes were observed")
+        return missing
+
+    # --- What was raised and printed --------------------------------------------------------------
+
+    def _statements(self) -> list[Statement]:
+        """Return what was raised and printed, with exceptions seen by two sources merged."""
+        raised = []
+        for process in self._processes:
+            raised += exceptions_of_process(process.events, process.info)
+        if self._record.status == 0:
+            died = pids_that_died(self._processes, raised)
+            raised = [
+                replace(statement, fatal=statement.pid in died and statement.fatal)
+                for statement in raised
+            ]
+        # The processes recorded most errors that end a Guard too.
+        exceptions = [statement for statement in raised if statement.kind == "exception"]
+        raised += [
+            stop
+            for stop in statements_of_guards(self._guard_events)
+            if not any(is_same_exception(stop, exception) for exception in exceptions)
+        ]
+        return merge_statements(raised, self._log.statements if self._log is not None else ())
+
+    # --- How it ended -----------------------------------------------------------------------------
+
+    def _endings(self) -> Iterator[Ending]:
+        """Yield how each process and the command ended, as the supervisor saw it."""
+        processes = {process.info.pid: process for process in self._processes}
+        for event in self._record.events:
+            if event.kind == "process_ended":
+                pid = integer_of(event, "pid")
+                process = processes.get(pid) if pid is not None else None
+                ending = _ending(event, process.standing if process is not None else None)
+                if process is not None:
+                    ending = replace(ending, rank=process.info.rank, role=process.info.role)
+                yield replace(ending, pid=pid)
+            elif event.kind == "attempt_ended":
+                ending = _ending(event, self._standing_of_trainer())
+                yield replace(ending, role="command", sent_by=self._record.sender)
+
+    def _supervisor_loss(self) -> SupervisorLoss | None:
+        """Return what the sentinel recorded when it noticed that the supervisor was gone."""
+        note = self._recordings.supervisor_loss()
+        if note is None or self._record.end is not None:
+            return None
+        killed = note.get("killed")
+        seconds = note.get("unix_seconds")
+        return SupervisorLoss(
+            killed_processes=len(killed) if isinstance(killed, list) else 0,
+            unix_seconds=seconds if isinstance(seconds, (int, float)) else None,
+        )
+
+    def _exit_of_trainer(self, endings: Sequence[Ending]) -> ProcessExit:
+        """Return how the trainer exited, if the command failed with the script's own exit code."""
+        status = self._record.status
+        if not self._trainers or not status or not 0 < status < _FIRST_STATUS_OF_SHELL:
+            return ProcessExit()
+        trainer = self._trainers[0]
+        if all(ending.pid != trainer.info.pid for ending in endings):
+            return ProcessExit()
+        return trainer.exit()
+
+    def _last_line_of_failure(self) -> str:
+        """Return the last line of the output, if the command failed with an exit code."""
+        status = self._record.status
+        if self._log is None or not status or status < 0:
+            return ""
+        return self._log.last_line
+
+    # --- How far it got ---------------------------------------------------------------------------
+
+    def _standing_of_trainer(self) -> Standing | None:
+        return self._trainers[0].standing if self._trainers else None
+
+    def _steps(self) -> int | None:
+        """Return how many steps were completed.
+
+        The Guard's count is preferred: if the optimizer is compiled, only the Guard sees the steps.
+        """
+        marks = [newest_step_of_guard(folder) for folder in self._guards]
+        steps = [
+            mark.global_step
+            for mark in marks
+            if mark is not None and self._record.covers(mark.unix_seconds)
+        ]
+        if steps:
+            return max(steps)
+        standing = self._standing_of_trainer()
+        return standing.step if standing is not None else None
+
+    def _made_no_step(self) -> bool:
+        if not any(process.info.torch for process in self._processes):
+            return False
+        if self._log is not None and self._log.losses:
+            return False
+        return not any(
+            process.standing is not None and process.standing.step for process in self._processes
+        )
+
+    # --- What it learned --------------------------------------------------------------------------
+
+    def _trains_by_reward(self) -> bool:
+        """Return whether a process imported a reinforcement-learning environment package.
+
+        In that case, a rising loss is not necessarily a fault.
+        """
+        return any(event.kind == "environments_imported" for event in self._process_events)
+
+    def _lost(self) -> LostTraining | None:
+        """Return how the training diverged, from the recorded steps or, without any, the output."""
+        lost, is_known = find_lost_training(
+            [(process.folder, process.info) for process in self._trainers],
+            self._guards,
+            (self._record.began, self._record.until),
+        )
+        if lost is not None and not lost.exploded and self._trains_by_reward():
+            return None
+        if is_known or self._log is None:
+            return lost
+        return lost_from_output(self._log, name=OUTPUT_FILE)
+
+    def _learning(self) -> Learning | None:
+        """Return whether it learned, if it ended with status 0.
+
+        The Guards' losses are preferred, because they are means over the whole step.
+        """
+        if self._record.status != 0:
+            return None
+        curves = [losses_of_guard(folder, self._record.until) for folder in self._guards]
+        if not any(curves):
+            curves = self._curves_of_processes()
+        if not any(curves) and self._log is not None:
+            learning = learning_from_output(self._log)
+            if learning is not None:
+                return learning
+        return learning_of_run(curves, by_reward=self._trains_by_reward())
+
+    def _curves_of_processes(self) -> list[list[LossReading]]:
+        """Return the losses of each rank over all attempts up to this one.
+
+        If a rank had several processes in an attempt, the newest one counts.
+        """
+        newest: dict[tuple[int | None, int], Path] = {}
+        for folder, info in self._recordings.processes():
+            if info.role == "trainer" and info.attempt <= self._record.number:
+                newest[info.rank, info.attempt] = folder
+        curves: dict[int | None, list[LossReading]] = {}
+        for (rank, _), folder in sorted(newest.items(), key=lambda entry: entry[0][1]):
+            curves.setdefault(rank, []).extend(losses_of_process(folder))
+        return list(curves.values())
+
+    def _loader_wait(self) -> LoaderWait | None:
+        if self._record.status != 0:
+            return None
+        return loader_wait_of_run(process.folder for process in self._trainers)
+
+
+def _ending(event: Event, standing: Standing | None) -> Ending:
+    return Ending(
+        status=integer_of(event, "status"),
+        unix_seconds=event.unix_seconds,
+        oom_kills=integer_of(event, "oom_kills"),
+        phase=_phase_name(standing),
+        step=standing.step if standing is not None else None,
+    )
+
+
+def _phase_name(standing: Standing | None) -> str | None:
+    if standing is None:
+        return None
+    return standing.phase.name.lower().replace("_", " ")
+
+
+def _by_time(events: Iterable[Event]) -> list[Event]:
+    return sorted(events, key=lambda event: event.unix_seconds)

@@ -1,0 +1,125 @@
+"""An observed process of an attempt: what it recorded, how it exited, and whether it died."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.core.events.event import Event
+from holdfast.explain.evidence import Statement
+from holdfast.explain.runs.statements import event_text
+from holdfast.recorder.progress import ProcessPhase, Standing
+from holdfast.recorder.run_files import ProcessInfo
+
+_MOST_EXIT_MESSAGE = 300  # characters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessExit:
+    """How a process that had loaded torch exited.
+
+    Attributes:
+        call: ``"sys.exit"``, ``"os._exit"``, another word of the observer, or None if unknown.
+        message: The argument of `sys.exit`.
+    """
+
+    call: str | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedProcess:
+    """An observed process of the attempt, and what it recorded."""
+
+    folder: Path
+    info: ProcessInfo
+    events: Sequence[Event]
+    standing: Standing | None
+
+    @property
+    def is_trainer(self) -> bool:
+        """Return whether it trains a model."""
+        return self.info.role == "trainer"
+
+    def exit(self) -> ProcessExit:
+        """Return how it exited.
+
+        A process that loaded torch but recorded no exit bypassed the interpreter's shutdown.
+        """
+        exits = [event for event in self.events if event.kind == "exiting"]
+        if exits:
+            newest = exits[-1].data
+            return ProcessExit(
+                call=event_text(newest.get("how")) or None,
+                message=event_text(newest.get("said"))[:_MOST_EXIT_MESSAGE],
+            )
+        if any(event.kind == "torch_imported" for event in self.events):
+            return ProcessExit(call="os._exit")
+        return ProcessExit()
+
+
+def pids_that_died(
+    processes: Sequence[ObservedProcess], raised: Sequence[Statement]
+) -> set[int | None]:
+    """Return the PIDs of training processes that an exception ended for good.
+
+    A process does not count if another training process finished normally after it. The result
+    reveals failures behind a status of 0, which a shell pipeline or a parent that ignores its child
+    can hide. A script that failed before its first step counts; helpers that the training script
+    started, such as a compiler, do not.
+
+    Args:
+        processes: All observed processes of the attempt.
+        raised: The exceptions that they recorded.
+    """
+    ended_by_exception = _pids_ended_by_exception(processes, raised)
+    training = _training_processes(processes)
+    survivors = [process for process in training if process.info.pid not in ended_by_exception]
+    return {
+        process.info.pid
+        for process in training
+        if process.info.pid in ended_by_exception and not _was_replaced(process, survivors)
+    }
+
+
+def _pids_ended_by_exception(
+    processes: Sequence[ObservedProcess], raised: Sequence[Statement]
+) -> set[int | None]:
+    """Return the PIDs of processes with a fatal exception that was not an ordinary exit."""
+    called_sys_exit = {
+        process.info.pid for process in processes if process.exit().call == "sys.exit"
+    }
+    return {
+        statement.pid
+        for statement in raised
+        if statement.fatal
+        and statement.exception != "KeyboardInterrupt"
+        and statement.pid not in called_sys_exit
+    }
+
+
+def _training_processes(processes: Sequence[ObservedProcess]) -> list[ObservedProcess]:
+    """Return the trainers, and the other torch processes whose parent has not loaded torch."""
+    with_torch = [
+        process
+        for process in processes
+        if process.info.torch and process.info.role != "loader worker"
+    ]
+    parents = {process.info.pid for process in with_torch if process.info.role != "launcher"}
+    return [
+        process for process in with_torch if process.is_trainer or process.info.ppid not in parents
+    ]
+
+
+def _was_replaced(failed: ObservedProcess, survivors: Sequence[ObservedProcess]) -> bool:
+    """Return whether a survivor finished after a failed process; only a trainer replaces one."""
+    failed_since = failed.standing.since_seconds if failed.standing is not None else 0.0
+    for survivor in survivors:
+        standing = survivor.standing
+        if standing is None or standing.phase is not ProcessPhase.ENDING:
+            continue
+        may_replace = survivor.is_trainer or not failed.is_trainer
+        if may_replace and standing.since_seconds > failed_since:
+            return True
+    return False

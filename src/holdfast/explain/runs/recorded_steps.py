@@ -1,0 +1,131 @@
+"""The steps that processes and Guards recorded: their losses, and how long they waited for data.
+
+Steps that cannot be read are left out without a word; `Recordings.events` reports the damage when
+it reads the events beside them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.core.errors import HoldfastError
+from holdfast.explain.evidence import LoaderWait
+from holdfast.recorder.progress import StepSample, read_samples
+from holdfast.recorder.reader import StepRecord, read_steps
+from holdfast.recorder.run_files import SAMPLES_FILE
+
+# The least number of records in a row of ``recorder.history``.
+_RECORDS_OF_A_ROW = 64
+# Waiting for the loader is judged only after this many steps and this much waiting in total: a run
+# of a few seconds spends half of its time starting workers.
+_LEAST_STEPS = 10
+_LEAST_WAIT_SECONDS = 2.0
+
+
+class LossReading(NamedTuple):
+    """The loss of one step."""
+
+    step: int
+    loss: float
+    # The number of the optimizer that stepped, or 0 if it was not recorded.
+    optimizer: int = 0
+
+
+def samples_of_process(folder: Path) -> list[StepSample]:
+    """Return the steps that a process recorded, oldest first."""
+    try:
+        return read_samples(folder / SAMPLES_FILE) if (folder / SAMPLES_FILE).exists() else []
+    except (HoldfastError, OSError, ValueError):
+        return []
+
+
+def steps_of_guard(
+    folder: Path, *, began: float = 0.0, until: float = math.inf
+) -> list[StepRecord]:
+    """Return the steps that a Guard committed between two Unix times, oldest first."""
+    try:
+        return [step for step in read_steps(folder) if began <= step.unix_seconds < until]
+    except (HoldfastError, OSError, ValueError):
+        return []
+
+
+def newest_step_of_guard(folder: Path) -> StepRecord | None:
+    """Return the newest step that a Guard committed, or None."""
+    return max(steps_of_guard(folder), key=lambda step: step.unix_seconds, default=None)
+
+
+def losses_of_guard(folder: Path, until: float) -> list[LossReading]:
+    """Return the losses of the steps that a Guard committed before a Unix time, oldest first."""
+    return [
+        LossReading(step.global_step, step.loss, step.optimizer)
+        for step in steps_of_guard(folder, until=until)
+        if step.loss is not None
+    ]
+
+
+def losses_of_process(folder: Path) -> list[LossReading]:
+    """Return the losses that a process recorded, oldest first.
+
+    The ring of samples holds the newest steps; older ones are kept only as means over many steps.
+    If there are any, the newest steps are averaged in the same way, so that both are equally noisy.
+    """
+    readings = [
+        LossReading(sample.step, sample.loss, sample.optimizer)
+        for sample in samples_of_process(folder)
+        if sample.loss is not None
+    ]
+    history = folder / f"{SAMPLES_FILE}.history"
+    if not history.exists():
+        return readings
+    # Imported here, because it imports numpy, which takes a tenth of a second.
+    from holdfast.recorder.history import NAMES, read_history
+
+    loss_column = NAMES.index("loss")
+    first_step = readings[0].step if readings else math.inf
+    older = [
+        LossReading(
+            step=int(row["step"]),
+            loss=float(row["mean"][loss_column]),
+            optimizer=int(row["optimizer"]),
+        )
+        for row in read_history(folder / SAMPLES_FILE).rows
+        if row["finite"][loss_column] and row["step"] < first_step
+    ]
+    return [*older, *_means(readings)]
+
+
+def _means(readings: Sequence[LossReading]) -> list[LossReading]:
+    """Average readings over stretches as long as a row of the history."""
+    means: list[LossReading] = []
+    for optimizer in dict.fromkeys(reading.optimizer for reading in readings):
+        own = [reading for reading in readings if reading.optimizer == optimizer]
+        for start in range(0, len(own), _RECORDS_OF_A_ROW):
+            stretch = own[start : start + _RECORDS_OF_A_ROW]
+            mean = statistics.fmean(reading.loss for reading in stretch)
+            means.append(stretch[0]._replace(loss=mean))
+    return sorted(means, key=lambda reading: reading.step)
+
+
+def loader_wait_of_run(folders: Iterable[Path]) -> LoaderWait | None:
+    """Return how long steps waited for their loader; None if negligible.
+
+    The first step of each process is ignored, because the loader starts during it.
+
+    Args:
+        folders: The folders of the processes that trained.
+    """
+    timed = [
+        sample
+        for folder in folders
+        for sample in samples_of_process(folder)[1:]
+        if sample.seconds > 0 and sample.wait_seconds >= 0
+    ]
+    waited = math.fsum(min(sample.wait_seconds, sample.seconds) for sample in timed)
+    if len(timed) < _LEAST_STEPS or waited < _LEAST_WAIT_SECONDS:
+        return None
+    seconds = math.fsum(sample.seconds for sample in timed)
+    return LoaderWait(share=waited / seconds, seconds=waited, steps=len(timed))

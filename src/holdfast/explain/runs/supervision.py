@@ -1,0 +1,173 @@
+"""What the supervisor recorded about one attempt: why it was started, when it ran, how it ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.core.errors import PolicyError
+from holdfast.core.events.event import Event
+from holdfast.explain.runs.recordings import Recordings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorRecord:
+    """The supervisor's record of one attempt.
+
+    Attributes:
+        number: The number of the attempt, from 0.
+        events: The events from the start of the attempt to the start of the next one.
+        restarts: The restarts that led to the attempt, including any without a recorded number.
+        began: The Unix time at which the attempt began; 0 if unknown.
+        until: The Unix time at which a later attempt began; infinite if none did.
+    """
+
+    number: int
+    events: tuple[Event, ...]
+    restarts: tuple[Event, ...]
+    began: float
+    until: float
+
+    @property
+    def end(self) -> Event | None:
+        """Return the event of the attempt's end, or None if none was recorded."""
+        for event in self.events:
+            if event.kind == "attempt_ended":
+                return event
+        return None
+
+    @property
+    def status(self) -> int | None:
+        """Return the exit status of the command, or None if unknown."""
+        return integer_of(self.end, "status")
+
+    @property
+    def stop_signal(self) -> int | None:
+        """Return the signal with which the user asked the supervisor to stop, or None."""
+        return integer_of(self.end, "asked_by")
+
+    @property
+    def sender(self) -> str | None:
+        """Return who sent the signal that ended the command, as far as the supervisor knows."""
+        end = self.end
+        if end is None:
+            return None
+        if end.data.get("asked_by") is not None:
+            return "user"
+        if end.data.get("signal_sent_by_us") is not None:
+            return "supervisor"
+        return None
+
+    def covers(self, unix_seconds: float) -> bool:
+        """Return whether the attempt ran at a time."""
+        return self.began <= unix_seconds < self.until
+
+    def reasons_for_restarts(self) -> list[str]:
+        """Return why earlier attempts were restarted, one clause each."""
+        clauses = []
+        for restart in self.restarts:
+            why = restart.data.get("why") or restart.data.get("cause") or "no reason recorded"
+            clause = f"restarted: {why}"
+            changes = _changes_of(restart)
+            if changes:
+                settings = ", ".join(f"{name}={value}" for name, value in changes.items())
+                clause += f"; changed {settings}"
+            clauses.append(clause)
+        return clauses
+
+    def applied_changes(self) -> dict[str, Any]:
+        """Return the environment variables that restarts set for the attempt."""
+        applied: dict[str, Any] = {}
+        for restart in self.restarts:
+            if integer_of(restart, "attempt") is not None:
+                applied.update(_changes_of(restart))
+        return applied
+
+
+def read_supervisor_record(recordings: Recordings, requested: int | None) -> SupervisorRecord:
+    """Return the supervisor's record of an attempt.
+
+    Args:
+        recordings: The run directory.
+        requested: The number of the attempt, from 0. None: the newest.
+
+    Raises:
+        PolicyError: H105 if there is no such attempt.
+    """
+    events = recordings.supervisor_events()
+    number = _choose_number(recordings, events, requested)
+    own_events = _events_of_attempt(events, number)
+    starts = [event for event in own_events if event.kind == "attempt_started"]
+    starts_of_later = [
+        event.unix_seconds
+        for event in events
+        if event.kind == "attempt_started" and (integer_of(event, "attempt") or 0) > number
+    ]
+    return SupervisorRecord(
+        number=number,
+        events=tuple(own_events),
+        restarts=tuple(_restarts_up_to(events, number)),
+        began=starts[0].unix_seconds if starts else 0.0,
+        until=min(starts_of_later, default=math.inf),
+    )
+
+
+def integer_of(event: Event | None, key: str) -> int | None:
+    """Return an integer from an event; None if there is no event or no integer."""
+    value = None if event is None else event.data.get(key)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return None
+
+
+def _choose_number(recordings: Recordings, events: Sequence[Event], requested: int | None) -> int:
+    numbers = []
+    for event in events:
+        # An announced restart is not an attempt yet, unless the supervisor was killed while waiting
+        # to start it.
+        is_announcement = event.kind == "restart" and recordings.supervisor_loss() is None
+        number = integer_of(event, "attempt")
+        if number is not None and not is_announcement:
+            numbers.append(number)
+    if requested is None:
+        return max(numbers, default=0)
+    if requested not in (numbers or [0]):
+        oldest = min(numbers, default=0)
+        newest = max(numbers, default=0)
+        raise PolicyError(
+            f"attempt {requested} of {recordings.run}",
+            limit=f"attempts {oldest} to {newest} are recorded",
+            fix="pass one of these, or leave --attempt out for the newest.",
+            rule="H105",
+        )
+    return requested
+
+
+def _events_of_attempt(events: Sequence[Event], number: int) -> list[Event]:
+    """Return the events from the start of an attempt to the start of the next."""
+    current = -1
+    if not any(event.kind == "attempt_started" for event in events):
+        # The recording is damaged: assume that all events belong to this attempt.
+        current = number
+    own_events = []
+    for event in events:
+        if event.kind == "attempt_started":
+            started = integer_of(event, "attempt")
+            current = current + 1 if started is None else started
+        if current == number:
+            own_events.append(event)
+    return own_events
+
+
+def _restarts_up_to(events: Sequence[Event], number: int) -> Iterator[Event]:
+    for event in events:
+        attempt = integer_of(event, "attempt")
+        if event.kind == "restart" and (attempt is None or attempt <= number):
+            yield event
+
+
+def _changes_of(restart: Event) -> dict[str, Any]:
+    changes = restart.data.get("changes")
+    return changes if isinstance(changes, dict) else {}

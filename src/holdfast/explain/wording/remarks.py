@@ -1,0 +1,117 @@
+"""Sentences that a verdict's summary adds about events other than the cause.
+
+`observations` finds out what the events show; `causes.choosing` chooses the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.core.events.event import Event
+from holdfast.explain import observations
+from holdfast.explain.evidence import Evidence
+from holdfast.explain.exhibits import finding_text, first_line
+
+
+def exit_clause(evidence: Evidence) -> str:
+    """Return how a process with its own exit code exited, as a clause; empty if unknown."""
+    if evidence.exit_call == "os._exit":
+        return "Its interpreter did not shut down normally, as after `os._exit`"
+    if evidence.exit_call != "sys.exit":
+        return ""
+    if evidence.exit_message:
+        return f"It called `sys.exit` with the message: {evidence.exit_message}"
+    if evidence.last_output_line:
+        return f"It called `sys.exit`, and its last line is: {evidence.last_output_line}"
+    return "It called `sys.exit`"
+
+
+def on_good_end(evidence: Evidence) -> Iterator[str]:
+    """Yield the sentences about a run that ended with status 0."""
+    if observations.was_not_observed(evidence):
+        yield (
+            "None of its processes could be observed (as with `python -I`), so nothing shows how"
+            " the run went."
+        )
+    yield from _remark_on_memory(evidence)
+    faults = observations.training_faults(evidence)
+    if faults:
+        words = f"{finding_text(faults[0], 'what')} [{faults[0].data['rule']}]"
+        yield f"But a Guard found a problem with the training: {words}."
+    traceback = observations.final_traceback(evidence)
+    if traceback is not None:
+        yield (
+            "But its output ends with a traceback, and nothing shows that the run continued after"
+            f" it: {first_line(traceback)}"
+        )
+    elif any(statement.kind == "exception" for statement in evidence.statements):
+        yield "The errors that it printed were caught: the run continued after them."
+
+
+def _remark_on_memory(evidence: Evidence) -> Iterator[str]:
+    leak = observations.newest_leak(evidence)
+    if leak is not None:
+        words = f"But memory leaked: {leak.data.get('what', 'objects')} are kept alive"
+        place = observations.leak_place(leak)
+        if place:
+            words += f" at {place}"
+        yield f"{words}."
+        return
+    trend = observations.newest_memory_trend(evidence)
+    if trend is not None:
+        yield f"But {trend.data.get('what', 'host')} memory grew from step to step."
+
+
+def fix_of_training(evidence: Evidence) -> str:
+    """Return the fix for the first training fault that a Guard found, or an empty text."""
+    faults = observations.training_faults(evidence)
+    if not faults:
+        return ""
+    reference = f"`holdfast explain {faults[0].data['rule']}` explains the rule."
+    fix = faults[0].data.get("fix")
+    if not isinstance(fix, str) or not fix.strip():
+        return reference
+    words = " ".join(fix.split()).rstrip(".")
+    return f"{words[:1].upper()}{words[1:]}. {reference}"
+
+
+def on_interference(evidence: Evidence) -> Iterator[str]:
+    """Yield sentences about outside interference with a run, however it ended."""
+    # The events of processes that were stopped and have not continued yet, by PID.
+    stopped: dict[object, Event] = {}
+    for event in evidence.events:
+        pid = event.data.get("pid")
+        if event.kind == "process_stopped":
+            stopped[pid] = event
+        elif event.kind == "process_continued" and pid in stopped:
+            del stopped[pid]
+            yield (
+                f"Process {pid} was stopped by a signal at step {event.data.get('step')} and"
+                f" continued after {event.data.get('seconds')} s."
+            )
+    for pid, event in stopped.items():
+        yield (
+            f"Process {pid} was stopped by a signal at step {event.data.get('step')} and never"
+            " continued."
+        )
+    for event in evidence.events:
+        if event.kind == "output_lost":
+            yield (
+                f"Part of its output could not be written to output.log: {event.data.get('error')}."
+            )
+            break
+
+
+def on_interruption(evidence: Evidence) -> Iterator[str]:
+    """Yield sentences about a run that was ended by a signal on request."""
+    hang = observations.ignored_hang(evidence)
+    if hang is not None:
+        place = f" at {hang.data['frame']}" if hang.data.get("frame") else ""
+        kind = hang.data.get("hang_kind") or "of an unknown kind"
+        yield (
+            f"Before that, it hung{place} ({kind}): when it was last examined, it had made no"
+            f" progress for {hang.data.get('seconds', '?')} s."
+        )
+    unsaved = observations.unsaved_steps(evidence)
+    if unsaved is not None:
+        yield f"But {unsaved.sentence()}."

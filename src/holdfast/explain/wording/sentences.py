@@ -1,0 +1,165 @@
+"""The title and the summary of a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.core.text import counted
+from holdfast.explain import observations
+from holdfast.explain.causes import good_ends
+from holdfast.explain.causes.candidate import FALLBACKS, CandidateCause
+from holdfast.explain.evidence import Statement, is_user_code, library_file
+from holdfast.explain.exhibits import first_line
+from holdfast.explain.rules import all_rules
+from holdfast.explain.signatures import endings
+from holdfast.explain.wording import remarks
+from holdfast.explain.wording.judgement import Judgement
+
+# Maximum characters quoted in a title, or in a summary if the signature explains the message.
+_SHORT_QUOTE = 160
+# Maximum characters quoted in a summary if the message is all that is known, or if it is a holdfast
+# error, which explains itself.
+_LONG_QUOTE = 500
+
+
+def title(judgement: Judgement) -> str:
+    """Return what happened in a few words: those of the signature, if none are more specific."""
+    signature = judgement.signature
+    evidence = judgement.evidence
+    ended = "ended with status 0" if judgement.end.well else "finished"
+    if signature.id == endings.TRAINING_LOST and evidence.lost is not None:
+        return f"{ended}, but {evidence.lost.sentence()}"
+    unsaved = observations.unsaved_steps(evidence)
+    if signature.id == endings.NOT_SAVED and unsaved is not None:
+        reason = f" ({unsaved.reason})" if unsaved.reason else ""
+        return _cut(f"{signature.title}: {unsaved.state()}{reason}", _SHORT_QUOTE)
+    if signature.id == endings.ENDED_WELL and observations.training_faults(evidence):
+        return _title_of_training_fault(judgement)
+    if judgement.is_good_end and judgement.doubt is not None:
+        return f"{ended}, {judgement.doubt.words}"
+    if signature.id == endings.STATUS_ONLY and evidence.exit_call == "sys.exit":
+        return f"called sys.exit with status {judgement.end.status}"
+    if signature.id in FALLBACKS and judgement.candidate is not None:
+        return _cut(first_line(judgement.candidate.statement), _SHORT_QUOTE)
+    return signature.title
+
+
+def _title_of_training_fault(judgement: Judgement) -> str:
+    fault = observations.training_faults(judgement.evidence)[0]
+    words = "ended well, but its training has a problem"
+    rule = all_rules().get(fault.data["rule"])
+    return f"{words}: {rule.title}" if rule is not None else words
+
+
+def summary(judgement: Judgement) -> str:
+    """Return one paragraph: what happened, how far it got, what it means, what else was seen."""
+    sentences = [
+        *_what_happened(judgement),
+        *_progress(judgement),
+        *_meaning(judgement),
+        *_what_else_was_seen(judgement),
+    ]
+    return " ".join(filter(None, sentences))
+
+
+def _what_happened(judgement: Judgement) -> Iterator[str]:
+    if judgement.candidate is not None:
+        yield _sentence(_failure(judgement.candidate, judgement.place))
+    elif judgement.end.why:
+        yield _sentence(judgement.end.why)
+    if judgement.end.status == 0 and not judgement.end.well:
+        yield "The command still ended with status 0, which hid the failure."
+
+
+def _failure(candidate: CandidateCause, place: str) -> str:
+    """Return where it failed and with which message, as a clause."""
+    statement = candidate.statement
+    words = first_line(statement)
+    if _is_guard_record(statement):
+        who = "A Guard stopped it" if statement.fatal else "The last record of its Guard is"
+        return f"{who}: {_cut(words, _LONG_QUOTE)}"
+    who = "It" if statement.rank is None else f"Rank {statement.rank}"
+    if candidate.signature.id in FALLBACKS:
+        clause = f"{who} failed with {_cut(words, _LONG_QUOTE)}"
+        if place:
+            clause += f", at {place}"
+        if statement.frames and not is_user_code(statement.frames[-1]):
+            clause += f" (raised in {library_file(statement.frames[-1])})"
+        return clause
+    quote = _cut(words, _SHORT_QUOTE)
+    if _is_holdfast_error(candidate):
+        quote = _cut(statement.text.strip().partition("\n")[0], _LONG_QUOTE)
+    where = f" at {place}" if place else ""
+    return f"{who} failed{where}: {quote}"
+
+
+def _progress(judgement: Judgement) -> Iterator[str]:
+    steps = judgement.steps
+    if not steps or judgement.end.well:
+        return
+    words = f"It had completed {counted(steps, 'step')}"
+    phase = judgement.evidence.phase
+    if phase and phase != "ending":
+        words += f" and was in phase {phase}"
+    yield f"{words}."
+
+
+def _meaning(judgement: Judgement) -> Iterator[str]:
+    """Yield what the cause means, or how the process exited."""
+    signature = judgement.signature
+    evidence = judgement.evidence
+    if signature.id in (endings.TERMINATED, endings.INTERRUPTED):
+        yield from remarks.on_interruption(evidence)
+    if judgement.candidate is not None and _is_holdfast_error(judgement.candidate):
+        # The error explains itself; the rule would only repeat it.
+        return
+    if signature.id == endings.STATUS_ONLY and remarks.exit_clause(evidence):
+        yield _sentence(remarks.exit_clause(evidence))
+        return
+    if judgement.is_good_end and signature.id != endings.ENDED_WELL:
+        # `good_ends` says the same with numbers.
+        return
+    if signature.id == endings.ENDED_WELL and observations.was_not_observed(evidence):
+        return
+    yield signature.means
+
+
+def _what_else_was_seen(judgement: Judgement) -> Iterator[str]:
+    evidence = judgement.evidence
+    if judgement.is_good_end:
+        yield from remarks.on_good_end(evidence)
+        yield from good_ends.sentences(evidence)
+    unsaved = observations.unsaved_steps(evidence)
+    if judgement.signature.id == endings.NOT_SAVED and unsaved is not None:
+        yield _sentence(unsaved.sentence())
+    yield from remarks.on_interference(evidence)
+    if judgement.leak is not None and observations.leak_place(judgement.leak):
+        yield f"Memory was kept alive at {observations.leak_place(judgement.leak)}."
+
+
+def _is_holdfast_error(candidate: CandidateCause) -> bool:
+    """Return whether a candidate quotes a holdfast error, which explains itself."""
+    if candidate.signature.id not in all_rules():
+        return False
+    statement = candidate.statement
+    names_its_rule = f"[{candidate.signature.id}]" in statement.text
+    return _is_guard_record(statement) or (statement.kind == "exception" and names_its_rule)
+
+
+def _is_guard_record(statement: Statement) -> bool:
+    return statement.kind == "line" and statement.source == "guard"
+
+
+def _sentence(text: str) -> str:
+    """Return a text as one sentence: with a capital letter and one full stop."""
+    text = text.rstrip()
+    if not text.endswith((".", "!", "?")):
+        text += "."
+    return text[:1].upper() + text[1:]
+
+
+def _cut(text: str, limit: int) -> str:
+    """Return a text, cut to at most `limit` characters."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit - 3]}..."

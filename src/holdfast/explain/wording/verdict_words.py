@@ -1,0 +1,145 @@
+"""Write the verdict: title and summary from ``sentences``, the fix, and the evidence.
+
+The cause has already been chosen (see `causes.choosing`); nothing here changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.explain import observations
+from holdfast.explain.causes import good_ends
+from holdfast.explain.causes.candidate import FALLBACKS, CandidateCause
+from holdfast.explain.exhibits import exhibits_of_training, quote
+from holdfast.explain.signatures import endings
+from holdfast.explain.signatures.signature import Signature
+from holdfast.explain.verdict import Exhibit, Verdict
+from holdfast.explain.wording.judgement import Judgement
+from holdfast.explain.wording.remarks import fix_of_training
+from holdfast.explain.wording.sentences import summary, title
+
+_MOST_EXHIBITS = 10
+_MOST_OF_A_CHAIN = 3
+_MOST_CONFIRMATIONS = 3
+_MOST_CASCADES = 3
+
+# A disk that is full would be the wrong place to look at.
+_FIX_OF_NONFINITE_STATE = (
+    "Find out where the NaN or Inf comes from: `holdfast events RUN --kind nonfinite_origin`, and"
+    " the loss before it. Then resume from the newest checkpoint, with a lower learning rate or"
+    " without the samples to blame."
+)
+
+
+def in_words(judgement: Judgement) -> Verdict:
+    """Return the verdict in words."""
+    signature = judgement.signature
+    rank = judgement.end.first_rank
+    if judgement.candidate is not None:
+        rank = judgement.candidate.statement.rank
+    # Changes that were already applied to this attempt did not help.
+    applied = judgement.evidence.applied_changes
+    changes = signature.changes.items()
+    return Verdict(
+        cause=signature.id,
+        family=signature.family,
+        title=title(judgement),
+        summary=summary(judgement),
+        fix=_fix(judgement),
+        confidence=judgement.confidence,
+        class_confidence=judgement.class_confidence,
+        evidence=tuple(_exhibits(judgement)),
+        runner_up=judgement.runner_up,
+        tried=judgement.evidence.tried,
+        missing=tuple(_missing(judgement)),
+        restart=signature.restart,
+        changes=tuple((name, value) for name, value in changes if applied.get(name) != value),
+        where=judgement.place,
+        rank=rank,
+        step=judgement.steps,
+    )
+
+
+def _fix(judgement: Judgement) -> str:
+    """Return what to do: where memory leaks, a Guard's advice, or the fix of the signature."""
+    signature = judgement.signature
+    evidence = judgement.evidence
+    if signature.id in (endings.NOT_LEARNED, endings.WAITED_FOR_LOADER):
+        return signature.fix
+    unsaved = observations.unsaved_steps(evidence)
+    if signature.id == endings.NOT_SAVED and unsaved is not None and unsaved.was_refused:
+        return fix_of_training(evidence) or _FIX_OF_NONFINITE_STATE
+    leak = judgement.leak
+    rest = signature.fix
+    if judgement.is_good_end:
+        leak = observations.newest_leak(evidence)
+        rest = "A longer run would run out of memory."
+    place = observations.leak_place(leak) if leak is not None else ""
+    if place:
+        words = f"Look first at {place}, where memory is kept alive from step to step."
+        return f"{words} {rest}".strip()
+    if judgement.is_good_end:
+        return fix_of_training(evidence) or signature.fix
+    return signature.fix
+
+
+# --- Evidence -------------------------------------------------------------------------------------
+
+
+def _exhibits(judgement: Judgement) -> list[Exhibit]:
+    """Return the evidence, the strongest first, each piece once."""
+    evidence = judgement.evidence
+    exhibits: list[Exhibit] = []
+    if judgement.doubt is not None and judgement.doubt.candidate is not None:
+        exhibits.append(quote(judgement.doubt.candidate.statement, "fact"))
+    if judgement.is_good_end:
+        exhibits += good_ends.exhibits(evidence)
+    if judgement.candidate is not None:
+        exhibits += _exhibits_of_cause(judgement.candidate)
+    exhibits += judgement.end.exhibits
+    learning = evidence.learning
+    if judgement.is_good_end and learning is not None and learning.outcome == "fell":
+        exhibits.append(Exhibit(text=learning.sentence(), source="recorded steps"))
+    exhibits += exhibits_of_training(evidence)
+    exhibits += _exhibits_of_other_candidates(judgement)
+    return list(dict.fromkeys(exhibits))[:_MOST_EXHIBITS]
+
+
+def _exhibits_of_cause(candidate: CandidateCause) -> Iterator[Exhibit]:
+    """Yield the statement that shows the cause, then the rest of its chain of exceptions."""
+    yield quote(candidate.statement, candidate.signature.role)
+    others = [statement for statement in candidate.chain if statement is not candidate.statement]
+    for statement in others[:_MOST_OF_A_CHAIN]:
+        yield quote(statement, "fact")
+
+
+def _exhibits_of_other_candidates(judgement: Judgement) -> Iterator[Exhibit]:
+    """Yield what confirms the cause, then what followed from it."""
+    others = [
+        candidate for candidate in judgement.case.candidates if candidate is not judgement.candidate
+    ]
+    confirming = [other for other in others if _confirms(other, judgement.signature)]
+    for candidate in confirming[:_MOST_CONFIRMATIONS]:
+        yield quote(candidate.statement, "confirmation")
+    if judgement.end.well:
+        return
+    cascades = [other for other in others if other.signature.role == "cascade"]
+    for candidate in cascades[:_MOST_CASCADES]:
+        yield quote(candidate.statement, "cascade")
+
+
+def _confirms(candidate: CandidateCause, cause: Signature) -> bool:
+    """Return whether a candidate supports a cause: a root of the same family does."""
+    if candidate.signature.id in FALLBACKS or candidate.is_caught:
+        return False
+    return candidate.signature.role == "root" and candidate.signature.family == cause.family
+
+
+def _missing(judgement: Judgement) -> Iterator[str]:
+    """Yield what would have made the verdict more certain."""
+    yield from judgement.evidence.missing
+    if judgement.signature.role == "cascade":
+        yield "the original failure, which is neither in the log nor in the recordings"
+    is_unknown = judgement.signature.id == endings.UNKNOWN and judgement.candidate is None
+    if is_unknown and not judgement.evidence.statements:
+        yield "no line that reports an error"

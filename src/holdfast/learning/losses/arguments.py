@@ -1,0 +1,221 @@
+"""Check the arguments of loss functions: a table of checks, each of which may raise a flag.
+
+A check sees a single call; the rules decide how often a flag must be raised to matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from holdfast.learning.losses.loss_functions import (
+    BINARY_LOSSES,
+    REGRESSION_LOSSES,
+    SCORE_LOSSES,
+    TARGET_LOSSES,
+)
+from holdfast.learning.losses.sources import SourceOperation, source_of
+
+# How many rows of the scores are examined: enough for a yes or no, and cheap next to the loss
+# itself.
+MAX_ROWS = 256
+# How many values must lie between 0 and 1 before that is no coincidence.
+MIN_VALUES = 16
+# How far a sum of probabilities may be from 1 through rounding alone.
+SUM_TOLERANCE = 1e-4
+# The same for the logarithm of such a sum.
+LOG_SUM_TOLERANCE = 1e-2
+# Log-probabilities are never above 0, except through rounding.
+LOG_TOLERANCE = 1e-4
+# With more than this share of the scores at the limits of a clamp, too much gradient is lost.
+MAX_AT_BOUNDS = 0.2
+# With more than this share of the targets outside its range, an activation cannot fit them.
+MAX_BEYOND = 0.25
+# The range of each activation, by the name of its operation.
+RANGES = {
+    "Tanh": (-1.0, 1.0),
+    "Sigmoid": (0.0, 1.0),
+    "Softmax": (0.0, 1.0),
+    "Relu": (0.0, math.inf),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossArguments:
+    """What is known about the scores and targets of one call of a loss function.
+
+    Args:
+        source: The operation that computed the scores.
+        classes: Number of classes.
+        elements: Number of scores examined.
+        lowest: The lowest score.
+        highest: The highest score.
+        sum_error: Largest distance of any row's sum from 1.
+        log_sum_error: Largest magnitude of any row's logsumexp.
+        share_at_bounds: Share of scores that equal the lowest or the highest one.
+        target_lowest: The lowest target, 0 if targets are labels.
+        target_highest: The highest target, 0 if targets are labels.
+    """
+
+    source: SourceOperation
+    classes: int
+    elements: int
+    lowest: float
+    highest: float
+    sum_error: float
+    log_sum_error: float
+    share_at_bounds: float
+    target_lowest: float
+    target_highest: float
+
+
+def raised_flags(function: str, scores: Tensor, target: Tensor) -> list[str]:
+    """Return the flags that a call of a loss function raises; one host sync."""
+    if function in REGRESSION_LOSSES:
+        return flags_beyond_range(scores, target)
+    arguments = measure_arguments(scores, target)
+    return [
+        check.flag
+        for check in CHECKS
+        if function in check.functions and check.is_raised_by(arguments)
+    ]
+
+
+def measure_arguments(scores: Tensor, target: Tensor) -> LossArguments:
+    """Measure the scores and targets of a call; one host sync."""
+    rows = rows_of(scores).float()
+    lowest, highest = rows.aminmax()
+    target_lowest = rows.new_zeros(())
+    target_highest = rows.new_zeros(())
+    if target.is_floating_point():
+        target_lowest, target_highest = target.detach().float().aminmax()
+    statistics = {
+        "lowest": lowest,
+        "highest": highest,
+        "sum_error": (rows.sum(-1) - 1).abs().max(),
+        "log_sum_error": rows.logsumexp(-1).abs().max(),
+        "share_at_bounds": ((rows <= lowest) | (rows >= highest)).float().mean(),
+        "target_lowest": target_lowest,
+        "target_highest": target_highest,
+    }
+    values = torch.stack(list(statistics.values())).tolist()
+    return LossArguments(
+        source=source_of(scores),
+        classes=rows.shape[-1],
+        elements=rows.numel(),
+        **dict(zip(statistics, values, strict=True)),
+    )
+
+
+def rows_of(scores: Tensor) -> Tensor:
+    """Return the first rows of scores, shape ``(rows, classes)``; classes are on axis 1."""
+    scores = scores.detach()
+    if scores.dim() < 2:
+        return scores.reshape(1, -1)
+    positions = math.prod(scores.shape[2:])
+    samples = max(1, MAX_ROWS // max(1, positions))
+    by_class = scores[:samples].movedim(1, -1)
+    return by_class.reshape(-1, scores.shape[1])[:MAX_ROWS]
+
+
+def flags_beyond_range(predicted: Tensor, target: Tensor) -> list[str]:
+    """Return flags such as "beyond_tanh": targets outside the range of the last activation."""
+    operation = source_of(predicted).name
+    if operation not in RANGES:
+        return []
+    lowest, highest = RANGES[operation]
+    target = target.detach()
+    beyond = ((target < lowest) | (target > highest)).float().mean()
+    return [f"beyond_{operation.lower()}"] if bool(beyond > MAX_BEYOND) else []
+
+
+def pairs_all_with_all(predicted: torch.Size, target: torch.Size) -> bool:
+    """Return whether broadcasting yields more elements than either argument has."""
+    if predicted == target:
+        return False
+    pairs = math.prod(torch.broadcast_shapes(predicted, target))  # type: ignore[no-untyped-call]
+    return pairs > max(math.prod(predicted), math.prod(target))
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def is_given_probabilities(arguments: LossArguments) -> bool:
+    """The scores are probabilities from a softmax, or look exactly like them."""
+    if arguments.source.name == "Softmax":
+        return True
+    if arguments.classes < 2 or arguments.elements < MIN_VALUES:
+        return False
+    within_unit_range = arguments.lowest >= 0 and arguments.highest <= 1
+    return within_unit_range and arguments.sum_error < SUM_TOLERANCE
+
+
+def comes_from_sigmoid(arguments: LossArguments) -> bool:
+    """The scores are the output of a sigmoid."""
+    return arguments.source.name == "Sigmoid"
+
+
+def comes_from_tanh(arguments: LossArguments) -> bool:
+    """The scores are the output of a tanh."""
+    return arguments.source.name == "Tanh"
+
+
+def comes_from_relu(arguments: LossArguments) -> bool:
+    """The scores are the output of a ReLU."""
+    return arguments.source.name == "Relu"
+
+
+def is_normalized_over_batch(arguments: LossArguments) -> bool:
+    """The softmax before the loss ran over the samples instead of the classes."""
+    return arguments.source.is_softmax_over_batch
+
+
+def is_above_zero(arguments: LossArguments) -> bool:
+    """At least one log-probability is above 0."""
+    return arguments.highest > LOG_TOLERANCE
+
+
+def is_not_normalized(arguments: LossArguments) -> bool:
+    """The log-probabilities of a row describe probabilities that do not sum to 1."""
+    if arguments.classes < 2 or arguments.highest > LOG_TOLERANCE:
+        return False
+    return arguments.log_sum_error > LOG_SUM_TOLERANCE
+
+
+def is_clamped_into_range(arguments: LossArguments) -> bool:
+    """Unbounded scores were clamped to [0, 1], and many were cut off."""
+    source = arguments.source
+    if not source.clamped or source.name in ("Sigmoid", "Softmax", ""):
+        return False
+    return arguments.share_at_bounds > MAX_AT_BOUNDS
+
+
+def has_targets_outside_unit_range(arguments: LossArguments) -> bool:
+    """At least one target of a binary loss lies outside [0, 1]."""
+    return arguments.target_lowest < 0 or arguments.target_highest > 1
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentCheck:
+    """A check of the arguments of certain loss functions."""
+
+    flag: str
+    functions: tuple[str, ...]
+    is_raised_by: Callable[[LossArguments], bool]
+
+
+CHECKS = (
+    ArgumentCheck("softmax_input", SCORE_LOSSES, is_given_probabilities),
+    ArgumentCheck("sigmoid_source", SCORE_LOSSES, comes_from_sigmoid),
+    ArgumentCheck("tanh_source", SCORE_LOSSES, comes_from_tanh),
+    ArgumentCheck("relu_source", SCORE_LOSSES, comes_from_relu),
+    ArgumentCheck("batch_axis", TARGET_LOSSES, is_normalized_over_batch),
+    ArgumentCheck("positive", ("nll_loss", "kl_div"), is_above_zero),
+    ArgumentCheck("not_normalised", ("nll_loss",), is_not_normalized),
+    ArgumentCheck("clamped_scores", ("binary_cross_entropy",), is_clamped_into_range),
+    ArgumentCheck("target_out_of_range", BINARY_LOSSES, has_targets_outside_unit_range),
+)

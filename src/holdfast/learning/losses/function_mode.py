@@ -1,0 +1,271 @@
+"""`FunctionMode`: observes calls of loss functions, layers, clipping and ``backward``.
+
+It changes nothing: it draws no random numbers, and every function returns what it would return
+without the mode. What it learns about losses is stored in `losses`; the rules judge it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from holdfast.learning.losses.arguments import (
+    LOG_TOLERANCE,
+    flags_beyond_range,
+    pairs_all_with_all,
+    raised_flags,
+)
+from holdfast.learning.losses.loss_functions import (
+    CLASS_LOSSES,
+    REGRESSION_LOSSES,
+    SIGNED_TARGET_LOSSES,
+    TARGET_LOSSES,
+)
+from holdfast.learning.losses.sites import LossSite, LossSites
+from holdfast.learning.losses.sources import source_of
+from holdfast.numerics.eager import is_symbolic
+
+LAYERS = frozenset(
+    {
+        "linear",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "embedding",
+        "matmul",
+    }
+)
+SOFTMAXES = ("softmax", "log_softmax")
+DIFFERENCES = frozenset({"sub", "rsub", "__sub__", "__rsub__", "subtract"})
+CLIPPING_FUNCTIONS = frozenset({"clip_grad_norm_", "clip_grad_value_"})
+# A mode sees the read of ``parameter.grad`` as a call of this getter. torch's clipping functions
+# make such a read.
+_GRADIENT: Any = torch.Tensor.grad
+GRADIENT_GETTER = _GRADIENT.__get__
+
+# The first set is observed in every sampled step, the second only in examined ones.
+OBSERVED_FUNCTIONS = frozenset({*TARGET_LOSSES, "backward"})
+EXAMINED_FUNCTIONS = OBSERVED_FUNCTIONS.union(
+    LAYERS,
+    SIGNED_TARGET_LOSSES,
+    SOFTMAXES,
+    DIFFERENCES,
+    ("log", "ctc_loss", GRADIENT_GETTER.__name__),
+)
+
+
+class FunctionMode(TorchFunctionMode):
+    """Observes function calls while it is entered.
+
+    Args:
+        sites: Collects what is observed about losses.
+        on_backward: Called with each loss before its backward pass.
+        on_weight: Called with each parameter that a layer computes with while a graph is built.
+    """
+
+    def __init__(
+        self,
+        sites: LossSites,
+        on_backward: Callable[[Tensor], None],
+        on_weight: Callable[[nn.Parameter], None],
+    ) -> None:
+        super().__init__()
+        self._sites = sites
+        self._on_backward = on_backward
+        self._on_weight = on_weight
+        # False in steps that record only the values and targets of losses.
+        self.examine = True
+        self.in_backward = False
+        self._clips_and_backwards: list[Literal["clip", "backward"]] = []
+
+    def begin_step(self, *, examine: bool) -> None:
+        """Start a step that is either examined or only sampled."""
+        self.examine = examine
+        self._clips_and_backwards.clear()
+
+    def clipped_too_early(self) -> bool | None:
+        """Return whether this step clipped only before backward; None if it did not clip."""
+        calls = self._clips_and_backwards
+        if "clip" not in calls:
+            return None
+        return calls[0] == "clip" and calls[-1] == "backward"
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function, and examine its arguments and result if it is one we observe."""
+        del types
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if not self._observes(name):
+            return func(*args, **kwargs)
+        if name == "backward" and args and isinstance(args[0], Tensor):
+            return self._run_backward(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if func == GRADIENT_GETTER:
+            self._note_clipping(reader=sys._getframe(1))
+        elif torch.is_grad_enabled() and isinstance(result, Tensor) and result.requires_grad:
+            self._observe_call(name, args, kwargs, result)
+        return result
+
+    def _observes(self, name: str) -> bool:
+        names = EXAMINED_FUNCTIONS if self.examine else OBSERVED_FUNCTIONS
+        return name in names and not is_symbolic()
+
+    def _note_clipping(self, reader: FrameType) -> None:
+        """Record a clipping call if one of torch's clipping functions reads a gradient."""
+        callers = {reader.f_code.co_name}
+        # Before Python 3.12 a list comprehension has a frame of its own.
+        if reader.f_code.co_name == "<listcomp>" and reader.f_back is not None:
+            callers.add(reader.f_back.f_code.co_name)
+        if not CLIPPING_FUNCTIONS.isdisjoint(callers):
+            self._clips_and_backwards.append("clip")
+
+    def _run_backward(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call ``backward``, and note when it runs."""
+        self._on_backward(args[0])
+        self._clips_and_backwards.append("backward")
+        self.in_backward = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.in_backward = False
+
+    def _observe_call(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
+    ) -> None:
+        """Record what one call shows, by the kind of function that was called."""
+        if name in TARGET_LOSSES:
+            self._observe_loss(name, args, kwargs, result)
+        elif name in LAYERS:
+            for argument in args:
+                if isinstance(argument, nn.Parameter):
+                    self._on_weight(argument)
+        elif name in SIGNED_TARGET_LOSSES:
+            self._observe_signed_target(name, args, kwargs)
+        elif name in SOFTMAXES:
+            self._observe_softmax(name, args, kwargs)
+        elif name == "log":
+            self._observe_log(args, kwargs)
+        elif name == "ctc_loss":
+            self._observe_ctc(args, kwargs)
+        elif name in DIFFERENCES:
+            self._observe_difference(args)
+
+    def _observe_loss(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
+    ) -> None:
+        """Record flags, targets, value and sign of one call of a loss function."""
+        scores = _argument(args, kwargs, 0, "input")
+        target = _argument(args, kwargs, 1, "target")
+        if not _are_filled_tensors(scores, target):
+            return
+        site = self._sites.enter(name, examine=self.examine)
+        with torch.no_grad():
+            if self.examine:
+                self._examine_arguments(site, name, scores, target)
+            site.note_targets(target, ignore_index=kwargs.get("ignore_index", -100))
+            value = _mean_loss(name, scores, target, result, kwargs.get("reduction", "mean"))
+            site.note_value(value, comparable=_is_unweighted(args, kwargs))
+        if self.examine and name != "kl_div" and result.dim() == 0:
+            # In backward, this hook receives the derivative of the minimised objective with respect
+            # to this loss.
+            note_sign = partial(_note_sign, site)
+            result.register_hook(note_sign)  # type: ignore[no-untyped-call]
+
+    def _examine_arguments(self, site: LossSite, name: str, scores: Tensor, target: Tensor) -> None:
+        if scores.requires_grad and scores.is_floating_point():
+            site.note_flags(raised_flags(name, scores, target))
+        if name in REGRESSION_LOSSES and pairs_all_with_all(scores.shape, target.shape):
+            site.note_broadcast(scores, target)
+
+    def _observe_signed_target(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        target = _argument(args, kwargs, SIGNED_TARGET_LOSSES[name], "target")
+        site = self._sites.enter(name)
+        if isinstance(target, Tensor) and bool((target.detach().abs() != 1).any()):
+            site.note_flags(["target_out_of_range"])
+
+    def _observe_softmax(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        scores = _argument(args, kwargs, 0, "input")
+        if not isinstance(scores, Tensor):
+            return
+        operation = source_of(scores).name
+        if operation == "Softmax":
+            self._sites.enter(name).note_flags(["softmax_input"])
+        # A softmax inside a model, as in attention, may legitimately follow a ReLU.
+        if operation == "Relu" and name == "log_softmax":
+            self._sites.enter(name).note_flags(["relu_source"])
+
+    def _observe_log(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        probabilities = _argument(args, kwargs, 0, "input")
+        if not isinstance(probabilities, Tensor):
+            return
+        if source_of(probabilities, behind_sums=True).is_softmax_over_batch:
+            self._sites.enter("log").note_flags(["batch_axis"])
+
+    def _observe_ctc(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        site = self._sites.enter("ctc_loss")
+        log_probabilities = _argument(args, kwargs, 0, "log_probs")
+        if float(log_probabilities.detach().max()) > LOG_TOLERANCE:
+            site.note_flags(["positive"])
+
+    def _observe_difference(self, args: Sequence[Any]) -> None:
+        """Examine a hand-written loss, based on the difference between a prediction and data."""
+        if len(args) < 2 or not (isinstance(args[0], Tensor) and isinstance(args[1], Tensor)):
+            return
+        first, second = args[:2]
+        if first.requires_grad and second.requires_grad:
+            return
+        predicted = first if first.requires_grad else second
+        data = second if first.requires_grad else first
+        if predicted.shape == data.shape:
+            flags = flags_beyond_range(predicted, data)
+            if flags:
+                self._sites.enter("difference").note_flags(flags)
+        elif _is_column_against_row(predicted, data):
+            self._sites.enter("difference").note_broadcast(args[0], args[1])
+
+
+def _note_sign(site: LossSite, gradient: Tensor) -> None:
+    site.note_sign(float(gradient))
+
+
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name)
+
+
+def _are_filled_tensors(*values: Any) -> bool:
+    return all(isinstance(value, Tensor) and value.numel() > 0 for value in values)
+
+
+def _mean_loss(name: str, scores: Tensor, target: Tensor, result: Tensor, reduction: str) -> float:
+    """Return the loss per element; one host sync."""
+    losses = result.detach()
+    value = float(losses) if losses.dim() == 0 else float(losses.float().mean())
+    if reduction != "sum":
+        return value
+    elements = target.numel() if name in CLASS_LOSSES else scores.numel()
+    return value / elements
+
+
+def _is_unweighted(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a loss is unweighted and unsmoothed, hence comparable with a constant's."""
+    weight = _argument(args, kwargs, 2, "weight")
+    return weight is None and kwargs.get("pos_weight") is None and not kwargs.get("label_smoothing")
+
+
+def _is_column_against_row(predicted: Tensor, data: Tensor) -> bool:
+    """Return whether ``(N, 1)`` and ``(N,)`` are broadcast to ``(N, N)``, in either order."""
+    row, column = sorted((tuple(predicted.shape), tuple(data.shape)), key=len)
+    return len(row) == 1 and row[0] > 1 and column == (*row, 1)

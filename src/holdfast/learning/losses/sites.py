@@ -1,0 +1,140 @@
+"""Record what is observed at each place in the script where a loss is computed."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from holdfast.learning.losses.loss_functions import BINARY_LOSSES
+from holdfast.learning.losses.targets import (
+    ConstantClassShares,
+    ConstantMean,
+    LabelMix,
+    best_constant_for,
+    binary_labels_in,
+    labels_in,
+)
+from holdfast.learning.measures import append_newest
+from holdfast.learning.observations import ObservedLoss
+
+# How many calls of one function in a pass get a site of their own. Later calls share the last site,
+# so that a loss over a varying number of parts does not create ever more sites.
+MAX_SITES = 8
+
+
+class LossSite:
+    """The observations of one loss site: the same call of the same loss function in every step."""
+
+    def __init__(self, function: str) -> None:
+        self.observed = ObservedLoss(function=function)
+        self._constant = best_constant_for(function)
+        # False once a call was weighted or smoothed: a constant prediction's loss is then not
+        # comparable.
+        self._comparable = True
+        # Loss of the best constant prediction on the newest call's targets.
+        self._constant_now: float | None = None
+        self._labels = LabelMix()
+
+    def note_flags(self, flags: Iterable[str]) -> None:
+        """Count the flags that a call raised."""
+        for flag in flags:
+            self.observed.flags[flag] = self.observed.flags.get(flag, 0) + 1
+
+    def note_broadcast(self, left: Tensor, right: Tensor) -> None:
+        """Count a call in which broadcasting compared every prediction with every target."""
+        self.note_flags(["broadcast"])
+        self.observed.shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
+
+    def note_sign(self, gradient: float) -> None:
+        """Record the derivative of the minimised objective with respect to this loss."""
+        if math.isfinite(gradient) and gradient != 0:
+            append_newest(self.observed.signs, 1 if gradient > 0 else -1)
+
+    def note_value(self, value: float, *, comparable: bool) -> None:
+        """Add the mean loss of a call.
+
+        Args:
+            value: The mean loss.
+            comparable: Whether the loss of a constant prediction is on the same scale.
+        """
+        self._comparable = self._comparable and comparable
+        if not math.isfinite(value):
+            return
+        if self.observed.first is None:
+            self.observed.first = value
+        append_newest(self.observed.values, value)
+        if self._constant_now is not None:
+            append_newest(self.observed.gains, self._constant_now - value)
+
+    def note_targets(self, target: Tensor, *, ignore_index: int) -> None:
+        """Add the targets of a call."""
+        constant = self._constant
+        if constant is None or target.is_complex():
+            self._comparable = False
+        elif isinstance(constant, ConstantClassShares):
+            self._note_class_labels(constant, target, ignore_index)
+        else:
+            self._constant_now = constant.add(target)
+            if self.observed.function in BINARY_LOSSES:
+                self._note_binary_labels(target)
+
+    def _note_class_labels(
+        self, constant: ConstantClassShares, target: Tensor, ignore_index: int
+    ) -> None:
+        # The best constant for targets that are probabilities of classes is not known.
+        if target.is_floating_point():
+            self._comparable = False
+            return
+        labels = labels_in(target, ignore_index)
+        self._constant_now = constant.add(labels)
+        if target.dim() == 1:
+            self._labels.add(labels)
+
+    def _note_binary_labels(self, target: Tensor) -> None:
+        has_one_per_sample = target.dim() < 2 or target.shape[-1] == 1
+        labels = binary_labels_in(target) if has_one_per_sample else None
+        if labels is not None:
+            self._labels.add(labels)
+
+    def observations(self) -> ObservedLoss:
+        """Return what was observed, with all statistics up to date."""
+        self.observed.baseline = None
+        if self._constant is not None and self._comparable:
+            self.observed.baseline = self._constant.loss()
+        self.observed.labelled_calls = self._labels.batches
+        self.observed.distinct_labels = self._labels.mean_different()
+        self.observed.expected_labels = self._labels.expected_different()
+        if isinstance(self._constant, ConstantMean) and self.observed.function == "mse_loss":
+            self.observed.target_scale = self._constant.mean_square()
+        return self.observed
+
+
+class LossSites:
+    """All loss sites of one run.
+
+    A site is identified by its function and its position among that function's calls in a pass.
+    """
+
+    def __init__(self) -> None:
+        self._sites: dict[str, LossSite] = {}
+        self._calls_in_pass: Counter[str] = Counter()
+
+    def begin_pass(self) -> None:
+        """Start a new pass: number its calls from 0."""
+        self._calls_in_pass.clear()
+
+    def enter(self, function: str, *, examine: bool = True) -> LossSite:
+        """Return the loss site of this call, and count the call."""
+        self._calls_in_pass[function] += 1
+        position = min(self._calls_in_pass[function], MAX_SITES)
+        site = self._sites.setdefault(f"{function}#{position}", LossSite(function))
+        site.observed.calls += 1
+        site.observed.examined += examine
+        return site
+
+    def observations(self) -> dict[str, ObservedLoss]:
+        """Return the observations of each site."""
+        return {name: site.observations() for name, site in self._sites.items()}

@@ -1,0 +1,217 @@
+"""Learn from a loss's targets: the loss of the best constant prediction, and shuffling.
+
+A model that does no better than the best constant has learnt nothing from its inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from holdfast.learning.losses.loss_functions import BINARY_LOSSES, CLASS_LOSSES
+from holdfast.learning.measures import append_newest, median
+
+# How many labels of a batch are counted.
+MAX_LABELS = 65_536
+# Targets with more columns than this share one mean; otherwise each column has its own.
+MAX_COLUMNS = 4096
+# Keeps the logarithm of a mean target finite.
+EPSILON = 1e-12
+# How many batches are needed to trust the mean deviation from the batch's median.
+MIN_DEVIATIONS = 10
+
+
+class ConstantClassShares:
+    """For class labels: predict the share of each class. Its loss is the entropy of the labels."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def add(self, labels: list[int]) -> float | None:
+        """Count the labels of a batch; return their loss under the shares counted so far."""
+        counts = Counter(labels)
+        if not counts:
+            return None
+        self._counts.update(counts)
+        total = self._counts.total()
+        log_likelihood = sum(
+            count * math.log(self._counts[label] / total) for label, count in counts.items()
+        )
+        return -log_likelihood / counts.total()
+
+    def loss(self) -> float | None:
+        """Return the entropy of all labels."""
+        total = self._counts.total()
+        if total == 0:
+            return None
+        shares = [count / total for count in self._counts.values()]
+        return -sum(share * math.log(share) for share in shares)
+
+
+class ConstantMean:
+    """For squared errors and binary targets: predict the mean of each column.
+
+    Both losses follow from the mean and the mean square of the targets alone.
+
+    Args:
+        loss_of: `squared_error` or `binary_cross_entropy`.
+    """
+
+    def __init__(self, loss_of: MeanLoss) -> None:
+        self._loss_of = loss_of
+        self._sum: Tensor | None = None
+        self._sum_of_squares: Tensor | None = None
+        self._rows = 0
+        # False once a batch had another number of columns.
+        self._has_one_width = True
+
+    def add(self, target: Tensor) -> float | None:
+        """Add targets; return their loss under the mean so far, or None if the width changed."""
+        columns = columns_of(target)
+        if self._sum is None or self._sum_of_squares is None:
+            self._sum = torch.zeros(columns.shape[1], dtype=columns.dtype)
+            self._sum_of_squares = torch.zeros_like(self._sum)
+        if columns.shape[1] != len(self._sum):
+            self._has_one_width = False
+            return None
+        self._sum += columns.sum(0)
+        self._sum_of_squares += columns.square().sum(0)
+        self._rows += columns.shape[0]
+        prediction = self._sum / self._rows
+        return float(self._loss_of(prediction, columns.mean(0), columns.square().mean(0)).mean())
+
+    def loss(self) -> float | None:
+        """Return the loss on all targets."""
+        if self._sum is None or self._sum_of_squares is None or not self._is_known:
+            return None
+        mean = self._sum / self._rows
+        mean_square = self._sum_of_squares / self._rows
+        return float(self._loss_of(mean, mean, mean_square).mean())
+
+    def mean_square(self) -> float | None:
+        """Return the mean square of all targets: the squared error of predicting 0."""
+        if self._sum_of_squares is None or not self._is_known:
+            return None
+        return float((self._sum_of_squares / self._rows).mean())
+
+    @property
+    def _is_known(self) -> bool:
+        return self._has_one_width and self._rows >= 2
+
+
+# Returns the loss of predicting a constant for each column, given that constant and the columns'
+# means and mean squares.
+MeanLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def squared_error(prediction: Tensor, mean: Tensor, mean_square: Tensor) -> Tensor:
+    """Return the mean of ``(target - prediction)**2``, by column."""
+    return mean_square - 2 * prediction * mean + prediction.square()
+
+
+def binary_cross_entropy(prediction: Tensor, mean: Tensor, mean_square: Tensor) -> Tensor:
+    """Return the mean binary cross entropy, which is linear in the targets, by column."""
+    del mean_square
+    probability = prediction.clamp(EPSILON, 1 - EPSILON)
+    return -(mean * probability.log() + (1 - mean) * (1 - probability).log())
+
+
+class ConstantMedian:
+    """For absolute errors: predict the median of each batch, by column."""
+
+    def __init__(self) -> None:
+        self._deviations: list[float] = []
+
+    def add(self, target: Tensor) -> None:
+        """Add the mean deviation of a batch from its own median, which no constant could beat."""
+        columns = columns_of(target)
+        self._deviations.append(float((columns - columns.median(0).values).abs().mean()))
+
+    def loss(self) -> float | None:
+        """Return the mean deviation over all batches."""
+        if len(self._deviations) < MIN_DEVIATIONS:
+            return None
+        return sum(self._deviations) / len(self._deviations)
+
+
+BestConstant: TypeAlias = ConstantClassShares | ConstantMean | ConstantMedian
+
+
+def best_constant_for(function: str) -> BestConstant | None:
+    """Return the best-constant estimator for a loss function, or None if none is known."""
+    if function in CLASS_LOSSES:
+        return ConstantClassShares()
+    if function in BINARY_LOSSES:
+        return ConstantMean(binary_cross_entropy)
+    if function == "mse_loss":
+        return ConstantMean(squared_error)
+    if function == "l1_loss":
+        return ConstantMedian()
+    return None
+
+
+class LabelMix:
+    """How many distinct labels batches hold, and how many shuffled data would give."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[float] = Counter()
+        self._sizes: list[int] = []
+        self._different: list[int] = []
+
+    def add(self, labels: list[float] | list[int]) -> None:
+        """Add the labels of a batch."""
+        self._counts.update(labels)
+        append_newest(self._sizes, len(labels))
+        append_newest(self._different, len(set(labels)))
+
+    @property
+    def batches(self) -> int:
+        """How many batches are remembered."""
+        return len(self._sizes)
+
+    def mean_different(self) -> float | None:
+        """Return the mean number of distinct labels in a batch."""
+        if not self._different:
+            return None
+        return sum(self._different) / len(self._different)
+
+    def expected_different(self) -> float | None:
+        """Return the expected number of distinct labels in a shuffled batch of the usual size."""
+        total = self._counts.total()
+        if total == 0:
+            return None
+        size = median(self._sizes)
+        shares = [count / total for count in self._counts.values()]
+        return float(sum(1 - (1 - share) ** size for share in shares))
+
+
+def labels_in(target: Tensor, ignore_index: int) -> list[int]:
+    """Return the class labels of a batch, without those that the loss ignores; one host sync."""
+    labels: list[int] = target.detach().reshape(-1)[:MAX_LABELS].tolist()
+    return [label for label in labels if label != ignore_index]
+
+
+def binary_labels_in(target: Tensor) -> list[float] | None:
+    """Return targets as labels, or None if any is neither 0 nor 1; one host sync."""
+    labels: list[float] = target.detach().reshape(-1)[:MAX_LABELS].tolist()
+    if all(label in (0, 1) for label in labels):
+        return labels
+    return None
+
+
+def columns_of(target: Tensor) -> Tensor:
+    """Return targets as float64 on the CPU, shape ``(rows, columns)``.
+
+    Targets with more than `MAX_COLUMNS` columns become a single column.
+    """
+    values = target.detach().double().cpu()
+    rows = values.shape[0] if values.dim() else 1
+    columns = values.reshape(rows, -1)
+    if columns.shape[1] > MAX_COLUMNS:
+        return columns.reshape(-1, 1)
+    return columns

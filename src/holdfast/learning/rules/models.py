@@ -1,0 +1,167 @@
+"""Contract rules about models: which parameters learn, how they start, and the training mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.learning.finding import Finding
+from holdfast.learning.observations import Observations, ObservedModel, ObservedOptimizer
+from holdfast.learning.rules.registry import LearningRule, rule
+
+# After this many steps, a missing gradient is no coincidence.
+SETTLED_STEPS = 3
+# After this many consecutive sampled steps without any gradient, H813 reports.
+NO_GRADIENT_STEPS = 10
+# After this many steps, and sampled steps that changed weights, equal units stay equal.
+SYMMETRIC_AFTER_STEPS = 20
+SYMMETRIC_AFTER_MOVES = 5
+# Training in evaluation mode is a fault from this many observed steps, and from this share of them.
+EVAL_STEPS = 5
+EVAL_SHARE = 0.1
+# How many evaluations are needed to judge their mode.
+MIN_VALIDATIONS = 2
+
+
+@rule("H808", tier="contract", severity="note", kind="cause", confidence=0.8)
+def parameters_in_no_optimizer(run: Observations, rule: LearningRule) -> Iterator[Finding]:
+    """Trainable parameters are in no optimizer."""
+    if run.steps < SETTLED_STEPS:
+        return
+    if run.strays:
+        yield rule.finding(
+            f"the forward pass uses {run.strays} trainable parameter(s) that belong to no module of"
+            " the model and to no optimizer",
+            "put layers into nn.ModuleList or nn.ModuleDict instead of a list or a dict.",
+            severity="advice",
+        )
+    for name, model in run.models.items():
+        if not model.outside_count:
+            continue
+        share = model.outside_weights / max(1, model.weights)
+        yield rule.finding(
+            f"{model.outside_count} trainable parameter(s), {share:.0%} of the weights, are in no"
+            f" optimizer: {', '.join(model.outside)}",
+            "pass them to the optimizer, or call requires_grad_(False) on them if they should stay"
+            " frozen.",
+            name,
+            severity="advice" if _is_forgotten(model) else "note",
+        )
+
+
+def _is_forgotten(model: ObservedModel) -> bool:
+    """Return whether parameters outside every optimizer get gradients that nobody uses.
+
+    If all parameters are outside, or any of them has changed, an optimizer that we do not observe
+    may be training them.
+    """
+    if model.outside_weights >= model.weights or model.outside_changed:
+        return False
+    return model.outside_with_gradient > 0
+
+
+@rule("H809", tier="contract", severity="error", kind="cause", confidence=0.95)
+def optimizer_of_other_parameters(run: Observations, rule: LearningRule) -> Iterator[Finding]:
+    """The optimizer holds parameters that the model does not have."""
+    for name, optimizer in run.optimizers.items():
+        # Parameters that left the model are proof; foreign ones may belong to an unobserved model.
+        if not (optimizer.replaced or _foreign_get_no_gradient(run, optimizer)):
+            continue
+        is_certain = optimizer.replaced or optimizer.foreign == optimizer.tensors
+        yield rule.finding(
+            f"the optimizer holds {optimizer.foreign} of {optimizer.tensors} tensors that the model"
+            " does not have (or no longer has) and that get no gradient",
+            "create the optimizer once the model has its final form: after .to(), deepcopy and any"
+            " replacement of layers.",
+            name,
+            severity="error" if is_certain else "advice",
+        )
+
+
+def _foreign_get_no_gradient(run: Observations, optimizer: ObservedOptimizer) -> bool:
+    """Return whether the optimizer holds foreign parameters, none of which gets a gradient."""
+    if optimizer.observed < SETTLED_STEPS or run.backwards < SETTLED_STEPS:
+        return False
+    return optimizer.foreign > 0 and optimizer.foreign_with_gradient == 0
+
+
+@rule("H810", tier="contract", severity="error", kind="cause", confidence=0.95)
+def only_frozen_parameters(run: Observations, rule: LearningRule) -> Iterator[Finding]:
+    """Every parameter in the optimizer is frozen."""
+    for name, optimizer in run.optimizers.items():
+        if optimizer.tensors == 0 or optimizer.frozen < optimizer.tensors:
+            continue
+        if _has_never_learnt(optimizer, run):
+            yield rule.finding(
+                f"all {optimizer.tensors} tensors of the optimizer have requires_grad=False",
+                "call requires_grad_(True) on what should learn before creating the optimizer.",
+                name,
+            )
+
+
+def _has_never_learnt(optimizer: ObservedOptimizer, run: Observations) -> bool:
+    # Freezing one network for a phase is healthy, so report only if it never had a gradient.
+    if optimizer.with_gradient_steps:
+        return False
+    return optimizer.observed >= SETTLED_STEPS or run.ended
+
+
+@rule("H814", tier="contract", severity="note", kind="cause", confidence=0.4)
+def parameters_without_gradient(run: Observations, rule: LearningRule) -> Iterator[Finding]:
+    """Some parameters of the optimizer never get a gradient."""
+    if any(
+        optimizer.no_gradient_steps >= NO_GRADIENT_STEPS for optimizer in run.optimizers.values()
+    ):
+        return  # H813 reports that nothing gets a gradient
+    for name, model in run.models.items():
+        if not model.never_gradient_count:
+            continue
+        share = model.never_gradient_weights / max(1, model.weights)
+        # An unused expert or head leaves the first layer intact; a cut in the graph does not.
+        cut = model.never_gradient_first or share > 0.5
+        yield rule.finding(
+            f"{model.never_gradient_count} parameter(s), {share:.0%} of the weights, got no"
+            f" gradient in any observed step: {', '.join(model.never_gradient)}",
+            "look for .detach(), .item(), argmax, no_grad or a new tensor between them and the"
+            " loss; or pass frozen= if they should not learn.",
+            name,
+            severity="advice" if cut else "note",
+            confidence=0.8 if cut else None,
+        )
+
+
+@rule("H822", tier="contract", severity="error", kind="cause", confidence=0.95)
+def identical_units(run: Observations, rule: LearningRule) -> Iterator[Finding]:
+    """All units of a layer are equal and stay equal."""
+    moved = any(optimizer.moved >= SYMMETRIC_AFTER_MOVES for optimizer in run.optimizers.values())
+    if not moved or run.steps < SYMMETRIC_AFTER_STEPS:
+        return
+    for name, model in run.models.items():
+        if model.symmetric:
+            yield rule.finding(
+                f"after {run.steps} steps all units of {', '.join(model.symmetric)} are still"
+                " identical",
+                "start from random weights: with zeros or one constant every unit gets the same"
+                " gradient forever.",
+                name,
+            )
+
+
+@rule("H834", tier="contract", severity="advice", kind="cause", confidence=0.8)
+def wrong_mode(run: Observations, rule: LearningRule) -> Iterator[Finding]:
+    """A model trains in evaluation mode, or is evaluated in training mode."""
+    for name, model in run.models.items():
+        modules = ", ".join(model.mode_dependent)
+        if model.eval_steps >= EVAL_STEPS and model.eval_steps > EVAL_SHARE * model.observed:
+            yield rule.finding(
+                f"{model.eval_steps} of {model.observed} observed steps ran with {modules} in"
+                " evaluation mode",
+                "call model.train() after each evaluation.",
+                name,
+            )
+        always = model.train_mode_validations == model.validations
+        if always and model.validations >= MIN_VALIDATIONS:
+            yield rule.finding(
+                f"all {model.validations} evaluations ran in training mode, with {modules} active",
+                "call model.eval() before an evaluation and model.train() after it.",
+                f"{name} in evaluation",
+            )

@@ -1,0 +1,193 @@
+"""What a loader that is not holdfast's carries from epoch to epoch, for a checkpoint to hold.
+
+Mostly these are random generators. A dataset usually holds its generator itself, or in a transform;
+some take it from a global variable of their module. So there are two searches, both up to a limit:
+
+1. `_reachable`: through attributes and containers, from the loader's parts on.
+2. `_generators_in_globals`: through the functions that the first search meets, such as the methods
+   of the dataset's class, and the global variables that their code names.
+
+A resume does not restore a generator that they miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler
+
+from holdfast.loader.order.sampler_state import fingerprint
+from holdfast.loader.random_state import GENERATOR_TYPES
+from holdfast.loader.samplers import has_no_state, is_stateful, samplers_of, torch_loader_of
+
+# Limits of the search. Objects that are nested deeper, or held by longer containers, are data.
+_MOST_LEVELS = 6
+_LONGEST_CONTAINER = 64
+_MOST_OBJECTS = 2000
+
+# Modules whose functions have no generators for a user's dataset in their global variables.
+_LIBRARIES = (
+    "builtins",
+    "collections",
+    "functools",
+    "numpy",
+    "random",
+    "torch",
+    "torchvision",
+    "typing",
+)
+
+
+def sources_of_state(loader: object) -> list[Any]:
+    """Return the objects with random or other state that a loader uses: generators, and samplers
+    with a ``state_dict``.
+
+    Two loaders that were built in the same way return them in the same order.
+    """
+    holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    sources = _generators_among([value for holder in holders for value in _attributes(holder)])
+    torch_loader = torch_loader_of(loader)
+    if torch_loader is not None:
+        samplers = samplers_of(torch_loader)
+        parts = [*samplers, torch_loader.dataset, torch_loader.collate_fn]
+        sources += _generators_among(_reachable([torch_loader.generator, *parts]))
+        sources += [sampler for sampler in samplers if is_stateful(sampler)]
+        sources += _generators_in_globals(_reachable(parts))
+    # Without repetitions of the same object.
+    return list({id(source): source for source in sources}.values())
+
+
+def digest_order(loader: object) -> bytes | None:
+    """Return a digest of what decides the order of an epoch and only the script can change.
+
+    This is a list of batches, or what torch's own samplers were given, such as weights. What
+    ``set_epoch`` changes is left out. Returns None if there is nothing of the kind.
+    """
+    if isinstance(loader, (list, tuple)):
+        return repr([id(entry) for entry in loader]).encode()
+    torch_loader = torch_loader_of(loader)
+    if torch_loader is None:
+        return None
+    # A BatchSampler is covered by the sampler inside it.
+    samplers = [
+        sampler for sampler in samplers_of(torch_loader) if type(sampler) is not BatchSampler
+    ]
+    if not samplers:
+        return None
+    if any(hasattr(sampler, "set_epoch") or not has_no_state(sampler) for sampler in samplers):
+        return None
+    arguments = fingerprint(samplers, torch_loader.dataset)
+    return arguments.digest if arguments.is_complete else None
+
+
+def _generators_in_globals(values: Iterable[Any]) -> list[Any]:
+    """Return the random generators in global variables that are named by functions.
+
+    The functions are those among values, the methods of values, and the functions that any of these
+    calls by a global name.
+    """
+    waiting = [function for value in values for function in _functions_of(value)]
+    searched: set[int] = set()
+    generators: list[Any] = []
+    while waiting and len(searched) < _MOST_OBJECTS:
+        function = waiting.pop()
+        if id(function) in searched or _is_of_library(function.__module__):
+            continue
+        searched.add(id(function))
+        for name in sorted(_names_in(function.__code__)):
+            value = function.__globals__.get(name)
+            if isinstance(value, GENERATOR_TYPES):
+                generators.append(value)
+            elif isinstance(value, FunctionType):
+                waiting.append(value)
+    return generators
+
+
+def _generators_among(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if isinstance(value, GENERATOR_TYPES)]
+
+
+# --- objects that hold others ---------------------------------------------------------------------
+
+
+def _reachable(values: Iterable[Any]) -> list[Any]:
+    """Return values and, down to `_MOST_LEVELS`, what they hold, nearest first."""
+    reached: dict[int, Any] = {}
+    level = list(values)
+    for _ in range(_MOST_LEVELS):
+        next_level: list[Any] = []
+        new_values = [value for value in level if id(value) not in reached]
+        for value in new_values[: _MOST_OBJECTS - len(reached)]:
+            if id(value) not in reached:
+                reached[id(value)] = value
+                next_level += _parts_of(value)
+        level = next_level
+    return list(reached.values())
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    """Return the objects that an object holds.
+
+    Long containers and arrays hold data, so nothing is returned for them.
+    """
+    if isinstance(value, Mapping):
+        return list(value.values()) if len(value) <= _LONGEST_CONTAINER else ()
+    if isinstance(value, (list, tuple)):
+        return value if len(value) <= _LONGEST_CONTAINER else ()
+    if isinstance(value, MethodType):
+        return (value.__self__,)
+    if isinstance(value, FunctionType):
+        return _closure_of(value)
+    return _attributes(value)
+
+
+def _attributes(value: Any) -> list[Any]:
+    """Return the values of an object's attributes; none for arrays, classes and modules."""
+    if isinstance(value, (torch.Tensor, np.ndarray, type, ModuleType)):
+        return []
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _closure_of(function: FunctionType) -> list[Any]:
+    """Return what a function uses of the functions around it."""
+    values = []
+    for cell in function.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:
+            # The variable has no value yet.
+            continue
+    return values
+
+
+# --- functions and their global variables ---------------------------------------------------------
+
+
+def _functions_of(value: Any) -> list[FunctionType]:
+    """Return a function itself, or the methods that the user's own classes give an object."""
+    if isinstance(value, FunctionType):
+        return [value]
+    functions = []
+    for cls in type(value).__mro__:
+        if not _is_of_library(cls.__module__):
+            functions += [
+                attribute for attribute in vars(cls).values() if isinstance(attribute, FunctionType)
+            ]
+    return functions
+
+
+def _is_of_library(module: str | None) -> bool:
+    return str(module).split(".")[0] in _LIBRARIES
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the global names in a function's code and in that of the functions inside it."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names_in(constant)
+    return names

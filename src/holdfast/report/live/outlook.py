@@ -1,0 +1,160 @@
+"""How far along a run is: epoch, step, time left and throughput, from a guard's loop events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.core.events.event import Event
+from holdfast.core.text import duration
+from holdfast.recorder.progress import StepSample
+
+# Steps over which the current rate is measured.
+RATE_SAMPLES = 50
+NO_GUARD = "epoch, total, time left and samples/s are unknown: no Guard records them"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopProgress:
+    """What the events of a guard's loop say about its length.
+
+    Args:
+        since: Unix time at which the loop began.
+        step: Optimizer steps of the run at the newest event.
+        epochs: Epochs completed at the newest event.
+        max_epochs: Epochs after which the loop ends; None without such a limit.
+        max_steps: Optimizer steps after which it ends; None without such a limit.
+        epoch_steps: Optimizer steps of a whole epoch; 0 until one has ended.
+        epoch_batches: Batches of a whole epoch.
+        batch_size: Samples of a batch; 0 if it is unknown.
+    """
+
+    since: int
+    step: int
+    epochs: int = 0
+    max_epochs: int | None = None
+    max_steps: int | None = None
+    epoch_steps: int = 0
+    epoch_batches: int = 0
+    batch_size: int = 0
+
+    @property
+    def total_steps(self) -> int | None:
+        """Return the optimizer step at which the loop ends, or None if that is not known yet."""
+        totals = []
+        if self.max_steps is not None:
+            totals.append(self.max_steps)
+        if self.max_epochs is not None and self.epoch_steps:
+            totals.append(self.step + (self.max_epochs - self.epochs) * self.epoch_steps)
+        return min(totals, default=None)
+
+    def epoch_at(self, step: int) -> int:
+        """Return the number of the epoch, from 1, to which a step belongs."""
+        epoch = self.epochs + 1
+        if self.epoch_steps:
+            epoch += max(0, step - self.step) // self.epoch_steps
+        return epoch if self.max_epochs is None else min(epoch, self.max_epochs)
+
+
+def loop_progress(event: Event, previous: LoopProgress | None) -> LoopProgress | None:
+    """Return the progress after an event; unchanged if the event is about something else.
+
+    Args:
+        event: Any event of a guard.
+        previous: The progress before it, if there was any.
+    """
+    if event.kind == "loop":
+        return LoopProgress(
+            since=int(event.unix_seconds),
+            step=event.global_step,
+            epochs=_count(event, "epoch") or 0,
+            max_epochs=_count(event, "max_epochs"),
+            max_steps=_count(event, "max_steps"),
+        )
+    if event.kind == "epoch_ended":
+        if previous is None:
+            previous = LoopProgress(since=int(event.unix_seconds), step=event.global_step)
+        counts = {
+            "epochs": _count(event, "epochs"),
+            "epoch_steps": _count(event, "steps"),
+            "epoch_batches": _count(event, "batches"),
+            "batch_size": _count(event, "batch_size"),
+        }
+        # Numbers that the event lacks are carried over from the previous epoch.
+        known_counts = {name: count for name, count in counts.items() if count is not None}
+        return replace(previous, step=event.global_step, **known_counts)
+    return previous
+
+
+def _count(event: Event, name: str) -> int | None:
+    """Return a field of an event if it is a count, else None: recordings may be damaged."""
+    value = event.data.get(name)
+    return value if type(value) is int and value >= 0 else None
+
+
+def describe_outlook(
+    progress: LoopProgress, samples: Sequence[StepSample], *, now: float, ranks: int
+) -> str:
+    """Return how far along a loop is, as a sentence that also names what is unknown.
+
+    Args:
+        progress: What the loop recorded about its length.
+        samples: The newest steps of the loop's process, oldest first.
+        now: Unix time.
+        ranks: Number of processes that train together.
+    """
+    of_loop = [sample for sample in samples if sample.unix_seconds >= progress.since]
+    step = of_loop[-1].step if of_loop else progress.step
+    rate = _steps_per_second(of_loop[-RATE_SAMPLES:], now)
+    parts = [
+        _epoch(progress, step),
+        _step(progress, step),
+        _time_left(progress, step, rate),
+        _throughput(progress, rate, ranks),
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _steps_per_second(samples: Sequence[StepSample], now: float) -> float:
+    """Return the wall-clock rate; a guard's step durations exclude waiting for data."""
+    if not samples:
+        return 0.0
+    seconds = now - samples[0].unix_seconds
+    return (samples[-1].step - samples[0].step) / seconds if seconds > 0 else 0.0
+
+
+def _epoch(progress: LoopProgress, step: int) -> str:
+    epoch = f"epoch {progress.epoch_at(step)}"
+    return epoch if progress.max_epochs is None else f"{epoch} of {progress.max_epochs}"
+
+
+def _step(progress: LoopProgress, step: int) -> str:
+    total = progress.total_steps
+    if total is None:
+        return f"step {step:,} of an unknown total"
+    return f"step {step:,} of {total:,}"
+
+
+def _time_left(progress: LoopProgress, step: int, rate: float) -> str:
+    total = progress.total_steps
+    if total is None or rate <= 0:
+        return ""
+    return f"{duration(max(0, total - step) / rate)} left"
+
+
+def _throughput(progress: LoopProgress, rate: float, ranks: int) -> str:
+    if not progress.epoch_steps:
+        return "samples/s unknown"
+    samples_per_epoch = ranks * progress.epoch_batches * progress.batch_size
+    samples_per_second = samples_per_epoch * rate / progress.epoch_steps
+    if not samples_per_second:
+        return "samples/s unknown"
+    return (
+        f"{three_digits(samples_per_second)} samples/s and {three_digits(rate)} steps/s including"
+        " pauses"
+    )
+
+
+def three_digits(rate: float) -> str:
+    """Return a rate with three significant digits, such as "1,230" or "0.457"."""
+    return f"{float(f'{rate:.3g}'):,g}"

@@ -1,0 +1,242 @@
+"""The live view: a snapshot of a run, drawn in a terminal with Rich.
+
+All text from a run is sanitised and inserted as `Text`, never as markup, so it cannot change
+colours, add links, clear the screen or move the cursor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from holdfast.core.text import duration, sanitise
+from holdfast.report.live.tables import (
+    EVENT_COLUMNS,
+    PROCESS_COLUMNS,
+    RUN_COLUMNS,
+    SCALAR_COLUMNS,
+    STATE_STYLES,
+    table,
+    training_columns,
+)
+from holdfast.report.live.watching import Runs, Watched
+from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot
+from holdfast.report.verdicts import how_sure, tone
+
+# One run, or several.
+RunSnapshots: TypeAlias = RunSnapshot | tuple[RunSnapshot, ...]
+
+# The panels that keys switch between: "all" shows a few rows of each kind, the others all rows of
+# one.
+PANELS = ("all", "processes", "training", "events")
+REFRESH_SECONDS = 0.5
+
+# The maximum number of rows of each table, so that everything fits on a screen.
+_MOST_PROCESSES = 16
+_MOST_EVENTS = 8
+_MOST_SCALARS = 6
+_MOST_PROBLEMS = 3
+_TONE_STYLES = {"well": "green", "unjudged": "bright_black", "unknown": "yellow", "failed": "red"}
+
+
+def follow(
+    watched: Watched | Runs, console: Console, wait: Callable[[float], object]
+) -> RunSnapshots:
+    """Show runs in a terminal, twice a second, until they end; return the last snapshots.
+
+    Args:
+        watched: One run, or all runs in a directory.
+        console: The terminal.
+        wait: Waits for the given number of seconds or for a key, and returns the key if there was
+            one: "q" quits, any other switches to the next of `PANELS`.
+    """
+    snapshots = watched.look()
+    keys_pressed = 0
+    first = draw(snapshots, console.width, PANELS[0])
+    with Live(first, console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while not _has_ended(snapshots):
+            key = wait(REFRESH_SECONDS)
+            if key == "q":
+                break
+            if key:
+                keys_pressed += 1
+            snapshots = watched.look()
+            panel = PANELS[keys_pressed % len(PANELS)]
+            live.update(draw(snapshots, console.width, panel), refresh=True)
+    return snapshots
+
+
+def _has_ended(snapshots: RunSnapshots) -> bool:
+    if isinstance(snapshots, tuple):
+        return all(run.state == "ended" for run in snapshots)
+    return snapshots.state == "ended"
+
+
+def draw(snapshots: RunSnapshots, width: int, panel: str = "") -> RenderableType:
+    """Return the view of one run, or a table of several runs, for a terminal.
+
+    Args:
+        snapshots: What to draw.
+        width: Columns of the terminal.
+        panel: One of `PANELS`; empty for a view that is printed once, without a hint about keys.
+    """
+    if isinstance(snapshots, tuple):
+        return table(snapshots, RUN_COLUMNS)
+    view = _View(run=snapshots, width=width, panel=panel)
+    return Group(*(part for section in _SECTIONS for part in section(view)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """What to draw: the run, the width of the terminal, and the selected panel."""
+
+    run: RunSnapshot
+    width: int
+    panel: str
+
+    def shows(self, panel: str) -> bool:
+        """Return whether any rows of a panel are shown."""
+        return self.panel in ("", "all", panel)
+
+    @property
+    def present_processes(self) -> Sequence[ProcessSnapshot]:
+        """Return the processes without helpers that have ended; all of them if none would be left.
+
+        A run of many epochs has many finished loader workers.
+        """
+        processes = self.run.processes
+        present = [
+            process
+            for process in processes
+            if process.alive is not False or process.role in ("trainer", "guard")
+        ]
+        return present or processes
+
+    @property
+    def processes(self) -> Sequence[ProcessSnapshot]:
+        """Return the processes that are shown."""
+        if self.panel in ("", "all"):
+            return self.present_processes[:_MOST_PROCESSES]
+        return self.present_processes
+
+
+# --- sections of the view of one run
+
+
+def _head(view: _View) -> list[RenderableType]:
+    run = view.run
+    lines: list[RenderableType] = []
+    if run.command:
+        lines.append(Text(sanitise(run.command, most=300), no_wrap=True, overflow="ellipsis"))
+    attempts = "1 attempt" if run.attempt == 0 else f"{run.attempt + 1} attempts"
+    lines.append(
+        Text.assemble((run.state, STATE_STYLES[run.state]), f", {attempts}{_elapsed(run)}")
+    )
+    if run.outlook:
+        lines.append(Text(run.outlook))
+    keys = f"showing {view.panel}; any key shows more, q quits" if view.panel else None
+    return [
+        Panel(
+            Group(*lines),
+            title=Text(sanitise(run.path.name, most=60)),
+            title_align="left",
+            box=box.ROUNDED,
+            subtitle=keys,
+        )
+    ]
+
+
+def _elapsed(run: RunSnapshot) -> str:
+    """Return how long a run has been going or, if it has ended, how long it lasted."""
+    if run.began is None:
+        return ""
+    if run.state == "ended" and run.newest is not None:
+        return f", after {duration(max(0.0, run.newest - run.began))}"
+    return f", since {duration(max(0.0, run.now - run.began))}"
+
+
+def _process_table(view: _View) -> list[RenderableType]:
+    if not view.processes or not view.shows("processes"):
+        return []
+    return [table(view.processes, PROCESS_COLUMNS)]
+
+
+def _training_table(view: _View) -> list[RenderableType]:
+    if not view.shows("training"):
+        return []
+    rows: list[ProcessSnapshot] = []
+    for process in view.processes:
+        rows += process.optimizers or (process,)
+    trained = [row for row in rows if row.losses or row.host_bytes]
+    return [table(trained, training_columns(trained, view.width))] if trained else []
+
+
+def _hidden_processes(view: _View) -> list[RenderableType]:
+    if not view.processes:
+        return [Text("no Python process has been seen yet", style="dim")]
+    hidden = len(view.present_processes) - len(view.processes)
+    return [Text(f"and {hidden} more processes", style="dim")] if hidden else []
+
+
+def _scalar_table(view: _View) -> list[RenderableType]:
+    if not view.run.scalars or not view.shows("training"):
+        return []
+    newest_first = view.run.scalars[::-1]
+    if view.panel != "training":
+        newest_first = newest_first[:_MOST_SCALARS]
+    return [table(newest_first, SCALAR_COLUMNS)]
+
+
+def _event_table(view: _View) -> list[RenderableType]:
+    events = [recorded for recorded in view.run.events if recorded.event.kind != "verdict"]
+    if not events or not view.shows("events"):
+        return []
+    # In their own panel, whose end the screen may cut off, the newest events come first.
+    shown = events[::-1] if view.panel == "events" else events[-_MOST_EVENTS:]
+    return [table(shown, EVENT_COLUMNS)]
+
+
+def _verdict_panel(view: _View) -> list[RenderableType]:
+    verdict = view.run.verdict
+    if verdict is None:
+        return []
+    lines = [Text(sanitise(verdict.summary, most=1000))]
+    if verdict.fix:
+        lines.append(Text.assemble(("Fix: ", "bold"), sanitise(verdict.fix, most=1000)))
+    sure = how_sure(verdict)
+    if sure:
+        lines.append(Text(f"How sure: {sure}", style="dim"))
+    panel = Panel(
+        Group(*lines),
+        title=Text(f"{sanitise(verdict.title, most=60)} [{sanitise(verdict.cause, most=10)}]"),
+        title_align="left",
+        border_style=_TONE_STYLES[tone(verdict)],
+        box=box.ROUNDED,
+    )
+    return [panel]
+
+
+def _problem_lines(view: _View) -> list[RenderableType]:
+    return [
+        Text(f"note: {sanitise(problem, most=200)}", style="yellow")
+        for problem in view.run.problems[:_MOST_PROBLEMS]
+    ]
+
+
+_SECTIONS: tuple[Callable[[_View], list[RenderableType]], ...] = (
+    _head,
+    _process_table,
+    _training_table,
+    _hidden_processes,
+    _scalar_table,
+    _event_table,
+    _verdict_panel,
+    _problem_lines,
+)

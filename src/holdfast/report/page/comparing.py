@@ -1,0 +1,187 @@
+"""Compare runs side by side: their curves, the settings that differ, and how they ended."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from holdfast.report.curves import LOGGED, Curve, FloatArray
+from holdfast.report.page.environment import COMMAND, environment
+from holdfast.report.page.figures.steps import step_figure
+from holdfast.report.page.offline_page import fill_page
+from holdfast.report.page.run_page import key_figures
+from holdfast.report.run_snapshot import Lane, RunSnapshot
+from holdfast.report.verdicts import how_sure
+
+# Rows by name; each row has one value per run, in the order of the runs.
+Table = Mapping[str, Sequence[str]]
+# Settings that always differ between runs, so the difference is not worth showing.
+_ALWAYS_DIFFERENT = frozenset({"run directory", "started", "supervisor_pid"})
+# Options such as ``--lr`` and ``-n``, but not negative numbers.
+_OPTION = re.compile(r"--?[A-Za-z]")
+# What may precede the "=" in a setting such as ``optimizer.lr=0.1``.
+_SETTING = re.compile(r"[\w+~./-]+")
+
+
+class Comparison:
+    """What `holdfast compare` shows.
+
+    Args:
+        runs: The gathered runs.
+
+    Attributes:
+        names: A name for each run, as short as possible.
+        facts: The key figures of the runs, by row.
+        differs: The settings that are not the same in all runs, by row.
+        problems: What could not be read, one sentence each.
+    """
+
+    def __init__(self, runs: Sequence[RunSnapshot]) -> None:
+        self.runs = runs
+        common_folder = os.path.commonpath([run.path.parent for run in runs])
+        self.names = [os.path.relpath(run.path, common_folder) for run in runs]
+        self.problems = [
+            f"{name}: {problem}"
+            for run, name in zip(runs, self.names, strict=True)
+            for problem in run.problems
+        ]
+        self.facts = _table([_facts(run) for run in runs])
+        settings = _table([_settings(run) for run in runs])
+        self.differs = {name: values for name, values in settings.items() if len(set(values)) > 1}
+
+    def page(self) -> str:
+        """Return the comparison as a page; raise H742 if plotly is not installed."""
+        lanes: list[Lane] = []
+        for run, name in zip(self.runs, self.names, strict=True):
+            lanes += _joined_lanes(run, name)
+        figure = step_figure(lanes)
+        return fill_page(
+            "compare.html",
+            {} if figure is None else {"steps": figure},
+            kind="comparison",
+            name=", ".join(self.names),
+            under=f"{len(self.runs)} runs",
+            names=self.names,
+            facts=self.facts,
+            differs=self.differs,
+            problems=self.problems,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the output of `holdfast compare --json`."""
+        return {
+            "runs": [str(run.path) for run in self.runs],
+            "facts": self.facts,
+            "differs": self.differs,
+            "verdicts": [
+                None if run.verdict is None else run.verdict.as_json() for run in self.runs
+            ],
+            "problems": self.problems,
+        }
+
+
+def _table(columns: Sequence[Mapping[str, str]]) -> Table:
+    """Turn one column of facts per run into rows, in order of first appearance."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    return {name: [column.get(name, "") for column in columns] for name in names}
+
+
+def _facts(run: RunSnapshot) -> dict[str, str]:
+    return {"verdict": _verdict(run), **key_figures(run), **_newest_numbers(run)}
+
+
+def _verdict(run: RunSnapshot) -> str:
+    if run.verdict is None:
+        return "none"
+    parts = [f"{run.verdict.title} [{run.verdict.cause}]", how_sure(run.verdict)]
+    return ", ".join(part for part in parts if part)
+
+
+def _settings(run: RunSnapshot) -> dict[str, str]:
+    """Return all settings of a run, by "group: name"."""
+    groups = {title: dict(rows) for title, rows in environment(run).items()}
+    # Arguments are compared one by one; whole commands would only be reported as different.
+    other_rows = {name: value for name, value in groups[COMMAND].items() if name != "command"}
+    groups[COMMAND] = {**_arguments(run.command), **other_rows}
+    return {
+        f"{title}: {name}": value
+        for title, rows in groups.items()
+        for name, value in rows.items()
+        if name not in _ALWAYS_DIFFERENT
+    }
+
+
+def _arguments(command: str) -> dict[str, str]:
+    """Return the options of a command with their values.
+
+    Words before the first option are named by position, such as "word 2". A command that was passed
+    to a shell as one word is split too.
+    """
+    values: dict[str, list[str]] = {}
+    option = ""
+    for place, word in enumerate(command.split(), start=1):
+        name, is_setting, value = word.partition("=")
+        if _OPTION.match(word) or (is_setting and _SETTING.fullmatch(name)):
+            option = name
+            word = value
+        key = option or f"word {place}"
+        values.setdefault(key, []).append(word)
+    return {
+        key: " ".join(word for word in words if word) or "given" for key, words in values.items()
+    }
+
+
+def _newest_numbers(run: RunSnapshot) -> dict[str, str]:
+    """Return the newest loss and the newest value of every logged or validated name."""
+    newest = {}
+    for lane in _joined_lanes(run, ""):
+        for name, curve in lane.curves.items():
+            finite = curve.values[np.isfinite(curve.values)]
+            if len(finite) and (name == "loss" or name.startswith(LOGGED)):
+                title = f"newest {name.removeprefix(LOGGED)}{lane.label}"
+                newest[title] = f"{finite[-1]:.6g}"
+    return newest
+
+
+def _joined_lanes(run: RunSnapshot, name: str) -> Iterator[Lane]:
+    """Yield one lane per optimizer of the first rank, with its attempts joined.
+
+    Args:
+        run: The run.
+        name: The label of the lanes; the optimizer's name is appended if there are several.
+    """
+    of_first_rank = [lane for lane in run.lanes if not lane.rank]
+    for optimizer in dict.fromkeys(lane.optimizer for lane in of_first_rank):
+        attempts = [lane for lane in of_first_rank if lane.optimizer == optimizer]
+        label = f"{name}, {optimizer}" if optimizer else name
+        yield replace(attempts[0], label=label, curves=_joined_curves(attempts))
+
+
+def _joined_curves(lanes: Sequence[Lane]) -> dict[str, Curve]:
+    names = dict.fromkeys(name for lane in lanes for name in lane.curves)
+    return {
+        name: _joined_curve([lane.curves[name] for lane in lanes if name in lane.curves])
+        for name in names
+    }
+
+
+def _joined_curve(curves: Sequence[Curve]) -> Curve:
+    """Return several curves as one, with a gap after each, and without their bands."""
+    if len(curves) == 1:
+        return curves[0]
+    return Curve(
+        steps=_concatenate_with_gaps([curve.steps for curve in curves]),
+        values=_concatenate_with_gaps([curve.values for curve in curves]),
+        nonfinite=np.concatenate([curve.nonfinite for curve in curves]),
+        band=None,
+        own_scale=curves[0].own_scale,
+    )
+
+
+def _concatenate_with_gaps(parts: Sequence[FloatArray]) -> FloatArray:
+    return np.concatenate([np.append(part, np.nan) for part in parts])

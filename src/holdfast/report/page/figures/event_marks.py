@@ -1,0 +1,66 @@
+"""Events as marks on a figure: one trace for each severity, and one for resumed runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.report.page.figures.plotly_values import Figure, label
+from holdfast.report.severity import severity
+from holdfast.report.sources import RecordedEvent
+
+# Colour and symbol of each kind of mark, in both themes. The most severe is drawn last, on top.
+_STYLES = {
+    "info": ("#8c8c8c", "circle"),
+    "resumed": ("#4e8fd0", "triangle-right"),
+    "warning": ("#e08a1e", "triangle-up"),
+    "error": ("#d64545", "x"),
+}
+_MOST_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """An event and its position in a figure; coordinates are numbers, dates or row names."""
+
+    recorded: RecordedEvent
+    x: str | float
+    y: str | float
+
+
+def mark_traces(marks: Iterable[Mark], **options: Any) -> list[Figure]:
+    """Return marks as traces.
+
+    Args:
+        marks: Events and their positions.
+        **options: Additional attributes of each trace.
+    """
+    by_style: dict[str, list[Mark]] = {style: [] for style in _STYLES}
+    for mark in marks:
+        event = mark.recorded.event
+        style = "resumed" if event.kind == "resumed" else severity(event)
+        by_style[style].append(mark)
+    return [
+        _trace(style, marks_of_style) | options
+        for style, marks_of_style in by_style.items()
+        if marks_of_style
+    ]
+
+
+def _trace(style: str, marks: list[Mark]) -> Figure:
+    colour, symbol = _STYLES[style]
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": style,
+        "legendgroup": style,
+        "x": [mark.x for mark in marks],
+        "y": [mark.y for mark in marks],
+        "marker": {"symbol": symbol, "size": 10, "color": colour},
+        "hovertext": [
+            label(f"{mark.recorded.source}, {mark.recorded.event}", _MOST_CHARACTERS)
+            for mark in marks
+        ],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+    }

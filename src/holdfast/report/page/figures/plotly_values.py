@@ -1,0 +1,46 @@
+"""Convert texts, numbers and dates to what plotly.js accepts.
+
+Every text in a figure passes through `label`, because plotly.js renders some HTML in texts and a
+run may have any name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from holdfast.core.text import moment, sanitise
+from holdfast.report.curves import FloatArray
+
+# A figure, or a part of one, in the JSON schema of plotly.js.
+Figure = dict[str, Any]
+
+
+def label(value: object, most: int = 120) -> str:
+    """Return text that plotly.js renders literally, without tags, entities or control characters.
+
+    Args:
+        value: Any text.
+        most: The maximum number of characters.
+    """
+    text = sanitise(value, most=most)
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def json_numbers(numbers: FloatArray) -> list[float | int | None]:
+    """Round numbers to seven digits, about the precision of float32; None if not finite."""
+    return [_json_number(number) for number in numbers.tolist()]
+
+
+def _json_number(number: float) -> float | int | None:
+    if not np.isfinite(number):
+        return None
+    if number == int(number):
+        return int(number)
+    return float(f"{number:.7g}")
+
+
+def date(unix_seconds: float) -> str:
+    """Return a time in UTC with milliseconds, in the format of plotly's date axes."""
+    return moment(unix_seconds, "%Y-%m-%d %H:%M:%S.%f")[:-3]

@@ -1,0 +1,163 @@
+"""The figure of curves over steps: stacked panels that share one axis, so they zoom together.
+
+Each quantity has a panel (``panels``), and each lane a colour. Panels whose steps are not optimizer
+steps come last and have their own axes. Events are marked at the top of the first panel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from holdfast.report.curves import Curve
+from holdfast.report.page.figures.event_marks import Mark, mark_traces
+from holdfast.report.page.figures.panels import PanelDrawing, panel_area, present_panels
+from holdfast.report.page.figures.plotly_values import Figure
+from holdfast.report.run_snapshot import Lane
+from holdfast.report.severity import severity
+from holdfast.report.sources import RecordedEvent
+
+_PANEL_PIXELS = 170
+_TOP_PIXELS = 50
+_BOTTOM_PIXELS = 44
+_LEGEND_PIXELS = 84
+_EVENTS_AXIS = "y99"
+# Kinds of harmless events that are marked nevertheless.
+_MILESTONES = frozenset(
+    {"checkpoint_saved", "saved", "resumed", "attempt_started", "validated", "note"}
+)
+
+
+def step_figure(lanes: Sequence[Lane], events: Sequence[RecordedEvent] = ()) -> Figure | None:
+    """Return the curves of lanes over steps, or None if there are none.
+
+    Args:
+        lanes: Lanes in the order of their colours.
+        events: Events to mark; only warnings, errors and milestones are drawn.
+    """
+    panels = present_panels(lanes)
+    if not panels:
+        return None
+    data: list[Figure] = []
+    layout = _layout(len(panels), has_legend=len(lanes) > 1)
+    lowest_shared_axis = "y"
+    for number, panel in enumerate(panels):
+        drawing = PanelDrawing(panel, lanes, area=panel_area(number, len(panels)))
+        data += drawing.traces()
+        layout |= drawing.axes()
+        layout["annotations"].append(drawing.title())
+        if not panel.own_scale:
+            lowest_shared_axis = drawing.y_axis
+    layout["xaxis"] = {
+        "title": {"text": "optimizer steps", "standoff": 6},
+        "anchor": lowest_shared_axis,
+        "showspikes": True,
+    }
+    data += _event_traces(lanes, events)
+    return {"data": data, "layout": layout}
+
+
+def share_equal_curves(lanes: Sequence[Lane]) -> Sequence[Lane]:
+    """Return lanes in which curves that are identical in all lanes are drawn only once.
+
+    For example, the learning rate is often the same on all ranks. Such curves move to an additional
+    lane, labelled "all alike".
+    """
+    curves_by_name: dict[str, list[Curve]] = {}
+    for lane in lanes:
+        for name, curve in lane.curves.items():
+            curves_by_name.setdefault(name, []).append(curve)
+    shared = {
+        name: curves[0]
+        for name, curves in curves_by_name.items()
+        if len(curves) > 1 and all(_is_equal(curves[0], curve) for curve in curves[1:])
+    }
+    if not shared:
+        return lanes
+
+    own_lanes = []
+    for lane in lanes:
+        own_curves = {name: curve for name, curve in lane.curves.items() if name not in shared}
+        if own_curves:
+            own_lanes.append(replace(lane, curves=own_curves))
+    first = next(lane for lane in lanes if shared.keys() & lane.curves.keys())
+    return [*own_lanes, replace(first, label="all alike", curves=shared)]
+
+
+def _is_equal(curve: Curve, other: Curve) -> bool:
+    return np.array_equal(curve.steps, other.steps) and np.array_equal(
+        curve.values, other.values, equal_nan=True
+    )
+
+
+def _layout(panels: int, *, has_legend: bool) -> Figure:
+    """Return the layout of the whole figure; each panel adds its axes and its title."""
+    pixels = _PANEL_PIXELS * panels
+    return {
+        "height": _TOP_PIXELS + _BOTTOM_PIXELS + pixels,
+        "hovermode": "x",
+        "hoversubplots": "axis",
+        "showlegend": has_legend,
+        "legend": {
+            "orientation": "h",
+            "y": -_LEGEND_PIXELS / pixels,
+            "yanchor": "top",
+            "x": 0,
+        },
+        "margin": {"l": 74, "r": 18, "t": _TOP_PIXELS, "b": _BOTTOM_PIXELS},
+        "annotations": [],
+        _EVENTS_AXIS.replace("y", "yaxis"): {
+            "overlaying": "y",
+            "range": [0, 1],
+            "visible": False,
+            "fixedrange": True,
+        },
+    }
+
+
+def _event_traces(lanes: Sequence[Lane], events: Sequence[RecordedEvent]) -> list[Figure]:
+    """Return events as marks at the top of the first panel, each with a vertical line below it."""
+    marks = []
+    for recorded in events:
+        is_shown = severity(recorded.event) != "info" or recorded.event.kind in _MILESTONES
+        step = _step_at(lanes, recorded) if is_shown else None
+        if step is not None:
+            marks.append(Mark(recorded=recorded, x=step, y=1.0))
+    return [_with_line_down(trace) for trace in mark_traces(marks)]
+
+
+def _step_at(lanes: Sequence[Lane], recorded: RecordedEvent) -> float | None:
+    """Return the step that training had reached at the time of an event, or None before it began.
+
+    The step of the event itself is not used: its source may count steps differently, or not at all.
+    """
+    now = recorded.event.unix_seconds
+    begun = [lane for lane in lanes if lane.begun is not None and lane.begun <= now]
+    own = [lane for lane in begun if lane.label == recorded.source]
+    lane = max(own or begun, key=lambda lane: lane.begun or 0.0, default=None)
+    if lane is None:
+        return None
+    newest = int(np.searchsorted(lane.times.unix_seconds, now, side="right")) - 1
+    return float(lane.times.steps[max(newest, 0)])
+
+
+def _with_line_down(trace: Figure) -> Figure:
+    """Return marks on the event axis, with error bars that draw lines over the panel's height."""
+    line = {
+        "type": "data",
+        "symmetric": False,
+        "array": [0],
+        "arrayminus": [1.0] * len(trace["x"]),
+        "width": 0,
+        "thickness": 0.7,
+        "color": trace["marker"]["color"],
+    }
+    return {
+        **trace,
+        "yaxis": _EVENTS_AXIS,
+        "error_y": line,
+        "showlegend": False,
+        "cliponaxis": False,
+    }

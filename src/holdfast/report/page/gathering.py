@@ -1,0 +1,243 @@
+"""Gather everything that a run recorded into one `RunSnapshot`, for the page.
+
+Gathering tolerates damage: a damaged, missing or unreadable file adds a sentence to
+`RunSnapshot.problems`, and everything else is still shown. It is also bounded: events are limited
+here, curves in ``lanes``, and texts in ``attachments``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from holdfast.recorder.progress import ProcessPhase, read_board
+from holdfast.recorder.run_files import BOARD_FILE, SETTINGS_FILE, SUPERVISED_FILE
+from holdfast.recorder.start import START_FILE
+from holdfast.report.page.attachments import read_checkpoints, read_output, read_stacks
+from holdfast.report.page.images import read_images
+from holdfast.report.page.lanes import (
+    MOST_LANES,
+    LaneReader,
+    points_per_lane,
+    validations,
+    without_observed_curves,
+)
+from holdfast.report.problems import Problems
+from holdfast.report.run_follower import RunFollower, events_in_time_order
+from holdfast.report.run_snapshot import (
+    Lane,
+    ProcessSnapshot,
+    RunSnapshot,
+    visible_phase,
+)
+from holdfast.report.sources import RecordedEvent, RunSource, find_sources, read_json
+from holdfast.report.verdicts import verdict_of
+
+# If there are more events of a kind, only the first half and the last half of this many are shown.
+_MOST_EVENTS_OF_A_KIND = 100
+_MOST_KINDS = 100
+
+
+def gather(run: Path) -> RunSnapshot:
+    """Return everything that is known about a run, even if it is unfinished or damaged.
+
+    Args:
+        run: A run directory of `holdfast run` or of a guard.
+    """
+    problems = Problems()
+    sources = problems.read(find_sources, run) or []
+    events, guards = _read_events(run, problems)
+    supervised = read_json(run / SUPERVISED_FILE)
+
+    observed = [source for source in sources if source.info is not None]
+    reader = LaneReader(problems, validations(events))
+    most_points = points_per_lane(len(observed))
+    # The lane of a process itself comes first, before those of its optimizers.
+    lanes_of_process = {
+        source.directory: reader.lanes_of(source, most_points) for source in observed
+    }
+    lanes = [lane for own_lanes in lanes_of_process.values() for lane in own_lanes]
+    lanes_of_guards = [lane for guard in guards for lane in reader.lanes_of(guard)]
+    lanes += without_observed_curves(lanes_of_guards, lanes)
+    newest_events = {recorded.source: recorded.event.unix_seconds for recorded in events}
+    processes = [
+        _process(source, lanes_of_process[source.directory], newest_events, problems)
+        for source in observed
+    ]
+    if len(lanes) > MOST_LANES:
+        problems.add(
+            f"only the curves of the newest {MOST_LANES} of {len(lanes)} training processes are"
+            " drawn"
+        )
+
+    # A guard records into ``recorder/rank0`` of its run directory.
+    guard_runs = {guard.directory.parent.parent for guard in guards}
+    run_directories = sorted({run, *guard_runs})
+    shown_events, left_out_events = _limit_events(events)
+    return RunSnapshot(
+        path=run,
+        start=supervised or _first_start([*sources, *guards]),
+        settings=_settings([*sources, *guards]),
+        attempt=_newest_attempt(sources, events, is_supervised=bool(supervised)),
+        verdict=verdict_of(run, problems.sentences),
+        lanes=tuple(lanes[-MOST_LANES:]),
+        processes=tuple(_ended_with_their_attempts(processes, events)),
+        events=tuple(shown_events),
+        left_out_events=left_out_events,
+        checkpoints=tuple(
+            checkpoint
+            for directory in run_directories
+            for checkpoint in problems.read(read_checkpoints, directory) or []
+        ),
+        guards=tuple(sorted(guard_runs)),
+        images=tuple(read_images(run_directories, problems.sentences)),
+        stacks=tuple(read_stacks(run, [source.info for source in observed if source.info])),
+        output=problems.read(read_output, run) or "",
+        # Read last: everything above may have added a sentence.
+        problems=tuple(dict.fromkeys(problems.sentences)),
+    )
+
+
+def _read_events(run: Path, problems: Problems) -> tuple[list[RecordedEvent], list[RunSource]]:
+    """Return the events of a run in time order, and its guards.
+
+    A guard may use a separate run directory, which its process names in an event.
+    """
+    follower = RunFollower(run, steps=False)
+    events = events_in_time_order(follower.new())
+    for sentence in follower.problems.values():
+        problems.add(sentence)
+    return events, [source for source in follower.sources if source.kind == "guard"]
+
+
+# --- processes
+
+
+def _process(
+    source: RunSource,
+    lanes: Sequence[Lane],
+    newest_events: Mapping[str, float],
+    problems: Problems,
+) -> ProcessSnapshot:
+    """Return one observed process.
+
+    Args:
+        source: The process.
+        lanes: Its lanes; its own lane is the first.
+        newest_events: Unix time of the newest event, by source label.
+        problems: Receives a sentence if its board cannot be read.
+    """
+    assert source.info is not None
+    lane = lanes[0] if lanes else None
+    standing = problems.read(read_board, source.directory / BOARD_FILE)
+    signs = [newest_events.get(source.label), None if lane is None else lane.ended]
+    return ProcessSnapshot(
+        label=source.label,
+        role=source.info.role,
+        info=source.info,
+        lane=lane,
+        phase=visible_phase(standing, source.info.role),
+        ended=max((time for time in signs if time is not None), default=None),
+        spent=() if standing is None else standing.spent,
+    )
+
+
+def _ended_with_their_attempts(
+    processes: Sequence[ProcessSnapshot], events: Sequence[RecordedEvent]
+) -> Iterator[ProcessSnapshot]:
+    """Yield the processes, with trainers that exited normally ending together with their attempt.
+
+    The end of a process is not recorded, and its last record is too early, because the interpreter
+    takes time to exit. So if all trainers of an attempt exited normally, the end of the attempt is
+    used instead.
+    """
+    ends = {
+        str(recorded.event.data.get("attempt")): recorded.event.unix_seconds
+        for recorded in events
+        if recorded.event.kind == "attempt_ended"
+    }
+    phases: dict[str, set[ProcessPhase | None]] = {}
+    for process in processes:
+        if process.role == "trainer":
+            phases.setdefault(_attempt(process), set()).add(process.phase)
+    for process in processes:
+        attempt = _attempt(process)
+        exited_normally = process.role == "trainer" and phases[attempt] == {ProcessPhase.ENDING}
+        if exited_normally and attempt in ends:
+            yield replace(process, ended=ends[attempt])
+        else:
+            yield process
+
+
+def _attempt(process: ProcessSnapshot) -> str:
+    return "" if process.info is None else str(process.info.attempt)
+
+
+# --- how it was started
+
+
+def _first_start(sources: Sequence[RunSource]) -> dict[str, Any]:
+    """Return the start record of the first source that has one."""
+    for source in sources:
+        start = read_json(source.directory / START_FILE)
+        if start:
+            return start
+    return {}
+
+
+def _settings(sources: Sequence[RunSource]) -> dict[str, Any]:
+    """Return the settings of all sources; later sources override earlier ones."""
+    settings: dict[str, Any] = {}
+    for source in sources:
+        settings |= read_json(source.directory / SETTINGS_FILE)
+    return settings
+
+
+def _newest_attempt(
+    sources: Sequence[RunSource], events: Sequence[RecordedEvent], *, is_supervised: bool
+) -> int:
+    """Return the number of the newest attempt; the first is 0.
+
+    Without a supervisor, the resumes of a guard are counted instead.
+    """
+    if is_supervised:
+        return max((source.attempt for source in sources), default=0)
+    resumed = Counter(recorded.source for recorded in events if recorded.event.kind == "resumed")
+    return max(resumed.values(), default=0)
+
+
+# --- the rest
+
+
+def _limit_events(
+    events: Sequence[RecordedEvent],
+) -> tuple[list[RecordedEvent], dict[str, int]]:
+    """Return the first and last events of each kind, and how many are left out by kind.
+
+    That way, frequent kinds do not crowd out rare ones. If there are too many kinds, the rarest are
+    shown.
+    """
+    places_by_kind: dict[str, list[int]] = {}
+    for place, recorded in enumerate(events):
+        places_by_kind.setdefault(recorded.event.kind, []).append(place)
+    rarest_first = sorted(places_by_kind, key=lambda kind: len(places_by_kind[kind]))
+
+    shown: list[int] = []
+    left_out: dict[str, int] = {}
+    for number, kind in enumerate(rarest_first):
+        places = places_by_kind[kind]
+        shown_of_kind = _first_and_last(places) if number < _MOST_KINDS else []
+        shown += shown_of_kind
+        if len(shown_of_kind) < len(places):
+            left_out[kind] = len(places) - len(shown_of_kind)
+    return [events[place] for place in sorted(shown)], left_out
+
+
+def _first_and_last(places: list[int]) -> list[int]:
+    if len(places) <= _MOST_EVENTS_OF_A_KIND:
+        return places
+    half = _MOST_EVENTS_OF_A_KIND // 2
+    return places[:half] + places[-half:]

@@ -1,0 +1,314 @@
+"""Goodput: what a run's time was spent on, and which share of it went into useful steps.
+
+The times come from one process of each attempt, whose board has the seconds spent in each phase. If
+no process was observed, they come from a guard, as far back as its recording reaches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.recorder.progress import ProcessPhase
+from holdfast.report.run_snapshot import Lane, ProcessSnapshot, RunSnapshot
+
+# The use that the time in each phase counts towards.
+_USES = {
+    ProcessPhase.FORWARD_BACKWARD: "steps",
+    ProcessPhase.OPTIMIZER: "steps",
+    ProcessPhase.DATA_WAIT: "waiting for data",
+    ProcessPhase.EVALUATION: "validation",
+    ProcessPhase.SAVING: "saves",
+    ProcessPhase.END_OF_EPOCH: "between epochs",
+    ProcessPhase.STARTING: "start-up",
+    ProcessPhase.FIRST_STEP: "start-up",
+    ProcessPhase.ENDING: "ending",
+}
+# Every use of time with its colour, in display order.
+COLOURS = {
+    "steps": "#45a95a",
+    "repeated steps": "#e15759",
+    "waiting for data": "#f28e2b",
+    "validation": "#2aa8a8",
+    "saves": "#4e8fd0",
+    "between epochs": "#9d78c9",
+    "start-up": "#8fa3b8",
+    "ending": "#b8a26b",
+    "down": "#8c3b3b",
+    "between steps": "#8c8c8c",
+}
+# Events that only a working guard records. Other events may precede the resume of a run.
+_SIGNS_OF_WORK = frozenset(
+    {"resumed", "loop", "checkpoint_saved", "validated", "closed", "left_by_exception"}
+)
+
+
+def goodput(run: RunSnapshot) -> dict[str, float]:
+    """Return the seconds spent on each use, "steps" first; empty if no step was recorded."""
+    seconds = _seconds_of_attempts(run)
+    if not seconds["steps"]:
+        return _goodput_of_guard(run)
+    seconds["steps"] -= seconds["repeated steps"]
+    return {use: spent for use, spent in seconds.items() if spent > 0}
+
+
+# --- observed processes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AttemptTime:
+    """The time of an attempt, as spent by one of its trainers.
+
+    Args:
+        process: The trainer.
+        launched: Unix time at which the attempt was started.
+        started: Unix time at which the trainer's observer started, once Python was up.
+        lasted_seconds: Time from `started` until the trainer ended.
+    """
+
+    process: ProcessSnapshot
+    launched: float
+    started: float
+    lasted_seconds: float
+
+    @property
+    def ended(self) -> float:
+        """Return the Unix time at which the trainer ended."""
+        return self.started + self.lasted_seconds
+
+    def seconds_by_phase(self) -> list[float]:
+        """Return the seconds in each phase, indexed by phase number.
+
+        The board does not record the end of the last phase. That phase gets the remaining time, so
+        a hang counts towards the phase in which it happened.
+        """
+        seconds = list(self.process.spent)
+        if self.process.phase is not None:
+            seconds[self.process.phase] += self.lasted_seconds - sum(seconds)
+        return seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the seconds spent in completed steps."""
+        spent = self.process.spent
+        return spent[ProcessPhase.FORWARD_BACKWARD] + spent[ProcessPhase.OPTIMIZER]
+
+
+def _seconds_of_attempts(run: RunSnapshot) -> dict[str, float]:
+    """Return the seconds of all observed attempts by use; "steps" still includes repeated steps."""
+    attempts = _attempt_times(run)
+    lanes = [item.process.lane for item in attempts.values() if item.process.lane is not None]
+    repeated_shares = _shares_repeated(run, lanes)
+
+    seconds = dict.fromkeys(COLOURS, 0.0)
+    # If the first attempt was not observed, count the run as down since its beginning.
+    previous_end = None if 0 in attempts else run.began
+    for attempt in attempts.values():
+        by_phase = attempt.seconds_by_phase()
+        for phase, use in _USES.items():
+            seconds[use] += by_phase[phase]
+        repeated_share = repeated_shares.get(attempt.process.label, 0.0)
+        seconds["repeated steps"] += attempt.step_seconds * repeated_share
+        seconds["start-up"] += attempt.started - attempt.launched
+        if previous_end:
+            seconds["down"] += max(0.0, attempt.launched - previous_end)
+        previous_end = attempt.ended
+    return seconds
+
+
+def _attempt_times(run: RunSnapshot) -> dict[int, _AttemptTime]:
+    """Return the attempts with a known breakdown of time, by number, oldest first.
+
+    Each attempt is represented by its trainer with the lowest rank.
+    """
+    trainers: dict[int, ProcessSnapshot] = {}
+    for process in sorted(run.processes, key=_rank):
+        if process.info is not None and process.role == "trainer" and any(process.spent):
+            trainers.setdefault(process.info.attempt, process)
+    return {number: _attempt_time(run, number, trainers[number]) for number in sorted(trainers)}
+
+
+def _rank(process: ProcessSnapshot) -> int:
+    if process.info is None or process.info.rank is None:
+        return 0
+    return process.info.rank
+
+
+def _attempt_time(run: RunSnapshot, number: int, process: ProcessSnapshot) -> _AttemptTime:
+    assert process.info is not None
+    started = process.info.started
+    launched = _time_of(run, "attempt_started", number)
+    if number == 0 and run.began:
+        launched = run.began
+    ended = _time_of(run, "attempt_ended", number)
+    if ended is None:
+        ended = process.ended or 0.0
+    return _AttemptTime(
+        process=process,
+        launched=started if launched is None else min(launched, started),
+        started=started,
+        # If the phases add up to more than that, they are trusted over the recorded end.
+        lasted_seconds=max(ended - started, sum(process.spent)),
+    )
+
+
+def _time_of(run: RunSnapshot, kind: str, attempt: int) -> float | None:
+    """Return the Unix time of the newest event of a kind for an attempt, or None."""
+    times = [
+        recorded.event.unix_seconds
+        for recorded in run.events
+        if recorded.event.kind == kind and recorded.event.data.get("attempt") == attempt
+    ]
+    return times[-1] if times else None
+
+
+# --- a guard without observed processes
+
+
+def _goodput_of_guard(run: RunSnapshot) -> dict[str, float]:
+    """Return the seconds by use from a guard's record of its steps and resumes."""
+    lane = _lane_of_guard(run)
+    if lane is None:
+        return {}
+    signs = _signs_of_work(run, lane)
+    gaps = breaks(run, lane)
+    finished = {
+        recorded.event.unix_seconds
+        for recorded in run.events
+        if recorded.event.data.get("how") == "finished"
+    }
+    idle_seconds = sum(resumed - last_sign for last_sign, resumed in gaps)
+    # After finishing, a run is idle rather than down until it is started again.
+    down_seconds = sum(
+        resumed - last_sign for last_sign, resumed in gaps if last_sign not in finished
+    )
+    step_seconds = float(lane.times.seconds.sum())
+    working_seconds = max(signs[-1] - signs[0] - idle_seconds, step_seconds)
+    repeated_seconds = step_seconds * _shares_repeated(run, [lane])[lane.label]
+    others = {
+        "repeated steps": repeated_seconds,
+        "between steps": working_seconds - step_seconds,
+        "down": down_seconds,
+    }
+    return {
+        "steps": step_seconds - repeated_seconds,
+        **{use: seconds for use, seconds in others.items() if seconds > 0},
+    }
+
+
+def _lane_of_guard(run: RunSnapshot) -> Lane | None:
+    """Return the lane of the guard of the first rank, or None."""
+    for lane in run.lanes:
+        if lane.of_guard and lane.begun and not lane.rank:
+            return lane
+    return None
+
+
+def breaks(run: RunSnapshot, lane: Lane) -> list[tuple[float, float]]:
+    """Return the breaks between a guard's processes, as pairs of Unix times.
+
+    A break lasts from the last sign of one process until the next process has resumed the run.
+    """
+    resumed = {
+        recorded.event.unix_seconds for recorded in run.events if recorded.event.kind == "resumed"
+    }
+    return [
+        (last_sign, sign)
+        for last_sign, sign in itertools.pairwise(_signs_of_work(run, lane))
+        if sign in resumed
+    ]
+
+
+def _signs_of_work(run: RunSnapshot, lane: Lane) -> list[float]:
+    """Return the Unix times, in order, at which a guard is known to have worked."""
+    times = {lane.begun or 0.0, *lane.times.unix_seconds.tolist()}
+    for recorded in run.events:
+        if recorded.source == lane.label and recorded.event.kind in _SIGNS_OF_WORK:
+            times.add(recorded.event.unix_seconds)
+    return sorted(times)
+
+
+# --- repeated steps
+
+
+def _shares_repeated(run: RunSnapshot, lanes: Sequence[Lane]) -> dict[str, float]:
+    """Return the share of step time that each lane spent on repeating earlier steps.
+
+    Args:
+        run: The run.
+        lanes: One lane for each attempt, oldest first.
+
+    Returns:
+        Shares by lane label.
+    """
+    rewinds = sorted(
+        recorded.event.unix_seconds
+        for recorded in run.events
+        if recorded.event.kind in ("resumed", "rolled_back")
+    )
+    tracker = _RepeatTracker(rewinds, has_guard=bool(run.guards))
+    shares = {}
+    for lane in lanes:
+        tracker.begin_lane()
+        repeated_seconds = 0.0
+        all_seconds = 0.0
+        times = lane.times
+        for time, step, count, seconds in zip(
+            times.unix_seconds.tolist(),
+            times.steps.tolist(),
+            times.counts.tolist(),
+            times.seconds.tolist(),
+            strict=True,
+        ):
+            repeated_seconds += seconds * tracker.add(time, step, max(count, 1.0))
+            all_seconds += seconds
+        shares[lane.label] = repeated_seconds / all_seconds if all_seconds else 0.0
+    return shares
+
+
+class _RepeatTracker:
+    """Tracks how far a run has got, to tell which of its steps are repeated.
+
+    Args:
+        rewinds: Unix times, in order, of resumes and rollbacks, after which the run may be at an
+            earlier step.
+        has_guard: Whether a guard numbers the steps across all attempts.
+    """
+
+    def __init__(self, rewinds: Sequence[float], *, has_guard: bool) -> None:
+        self._rewinds = rewinds
+        self._has_guard = has_guard
+        # The highest step reached so far, and the highest one before the newest rewind.
+        self._reached = 0.0
+        self._reached_before_rewind = 0.0
+        self._last_step = 0.0
+        # How many rewinds have happened; None at the beginning of a lane, which counts as a rewind.
+        self._rewinds_so_far: int | None = None
+
+    def begin_lane(self) -> None:
+        """Start with the steps of the next attempt."""
+        self._rewinds_so_far = None
+
+    def add(self, time: float, step: float, count: float) -> float:
+        """Add a stretch of steps, and return which share of it repeats earlier steps.
+
+        Args:
+            time: Unix time of the stretch.
+            step: Its first step.
+            count: Its number of steps.
+        """
+        rewinds_so_far = bisect_right(self._rewinds, time)
+        was_rewound = self._rewinds_so_far is None or rewinds_so_far > self._rewinds_so_far
+        if was_rewound or step < self._last_step:
+            # Without a guard, a script that restarts at step 1 may have loaded its own checkpoint
+            # and be counting steps from there.
+            if step <= 1 and not self._has_guard:
+                self._reached = 0.0
+            self._reached_before_rewind = self._reached
+        self._rewinds_so_far = rewinds_so_far
+        self._last_step = step
+        self._reached = max(self._reached, step + count - 1)
+        repeated_steps = self._reached_before_rewind - step + 1
+        return min(max(repeated_steps / count, 0.0), 1.0)

@@ -1,0 +1,158 @@
+"""Pages that open offline: all text is escaped, and only their own two scripts can run.
+
+Pages are Jinja2 templates in ``templates``. All text is sanitised and escaped where it enters the
+page. Figures are embedded as JSON with ``<``, ``>`` and ``&`` escaped. The page's
+Content-Security-Policy allows the two scripts by their digests and loads nothing else. ``page.css``
+and ``page.js`` are inserted verbatim.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from holdfast.core.errors import PolicyError
+from holdfast.core.text import as_json_value, duration, moment, sanitise, size
+from holdfast.core.version import __version__
+
+_TEMPLATES = Path(__file__).with_name("templates")
+# Characters that could end a script element or a line, even inside a JSON string.
+_ESCAPES_IN_SCRIPT = str.maketrans(
+    {
+        "<": "\\u003c",
+        ">": "\\u003e",
+        "&": "\\u0026",
+        "\u2028": "\\u2028",
+        "\u2029": "\\u2029",
+    }
+)
+
+
+def fill_page(
+    template: str, figures: Mapping[str, object], now: datetime | None = None, **values: Any
+) -> str:
+    """Return a page.
+
+    Args:
+        template: Name of a file in ``templates``.
+        figures: Figures for plotly.js, by the id of the element in which each is drawn.
+        now: The time shown at the foot of the page; None for the current time.
+        **values: The variables of the template.
+
+    Raises:
+        PolicyError: H742 if plotly is not installed.
+    """
+    plotly = plotly_script()
+    script = _read("page.js")
+    # Inserted without escaping: these texts contain nothing from the run except the figures, which
+    # `_json_for_script` has escaped.
+    trusted = {
+        "style": _read("page.css"),
+        "figures_json": _json_for_script(figures),
+        "plotly": plotly,
+        "script": script,
+        "policy": _security_policy(plotly, script),
+    }
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            figures=figures,
+            written=f"{now or datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            version=__version__,
+            **{name: Markup(text) for name, text in trusted.items()},  # noqa: S704 - see above
+            **values,
+        )
+    )
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        finalize=_sanitised,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "moment": moment,
+        "size": size,
+        "duration": duration,
+        "clip": as_html,
+        "prose": _prose,
+        "base64": _base64,
+    }
+    return environment
+
+
+def _sanitised(value: object) -> object:
+    """Sanitise the value of a ``{{ expression }}``; Jinja2 then escapes it."""
+    return value if isinstance(value, Markup) else sanitise(value)
+
+
+def as_html(value: object, most: int = 2000, *, lines: bool = False) -> Markup:
+    """Return sanitised and escaped HTML; see `sanitise` for the arguments."""
+    return escape(sanitise(value, most=most, lines=lines))
+
+
+def _prose(value: str) -> Markup:
+    """Return escaped text in which words between backticks are set as code."""
+    # As a plain string, since a `Markup` would escape the new tags too.
+    text = str(as_html(value, 4000))
+    return Markup(re.sub(r"`([^`]{1,200})`", r"<code>\1</code>", text))  # noqa: S704 - it is escaped
+
+
+def _base64(data: bytes) -> Markup:
+    # The alphabet of base64 has no character that HTML gives a meaning to.
+    return Markup(base64.b64encode(data).decode())  # noqa: S704 - see above
+
+
+def plotly_script() -> str:
+    """Return the source of plotly.js; raise H742 if plotly is not installed."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise PolicyError(
+            "plotly is not installed",
+            limit="the page draws its curves with it",
+            fix=(
+                'install the extra: pip install "torch-holdfast[report]"; `holdfast watch RUN'
+                " --once` needs nothing."
+            ),
+            rule="H742",
+        ) from error
+    # Browsers normalise CR LF and CR to LF before they compute the digest.
+    script: str = get_plotlyjs().replace("\r\n", "\n").replace("\r", "\n")
+    return script.replace("</script", "<\\/script")
+
+
+def _security_policy(*scripts: str) -> str:
+    """Return a Content-Security-Policy that runs only these scripts and loads nothing."""
+    digests = [_base64(hashlib.sha256(script.encode()).digest()) for script in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:;"
+        " base-uri 'none'; form-action 'none'"
+    )
+
+
+def _read(name: str) -> str:
+    return (_TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def _json_for_script(value: object) -> str:
+    """Return JSON that cannot terminate the script element that contains it."""
+    text = json.dumps(
+        as_json_value(value, depth=12), ensure_ascii=True, allow_nan=False, separators=(",", ":")
+    )
+    return text.translate(_ESCAPES_IN_SCRIPT)

@@ -1,0 +1,151 @@
+"""The page of a run: one HTML file that opens offline and shows why the run ended and how it went.
+
+This module decides what the page shows; ``templates/page.html`` decides how it looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+from typing import cast
+
+import numpy as np
+
+from holdfast.core.text import duration, moment, size
+from holdfast.report.curves import FloatArray, StepTimes
+from holdfast.report.live.outlook import three_digits
+from holdfast.report.page.environment import environment
+from holdfast.report.page.figures.plotly_values import Figure
+from holdfast.report.page.figures.steps import share_equal_curves, step_figure
+from holdfast.report.page.figures.timeline import timeline_figure
+from holdfast.report.page.goodput import COLOURS, goodput
+from holdfast.report.page.offline_page import fill_page
+from holdfast.report.run_snapshot import RunSnapshot
+from holdfast.report.verdicts import how_sure, tone
+
+
+def render(run: RunSnapshot, *, now: datetime | None = None) -> str:
+    """Return the page of a run.
+
+    Args:
+        run: The gathered run.
+        now: The time shown at the foot of the page; None for the current time.
+
+    Raises:
+        PolicyError: H742 if plotly is not installed.
+    """
+    return fill_page(
+        "page.html",
+        figures(run),
+        now,
+        kind="report",
+        run=run,
+        name=run.path.resolve().name or str(run.path),
+        under=run.command or run.path,
+        tone="unknown" if run.verdict is None else tone(run.verdict),
+        sure="" if run.verdict is None else how_sure(run.verdict),
+        facts=key_figures(run),
+        goodput=goodput(run),
+        colours=COLOURS,
+        environment=environment(run),
+    )
+
+
+def figures(run: RunSnapshot) -> dict[str, Figure]:
+    """Return figures by the id of the element that each is drawn in; empty ones are left out."""
+    drawn = {
+        "timeline": timeline_figure(run),
+        "steps": step_figure(share_equal_curves(run.lanes), run.events),
+    }
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def key_figures(run: RunSnapshot) -> dict[str, str]:
+    """Return the key figures at the top of the page, by title."""
+    times = _recorded_times(run)
+    facts = {
+        "steps": f"{max((lane.last_step for lane in run.lanes), default=0):,}",
+        "began": moment(min(times)) if times else "unknown",
+        "from first to last sign": duration(max(times) - min(times)) if times else "unknown",
+        "attempts": str(run.attempt + 1),
+    }
+    # Only a guard's checkpoints are counted; those that the script saves itself are unknown.
+    if run.guards or run.checkpoints:
+        complete = [item for item in run.checkpoints if item.status == "complete"]
+        facts["checkpoints"] = str(len(complete))
+    facts |= _throughput(run)
+    seconds_by_use = goodput(run)
+    if seconds_by_use:
+        share = seconds_by_use["steps"] / sum(seconds_by_use.values())
+        facts["goodput"] = f"{share:.1%}"
+    for title, name in (
+        ("peak host memory", "host_bytes"),
+        ("peak device memory", "device_peak_bytes"),
+    ):
+        peak = _largest_value(run, name)
+        if peak is not None:
+            facts[title] = size(peak)
+    return facts
+
+
+def _recorded_times(run: RunSnapshot) -> list[float]:
+    """Return the Unix times of everything that a run recorded."""
+    times = [recorded.event.unix_seconds for recorded in run.events]
+    for lane in run.lanes:
+        times += [time for time in (lane.begun, lane.ended) if time]
+    if run.began is not None:
+        times.append(run.began)
+    return times
+
+
+def _largest_value(run: RunSnapshot, name: str) -> float | None:
+    """Return the largest value of all curves with a name, or None without such a curve."""
+    curves = [lane.curves[name] for lane in run.lanes if name in lane.curves]
+    if not curves:
+        return None
+    return max(float(curve.finite.max(initial=0)) for curve in curves)
+
+
+def _throughput(run: RunSnapshot) -> dict[str, str]:
+    """Return steps and samples per second as text, where they are known."""
+    steps_per_second = _median_rate(
+        lane.times for lane in run.lanes if not lane.rank and not lane.optimizer
+    )
+    if steps_per_second is None:
+        return {}
+    rates = {"steps a second": steps_per_second}
+    samples_per_step = _samples_per_step(run)
+    if samples_per_step is not None:
+        rates["samples a second"] = steps_per_second * samples_per_step
+    return {title: three_digits(rate) for title, rate in rates.items()}
+
+
+def _median_rate(times_of_attempts: Iterable[StepTimes]) -> float | None:
+    """Return the median of the steps per second, which ignores validation and breaks."""
+    rates: list[FloatArray] = [np.array([])]
+    for times in times_of_attempts:
+        # A rollback repeats steps; the first time of each step counts.
+        steps, first = np.unique(times.steps, return_index=True)
+        seconds = np.diff(times.unix_seconds[first])
+        is_later = seconds > 0
+        rates.append(np.diff(steps)[is_later] / seconds[is_later])
+    all_rates = np.concatenate(rates)
+    return float(np.median(all_rates)) if len(all_rates) else None
+
+
+def _samples_per_step(run: RunSnapshot) -> float | None:
+    """Return the samples per optimizer step over all ranks, from the newest complete epoch.
+
+    None if no epoch was recorded from its beginning to its end.
+    """
+    epochs = [item.event.data for item in run.events if item.event.kind == "epoch_ended"]
+    # The number of steps is missing for an epoch that began before a restart.
+    whole_epochs = [epoch for epoch in epochs if epoch.get("steps")]
+    if not whole_epochs:
+        return None
+    counts = [whole_epochs[-1].get(name) for name in ("batches", "batch_size", "steps")]
+    if not all(type(count) is int and count > 0 for count in counts):
+        return None
+    batches, batch_size, steps = cast("list[int]", counts)
+    world_size = 1 + max(lane.rank or 0 for lane in run.lanes)
+    return batches * batch_size / steps * world_size

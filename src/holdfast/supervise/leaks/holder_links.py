@@ -1,0 +1,217 @@
+"""What a chain of references between objects is to a program: attributes, entries, locals.
+
+A chain begins with an object, followed by what refers to it, what refers to that, and so on.
+`links_of` translates it, because several references often are one thing in Python: an attribute is
+an object, an attribute dictionary and an instance.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from holdfast.core.text import sanitise
+from holdfast.supervise.leaks.introspection import attributes_of, is_a, locals_of, source_file_of
+
+_MAX_TEXT_LENGTH = 200
+# Class of the functions that `functools.lru_cache` returns.
+LRU_CACHE = "_lru_cache_wrapper"
+# Attributes of tensors that are not slots of the class.
+_TENSOR_ATTRIBUTES = frozenset({"_backward_hooks", "_post_accumulate_grad_hooks", "grad"})
+# Attribute names of torch's hook dictionaries.
+HOOK_TABLE = re.compile(r"_\w*hooks\w*$")
+
+LinkKind: TypeAlias = Literal[
+    "global", "local", "cell", "default", "attribute", "entry", "traceback", "cache", "other"
+]
+Chain: TypeAlias = list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HolderLink:
+    """One link on the way from a name to an object.
+
+    Args:
+        kind: What the link is in Python terms; an "entry" is an entry of a container.
+        name: The identifier or the key; empty if there is none.
+        owner: The module, function or class that the name belongs to.
+        file: The source file of `owner`.
+        lines: First and last line of the function, for a local.
+    """
+
+    kind: LinkKind
+    name: str = ""
+    owner: str = ""
+    file: str = ""
+    lines: tuple[int, int] = (0, 0)
+
+
+def links_of(chain: Chain) -> list[HolderLink]:
+    """Return the links of a chain of references, innermost first."""
+    links = []
+    while len(chain) > 1:
+        link, holder_count = _first_link(chain)
+        links.append(link)
+        chain = chain[holder_count:]
+    return links
+
+
+def _first_link(chain: Chain) -> tuple[HolderLink, int]:
+    """Return the link at the start of a chain, and how many holders it consists of."""
+    for recognise, holder_count in _RECOGNISERS.items():
+        if len(chain) > holder_count:
+            link = recognise(*chain[: holder_count + 1])
+            if link is not None:
+                return link, holder_count
+    return _direct_link(chain[0], chain[1]), 1
+
+
+def _closure_link(_held: Any, cell: Any, _cells: Any, function: Any) -> HolderLink | None:
+    """Return the link of a variable that a function has from the function around it."""
+    if not (is_a(cell, types.CellType) and is_a(function, types.FunctionType)):
+        return None
+    code = function.__code__
+    cells = zip(code.co_freevars, function.__closure__, strict=False)
+    return link_of_code("cell", _name_in(cells, cell), code)
+
+
+def _default_link(held: Any, defaults: Any, function: Any) -> HolderLink | None:
+    """Return the link of a default argument, from the tuple or the dictionary of defaults."""
+    if not (is_a(function, types.FunctionType) and is_a(defaults, tuple, dict)):
+        return None
+    code = function.__code__
+    positional = function.__defaults__ or ()
+    first = code.co_argcount - len(positional)
+    names = code.co_varnames[first : code.co_argcount]
+    keyword_only = (function.__kwdefaults__ or {}).items()
+    name = _name_in([*zip(names, positional, strict=False), *keyword_only], held)
+    return link_of_code("default", name, code) if name else None
+
+
+def _attribute_link(held: Any, attributes: Any, owner: Any) -> HolderLink | None:
+    """Return the link of an attribute of an instance or a class."""
+    if not is_a(attributes, dict):
+        return None
+    name = _key_in(attributes, held)
+    if is_a(owner, type):
+        return _link_of_class(owner, name)
+    if attributes_of(owner) is attributes:
+        return _link_of_class(type(owner), name)
+    return None
+
+
+def _cache_link(_held: Any, entry: Any, cache: Any) -> HolderLink | None:
+    """Return the link of a function cached by `functools.lru_cache`."""
+    if type(cache).__name__ != LRU_CACHE:
+        return None
+    return _direct_link(entry, cache)
+
+
+# What several references together are, and how many holders each consists of. The first one that
+# recognises a chain wins.
+_RECOGNISERS: dict[Callable[..., HolderLink | None], int] = {
+    _closure_link: 3,
+    _default_link: 2,
+    _attribute_link: 2,
+    _cache_link: 2,
+}
+
+
+def _direct_link(held: Any, holder: Any) -> HolderLink:
+    """Return the link for a single reference, in Python terms."""
+    kind = type(holder)
+    if kind.__name__ == LRU_CACHE:
+        code = getattr(getattr(holder, "__wrapped__", None), "__code__", None)
+        if isinstance(code, types.CodeType):
+            return link_of_code("cache", code.co_name, code)
+        return HolderLink("cache")
+    if is_a(holder, dict):
+        return HolderLink("entry", _key_in(holder, held), kind.__name__)
+    if is_a(holder, list, tuple, set, frozenset) or kind.__name__ == "deque":
+        return HolderLink("entry", owner=kind.__name__)
+    if is_a(holder, types.TracebackType, BaseException):
+        return HolderLink("traceback", owner=kind.__name__)
+    frame = holder.gi_frame if is_a(holder, types.GeneratorType) else holder
+    if is_a(frame, types.FrameType):
+        return link_of_code("local", _key_in(locals_of(frame), held), frame.f_code)
+    if is_a(holder, type):
+        return _link_of_class(holder, _name_in(list(vars(holder).items()), held))
+    name = _slot_of(holder, held) or _key_in(attributes_of(holder) or {}, held)
+    if name:
+        return _link_of_class(kind, name)
+    return HolderLink("other", owner=kind.__name__, file=source_file_of(kind))
+
+
+def _slot_of(holder: Any, held: Any) -> str:
+    """Return the name of the slot that holds an object; empty if there is none."""
+    kind = type(holder)
+    for base in kind.__mro__:
+        for name, member in vars(base).items():
+            if name not in _TENSOR_ATTRIBUTES and not is_a(member, types.MemberDescriptorType):
+                continue
+            try:
+                if member.__get__(holder, kind) is held:
+                    return name
+            except (AttributeError, TypeError):
+                # The slot is empty, or belongs to another class.
+                continue
+    return ""
+
+
+def _link_of_class(kind: type, name: str) -> HolderLink:
+    return HolderLink("attribute", name, kind.__name__, source_file_of(kind))
+
+
+def link_of_code(kind: LinkKind, name: str, code: types.CodeType) -> HolderLink:
+    """Return the link of a name that belongs to a function."""
+    last_line = max((line for _, _, line in code.co_lines() if line is not None), default=0)
+    return HolderLink(kind, name, code.co_name, code.co_filename, (code.co_firstlineno, last_line))
+
+
+def _key_in(entries: dict[Any, Any], held: Any) -> str:
+    """Return the key of an object in a dictionary if it is a string; otherwise an empty string."""
+    return _name_in(list(dict.items(entries)), held)
+
+
+def _name_in(named: Iterable[tuple[Any, Any]], held: Any) -> str:
+    """Return the name of an object from pairs of name and object; an empty string without one."""
+    for name, candidate in named:
+        if candidate is held and type(name) is str:
+            return name
+    return ""
+
+
+# --- as text ---
+
+
+def text_of(links: Sequence[HolderLink]) -> str:
+    """Return a path as a program would write it, such as ``holder.losses[...]``."""
+    text = ""
+    for link in reversed(links):
+        text = _append(text, link)
+    return sanitise(text, most=_MAX_TEXT_LENGTH)
+
+
+def _append(text: str, link: HolderLink) -> str:
+    """Return the text of a path that is one link longer."""
+    # For a script, the entries of `_modules` are attributes.
+    if link.kind == "other" or (link.kind == "attribute" and link.name == "_modules"):
+        return text
+    if link.kind == "attribute":
+        return f"{text or link.owner or '?'}.{link.name}"
+    if link.kind == "entry":
+        return f"{text}[{link.name!r}]" if link.name else f"{text}[...]"
+    if link.kind == "cache":
+        return f"{text}cache of {link.name}"
+    if link.kind == "traceback":
+        # An exception and its tracebacks are several links but written as one word.
+        return text.removesuffix(" (traceback)") + " (traceback)"
+    text = f"{text} {link.name}".lstrip()
+    if link.kind == "cell":
+        return f"{text} (closure of {link.owner})"
+    if link.kind == "default":
+        return f"{text} (default of {link.owner})"
+    return text
