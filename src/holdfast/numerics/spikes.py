@@ -1,4 +1,4 @@
-"""Spikes and divergence in losses and gradient norms, and what to do about them.
+"""Spikes and divergence in losses and gradient norms.
 
 Arithmetic on floats, no torch. A `SpikeDetector` compares each step with the usual ones (see
 ``usual_values``):
@@ -19,8 +19,7 @@ from enum import Enum
 from typing import Any
 
 from holdfast.core.containers import check_count, check_number
-from holdfast.core.events.decisions import Decision, RollBack, SkipStep, Stop
-from holdfast.core.policy.kinds import Objective, SpikeAction
+from holdfast.core.policy.kinds import Objective
 from holdfast.numerics.usual_values import (
     LOSS_FLOOR,
     NORM_FLOOR,
@@ -170,45 +169,6 @@ class SpikeDetector:
         self._monitors = {
             key: _LossMonitor.from_state(state) for key, state in state_dict["tracks"].items()
         }
-
-
-def decide_after_spike(  # noqa: PLR0913
-    level: Level,
-    *,
-    action: SpikeAction,
-    hard_in_a_row: int,
-    patience: int | None,
-    rollbacks_in_a_row: int,
-    max_rollbacks: int,
-    reason: str,
-) -> Decision | None:
-    """Return what to do about a conspicuous step, or None to commit it like any other.
-
-    Args:
-        level: How far it stands out.
-        action: The strongest reaction that is allowed.
-        hard_in_a_row: Consecutive hard steps, this one included.
-        patience: Consecutive hard steps after which single batches are no longer blamed: then
-            ``"roll_back"`` rolls back, and ``"skip"`` commits the step. With None, hard steps are
-            skipped until they turn out to be a divergence.
-        rollbacks_in_a_row: Rollbacks since the run last got past a divergence.
-        max_rollbacks: If the run diverges again after this many such rollbacks, it stops.
-        reason: What is conspicuous; becomes the decision's reason.
-    """
-    if action in ("off", "warn") or level is Level.CALM:
-        return None
-    if level is Level.HARD and (patience is None or hard_in_a_row < patience):
-        return SkipStep(reason=reason, promise="changes training")
-    if action == "skip":
-        return None
-    if rollbacks_in_a_row < max_rollbacks:
-        return RollBack(reason=reason, promise="changes training", rewind_data=False)
-    if level is Level.DIVERGED:
-        return Stop(
-            reason=f"after {rollbacks_in_a_row} rollback(s) again: {reason}",
-            promise="changes training",
-        )
-    return None
 
 
 # The attributes of a monitor by their names in the checkpoint format: tables, numbers, and numbers

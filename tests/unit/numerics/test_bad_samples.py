@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.numerics.bad_samples import find_bad_samples
-from holdfast.numerics.nonfinite import decide_after_nonfinite
+from holdfast.numerics.decisions import decide_after_nonfinite
 
 
 def counting(bad: set[int]) -> tuple[Callable[[Sequence[int]], bool], list[list[int]]]:
