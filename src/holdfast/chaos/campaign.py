@@ -298,7 +298,7 @@ class Campaign:
         self._tried_random_states |= names
 
     def _files_left_behind(self, trial: Trial, first: Trial) -> list[str]:
-        """Return names of files that the undisturbed run does not leave, apart from numbers."""
+        """Return the names of files that only this trial leaves; numbers in names do not count."""
         names = {name_without_numbers(name): name for name in self._names(trial.files)}
         usual_names = {name_without_numbers(name) for name in self._names(first.files)}
         return sorted(name for key, name in names.items() if key not in usual_names)

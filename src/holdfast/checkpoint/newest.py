@@ -13,6 +13,7 @@ from holdfast.checkpoint.seal import is_unfinished, was_sealed
 from holdfast.checkpoint.verify import verify
 from holdfast.core.errors import CheckpointError
 from holdfast.core.files import remove
+from holdfast.core.text import counted
 
 
 def newest_good(
@@ -136,7 +137,7 @@ def move_aside(checkpoint: Path) -> Path:
 def nothing_verifies(folder: Path, count: int, why: str) -> CheckpointError:
     """Return H312 for checkpoints that are all damaged."""
     return CheckpointError(
-        f"none of the {count} checkpoint(s) in {folder} verifies ({why})",
+        f"{counted(count, 'checkpoint')} in {folder}, and none can be verified ({why})",
         limit="starting from scratch silently would hide the loss",
         fix="restore a copy of this folder; to start over on purpose, choose another one.",
         rule="H312",

@@ -54,8 +54,9 @@ def run(
         if not (run_dir / FILE_NAME).exists():
             # Refuse a directory that is not a guard's.
             open_store(run_dir)
-        changes_ledger = bool(release) or release_all
-        with _locked(run_dir) if changes_ledger else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if release or release_all:
+                stack.enter_context(_locked(run_dir))
             # How many samples the run may quarantine does not matter here.
             ledger = QuarantineLedger(sys.maxsize, None, time.time)
             ledger.keep_in(run_dir / FILE_NAME)

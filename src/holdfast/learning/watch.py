@@ -161,7 +161,8 @@ def watch(
     Args:
         model: One module, or a dict of named ones.
         optimizer: One optimizer, or a dict of named ones.
-        scheduler: Learning-rate scheduler(s), to check that they are stepped at the right times.
+        scheduler: One learning-rate scheduler or several. They are watched to check that they are
+            stepped at the right times.
         total_steps: Planned number of optimizer steps.
         objective: What the loss means: ``"minimize"``, ``"adversarial"`` or ``"reinforcement"``.
         frozen: Shell patterns for the names of parameters that are frozen on purpose.

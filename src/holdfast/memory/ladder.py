@@ -25,6 +25,7 @@ from holdfast.core.containers import check_count, check_number
 from holdfast.core.events.data import Promise
 from holdfast.core.events.decisions import Decision, Grow, Recompute, Retry, Split, Stop
 from holdfast.core.policy.policy import Policy
+from holdfast.core.text import counted
 
 _LONGEST_WAIT_FACTOR = 64
 
@@ -147,13 +148,17 @@ class MemoryLadder:
     def _split_or_stop(self, batch_size: int) -> Decision:
         samples = self.plan.samples(batch_size)
         if samples <= self._remedies.smallest:
-            return Stop(reason=f"{samples} sample(s) at a time do not fit", promise="bit-exact")
+            return Stop(
+                reason=f"micro-batches of {counted(samples, 'sample')} do not fit",
+                promise="bit-exact",
+            )
         if self._remedies.no_split is not None:
             reason = f"may not split: {self._remedies.no_split}"
             return Stop(reason=reason, promise="bit-exact")
         half = (samples + 1) // 2
         self.plan = replace(self.plan, micro_batch_size=max(self._remedies.smallest, half))
-        return self._as_decision(f"{samples} samples at a time do not fit", batch_size)
+        reason = f"micro-batches of {counted(samples, 'sample')} do not fit"
+        return self._as_decision(reason, batch_size)
 
     def without_split(self) -> None:
         """Note that batches must not be split after all."""

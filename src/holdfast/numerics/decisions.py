@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from holdfast.core.events.decisions import Decision, RollBack, SkipStep, Stop
 from holdfast.core.policy.kinds import SpikeAction
+from holdfast.core.text import counted
 from holdfast.numerics.spikes import Level
 
 
@@ -69,7 +70,7 @@ def decide_after_spike(  # noqa: PLR0913
 
 def _stop_after(rollbacks_in_a_row: int, reason: str) -> Stop:
     return Stop(
-        reason=f"after {rollbacks_in_a_row} rollback(s) again: {reason}",
+        reason=f"again after {counted(rollbacks_in_a_row, 'rollback')}: {reason}",
         promise="changes training",
     )
 
@@ -86,5 +87,5 @@ def describe_nonfinite(loss: float, culprits: Sequence[str], count: int) -> str:
         return f"non-finite loss ({loss:g})"
     line = f"non-finite gradient (loss {loss:g}) in {', '.join(culprits)}"
     if count > len(culprits):
-        line += f" and {count - len(culprits)} more parameter(s)"
+        line += f" and {counted(count - len(culprits), 'more parameter')}"
     return line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from holdfast.core.text import counted
 from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations, ObservedModel, ObservedOptimizer
 from holdfast.learning.rules.registry import LearningRule, rule
@@ -28,9 +29,10 @@ def parameters_in_no_optimizer(run: Observations, rule: LearningRule) -> Iterato
     if run.steps < SETTLED_STEPS:
         return
     if run.strays:
+        parameters = counted(run.strays, "trainable parameter")
         yield rule.finding(
-            f"the forward pass uses {run.strays} trainable parameter(s) that belong to no module of"
-            " the model and to no optimizer",
+            f"the forward pass uses {parameters} outside of the modules of the model and of all"
+            " optimizers",
             "put layers into nn.ModuleList or nn.ModuleDict instead of a list or a dict.",
             severity="advice",
         )
@@ -38,9 +40,10 @@ def parameters_in_no_optimizer(run: Observations, rule: LearningRule) -> Iterato
         if not model.outside_count:
             continue
         share = model.outside_weights / max(1, model.weights)
+        parameters = counted(model.outside_count, "trainable parameter")
         yield rule.finding(
-            f"{model.outside_count} trainable parameter(s), {share:.0%} of the weights, are in no"
-            f" optimizer: {', '.join(model.outside)}",
+            f"no optimizer holds {parameters}, {share:.0%} of the weights:"
+            f" {', '.join(model.outside)}",
             "pass them to the optimizer, or call requires_grad_(False) on them if they should stay"
             " frozen.",
             name,
@@ -118,9 +121,10 @@ def parameters_without_gradient(run: Observations, rule: LearningRule) -> Iterat
         share = model.never_gradient_weights / max(1, model.weights)
         # An unused expert or head leaves the first layer intact; a cut in the graph does not.
         cut = model.never_gradient_first or share > 0.5
+        parameters = counted(model.never_gradient_count, "parameter")
         yield rule.finding(
-            f"{model.never_gradient_count} parameter(s), {share:.0%} of the weights, got no"
-            f" gradient in any observed step: {', '.join(model.never_gradient)}",
+            f"{parameters}, {share:.0%} of the weights, got no gradient in any observed step:"
+            f" {', '.join(model.never_gradient)}",
             "look for .detach(), .item(), argmax, no_grad or a new tensor between them and the"
             " loss; or pass frozen= if they should not learn.",
             name,

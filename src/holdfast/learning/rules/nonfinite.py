@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from holdfast.core.text import counted
 from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations
 from holdfast.learning.rules.registry import LearningRule, rule
@@ -17,8 +18,9 @@ def nonfinite_loss(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """A loss was NaN or Inf."""
     for name, optimizer in run.optimizers.items():
         if optimizer.nonfinite_losses:
+            steps = counted(optimizer.nonfinite_losses, "observed step")
             yield rule.finding(
-                f"the loss was NaN or Inf in {optimizer.nonfinite_losses} observed step(s)",
+                f"the loss was NaN or Inf in {steps}",
                 "look for log(0), a division by 0, an overflow, or too high a learning rate.",
                 name,
                 severity="note" if optimizer.gradient_failed_first else "error",
@@ -31,7 +33,8 @@ def nonfinite_gradient(run: Observations, rule: LearningRule) -> Iterator[Findin
     for name, optimizer in run.optimizers.items():
         if not optimizer.nonfinite_gradients:
             continue
-        message = f"{optimizer.nonfinite_gradients} observed step(s) used NaN or Inf as a gradient"
+        steps = counted(optimizer.nonfinite_gradients, "observed step")
+        message = f"{steps} used NaN or Inf as a gradient"
         if optimizer.nonfinite_names:
             message += f", first in {', '.join(optimizer.nonfinite_names)}"
         yield rule.finding(
@@ -61,7 +64,7 @@ def nonfinite_input(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     for name, inputs in run.inputs.items():
         if inputs.nonfinite:
             yield rule.finding(
-                f"{inputs.nonfinite} observed batch(es) given to the model held NaN or Inf",
+                f"{counted(inputs.nonfinite, 'observed batch')} given to the model held NaN or Inf",
                 "find and drop these samples; with Policy(drop_nonfinite_samples=True) a guard"
                 " makes the steps without them.",
                 name,
