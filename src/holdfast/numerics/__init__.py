@@ -4,7 +4,8 @@ Read in this order:
 
 - ``loss``: what a loss function may return.
 - ``gradients``: norms, the one finite check of a step, and clipping.
-- ``nonfinite``, ``spikes``: what to do about a step with NaN or Inf, and about a spike.
+- ``spikes``: which steps stand out, by comparison with ``usual_values``.
+- ``decisions``: what to do about a step with NaN or Inf, or one that stands out.
 - ``provenance``: which operation produced the first NaN or Inf. It reads what ``tracer`` recorded;
   ``mechanisms`` explains it in words, and ``operands`` measures one tensor.
 - ``bad_samples``: which samples of a batch are to blame.

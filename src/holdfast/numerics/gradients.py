@@ -46,8 +46,8 @@ class GradientFacts:
     overflowed: bool
     # The loss or a gradient really holds NaN or Inf.
     nonfinite: bool
-    # The further numbers that were read in the same sync.
-    along: tuple[float, ...] = ()
+    # The items of the loss, if they were on a device until now.
+    items: float | None = None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def inspect(
     groups: Sequence[Group],
     loss: torch.Tensor,
-    *along: torch.Tensor,
+    items: torch.Tensor | None = None,
+    *,
     share: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
 ) -> tuple[GradientFacts, torch.Tensor]:
     """Measure the gradients of a step. Cost: one host sync.
@@ -67,7 +68,7 @@ def inspect(
     Args:
         groups: At least one parameter among them has a gradient.
         loss: The step's loss, shape ``()``, detached.
-        *along: Further numbers to read in the same sync, each of shape ``()``.
+        items: Items of the loss to read in the same sync, shape ``()``, or None if they are known.
         share: Converts the norms of the local shards to the norms of whole gradients, or None if no
             gradient is sharded.
 
@@ -81,13 +82,13 @@ def inspect(
     else:
         gradients = [local(gradient) for gradient in gradients]
         norms = share(_norms(gradients))
-    facts, stacked = _summarize(groups, norms, loss, *along)
+    facts, stacked = _summarize(groups, norms, loss, items)
     if math.isfinite(facts.total) or not math.isfinite(facts.loss):
         return facts, stacked
     exact_norms = [_norm_fp64(gradient) for gradient in gradients]
     if share is not None:
         exact_norms = share(exact_norms)
-    facts, stacked = _summarize(groups, exact_norms, loss, *along)
+    facts, stacked = _summarize(groups, exact_norms, loss, items)
     return replace(facts, overflowed=not facts.nonfinite), stacked
 
 
@@ -120,7 +121,10 @@ def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _summarize(
-    groups: Sequence[Group], norms: Sequence[torch.Tensor], loss: torch.Tensor, *along: torch.Tensor
+    groups: Sequence[Group],
+    norms: Sequence[torch.Tensor],
+    loss: torch.Tensor,
+    items: torch.Tensor | None,
 ) -> tuple[GradientFacts, torch.Tensor]:
     """Return the facts and the norms as one tensor, from the norm of each gradient."""
     device = norms[0].device
@@ -128,21 +132,25 @@ def _summarize(
         [norm if norm.device == device else norm.to(device) for norm in norms],
     )
     total = torch.linalg.vector_norm(stacked)
-    # The norm of a single group is the total.
     group_norms: list[torch.Tensor] = []
     if len(groups) > 1:
         sizes = [len(group.parameters) for group in groups]
         group_norms = [torch.linalg.vector_norm(part) for part in torch.split(stacked, sizes)]
-    total_value, loss_value, *values = _read([total, loss, *group_norms, *along])
-    by_group = values[: len(group_norms)] or [total_value]
-    names = [group.name for group in groups] if group_norms else [groups[0].name]
+    scalars = [total, loss, *group_norms]
+    if items is not None:
+        scalars.append(items)
+    values = _read(scalars)
+    total_value = values[0]
+    loss_value = values[1]
+    # The norm of a single group is the total.
+    norms_by_group = values[2 : 2 + len(group_norms)] or [total_value]
     facts = GradientFacts(
-        norms=dict(zip(names, by_group, strict=True)),
+        norms=dict(zip([group.name for group in groups], norms_by_group, strict=True)),
         total=total_value,
         loss=loss_value,
         overflowed=False,
         nonfinite=not (math.isfinite(total_value) and math.isfinite(loss_value)),
-        along=tuple(values[len(group_norms) :]),
+        items=None if items is None else values[-1],
     )
     return facts, stacked
 

@@ -64,7 +64,7 @@ class Terms:
     extra: Mapping[str, Any] | None = None
 
     def total(self) -> torch.Tensor:
-        """Return the sum of the means, shape ``()``; of one term, that mean itself."""
+        """Return the sum of the means, shape ``()``; for a single term, that mean itself."""
         return sum(self.means[1:], self.means[0])
 
     def check_items(self) -> None:

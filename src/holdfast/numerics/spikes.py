@@ -1,4 +1,4 @@
-"""Spikes and divergence in losses and gradient norms, and what to do about them.
+"""Spikes and divergence in losses and gradient norms.
 
 Arithmetic on floats, no torch. A `SpikeDetector` compares each step with the usual ones (see
 ``usual_values``):
@@ -19,9 +19,7 @@ from enum import Enum
 from typing import Any
 
 from holdfast.core.containers import check_count, check_number
-from holdfast.core.events.decisions import Decision, RollBack, SkipStep, Stop
-from holdfast.core.policy.kinds import Objective, SpikeAction
-from holdfast.core.text import counted
+from holdfast.core.policy.kinds import Objective
 from holdfast.numerics.usual_values import (
     LOSS_FLOOR,
     NORM_FLOOR,
@@ -173,45 +171,6 @@ class SpikeDetector:
         }
 
 
-def decide_after_spike(  # noqa: PLR0913
-    level: Level,
-    *,
-    action: SpikeAction,
-    hard_in_a_row: int,
-    patience: int | None,
-    rollbacks_in_a_row: int,
-    max_rollbacks: int,
-    reason: str,
-) -> Decision | None:
-    """Return what to do about a conspicuous step, or None to commit it like any other.
-
-    Args:
-        level: How far it stands out.
-        action: The strongest reaction that is allowed.
-        hard_in_a_row: Consecutive hard steps, this one included.
-        patience: Consecutive hard steps after which single batches are no longer blamed: then
-            ``"roll_back"`` rolls back, and ``"skip"`` commits the step. With None, hard steps are
-            skipped until they turn out to be a divergence.
-        rollbacks_in_a_row: Rollbacks since the run last got past a divergence.
-        max_rollbacks: If the run diverges again after this many such rollbacks, it stops.
-        reason: What is conspicuous; becomes the decision's reason.
-    """
-    if action in ("off", "warn") or level is Level.CALM:
-        return None
-    if level is Level.HARD and (patience is None or hard_in_a_row < patience):
-        return SkipStep(reason=reason, promise="changes training")
-    if action == "skip":
-        return None
-    if rollbacks_in_a_row < max_rollbacks:
-        return RollBack(reason=reason, promise="changes training", rewind_data=False)
-    if level is Level.DIVERGED:
-        return Stop(
-            reason=f"again after {counted(rollbacks_in_a_row, 'rollback')}: {reason}",
-            promise="changes training",
-        )
-    return None
-
-
 # The attributes of a monitor by their names in the checkpoint format: tables, numbers, and numbers
 # that may be None.
 _TABLES_IN_STATE = {
@@ -247,39 +206,49 @@ class _LossMonitor:
     """
 
     def __init__(self) -> None:
-        # Rows of step, loss and norm: those that were accepted without suspicion, and those that
-        # were accepted while something is suspected.
+        # --- What is usual
+
+        # Rows of step, loss and norm, accepted without suspicion.
         self.values: list[list[float]] = []
-        self.suspected: list[list[float]] = []
-        # Rows of step and distance: harmless spikes, and spikes of the current suspicion.
-        self.harmless_spikes: list[list[float]] = []
-        self.suspected_spikes: list[list[float]] = []
-        self.recent: deque[float] = deque(maxlen=_RECENT)
         # Values since the window was last evaluated.
         self.new_values = 0
         # Only values after this step count as usual.
         self.start = 0
-        # Calm steps since the last rollback, or None if there was none.
-        self.calm_steps: int | None = None
-        # The loss of the first step after the last rollback.
-        self.first_loss_after_rollback = 0.0
-        # The step at which the current suspicion began.
-        self.suspected_since: int | None = None
-        # Steps of this key. `last_sign` and `odd_since` are counted in them.
-        self.age = 0
-        self.last_sign = 0
-        self.odd_since: int | None = None
-        # CUSUM of the losses in the upper quarter.
-        self.drift = 0.0
-        # Whether the step judged last is far out.
-        self.hard = False
         self.loss: UsualValues | None = None
         self.norm: UsualValues | None = None
-        # The level that the run began with.
-        self.first_level: float | None = None
-        # The statistics of the losses when their level was best.
+        # The usual losses when their level was best, and the level that the run began with.
         self.best: UsualValues | None = None
+        self.first_level: float | None = None
         self.bounds = Bounds()
+        # Rows of step and distance.
+        self.harmless_spikes: list[list[float]] = []
+
+        # --- The newest steps
+
+        # Steps of this key. `last_sign` and `odd_since` are counted in them.
+        self.age = 0
+        # Whether the step judged last is far out.
+        self.hard = False
+        self.recent: deque[float] = deque(maxlen=_RECENT)
+        # CUSUM of the losses in the upper quarter.
+        self.drift = 0.0
+        # When the level became odd.
+        self.odd_since: int | None = None
+
+        # --- The current suspicion
+
+        # The step at which it began, counted over all keys.
+        self.suspected_since: int | None = None
+        self.last_sign = 0
+        # Rows of step, loss and norm, and of step and distance.
+        self.suspected: list[list[float]] = []
+        self.suspected_spikes: list[list[float]] = []
+
+        # --- Since the last rollback
+
+        # Calm steps, or None if there was no rollback.
+        self.calm_steps: int | None = None
+        self.first_loss_after_rollback = 0.0
 
     def judge(self, loss: float, norm: float, now: int) -> Level:
         """Return how far a step stands out. `now` is its number among all judged steps."""

@@ -37,7 +37,8 @@ LOSS_FLOOR = 0.03
 NORM_FLOOR = 0.1
 _ODD_RISE = 0.1
 _LEAST_RISE = 0.25
-# The share of the run's gain that must be lost: losses of 1e-6 and 1e-4 are both fully trained.
+# The share of its gain that a run must lose before a level counts. A rise from 1e-6 to 1e-4 after a
+# start at 1.0 does not.
 _LEAST_LOSS = 0.1
 
 # The largest number that the arithmetic below may reach, so that it stays finite.

@@ -53,7 +53,7 @@ _REQUEST_OFFSET = 256
 _PHASE_COUNT = 10
 _SPENT = struct.Struct(f"<{_PHASE_COUNT}q")
 _SPENT_OFFSET = 320
-# Nanoseconds between two writes of those times: a step may take only microseconds.
+# Nanoseconds between two writes of these times, since a phase may last only microseconds.
 _SPENT_INTERVAL = 20_000_000
 
 # --- The layout of a sample: step, micro-steps, flags, loss, gradient norm, learning rate, seconds,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.numerics.bad_samples import find_bad_samples
-from holdfast.numerics.nonfinite import decide_after_nonfinite
+from holdfast.numerics.decisions import decide_after_nonfinite
 
 
 def counting(bad: set[int]) -> tuple[Callable[[Sequence[int]], bool], list[list[int]]]:
@@ -37,6 +37,7 @@ def test_a_wrong_or_wide_hint_does_no_harm(hint: list[int]) -> None:
     assert find_bad_samples(counting({5})[0], 32, hint) == [5]
 
 
+@settings(deadline=None)
 @given(data=st.data(), size=st.integers(2, 64))
 def test_few_bad_samples_are_found_exactly(data: st.DataObject, size: int) -> None:
     """Up to three bad samples among any number of good ones are named, no more and no fewer."""

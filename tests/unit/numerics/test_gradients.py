@@ -130,14 +130,10 @@ def test_finite_gradients_that_torch_turns_into_zeros_have_the_norm_asked_for(
     assert clipped == pytest.approx(1.0, rel=0.01)
 
 
-def test_what_is_read_along_takes_the_same_reading():
-    """Other numbers, such as items on a device, come back with the facts, also where the norm
-    overflows.
-    """
+def test_items_are_read_together_with_the_norms():
+    """Items on a device come back with the facts, also where the norm overflows."""
     for value in (1.0, 1e30):
-        facts, _ = inspect(
-            [_group(torch.full((3,), value))], _LOSS, torch.tensor(7), torch.tensor(2.5)
-        )
-        assert facts.along == (7.0, 2.5)
+        facts, _ = inspect([_group(torch.full((3,), value))], _LOSS, torch.tensor(7))
+        assert facts.items == 7.0
         assert facts.loss == float(_LOSS)
         assert not facts.nonfinite

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from holdfast.core.events.decisions import RollBack
-from holdfast.numerics.spikes import Level, SpikeDetector, decide_after_spike
+from holdfast.numerics.decisions import decide_after_spike
+from holdfast.numerics.spikes import Level, SpikeDetector
 
 Pair = tuple[float, float]
 

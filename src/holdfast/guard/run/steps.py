@@ -29,8 +29,12 @@ from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
 from holdfast.loader.splitting import Split
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, naming_lack_of_memory
-from holdfast.numerics.nonfinite import decide_after_nonfinite, describe_nonfinite
-from holdfast.numerics.spikes import GOOD_AFTER, Level, decide_after_spike
+from holdfast.numerics.decisions import (
+    decide_after_nonfinite,
+    decide_after_spike,
+    describe_nonfinite,
+)
+from holdfast.numerics.spikes import GOOD_AFTER, Level
 from holdfast.recorder.black_box import StepMark
 
 # A divergence is over after this many further steps. PaLM (2022) restarted about 100 steps before a

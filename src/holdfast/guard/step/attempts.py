@@ -203,11 +203,11 @@ class Attempts:
                 rule="H202",
             )
         self._let_state_exist(work.names)
-        along = [passed.items] if isinstance(passed.items, torch.Tensor) else []
-        facts, norms = inspect(groups, passed.loss, *along, share=self._ranks.norms)
-        for items in facts.along:
+        items = passed.items if isinstance(passed.items, torch.Tensor) else None
+        facts, norms = inspect(groups, passed.loss, items, share=self._ranks.norms)
+        if facts.items is not None:
             # A mean over no items does not exist, so 0 is refused like NaN.
-            check_count(items or math.nan, counted=passed.counted)
+            check_count(facts.items or math.nan, counted=passed.counted)
         return StepAttempt(
             loss=passed.loss,
             items=passed.items,
