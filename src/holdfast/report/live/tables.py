@@ -53,7 +53,7 @@ class Column(Generic[_Row]):
     takes_space: bool = False
 
 
-def table(rows: Sequence[_Row], columns: Sequence[Column[_Row]]) -> Table:
+def make_table(rows: Sequence[_Row], columns: Sequence[Column[_Row]]) -> Table:
     """Return a table with one row for each of `rows`."""
     table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:

@@ -23,7 +23,7 @@ from holdfast.report.live.tables import (
     RUN_COLUMNS,
     SCALAR_COLUMNS,
     STATE_STYLES,
-    table,
+    make_table,
     training_columns,
 )
 from holdfast.report.live.watching import Runs, Watched
@@ -88,7 +88,7 @@ def draw(snapshots: RunSnapshots, width: int, panel: str = "") -> RenderableType
         panel: One of `PANELS`; empty for a view that is printed once, without a hint about keys.
     """
     if isinstance(snapshots, tuple):
-        return table(snapshots, RUN_COLUMNS)
+        return make_table(snapshots, RUN_COLUMNS)
     view = _View(run=snapshots, width=width, panel=panel)
     return Group(*(part for section in _SECTIONS for part in section(view)))
 
@@ -165,7 +165,7 @@ def _elapsed(run: RunSnapshot) -> str:
 def _process_table(view: _View) -> list[RenderableType]:
     if not view.processes or not view.shows("processes"):
         return []
-    return [table(view.processes, PROCESS_COLUMNS)]
+    return [make_table(view.processes, PROCESS_COLUMNS)]
 
 
 def _training_table(view: _View) -> list[RenderableType]:
@@ -175,7 +175,7 @@ def _training_table(view: _View) -> list[RenderableType]:
     for process in view.processes:
         rows += process.optimizers or (process,)
     trained = [row for row in rows if row.losses or row.host_bytes]
-    return [table(trained, training_columns(trained, view.width))] if trained else []
+    return [make_table(trained, training_columns(trained, view.width))] if trained else []
 
 
 def _hidden_processes(view: _View) -> list[RenderableType]:
@@ -191,7 +191,7 @@ def _scalar_table(view: _View) -> list[RenderableType]:
     newest_first = view.run.scalars[::-1]
     if view.panel != "training":
         newest_first = newest_first[:_MOST_SCALARS]
-    return [table(newest_first, SCALAR_COLUMNS)]
+    return [make_table(newest_first, SCALAR_COLUMNS)]
 
 
 def _event_table(view: _View) -> list[RenderableType]:
@@ -200,7 +200,7 @@ def _event_table(view: _View) -> list[RenderableType]:
         return []
     # In their own panel, whose end the screen may cut off, the newest events come first.
     shown = events[::-1] if view.panel == "events" else events[-_MOST_EVENTS:]
-    return [table(shown, EVENT_COLUMNS)]
+    return [make_table(shown, EVENT_COLUMNS)]
 
 
 def _verdict_panel(view: _View) -> list[RenderableType]:

@@ -249,24 +249,20 @@ def _values(sample: StepSample, optimizer: str | None) -> dict[str, float]:
         optimizer: The optimizer that stepped; None if there is only one.
     """
     suffix = "" if optimizer is None else f"/{sanitise(optimizer, most=60)}"
-    values: dict[str, float] = {}
-    for name, number in (
-        ("loss", sample.loss),
-        ("grad_norm", sample.grad_norm),
-        ("learning_rate", sample.learning_rate),
-    ):
-        if number is not None:
-            values[name + suffix] = number
+    numbers = {
+        "loss": sample.loss,
+        "grad_norm": sample.grad_norm,
+        "learning_rate": sample.learning_rate,
+    }
+    values = {name + suffix: number for name, number in numbers.items() if number is not None}
     if sample.seconds >= 0:
         values["step_seconds"] = sample.seconds
     if sample.seconds > 0 and sample.wait_seconds >= 0:
         values["wait_share"] = min(sample.wait_seconds / sample.seconds, 1.0)
-    for name, size in (
-        ("host_memory_bytes", sample.host_bytes),
-        ("device_allocated_bytes", sample.device_allocated_bytes),
-        ("device_reserved_bytes", sample.device_reserved_bytes),
-        ("device_peak_bytes", sample.device_peak_bytes),
-    ):
-        if size:
-            values[name] = float(size)
-    return values
+    sizes = {
+        "host_memory_bytes": sample.host_bytes,
+        "device_allocated_bytes": sample.device_allocated_bytes,
+        "device_reserved_bytes": sample.device_reserved_bytes,
+        "device_peak_bytes": sample.device_peak_bytes,
+    }
+    return values | {name: float(size) for name, size in sizes.items() if size}
