@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from holdfast.report.live.watching import Runs, Watched
     from holdfast.report.metrics.copying import CopySummary
     from holdfast.report.page.comparing import Comparison
-    from holdfast.report.run_snapshot import RunSnapshot
+    from holdfast.report.page.gathered_run import GatheredRun
 
 # The page has this many colours for runs.
 _MAX_COMPARED = 10
@@ -138,7 +138,7 @@ def report(
         typer.echo(f"note: {problem}", err=True)
 
 
-def _report_as_json(run: RunSnapshot, page: Path, size_bytes: int) -> dict[str, object]:
+def _report_as_json(run: GatheredRun, page: Path, size_bytes: int) -> dict[str, object]:
     return {
         "page": str(page),
         "bytes": size_bytes,

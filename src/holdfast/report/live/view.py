@@ -17,6 +17,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from holdfast.core.text import duration, sanitise
+from holdfast.report.live.live_run import LiveRun
 from holdfast.report.live.tables import (
     EVENT_COLUMNS,
     PROCESS_COLUMNS,
@@ -27,11 +28,11 @@ from holdfast.report.live.tables import (
     training_columns,
 )
 from holdfast.report.live.watching import Runs, Watched
-from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot
+from holdfast.report.run_snapshot import ProcessSnapshot
 from holdfast.report.verdicts import how_sure, tone
 
 # One run, or several.
-RunSnapshots: TypeAlias = RunSnapshot | tuple[RunSnapshot, ...]
+LiveRuns: TypeAlias = LiveRun | tuple[LiveRun, ...]
 
 # The panels that keys switch between: "all" shows a few rows of each kind, the others all rows of
 # one.
@@ -46,9 +47,7 @@ _MOST_PROBLEMS = 3
 _TONE_STYLES = {"well": "green", "unjudged": "bright_black", "unknown": "yellow", "failed": "red"}
 
 
-def follow(
-    watched: Watched | Runs, console: Console, wait: Callable[[float], object]
-) -> RunSnapshots:
+def follow(watched: Watched | Runs, console: Console, wait: Callable[[float], object]) -> LiveRuns:
     """Show runs in a terminal, twice a second, until they end; return the last snapshots.
 
     Args:
@@ -73,13 +72,13 @@ def follow(
     return snapshots
 
 
-def _has_ended(snapshots: RunSnapshots) -> bool:
+def _has_ended(snapshots: LiveRuns) -> bool:
     if isinstance(snapshots, tuple):
         return all(run.state == "ended" for run in snapshots)
     return snapshots.state == "ended"
 
 
-def draw(snapshots: RunSnapshots, width: int, panel: str = "") -> RenderableType:
+def draw(snapshots: LiveRuns, width: int, panel: str = "") -> RenderableType:
     """Return the view of one run, or a table of several runs, for a terminal.
 
     Args:
@@ -97,7 +96,7 @@ def draw(snapshots: RunSnapshots, width: int, panel: str = "") -> RenderableType
 class _View:
     """What to draw: the run, the width of the terminal, and the selected panel."""
 
-    run: RunSnapshot
+    run: LiveRun
     width: int
     panel: str
 
@@ -153,7 +152,7 @@ def _head(view: _View) -> list[RenderableType]:
     ]
 
 
-def _elapsed(run: RunSnapshot) -> str:
+def _elapsed(run: LiveRun) -> str:
     """Return how long a run has been going or, if it has ended, how long it lasted."""
     if run.began is None:
         return ""

@@ -17,9 +17,9 @@ from holdfast.core.text import sanitise
 from holdfast.recorder.progress import StepSample
 from holdfast.recorder.run_files import read_optimizers
 from holdfast.recorder.scalars import Scalar
+from holdfast.report.live.live_run import LiveRun
 from holdfast.report.live.watching import Watched
 from holdfast.report.run_follower import News, events_in_time_order
-from holdfast.report.run_snapshot import RunSnapshot
 from holdfast.report.sources import RecordedEvent, RunSource
 
 POLL_SECONDS = 1.0
@@ -113,7 +113,7 @@ def follow(
             snapshot = watched.look(hold_back=not is_last_look)
         except Exception as error:  # noqa: BLE001 - whatever lies in the run directory, the next look may succeed
             output.note_unreadable_run(error)
-            snapshot = RunSnapshot(path=run, state="running")
+            snapshot = LiveRun(path=run, state="running")
         points = [point for news in snapshot.news for point in naming.points(news)]
         events = events_in_time_order(snapshot.news)
         output.write(points, events)
