@@ -285,12 +285,13 @@ class _RepeatTracker:
         self._reached = 0.0
         self._reached_before_rewind = 0.0
         self._last_step = 0.0
-        # How many rewinds have happened; None at the beginning of a lane, which counts as a rewind.
-        self._rewinds_so_far: int | None = None
+        # How many rewinds have happened; -1 before the first step of a lane, so that it counts as a
+        # rewind.
+        self._rewinds_so_far = -1
 
     def begin_lane(self) -> None:
         """Start with the steps of the next attempt."""
-        self._rewinds_so_far = None
+        self._rewinds_so_far = -1
 
     def add(self, time: float, step: float, count: float) -> float:
         """Add a stretch of steps, and return which share of it repeats earlier steps.
@@ -301,8 +302,7 @@ class _RepeatTracker:
             count: Its number of steps.
         """
         rewinds_so_far = bisect_right(self._rewinds, time)
-        was_rewound = self._rewinds_so_far is None or rewinds_so_far > self._rewinds_so_far
-        if was_rewound or step < self._last_step:
+        if rewinds_so_far > self._rewinds_so_far or step < self._last_step:
             # Without a guard, a script that restarts at step 1 may have loaded its own checkpoint
             # and be counting steps from there.
             if step <= 1 and not self._has_guard:
