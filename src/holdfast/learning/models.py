@@ -100,7 +100,7 @@ class ModelObserver:
         learning = self._parameters_meant_to_learn()
         self._observed.weights = _elements(learning)
         self._note_outside(parameters_missing_from(in_optimizers, learning))
-        self._note_never(
+        self._note_without_gradient(
             parameters_without_gradient(in_optimizers, learning, layers),
             first=next(iter(learning), ""),
         )
@@ -128,7 +128,7 @@ class ModelObserver:
         )
         self._observed.outside_changed = self._any_changed(outside)
 
-    def _note_never(self, never: NamedParameters, *, first: str) -> None:
+    def _note_without_gradient(self, never: NamedParameters, *, first: str) -> None:
         self._observed.never_gradient = list(never)[:MAX_NAMES]
         self._observed.never_gradient_count = len(never)
         self._observed.never_gradient_weights = _elements(never)

@@ -3,8 +3,8 @@
 Everything is drawn from recordings, never from a live training process, so it also works after a
 crash. This package never imports torch.
 
-Read ``run_snapshot`` first (what is known about a run), then ``sources`` and ``run_follower``
-(where that comes from). What is made of it has one package each:
+Read ``run_snapshot`` first (what every view knows about a run), then ``sources`` and
+``run_follower`` (where that comes from). What is made of it has one package each:
 
 - ``page``: ``gathering.gather`` reads a whole run, ``run_page.render`` turns it into the HTML page,
   and ``comparing.Comparison`` compares several.

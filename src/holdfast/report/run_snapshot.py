@@ -1,30 +1,26 @@
-"""Records of what is known about a run at one moment, for `holdfast report`, `watch` and `metrics`.
+"""Records of what is known about a run at one moment; nothing is read here.
 
-``page.gathering`` fills in a `RunSnapshot` from everything that was recorded, for the page;
-``live.watching`` does so incrementally, for the live view and for metrics. Nothing is read here.
+``page.gathered_run`` and ``live.live_run`` extend `RunSnapshot` by what only one view knows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from holdfast.core.secrets import without_secrets
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.progress import ProcessPhase, Standing
 from holdfast.recorder.run_files import ProcessInfo
-from holdfast.recorder.scalars import Scalar
-from holdfast.report.run_follower import News
 from holdfast.report.sources import RecordedEvent
 
 if TYPE_CHECKING:
     # This module imports numpy, which takes a tenth of a second.
     from holdfast.report.curves import Curve, StepTimes
 
-RunState = Literal["running", "waits to restart", "ended"]
 # Roles of processes in the order in which views list them.
 _ROLES = ("trainer", "launcher", "other", "loader worker")
 
@@ -126,114 +122,28 @@ class ProcessSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSummary:
-    """One checkpoint on disk; size and time are None if its manifest cannot be read.
-
-    Args:
-        name: Name of its folder.
-        global_step: Its step.
-        status: "complete", or what is wrong with it.
-        size_bytes: Size of its files.
-        saved: Unix time at which it was saved.
-    """
-
-    name: str
-    global_step: int
-    status: str
-    size_bytes: int | None = None
-    saved: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedStacks:
-    """The stacks of a process as text.
-
-    Args:
-        name: Path of the file within the run directory.
-        text: The end of the file.
-    """
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageImage:
-    """One image on the page: a complete PNG file, and its size in pixels."""
-
-    tag: str
-    global_step: int
-    png: bytes
-    width: int
-    height: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """Everything known about a run. Some fields are filled in only for one kind of view.
+    """What every view knows about a run at one moment.
 
     Args:
         path: The run directory.
         start: What the supervisor or, without one, the guard recorded at the start.
-        settings: On the page: see ``recorder.run_files.write_settings``.
-        state: Whether the run is still running.
         attempt: Number of the newest attempt; the first is 0.
-        now: Unix time of the snapshot.
-        newest: Unix time of the newest record.
-        processes: On the page, by attempt and rank; in the live view, those of the newest attempt,
-            trainers first.
-        events: Oldest first. The page has the first and last events of frequent kinds; the live
-            view has the newest events.
-        left_out_events: On the page: how many more events there are, by kind.
+        processes: The observed processes.
+        events: Oldest first.
         verdict: Why the run ended.
-        outlook: In the live view: how far along the run is, as a sentence.
-        scalars: In the live view: the newest value of each logged name, newest last.
-        guards: Run directories of guards that the run has opened. The live view resolves links and
-            leaves out the directory of the run itself.
-        news: In the live view: what each source has recorded since the previous snapshot.
-        lanes: On the page: the steps of each process and guard.
-        checkpoints: On the page: newest first, damaged ones last.
-        images: On the page.
-        stacks: On the page.
-        output: On the page: the end of the run's output.
+        guards: Run directories of guards that the run has opened.
         problems: What could not be read, one sentence each.
     """
 
     path: Path
     start: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    state: RunState = "ended"
     attempt: int = 0
-    now: float = 0.0
-    newest: float | None = None
     processes: tuple[ProcessSnapshot, ...] = ()
     events: tuple[RecordedEvent, ...] = ()
-    left_out_events: Mapping[str, int] = field(default_factory=dict)
     verdict: Verdict | None = None
-    outlook: str = ""
-    scalars: tuple[Scalar, ...] = ()
     guards: tuple[Path, ...] = ()
-    news: tuple[News, ...] = ()
-    lanes: tuple[Lane, ...] = ()
-    checkpoints: tuple[CheckpointSummary, ...] = ()
-    images: tuple[PageImage, ...] = ()
-    stacks: tuple[RecordedStacks, ...] = ()
-    output: str = ""
     problems: tuple[str, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the output of `holdfast watch --json`."""
-        return {
-            "run": str(self.path),
-            "state": self.state,
-            "attempt": self.attempt,
-            "command": self.command,
-            "began": self.began,
-            "outlook": self.outlook,
-            "processes": [_process_as_json(process) for process in self.processes],
-            "scalars": [scalar._asdict() for scalar in self.scalars],
-            "verdict": None if self.verdict is None else self.verdict.as_json(),
-        }
 
     @property
     def command(self) -> str:
@@ -248,10 +158,3 @@ class RunSnapshot:
         """Return the Unix time at which the supervisor or the guard's newest process started."""
         began = self.start.get("started")
         return float(began) if isinstance(began, (int, float)) else None
-
-
-def _process_as_json(process: ProcessSnapshot) -> dict[str, Any]:
-    values = asdict(process)
-    if process.phase is not None:
-        values["phase"] = process.phase.name
-    return values

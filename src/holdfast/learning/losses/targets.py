@@ -64,8 +64,9 @@ class ConstantMean:
 
     def __init__(self, loss_of: MeanLoss) -> None:
         self._loss_of = loss_of
-        self._sum: Tensor | None = None
-        self._sum_of_squares: Tensor | None = None
+        # By column; empty before the first batch.
+        self._sum = torch.zeros(0)
+        self._sum_of_squares = torch.zeros(0)
         self._rows = 0
         # False once a batch had another number of columns.
         self._has_one_width = True
@@ -73,9 +74,9 @@ class ConstantMean:
     def add(self, target: Tensor) -> float | None:
         """Add targets; return their loss under the mean so far, or None if the width changed."""
         columns = columns_of(target)
-        if self._sum is None or self._sum_of_squares is None:
-            self._sum = torch.zeros(columns.shape[1], dtype=columns.dtype)
-            self._sum_of_squares = torch.zeros_like(self._sum)
+        if self._rows == 0:
+            self._sum = torch.zeros_like(columns[0])
+            self._sum_of_squares = torch.zeros_like(columns[0])
         if columns.shape[1] != len(self._sum):
             self._has_one_width = False
             return None
@@ -87,7 +88,7 @@ class ConstantMean:
 
     def loss(self) -> float | None:
         """Return the loss on all targets."""
-        if self._sum is None or self._sum_of_squares is None or not self._is_known:
+        if not self._is_known:
             return None
         mean = self._sum / self._rows
         mean_square = self._sum_of_squares / self._rows
@@ -95,7 +96,7 @@ class ConstantMean:
 
     def mean_square(self) -> float | None:
         """Return the mean square of all targets: the squared error of predicting 0."""
-        if self._sum_of_squares is None or not self._is_known:
+        if not self._is_known:
             return None
         return float((self._sum_of_squares / self._rows).mean())
 

@@ -96,17 +96,19 @@ def measure_progress(run: Observations) -> LossProgress:
     end = median(tail)
     # Robust estimate of the loss's standard deviation at the end: single outliers do not affect it.
     noise = DEVIATION_OF_NORMAL * median([abs(loss - end) for loss in tail])
-    diverged = start > 0 and end > DIVERGED_RATIO * start and end - start > 2 * noise
-    state: ProgressState = "diverged" if diverged else "learning"
-
+    has_diverged = start > 0 and end > DIVERGED_RATIO * start and end - start > 2 * noise
+    is_flat = abs(start - end) < max(FLAT_CHANGE * abs(start), 0.5 * noise)
     against = best_against_constant(run)
-    if against is None:
-        is_flat = abs(start - end) < max(FLAT_CHANGE * abs(start), 0.5 * noise)
-        if is_flat and not diverged:
-            state = "flat"
-        return LossProgress(state=state, start=start, end=end)
-    if not diverged and not has_learnt(run, against, losses, noise):
+
+    state: ProgressState = "learning"
+    if has_diverged:
+        state = "diverged"
+    elif against is None and is_flat:
+        state = "flat"
+    elif against is not None and not has_learnt(run, against, losses, noise):
         state = "constant"
+    if against is None:
+        return LossProgress(state=state, start=start, end=end)
     return LossProgress(
         state=state, start=start, end=end, baseline=against.baseline, best=against.loss
     )

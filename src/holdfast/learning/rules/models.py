@@ -157,15 +157,16 @@ def wrong_mode(run: Observations, rule: LearningRule) -> Iterator[Finding]:
         modules = ", ".join(model.mode_dependent)
         if model.eval_steps >= EVAL_STEPS and model.eval_steps > EVAL_SHARE * model.observed:
             yield rule.finding(
-                f"{model.eval_steps} of {model.observed} observed steps ran with {modules} in"
-                " evaluation mode",
+                f"{model.eval_steps} of {model.observed} observed steps ran with these modules in"
+                f" evaluation mode: {modules}",
                 "call model.train() after each evaluation.",
                 name,
             )
         always = model.train_mode_validations == model.validations
         if always and model.validations >= MIN_VALIDATIONS:
             yield rule.finding(
-                f"all {model.validations} evaluations ran in training mode, with {modules} active",
+                f"all {model.validations} evaluations ran with these modules in training mode:"
+                f" {modules}",
                 "call model.eval() before an evaluation and model.train() after it.",
                 f"{name} in evaluation",
             )

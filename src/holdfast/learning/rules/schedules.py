@@ -80,7 +80,7 @@ def scheduler_out_of_step(run: Observations, rule: LearningRule) -> Iterator[Fin
 
 
 def find_scheduler_fault(run: Observations, scheduler: ObservedScheduler) -> str | None:
-    """Return what is wrong with when a scheduler is stepped."""
+    """Return how a scheduler is stepped at the wrong times, or None if it is not."""
     if scheduler.before_first > 0 and scheduler.advanced_once >= MIN_ADVANCES:
         return (
             "it is stepped before the first optimizer step, so the first learning rate is never"

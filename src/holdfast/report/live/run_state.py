@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
-from holdfast.report.run_snapshot import RunState
+RunState = Literal["running", "waits to restart", "ended"]
 
 # A run has ended when its lock is free, its processes are gone, and nothing was recorded for this
 # long: a process that has just started may not have recorded anything yet.

@@ -14,7 +14,8 @@ from rich.text import Text
 from holdfast.core.text import duration, moment, sanitise, size
 from holdfast.recorder.progress import ProcessPhase
 from holdfast.recorder.scalars import Scalar
-from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot
+from holdfast.report.live.live_run import LiveRun
+from holdfast.report.run_snapshot import ProcessSnapshot
 from holdfast.report.severity import severity
 from holdfast.report.sources import RecordedEvent
 
@@ -53,7 +54,7 @@ class Column(Generic[_Row]):
     takes_space: bool = False
 
 
-def table(rows: Sequence[_Row], columns: Sequence[Column[_Row]]) -> Table:
+def make_table(rows: Sequence[_Row], columns: Sequence[Column[_Row]]) -> Table:
     """Return a table with one row for each of `rows`."""
     table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
@@ -130,22 +131,22 @@ def _event_kind(recorded: RecordedEvent) -> Text:
     return Text(sanitise(recorded.event.kind, most=24), style)
 
 
-def _phase_of_run(run: RunSnapshot) -> Text:
+def _phase_of_run(run: LiveRun) -> Text:
     if not run.processes or run.state == "ended":
         return Text()
     return _phase(run.processes[0])
 
 
-def _newest_step(run: RunSnapshot) -> Text:
+def _newest_step(run: LiveRun) -> Text:
     return _step(max((process.step for process in run.processes), default=0))
 
 
-def _loss_of_run(run: RunSnapshot) -> Text:
+def _loss_of_run(run: LiveRun) -> Text:
     losses = [process.loss for process in run.processes if process.loss is not None]
     return _number(losses[0] if losses else None, 4)
 
 
-def _summary_of_run(run: RunSnapshot) -> Text:
+def _summary_of_run(run: LiveRun) -> Text:
     text = run.outlook or run.command
     if run.verdict is not None:
         text = run.verdict.title
@@ -171,7 +172,7 @@ SCALAR_COLUMNS: tuple[Column[Scalar], ...] = (
     Column("value", lambda scalar: _number(scalar.value, 6), is_number=True),
     Column("step", lambda scalar: Text(f"{scalar.step:,}"), is_number=True),
 )
-RUN_COLUMNS: tuple[Column[RunSnapshot], ...] = (
+RUN_COLUMNS: tuple[Column[LiveRun], ...] = (
     Column("run", lambda run: Text(sanitise(run.path.name, most=60)), takes_space=True),
     Column("state", lambda run: Text(run.state, style=STATE_STYLES[run.state])),
     Column("phase", _phase_of_run),

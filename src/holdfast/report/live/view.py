@@ -17,21 +17,22 @@ from rich.panel import Panel
 from rich.text import Text
 
 from holdfast.core.text import duration, sanitise
+from holdfast.report.live.live_run import LiveRun
 from holdfast.report.live.tables import (
     EVENT_COLUMNS,
     PROCESS_COLUMNS,
     RUN_COLUMNS,
     SCALAR_COLUMNS,
     STATE_STYLES,
-    table,
+    make_table,
     training_columns,
 )
 from holdfast.report.live.watching import Runs, Watched
-from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot
+from holdfast.report.run_snapshot import ProcessSnapshot
 from holdfast.report.verdicts import how_sure, tone
 
 # One run, or several.
-RunSnapshots: TypeAlias = RunSnapshot | tuple[RunSnapshot, ...]
+LiveRuns: TypeAlias = LiveRun | tuple[LiveRun, ...]
 
 # The panels that keys switch between: "all" shows a few rows of each kind, the others all rows of
 # one.
@@ -46,9 +47,7 @@ _MOST_PROBLEMS = 3
 _TONE_STYLES = {"well": "green", "unjudged": "bright_black", "unknown": "yellow", "failed": "red"}
 
 
-def follow(
-    watched: Watched | Runs, console: Console, wait: Callable[[float], object]
-) -> RunSnapshots:
+def follow(watched: Watched | Runs, console: Console, wait: Callable[[float], object]) -> LiveRuns:
     """Show runs in a terminal, twice a second, until they end; return the last snapshots.
 
     Args:
@@ -73,13 +72,13 @@ def follow(
     return snapshots
 
 
-def _has_ended(snapshots: RunSnapshots) -> bool:
+def _has_ended(snapshots: LiveRuns) -> bool:
     if isinstance(snapshots, tuple):
         return all(run.state == "ended" for run in snapshots)
     return snapshots.state == "ended"
 
 
-def draw(snapshots: RunSnapshots, width: int, panel: str = "") -> RenderableType:
+def draw(snapshots: LiveRuns, width: int, panel: str = "") -> RenderableType:
     """Return the view of one run, or a table of several runs, for a terminal.
 
     Args:
@@ -88,7 +87,7 @@ def draw(snapshots: RunSnapshots, width: int, panel: str = "") -> RenderableType
         panel: One of `PANELS`; empty for a view that is printed once, without a hint about keys.
     """
     if isinstance(snapshots, tuple):
-        return table(snapshots, RUN_COLUMNS)
+        return make_table(snapshots, RUN_COLUMNS)
     view = _View(run=snapshots, width=width, panel=panel)
     return Group(*(part for section in _SECTIONS for part in section(view)))
 
@@ -97,7 +96,7 @@ def draw(snapshots: RunSnapshots, width: int, panel: str = "") -> RenderableType
 class _View:
     """What to draw: the run, the width of the terminal, and the selected panel."""
 
-    run: RunSnapshot
+    run: LiveRun
     width: int
     panel: str
 
@@ -153,7 +152,7 @@ def _head(view: _View) -> list[RenderableType]:
     ]
 
 
-def _elapsed(run: RunSnapshot) -> str:
+def _elapsed(run: LiveRun) -> str:
     """Return how long a run has been going or, if it has ended, how long it lasted."""
     if run.began is None:
         return ""
@@ -165,7 +164,7 @@ def _elapsed(run: RunSnapshot) -> str:
 def _process_table(view: _View) -> list[RenderableType]:
     if not view.processes or not view.shows("processes"):
         return []
-    return [table(view.processes, PROCESS_COLUMNS)]
+    return [make_table(view.processes, PROCESS_COLUMNS)]
 
 
 def _training_table(view: _View) -> list[RenderableType]:
@@ -175,7 +174,7 @@ def _training_table(view: _View) -> list[RenderableType]:
     for process in view.processes:
         rows += process.optimizers or (process,)
     trained = [row for row in rows if row.losses or row.host_bytes]
-    return [table(trained, training_columns(trained, view.width))] if trained else []
+    return [make_table(trained, training_columns(trained, view.width))] if trained else []
 
 
 def _hidden_processes(view: _View) -> list[RenderableType]:
@@ -191,7 +190,7 @@ def _scalar_table(view: _View) -> list[RenderableType]:
     newest_first = view.run.scalars[::-1]
     if view.panel != "training":
         newest_first = newest_first[:_MOST_SCALARS]
-    return [table(newest_first, SCALAR_COLUMNS)]
+    return [make_table(newest_first, SCALAR_COLUMNS)]
 
 
 def _event_table(view: _View) -> list[RenderableType]:
@@ -200,7 +199,7 @@ def _event_table(view: _View) -> list[RenderableType]:
         return []
     # In their own panel, whose end the screen may cut off, the newest events come first.
     shown = events[::-1] if view.panel == "events" else events[-_MOST_EVENTS:]
-    return [table(shown, EVENT_COLUMNS)]
+    return [make_table(shown, EVENT_COLUMNS)]
 
 
 def _verdict_panel(view: _View) -> list[RenderableType]:

@@ -1,4 +1,4 @@
-"""Poll runs: every look returns a `RunSnapshot` of what can be seen.
+"""Poll runs: every look returns a `LiveRun` of what can be seen.
 
 This works on directories that are half written, that a killed run left behind, or that another
 machine writes. ``run_follower`` reads the records, ``run_state`` decides whether a run has ended,
@@ -27,9 +27,10 @@ from holdfast.recorder.run_files import (
     process_lives,
 )
 from holdfast.recorder.start import START_FILE
+from holdfast.report.live.live_run import LiveRun
 from holdfast.report.live.outlook import NO_GUARD, describe_outlook
 from holdfast.report.live.recent_records import RecentRecords, newest_time
-from holdfast.report.live.run_state import SILENT_SECONDS, RunSigns, decide_state
+from holdfast.report.live.run_state import SILENT_SECONDS, RunSigns, RunState, decide_state
 from holdfast.report.live.step_numbers import (
     by_optimizer,
     newest_step,
@@ -37,13 +38,7 @@ from holdfast.report.live.step_numbers import (
     with_numbers,
 )
 from holdfast.report.run_follower import News, RunFollower
-from holdfast.report.run_snapshot import (
-    ProcessSnapshot,
-    RunSnapshot,
-    RunState,
-    role_order,
-    visible_phase,
-)
+from holdfast.report.run_snapshot import ProcessSnapshot, role_order, visible_phase
 from holdfast.report.sources import RunSource, ran_here, read_json, runs_in
 from holdfast.report.verdicts import verdict_from, verdict_of
 
@@ -78,7 +73,7 @@ class Watched:
         """Return which steps were overwritten before being read, one sentence per process."""
         return tuple(self._follower.lost_steps.values())
 
-    def look(self, *, hold_back: bool = True) -> RunSnapshot:
+    def look(self, *, hold_back: bool = True) -> LiveRun:
         """Return what can be seen of the run now.
 
         Args:
@@ -97,7 +92,7 @@ class Watched:
             supervised.get("supervisor_pid"), is_here=is_here
         )
         state = self._state(processes, supervisor_is_lost=supervisor_is_lost)
-        return RunSnapshot(
+        return LiveRun(
             path=self._run,
             start=supervised or _start_of_guard(sources),
             state=state,
@@ -291,9 +286,9 @@ class Runs:
         self._clock = clock
         # Runs that have not ended. Once a run has ended, its reader is dropped to free memory.
         self._watched: dict[Path, Watched] = {}
-        self._snapshots: dict[Path, RunSnapshot] = {}
+        self._snapshots: dict[Path, LiveRun] = {}
 
-    def look(self) -> tuple[RunSnapshot, ...]:
+    def look(self) -> tuple[LiveRun, ...]:
         """Return the runs that have not ended, then those that have, each newest first."""
         paths = runs_in(self._folder)[:_MOST_RUNS]
         for path in paths:
@@ -321,7 +316,7 @@ class Runs:
             del self._watched[path]
 
 
-def _contains_guard(run: RunSnapshot, guard: RunSnapshot) -> bool:
+def _contains_guard(run: LiveRun, guard: LiveRun) -> bool:
     """Return whether a run's snapshot makes the separate snapshot of its guard redundant.
 
     It does unless the guard's directory was used again after the run had ended.

@@ -17,9 +17,9 @@ from holdfast.core.text import sanitise
 from holdfast.recorder.progress import StepSample
 from holdfast.recorder.run_files import read_optimizers
 from holdfast.recorder.scalars import Scalar
+from holdfast.report.live.live_run import LiveRun
 from holdfast.report.live.watching import Watched
 from holdfast.report.run_follower import News, events_in_time_order
-from holdfast.report.run_snapshot import RunSnapshot
 from holdfast.report.sources import RecordedEvent, RunSource
 
 POLL_SECONDS = 1.0
@@ -113,7 +113,7 @@ def follow(
             snapshot = watched.look(hold_back=not is_last_look)
         except Exception as error:  # noqa: BLE001 - whatever lies in the run directory, the next look may succeed
             output.note_unreadable_run(error)
-            snapshot = RunSnapshot(path=run, state="running")
+            snapshot = LiveRun(path=run, state="running")
         points = [point for news in snapshot.news for point in naming.points(news)]
         events = events_in_time_order(snapshot.news)
         output.write(points, events)
@@ -249,24 +249,20 @@ def _values(sample: StepSample, optimizer: str | None) -> dict[str, float]:
         optimizer: The optimizer that stepped; None if there is only one.
     """
     suffix = "" if optimizer is None else f"/{sanitise(optimizer, most=60)}"
-    values: dict[str, float] = {}
-    for name, number in (
-        ("loss", sample.loss),
-        ("grad_norm", sample.grad_norm),
-        ("learning_rate", sample.learning_rate),
-    ):
-        if number is not None:
-            values[name + suffix] = number
+    numbers = {
+        "loss": sample.loss,
+        "grad_norm": sample.grad_norm,
+        "learning_rate": sample.learning_rate,
+    }
+    values = {name + suffix: number for name, number in numbers.items() if number is not None}
     if sample.seconds >= 0:
         values["step_seconds"] = sample.seconds
     if sample.seconds > 0 and sample.wait_seconds >= 0:
         values["wait_share"] = min(sample.wait_seconds / sample.seconds, 1.0)
-    for name, size in (
-        ("host_memory_bytes", sample.host_bytes),
-        ("device_allocated_bytes", sample.device_allocated_bytes),
-        ("device_reserved_bytes", sample.device_reserved_bytes),
-        ("device_peak_bytes", sample.device_peak_bytes),
-    ):
-        if size:
-            values[name] = float(size)
-    return values
+    sizes = {
+        "host_memory_bytes": sample.host_bytes,
+        "device_allocated_bytes": sample.device_allocated_bytes,
+        "device_reserved_bytes": sample.device_reserved_bytes,
+        "device_peak_bytes": sample.device_peak_bytes,
+    }
+    return values | {name: float(size) for name, size in sizes.items() if size}

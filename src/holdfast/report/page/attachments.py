@@ -18,8 +18,8 @@ from holdfast.recorder.run_files import (
     STACKS_FOLDER,
     ProcessInfo,
 )
+from holdfast.report.page.gathered_run import CheckpointSummary, RecordedStacks
 from holdfast.report.problems import READING_ERRORS, reason
-from holdfast.report.run_snapshot import CheckpointSummary, RecordedStacks
 from holdfast.report.sources import CHECKPOINTS_FOLDER
 
 # Limits on what a page shows, so that it stays readable.

@@ -13,9 +13,10 @@ import numpy as np
 from holdfast.report.curves import LOGGED, Curve, FloatArray
 from holdfast.report.page.environment import COMMAND, environment
 from holdfast.report.page.figures.steps import step_figure
+from holdfast.report.page.gathered_run import GatheredRun
 from holdfast.report.page.offline_page import fill_page
 from holdfast.report.page.run_page import key_figures
-from holdfast.report.run_snapshot import Lane, RunSnapshot
+from holdfast.report.run_snapshot import Lane
 from holdfast.report.verdicts import how_sure
 
 # Rows by name; each row has one value per run, in the order of the runs.
@@ -41,7 +42,7 @@ class Comparison:
         problems: What could not be read, one sentence each.
     """
 
-    def __init__(self, runs: Sequence[RunSnapshot]) -> None:
+    def __init__(self, runs: Sequence[GatheredRun]) -> None:
         self.runs = runs
         common_folder = os.path.commonpath([run.path.parent for run in runs])
         self.names = [os.path.relpath(run.path, common_folder) for run in runs]
@@ -91,18 +92,18 @@ def _table(columns: Sequence[Mapping[str, str]]) -> Table:
     return {name: [column.get(name, "") for column in columns] for name in names}
 
 
-def _facts(run: RunSnapshot) -> dict[str, str]:
+def _facts(run: GatheredRun) -> dict[str, str]:
     return {"verdict": _verdict(run), **key_figures(run), **_newest_numbers(run)}
 
 
-def _verdict(run: RunSnapshot) -> str:
+def _verdict(run: GatheredRun) -> str:
     if run.verdict is None:
         return "none"
     parts = [f"{run.verdict.title} [{run.verdict.cause}]", how_sure(run.verdict)]
     return ", ".join(part for part in parts if part)
 
 
-def _settings(run: RunSnapshot) -> dict[str, str]:
+def _settings(run: GatheredRun) -> dict[str, str]:
     """Return all settings of a run, by "group: name"."""
     groups = {title: dict(rows) for title, rows in environment(run).items()}
     # Arguments are compared one by one; whole commands would only be reported as different.
@@ -136,7 +137,7 @@ def _arguments(command: str) -> dict[str, str]:
     }
 
 
-def _newest_numbers(run: RunSnapshot) -> dict[str, str]:
+def _newest_numbers(run: GatheredRun) -> dict[str, str]:
     """Return the newest loss and the newest value of every logged or validated name."""
     newest = {}
     for lane in _joined_lanes(run, ""):
@@ -148,7 +149,7 @@ def _newest_numbers(run: RunSnapshot) -> dict[str, str]:
     return newest
 
 
-def _joined_lanes(run: RunSnapshot, name: str) -> Iterator[Lane]:
+def _joined_lanes(run: GatheredRun, name: str) -> Iterator[Lane]:
     """Yield one lane per optimizer of the first rank, with its attempts joined.
 
     Args:

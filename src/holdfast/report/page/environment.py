@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from holdfast.core.text import as_json_value, moment, size
-from holdfast.report.run_snapshot import RunSnapshot
+from holdfast.report.page.gathered_run import GatheredRun
 
 # Groups of rows: names and values by the title of the group.
 Environment = Mapping[str, Mapping[str, str]]
@@ -27,7 +27,7 @@ _NO_HYPERPARAMETER = re.compile(r"^policy\.|\._|\.(initial_lr|base_lrs)$")
 _MOST_ROWS = 200
 
 
-def environment(run: RunSnapshot) -> Environment:
+def environment(run: GatheredRun) -> Environment:
     """Return what the run was started with, by group and name; empty groups are left out."""
     start = _readable_start(run.start)
     machine = {name: start.pop(name) for name in _MACHINE if name in start}
@@ -66,7 +66,7 @@ def _policy(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _hyperparameters(run: RunSnapshot) -> dict[str, Any]:
+def _hyperparameters(run: GatheredRun) -> dict[str, Any]:
     values = {}
     for name, value in run.settings.items():
         if _NO_HYPERPARAMETER.search(name):
@@ -76,7 +76,7 @@ def _hyperparameters(run: RunSnapshot) -> dict[str, Any]:
     return values
 
 
-def _rate_as_set(run: RunSnapshot, name: str, first_rate: float) -> object:
+def _rate_as_set(run: GatheredRun, name: str, first_rate: float) -> object:
     """Return a learning rate as the script set it.
 
     Only the first step's rate was recorded, which may belong to a warm-up. The scheduler's
@@ -90,7 +90,7 @@ def _rate_as_set(run: RunSnapshot, name: str, first_rate: float) -> object:
     return f"{largest:.6g} (the largest seen)" if is_larger else first_rate
 
 
-def _largest_rate(run: RunSnapshot, name: str) -> float:
+def _largest_rate(run: GatheredRun, name: str) -> float:
     """Return the largest learning rate on a curve of the optimizer that a setting names."""
     largest = 0.0
     for lane in run.lanes:

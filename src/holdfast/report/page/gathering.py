@@ -1,7 +1,7 @@
-"""Gather everything that a run recorded into one `RunSnapshot`, for the page.
+"""Gather everything that a run recorded into one `GatheredRun`, for the page.
 
 Gathering tolerates damage: a damaged, missing or unreadable file adds a sentence to
-`RunSnapshot.problems`, and everything else is still shown. It is also bounded: events are limited
+`GatheredRun.problems`, and everything else is still shown. It is also bounded: events are limited
 here, curves in ``lanes``, and texts in ``attachments``.
 """
 
@@ -17,6 +17,7 @@ from holdfast.recorder.progress import ProcessPhase, read_board
 from holdfast.recorder.run_files import BOARD_FILE, SETTINGS_FILE, SUPERVISED_FILE
 from holdfast.recorder.start import START_FILE
 from holdfast.report.page.attachments import read_checkpoints, read_output, read_stacks
+from holdfast.report.page.gathered_run import GatheredRun
 from holdfast.report.page.images import read_images
 from holdfast.report.page.lanes import (
     MOST_LANES,
@@ -27,12 +28,7 @@ from holdfast.report.page.lanes import (
 )
 from holdfast.report.problems import Problems
 from holdfast.report.run_follower import RunFollower, events_in_time_order
-from holdfast.report.run_snapshot import (
-    Lane,
-    ProcessSnapshot,
-    RunSnapshot,
-    visible_phase,
-)
+from holdfast.report.run_snapshot import Lane, ProcessSnapshot, visible_phase
 from holdfast.report.sources import RecordedEvent, RunSource, find_sources, read_json
 from holdfast.report.verdicts import verdict_of
 
@@ -41,7 +37,7 @@ _MOST_EVENTS_OF_A_KIND = 100
 _MOST_KINDS = 100
 
 
-def gather(run: Path) -> RunSnapshot:
+def gather(run: Path) -> GatheredRun:
     """Return everything that is known about a run, even if it is unfinished or damaged.
 
     Args:
@@ -77,7 +73,7 @@ def gather(run: Path) -> RunSnapshot:
     guard_runs = {guard.directory.parent.parent for guard in guards}
     run_directories = sorted({run, *guard_runs})
     shown_events, left_out_events = _limit_events(events)
-    return RunSnapshot(
+    return GatheredRun(
         path=run,
         start=supervised or _first_start([*sources, *guards]),
         settings=_settings([*sources, *guards]),

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.recorder.progress import ProcessPhase
-from holdfast.report.run_snapshot import Lane, ProcessSnapshot, RunSnapshot
+from holdfast.report.page.gathered_run import GatheredRun
+from holdfast.report.run_snapshot import Lane, ProcessSnapshot
 
 # The use that the time in each phase counts towards.
 _USES = {
@@ -45,7 +46,7 @@ _SIGNS_OF_WORK = frozenset(
 )
 
 
-def goodput(run: RunSnapshot) -> dict[str, float]:
+def goodput(run: GatheredRun) -> dict[str, float]:
     """Return the seconds spent on each use, "steps" first; empty if no step was recorded."""
     seconds = _seconds_of_attempts(run)
     if not seconds["steps"]:
@@ -96,7 +97,7 @@ class _AttemptTime:
         return spent[ProcessPhase.FORWARD_BACKWARD] + spent[ProcessPhase.OPTIMIZER]
 
 
-def _seconds_of_attempts(run: RunSnapshot) -> dict[str, float]:
+def _seconds_of_attempts(run: GatheredRun) -> dict[str, float]:
     """Return the seconds of all observed attempts by use; "steps" still includes repeated steps."""
     attempts = _attempt_times(run)
     lanes = [item.process.lane for item in attempts.values() if item.process.lane is not None]
@@ -118,7 +119,7 @@ def _seconds_of_attempts(run: RunSnapshot) -> dict[str, float]:
     return seconds
 
 
-def _attempt_times(run: RunSnapshot) -> dict[int, _AttemptTime]:
+def _attempt_times(run: GatheredRun) -> dict[int, _AttemptTime]:
     """Return the attempts with a known breakdown of time, by number, oldest first.
 
     Each attempt is represented by its trainer with the lowest rank.
@@ -136,7 +137,7 @@ def _rank(process: ProcessSnapshot) -> int:
     return process.info.rank
 
 
-def _attempt_time(run: RunSnapshot, number: int, process: ProcessSnapshot) -> _AttemptTime:
+def _attempt_time(run: GatheredRun, number: int, process: ProcessSnapshot) -> _AttemptTime:
     assert process.info is not None
     started = process.info.started
     launched = _time_of(run, "attempt_started", number)
@@ -154,7 +155,7 @@ def _attempt_time(run: RunSnapshot, number: int, process: ProcessSnapshot) -> _A
     )
 
 
-def _time_of(run: RunSnapshot, kind: str, attempt: int) -> float | None:
+def _time_of(run: GatheredRun, kind: str, attempt: int) -> float | None:
     """Return the Unix time of the newest event of a kind for an attempt, or None."""
     times = [
         recorded.event.unix_seconds
@@ -167,7 +168,7 @@ def _time_of(run: RunSnapshot, kind: str, attempt: int) -> float | None:
 # --- a guard without observed processes
 
 
-def _goodput_of_guard(run: RunSnapshot) -> dict[str, float]:
+def _goodput_of_guard(run: GatheredRun) -> dict[str, float]:
     """Return the seconds by use from a guard's record of its steps and resumes."""
     lane = _lane_of_guard(run)
     if lane is None:
@@ -198,7 +199,7 @@ def _goodput_of_guard(run: RunSnapshot) -> dict[str, float]:
     }
 
 
-def _lane_of_guard(run: RunSnapshot) -> Lane | None:
+def _lane_of_guard(run: GatheredRun) -> Lane | None:
     """Return the lane of the guard of the first rank, or None."""
     for lane in run.lanes:
         if lane.of_guard and lane.begun and not lane.rank:
@@ -206,7 +207,7 @@ def _lane_of_guard(run: RunSnapshot) -> Lane | None:
     return None
 
 
-def breaks(run: RunSnapshot, lane: Lane) -> list[tuple[float, float]]:
+def breaks(run: GatheredRun, lane: Lane) -> list[tuple[float, float]]:
     """Return the breaks between a guard's processes, as pairs of Unix times.
 
     A break lasts from the last sign of one process until the next process has resumed the run.
@@ -221,7 +222,7 @@ def breaks(run: RunSnapshot, lane: Lane) -> list[tuple[float, float]]:
     ]
 
 
-def _signs_of_work(run: RunSnapshot, lane: Lane) -> list[float]:
+def _signs_of_work(run: GatheredRun, lane: Lane) -> list[float]:
     """Return the Unix times, in order, at which a guard is known to have worked."""
     times = {lane.begun or 0.0, *lane.times.unix_seconds.tolist()}
     for recorded in run.events:
@@ -233,7 +234,7 @@ def _signs_of_work(run: RunSnapshot, lane: Lane) -> list[float]:
 # --- repeated steps
 
 
-def _shares_repeated(run: RunSnapshot, lanes: Sequence[Lane]) -> dict[str, float]:
+def _shares_repeated(run: GatheredRun, lanes: Sequence[Lane]) -> dict[str, float]:
     """Return the share of step time that each lane spent on repeating earlier steps.
 
     Args:
@@ -284,12 +285,13 @@ class _RepeatTracker:
         self._reached = 0.0
         self._reached_before_rewind = 0.0
         self._last_step = 0.0
-        # How many rewinds have happened; None at the beginning of a lane, which counts as a rewind.
-        self._rewinds_so_far: int | None = None
+        # How many rewinds have happened; -1 before the first step of a lane, so that it counts as a
+        # rewind.
+        self._rewinds_so_far = -1
 
     def begin_lane(self) -> None:
         """Start with the steps of the next attempt."""
-        self._rewinds_so_far = None
+        self._rewinds_so_far = -1
 
     def add(self, time: float, step: float, count: float) -> float:
         """Add a stretch of steps, and return which share of it repeats earlier steps.
@@ -300,8 +302,7 @@ class _RepeatTracker:
             count: Its number of steps.
         """
         rewinds_so_far = bisect_right(self._rewinds, time)
-        was_rewound = self._rewinds_so_far is None or rewinds_so_far > self._rewinds_so_far
-        if was_rewound or step < self._last_step:
+        if rewinds_so_far > self._rewinds_so_far or step < self._last_step:
             # Without a guard, a script that restarts at step 1 may have loaded its own checkpoint
             # and be counting steps from there.
             if step <= 1 and not self._has_guard:

@@ -16,7 +16,7 @@ from pathlib import Path
 from holdfast.core.files import open_to_read
 from holdfast.core.text import sanitise
 from holdfast.guard.images import IMAGES_FOLDER, LONGEST_SIDE, MOST_FILE_BYTES, MOST_TAGS
-from holdfast.report.run_snapshot import PageImage
+from holdfast.report.page.gathered_run import PageImage
 
 _SHOWN_OF_A_TAG = 5
 # At most this many folder entries are examined; a guard writes at most 16 into each.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -68,7 +67,8 @@ class LaneReader:
         if ring is None or not len(ring):
             return self._lanes_without_steps(source, most_points)
         self._note_lost_steps(source)
-        steps = _RecordedSteps(history=_history_before(ring, path), ring=ring)
+        history = read_history(path).rows
+        steps = _RecordedSteps(history=history[history["time"] < ring["time"][0]], ring=ring)
         times = steps.times(is_guard=source.kind == "guard")
         curves, curves_by_optimizer = _curves_by_optimizer(
             thinned(steps.history, ring, most_points), read_optimizers(source.directory)
@@ -200,13 +200,6 @@ class _RecordedSteps:
             counts=counts,
             seconds=seconds if is_guard else counts,
         )
-
-
-def _history_before(ring: Rows, path: Path) -> Rows:
-    """Return the rows of steps that were made before those in the ring."""
-    rows = read_history(path).rows
-    older: Rows = rows[rows["time"] < ring["time"][0]]
-    return older
 
 
 def _curves_by_optimizer(

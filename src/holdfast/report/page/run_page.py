@@ -18,13 +18,13 @@ from holdfast.report.page.environment import environment
 from holdfast.report.page.figures.plotly_values import Figure
 from holdfast.report.page.figures.steps import share_equal_curves, step_figure
 from holdfast.report.page.figures.timeline import timeline_figure
+from holdfast.report.page.gathered_run import GatheredRun
 from holdfast.report.page.goodput import COLOURS, goodput
 from holdfast.report.page.offline_page import fill_page
-from holdfast.report.run_snapshot import RunSnapshot
 from holdfast.report.verdicts import how_sure, tone
 
 
-def render(run: RunSnapshot, *, now: datetime | None = None) -> str:
+def render(run: GatheredRun, *, now: datetime | None = None) -> str:
     """Return the page of a run.
 
     Args:
@@ -51,7 +51,7 @@ def render(run: RunSnapshot, *, now: datetime | None = None) -> str:
     )
 
 
-def figures(run: RunSnapshot) -> dict[str, Figure]:
+def figures(run: GatheredRun) -> dict[str, Figure]:
     """Return figures by the id of the element that each is drawn in; empty ones are left out."""
     drawn = {
         "timeline": timeline_figure(run),
@@ -60,7 +60,7 @@ def figures(run: RunSnapshot) -> dict[str, Figure]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def key_figures(run: RunSnapshot) -> dict[str, str]:
+def key_figures(run: GatheredRun) -> dict[str, str]:
     """Return the key figures at the top of the page, by title."""
     times = _recorded_times(run)
     facts = {
@@ -88,7 +88,7 @@ def key_figures(run: RunSnapshot) -> dict[str, str]:
     return facts
 
 
-def _recorded_times(run: RunSnapshot) -> list[float]:
+def _recorded_times(run: GatheredRun) -> list[float]:
     """Return the Unix times of everything that a run recorded."""
     times = [recorded.event.unix_seconds for recorded in run.events]
     for lane in run.lanes:
@@ -98,7 +98,7 @@ def _recorded_times(run: RunSnapshot) -> list[float]:
     return times
 
 
-def _largest_value(run: RunSnapshot, name: str) -> float | None:
+def _largest_value(run: GatheredRun, name: str) -> float | None:
     """Return the largest value of all curves with a name, or None without such a curve."""
     curves = [lane.curves[name] for lane in run.lanes if name in lane.curves]
     if not curves:
@@ -106,7 +106,7 @@ def _largest_value(run: RunSnapshot, name: str) -> float | None:
     return max(float(curve.finite.max(initial=0)) for curve in curves)
 
 
-def _throughput(run: RunSnapshot) -> dict[str, str]:
+def _throughput(run: GatheredRun) -> dict[str, str]:
     """Return steps and samples per second as text, where they are known."""
     steps_per_second = _median_rate(
         lane.times for lane in run.lanes if not lane.rank and not lane.optimizer
@@ -133,7 +133,7 @@ def _median_rate(times_of_attempts: Iterable[StepTimes]) -> float | None:
     return float(np.median(all_rates)) if len(all_rates) else None
 
 
-def _samples_per_step(run: RunSnapshot) -> float | None:
+def _samples_per_step(run: GatheredRun) -> float | None:
     """Return the samples per optimizer step over all ranks, from the newest complete epoch.
 
     None if no epoch was recorded from its beginning to its end.

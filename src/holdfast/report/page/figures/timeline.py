@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from holdfast.core.text import duration
 from holdfast.report.page.figures.event_marks import Mark, mark_traces
 from holdfast.report.page.figures.plotly_values import Figure, date, label
+from holdfast.report.page.gathered_run import GatheredRun
 from holdfast.report.page.goodput import breaks
-from holdfast.report.run_snapshot import Lane, ProcessSnapshot, RunSnapshot, role_order
+from holdfast.report.run_snapshot import Lane, ProcessSnapshot, role_order
 
 # The colour of each kind of bar, the same in both themes.
 _COLOURS = {"starting": "#8fa3b8", "training": "#45a95a", "ending": "#b8a26b"}
@@ -32,7 +33,7 @@ class _Bar:
     text: str
 
 
-def timeline_figure(run: RunSnapshot) -> Figure | None:
+def timeline_figure(run: GatheredRun) -> Figure | None:
     """Return the timeline of a run, or None if nothing was recorded."""
     rows = _rows(run)
     bars = [bar for bar in _bars(run) if bar.row in rows]
@@ -45,7 +46,7 @@ def timeline_figure(run: RunSnapshot) -> Figure | None:
     return {"data": data, "layout": _layout(rows)} if data else None
 
 
-def _rows(run: RunSnapshot) -> list[str]:
+def _rows(run: GatheredRun) -> list[str]:
     """Return the names of the rows, from top to bottom, at most `_MOST_ROWS`.
 
     Loader workers get a row only if they recorded an event: each epoch has its own workers, and
@@ -64,7 +65,7 @@ def _rows(run: RunSnapshot) -> list[str]:
     return list(dict.fromkeys(rows))[:_MOST_ROWS]
 
 
-def _bars(run: RunSnapshot) -> Iterator[_Bar]:
+def _bars(run: GatheredRun) -> Iterator[_Bar]:
     for process in run.processes:
         yield from _bars_of_process(process)
     observed = {process.label for process in run.processes}
@@ -102,7 +103,7 @@ def _last_phase(process: ProcessSnapshot) -> str:
     return f", last seen in phase {process.phase.name.lower().replace('_', ' ')}"
 
 
-def _bars_of_guard(run: RunSnapshot, lane: Lane) -> Iterator[_Bar]:
+def _bars_of_guard(run: GatheredRun, lane: Lane) -> Iterator[_Bar]:
     """Yield when a guard trained, with one bar for each process that continued the run."""
     if lane.begun is None or lane.ended is None:
         return

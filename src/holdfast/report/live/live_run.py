@@ -1,0 +1,56 @@
+"""`LiveRun`: what can be seen of a run at one look. ``watching.Watched`` fills it in."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from holdfast.recorder.scalars import Scalar
+from holdfast.report.live.run_state import RunState
+from holdfast.report.run_follower import News
+from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveRun(RunSnapshot):
+    """What can be seen of a run.
+
+    It has the newest events, and the processes of the newest attempt, trainers first. Links in
+    `guards` are resolved.
+
+    Args:
+        state: Whether the run is still running.
+        now: Unix time of the look.
+        newest: Unix time of the newest record.
+        outlook: How far along the run is, as a sentence.
+        scalars: The newest value of each logged name, newest last.
+        news: What each source has recorded since the previous look.
+    """
+
+    state: RunState
+    now: float = 0.0
+    newest: float | None = None
+    outlook: str = ""
+    scalars: tuple[Scalar, ...] = ()
+    news: tuple[News, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the output of `holdfast watch --json`."""
+        return {
+            "run": str(self.path),
+            "state": self.state,
+            "attempt": self.attempt,
+            "command": self.command,
+            "began": self.began,
+            "outlook": self.outlook,
+            "processes": [_process_as_json(process) for process in self.processes],
+            "scalars": [scalar._asdict() for scalar in self.scalars],
+            "verdict": None if self.verdict is None else self.verdict.as_json(),
+        }
+
+
+def _process_as_json(process: ProcessSnapshot) -> dict[str, Any]:
+    values = asdict(process)
+    if process.phase is not None:
+        values["phase"] = process.phase.name
+    return values
