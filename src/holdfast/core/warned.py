@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def ignore_warnings(category: type[Warning], message: str = "") -> Iterator[None]:
-    """Ignore warnings of a category whose text starts with a match of the regular expression.
+    """Ignore warnings of a category if the regular expression matches the start of their text.
 
     `warnings.catch_warnings` marks the filters as changed, which makes every module forget the
     warnings that it has already shown, so warnings meant to be shown once would be repeated.

@@ -1,4 +1,4 @@
-"""The arguments of `DataLoader`: checked before any work, and turned into batches and ranks."""
+"""Check the arguments of `DataLoader` early, and derive its batches and ranks from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.loader.streams.sharding import divides_among_ranks
 
 _TORCH_SIGNATURE = inspect.signature(TorchDataLoader.__init__)
 
-# Options that torch's loader inside ours gets as they are.
+# Options that are passed unchanged to the torch loader inside ours.
 _OPTIONS_FOR_TORCH = ("pin_memory", "worker_init_fn", "prefetch_factor", "pin_memory_device")
 
 # Torch's arguments by name, with the dataset.
@@ -30,7 +30,7 @@ Arguments: TypeAlias = dict[str, Any]
 def check_arguments(
     dataset: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int, quarantine: float
 ) -> Arguments:
-    """Return torch's arguments by name.
+    """Check all arguments of a `DataLoader`, and return those of torch by name.
 
     Args:
         dataset: The user's dataset.
@@ -53,7 +53,7 @@ def check_arguments(
 
 
 def _check_options(arguments: Arguments) -> None:
-    """Check the options that have nothing to do with the dataset."""
+    """Check the options that do not depend on the dataset."""
     workers = arguments.get("num_workers", 0)
     if not isinstance(workers, int):
         raise _unusable(
@@ -85,7 +85,7 @@ def _check_options(arguments: Arguments) -> None:
 
 
 def _check_samplers(arguments: Arguments) -> None:
-    """Check that an `Order` is passed as the sampler, and is one for this dataset."""
+    """Check that an `Order` is passed as ``sampler`` and was made for a dataset of this length."""
     batch_sampler = arguments.get("batch_sampler")
     if isinstance(batch_sampler, Order):
         raise _unusable(
@@ -106,7 +106,7 @@ def _check_samplers(arguments: Arguments) -> None:
 
 
 def _check_own_arguments(seed: Any, quarantine: Any) -> None:
-    """Check the arguments that torch's loader does not have."""
+    """Check the arguments that holdfast adds to those of torch."""
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         raise _unusable(
             f"seed={seed!r}", limit="a seed is a whole number", fix="pass one, such as 0."
@@ -121,7 +121,7 @@ def _check_own_arguments(seed: Any, quarantine: Any) -> None:
 
 
 def _check_dataset(dataset: Any) -> None:
-    """Check that a map-style dataset has samples, and can be asked for a single one."""
+    """Check that a map-style dataset is not empty and can return single samples."""
     if isinstance(dataset, IterableDataset):
         return
     reads_single_samples = getattr(type(dataset), "__getitem__", None) not in (
@@ -152,13 +152,13 @@ def _unusable(what: str, *, limit: str, fix: str) -> LoaderError:
 
 
 def start_method(context: Any) -> str | None:
-    """Return how workers are started.
+    """Return the start method of worker processes.
 
     Args:
         context: Torch's ``multiprocessing_context``.
 
     Returns:
-        The name of the method, or None for python's default when they are started.
+        The name of the method, or None for the default of Python at the time when workers start.
     """
     if context is None or isinstance(context, str):
         return context
@@ -167,26 +167,26 @@ def start_method(context: Any) -> str | None:
 
 
 def options_for_torch(loader: Any, *, generator: Any, keep_workers: bool) -> dict[str, Any]:
-    """Return the options of torch's loader inside ours.
+    """Return the options for the torch loader inside ours.
 
     Args:
-        loader: Our loader, which was initialised as torch's.
-        generator: Where torch draws the seeds of workers from.
-        keep_workers: Whether workers live on after an epoch.
+        loader: Our loader, after torch's ``__init__`` has run.
+        generator: The generator from which torch draws the seeds of workers.
+        keep_workers: Whether workers are kept after an epoch.
     """
     options = {name: getattr(loader, name) for name in _OPTIONS_FOR_TORCH}
     options["generator"] = generator
     options["persistent_workers"] = keep_workers
-    # A position is one number. With batches out of order it would repeat or lose some.
+    # A position is a single number, so out-of-order batches would be repeated or lost.
     options["in_order"] = True
     return options
 
 
 def check_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return this rank and the number of ranks, as passed or as ``torch.distributed`` says.
+    """Return this rank and the number of ranks, as passed or according to ``torch.distributed``.
 
     Raises:
-        LoaderError: H607 if they do not fit together.
+        LoaderError: H607 if they contradict each other.
     """
     if rank is None and world_size is None:
         return ranks_now((0, 1))
@@ -200,14 +200,14 @@ def check_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def why_not_divided(dataset: Any, *, sharded: bool) -> str:
-    """Return why a stream is not divided among the ranks of ``torch.distributed``; "" if it is.
+    """Return why a stream is not divided among the ranks of ``torch.distributed``, or "" if it is.
 
     Args:
         dataset: The iterable dataset.
-        sharded: Whether it divides its items among workers itself.
+        sharded: Whether the dataset itself divides its items among workers.
     """
     if divides_among_ranks(dataset):
-        # Dividing once more would leave out the items of all ranks but one.
+        # Dividing the items a second time would lose most of them.
         return "the dataset asks for ranks, so it probably divides its items itself"
     if sharded:
         return (
@@ -228,18 +228,18 @@ def plan_batches(
     repeats: bool | None,
     ranks_were_passed: bool,
 ) -> EpochBatches:
-    """Return which samples of a map-style dataset are in which batch.
+    """Return how the samples of a map-style dataset are grouped into batches.
 
     Args:
-        loader: The loader, which was initialised as torch's and has a seed.
+        loader: The loader, after torch's ``__init__`` has run and its seed is set.
         arguments: Torch's arguments.
         ranks: This rank and the number of ranks.
         repeats: As `DataLoader`.
         ranks_were_passed: Whether the user has passed the ranks.
 
     Raises:
-        LoaderError: H603 for a sampler without a length, H607 for ranks together with a sampler of
-            the user, which does not divide its indices by them.
+        LoaderError: H603 for a sampler without a length, H607 for ranks passed together with the
+            user's own sampler, which the loader does not divide.
     """
     sampler = arguments.get("sampler")
     batch_sampler = arguments.get("batch_sampler")
@@ -264,7 +264,7 @@ def plan_batches(
         order = SamplerOrder(
             sampler, loader.seed, repeats=repeats, samples=samples, dataset=dataset
         )
-        # The sampler yields what belongs to this rank only.
+        # The sampler already yields only the indices of this rank.
         ranks = (0, 1)
     elif arguments.get("shuffle"):
         order = Shuffled(len(dataset))
@@ -299,14 +299,15 @@ def _check_loader_divides(sampler: Any, batch_sampler: Any, ranks: tuple[int, in
 
 
 def check_position(identity: dict[str, Any], state: dict[str, Any]) -> None:
-    """Check that a state is a position in the order that a loader has.
+    """Check that a state is a position in the order of this loader.
 
     Args:
-        identity: What must be equal for a position to mean the same samples.
-        state: What `DataLoader.state_dict` returned.
+        identity: The loader's values that must equal the saved ones for a position to mean the same
+            samples.
+        state: The value that `DataLoader.state_dict` returned.
 
     Raises:
-        LoaderError: H604 if it is not a position, or is one in another order.
+        LoaderError: H604 if it is not a position, or belongs to another order.
     """
     problems = [f"no {name}" for name in ("epoch", "consumed", "order") if name not in state]
     if not problems:

@@ -1,7 +1,7 @@
-"""Copies a batch to an accelerator when the loop asks for it.
+"""Copy a batch to an accelerator when the loop requests it.
 
-The copy is queued after the loop's own work. From pinned memory the host does not wait for it, and
-torch keeps that memory until the copy has ended.
+The copy is queued behind the work that the loop has already submitted. If the batch is in pinned
+memory, the host does not wait, and torch keeps the memory until the copy has ended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.core.errors import LoaderError
 
 
 def find_copy_target(device: torch.device | str | None) -> torch.device | None:
-    """Return the device to copy to, or None if no copy is needed: for no device, or a CPU.
+    """Return the device to copy to, or None if no device is given or it is the CPU.
 
     Raises:
         LoaderError: H607 for a device that does not exist.
@@ -43,13 +43,13 @@ def find_copy_target(device: torch.device | str | None) -> torch.device | None:
 
 
 def _find_problem(target: torch.device) -> str:
-    """Return why nothing can be copied to a device; "" if it can."""
+    """Return why batches cannot be copied to a device, or "" if they can."""
     if target.type == "cpu":
         return ""
     try:
         module: Any = torch.get_device_module(target)
     except RuntimeError:
-        # A device that computes nothing, such as "meta", has no module.
+        # A device without a backend, such as "meta", has no module.
         return ""
     if hasattr(module, "is_available") and not module.is_available():
         return "torch finds no such device"
@@ -62,7 +62,7 @@ def move_to_device(node: Any, target: torch.device | None) -> Any:
     """Return a tree with every tensor on a device.
 
     Tensors are found in dicts, lists, tuples, named tuples and dataclasses; objects with a method
-    ``to`` are moved by it. Whatever holds no tensors is the same object as before.
+    ``to`` are moved by it. Parts without tensors are returned as the same objects.
 
     Args:
         node: The tree, such as a batch.
@@ -70,10 +70,11 @@ def move_to_device(node: Any, target: torch.device | None) -> Any:
     """
     if target is None:
         return node
-    # An object with a method `to` knows best how it is moved. A Hugging Face BatchEncoding, which
-    # is a UserDict, is not moved by that, because it would be changed in place.
+    # Objects with a method `to` move themselves. The exception is a UserDict, such as Hugging
+    # Face's BatchEncoding, whose `to` changes it in place.
     if callable(getattr(node, "to", None)) and not isinstance(node, (type, UserDict)):
-        # torch promises that later work waits for the copy only for tensors, and only on CUDA.
+        # Only for tensors, and only on CUDA, does torch guarantee that later work waits for the
+        # copy.
         is_tensor = isinstance(node, (torch.Tensor, PackedSequence))
         if is_tensor and target.type == "cuda":
             return node.to(target, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The iterator over the batches of an epoch, and what the guard asks about all such iterators."""
+"""The iterator over the batches of an epoch, and what the guard needs to know about all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 
 class FailedBatch(NamedTuple):
-    """An error in the place of a batch.
+    """An error that takes the place of a batch.
 
     It is raised by `Epoch`, because an exception would end the generators below it.
     """
@@ -19,18 +19,18 @@ class FailedBatch(NamedTuple):
 class Epoch:
     """The iterator over the batches of an epoch.
 
-    As with torch, it continues after it has raised an error in the place of a batch.
+    As in torch, iteration can continue after an error was raised in place of a batch.
 
     Args:
         batches: Yields the batches.
         loader: The `DataLoader` that they come from.
     """
 
-    # Iterators that have handed out a batch since `take_unkept_loaders`, and have not reached their
-    # end. One that nobody refers to disappears from the set.
+    # Unfinished iterators that have handed out a batch since the last `take_unkept_loaders`. The
+    # references are weak, so an abandoned iterator disappears from the set.
     under_way: ClassVar[weakref.WeakSet[Epoch]] = weakref.WeakSet()
 
-    # Batches that all loaders of this process have handed out.
+    # The number of batches that all loaders of this process have handed out.
     handed_out: ClassVar[int] = 0
 
     def __init__(self, batches: Generator[Any], loader: Any) -> None:
@@ -57,7 +57,7 @@ class Epoch:
         return batch
 
     def close(self) -> None:
-        """Give up the rest of the epoch."""
+        """Abandon the rest of the epoch."""
         self.under_way.discard(self)
         self._batches.close()
 

@@ -1,9 +1,8 @@
-"""`DataLoader`: torch's loader with an order and augmentation that resume exactly, and with workers
-that are replaced when they are lost.
+"""`DataLoader`: torch's loader with exact resume and automatic replacement of lost workers.
 
 The order comes from (seed, epoch), the random numbers of a sample from (seed, epoch, index), and
-the position counts what was handed out. There is no other state. A run can therefore continue at
-any batch, with another number of workers, another batch size or another number of ranks.
+the position counts the samples handed out so far. There is no other state, so a run can continue at
+any batch, even with a different number of workers or ranks or a different batch size.
 """
 
 from __future__ import annotations
@@ -60,45 +59,46 @@ class DataLoader(TorchDataLoader[Any]):
     """A drop-in `torch.utils.data.DataLoader` that resumes exactly and replaces lost workers.
 
     Each ``iter()`` is one epoch, as with torch; the position is in `state_dict`. Workers that die,
-    are stopped or hang are replaced, and the loop gets the same batches as without the loss. A
-    sample that cannot be read is tried once more and then quarantined: the next readable sample in
-    the epoch's order takes its place.
+    are stopped or hang are replaced, and the loop gets the same batches as if nothing had happened.
+    A sample that cannot be read is tried once more and then quarantined: the next readable sample
+    in the epoch's order takes its place.
 
     Under ``torch.distributed`` the samples are divided among the ranks that exist when an epoch
-    begins. A ``batch_sampler`` or ``sampler`` of your own decides itself what this rank gets. Its
-    ``set_epoch`` is called for each epoch. If you call it too, and its attribute ``epoch`` shows
-    that, the next epoch is the one that you named; in the middle of an epoch, only a later one. A
-    call before `load_state_dict` or `go_to` does not count.
+    begins. Your own ``batch_sampler`` or ``sampler`` decides itself which samples this rank gets.
+    Its ``set_epoch`` is called for each epoch. If you call it too, and its attribute ``epoch``
+    shows that, the next epoch is the one that you set; in the middle of an epoch, only a later
+    epoch is accepted. Calls before `load_state_dict` or `go_to` are ignored.
 
     Args:
         dataset: As in torch. The items of an ``IterableDataset`` are divided among workers, unless
-            it does that itself. It resumes through its own ``state_dict`` if it has one, otherwise
-            by reading everything before the position again. A map-style dataset is read through
-            ``__getitem__`` even if it has ``__getitems__``, because each sample has random numbers
-            of its own. To read many at once, pass ``batch_size=None`` and a sampler of lists, such
-            as a ``BatchSampler``. A dataset that you have divided among ranks yourself, such as a
-            ``Subset``, is divided again unless you pass ``rank=0`` and ``world_size=1``.
+            it does that itself. It resumes through its own ``state_dict`` if it has one; otherwise
+            everything before the position is read again. A map-style dataset is read through
+            ``__getitem__`` even if it has ``__getitems__``, because each sample has its own random
+            numbers. To read many samples at once, pass ``batch_size=None`` and a sampler of lists,
+            such as a ``BatchSampler``. A dataset that you have divided among ranks yourself, such
+            as a ``Subset``, is divided again unless you pass ``rank=0`` and ``world_size=1``.
         *args: As in torch.
-        seed: Decides the order of every epoch and the random numbers of every sample;
-            ``torch.manual_seed`` does not. If you pass torch's ``generator``, its initial seed is
-            used instead. Give two loaders that are zipped different seeds: with equal lengths they
-            would be shuffled alike.
-        quarantine: The most samples that may be quarantined: a number, or a share of the dataset
-            below 1, which allows at least one. With 0, the exception of a sample ends the epoch.
+        seed: Determines the order of every epoch and the random numbers of every sample;
+            ``torch.manual_seed`` has no effect on them. If you pass torch's ``generator``, its
+            initial seed is used instead. If you zip two loaders, give them different seeds: with
+            equal lengths they would otherwise be shuffled identically.
+        quarantine: The largest number of quarantined samples, either as a count or as a fraction of
+            the dataset (below 1), which always allows at least one. With 0, an exception raised by
+            a sample ends the epoch.
         repeats: Whether your sampler may yield an index more than once per epoch. With None, only
-            if it says that it draws with replacement.
+            if the sampler states that it draws with replacement.
         sharded: Whether an ``IterableDataset`` divides its items among workers itself. With None,
-            its code decides. The items of such a dataset, and of one whose code asks for a rank,
-            are divided among ranks only if you pass ``rank``.
-        rank: This rank. With None, as ``torch.distributed`` says.
-        world_size: The number of ranks. With None, as ``torch.distributed`` says.
-        device: The device to which a batch is copied when it is requested, best with
+            this is inferred from its code. The items of such a dataset, and of one whose code asks
+            for a rank, are divided among ranks only if you pass ``rank``.
+        rank: This rank. With None, it is taken from ``torch.distributed``.
+        world_size: The number of ranks. With None, it is taken from ``torch.distributed``.
+        device: The device to which a batch is copied when it is requested. Use it with
             ``pin_memory=True``, so that the host does not wait. None leaves batches on the host.
         **kwargs: As in torch. ``timeout`` is how long the loop waits for a batch before the workers
-            are replaced. Even without it, a worker counts as stuck after a minute, or eight times
-            the longest sample so far. Its start and ``worker_init_fn`` may take ten times as long.
-            Batches always come in order, since a position is one number: ``in_order=False`` is
-            ignored.
+            are replaced. Even without it, a worker that spends more than a minute on one sample, or
+            eight times the longest time so far if that is more, counts as stuck. Starting it,
+            including ``worker_init_fn``, may take ten times as long. Batches always come in order,
+            since a position is one number: ``in_order=False`` is ignored.
 
     Raises:
         LoaderError: H603 for a sampler without a length, H607 for arguments that cannot be used,
@@ -136,11 +136,11 @@ class DataLoader(TorchDataLoader[Any]):
         self.device = device
 
         ranks_were_passed = rank is not None
-        # Why a stream is not divided among the ranks; "" if it is.
+        # Why a stream is not divided among the ranks, or "" if it is.
         self._why_not_divided = ""
         if self._iterable and not ranks_were_passed:
             self._why_not_divided = why_not_divided(dataset, sharded=self.sharded)
-        # Otherwise the ranks are looked up when an epoch begins.
+        # If False, the ranks are looked up when an epoch begins.
         self._ranks_are_fixed = ranks_were_passed or bool(self._why_not_divided)
         self._ranks = (0, 1) if self._why_not_divided else check_ranks(rank, world_size)
 
@@ -162,28 +162,29 @@ class DataLoader(TorchDataLoader[Any]):
         # Samples that are quarantined, with the evidence.
         self.ledger = QuarantineLedger(quarantine, self._length, time.time)
         self._replaces_bad_samples = quarantine > 0
-        # Whether samples draw from python's or numpy's generator, as far as is known.
+        # Whether samples are known to draw from the generator of Python or NumPy.
         self._draws = False
 
         self._epoch = 0
         self._position = LoaderPosition(consumed=0)
-        # Whether batches of the current epoch were asked for.
+        # Whether batches of the current epoch have been requested.
         self._under_way = False
         self._host_epochs = HostEpochs(self)
-        # Whether the batch that was handed out last is also one of another rank, because fewer
-        # samples were left than there are ranks.
+        # Whether another rank gets the last batch too, because fewer samples were left than there
+        # are ranks.
         self.batch_is_repeated = False
         self._initial_state = InitialState()
 
-        # Whether a guard iterates this loader, or somebody has asked for its `state_dict`.
+        # Whether a guard iterates this loader, or its `state_dict` was requested.
         self.is_kept = False
         self._record: Callable[[EventData], None] | None = None
         self._sampler_was_reported = False
-        # Rules of `machine` that were reported, and whether the size of a batch is still unknown.
+        # The rules of `machine` that were already reported, and whether the size of a batch is
+        # still unknown.
         self._reported_rules: set[str] = set()
         self._machine_is_unchecked = self.num_workers > 0
 
-        # A private generator, so that starting an epoch leaves the global one alone.
+        # A private generator, so that starting an epoch does not advance the global one.
         self._worker_seeds = SeededGenerator()
         keep_workers = arguments.get("persistent_workers", False) and not self._iterable
         settings = WorkerSettings(
@@ -195,8 +196,8 @@ class DataLoader(TorchDataLoader[Any]):
             timeout_seconds=arguments.get("timeout", 0),
             keep=keep_workers,
         )
-        # Not a bound method: workers that are kept must end with the last reference to the loader,
-        # and not when garbage is collected.
+        # Not a bound method, which would create a reference cycle: persistent workers must end with
+        # the last reference to the loader, not at some later garbage collection.
         self._recovery = WorkerRecovery(settings, WeakCall(self, "_emit"))
 
     # --- events -----------------------------------------------------------------------------------
@@ -214,17 +215,17 @@ class DataLoader(TorchDataLoader[Any]):
             _log.warning("%s", data)
 
     def quarantine(self, index: int, kind: str, evidence: str) -> None:
-        """Replace a sample by another one from the next epoch on.
+        """Replace a sample with another one, starting with the next epoch.
 
         Raises:
-            LoaderError: H612 if that would be one sample too many.
+            LoaderError: H612 if the quarantine is full.
         """
         event = self.ledger.add(index, kind, self._epoch + 1, evidence)
         if event is not None:
             self._emit(event)
 
     def _check_machine(self, batch: Any = None) -> None:
-        """Warn if the machine has not enough for the workers, once for each rule."""
+        """Warn if the machine lacks resources for the workers, once for each rule."""
         load = Load.of(batch, self._recovery.settings.workers, self.prefetch_factor)
         for concern in concerns(load, Machine.here()):
             if concern.rule not in self._reported_rules:
@@ -234,9 +235,9 @@ class DataLoader(TorchDataLoader[Any]):
     # --- epochs -----------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Return the batches of the next epoch, or what is left of it after `load_state_dict`.
+        """Return the batches of the next epoch, or the rest of it after `load_state_dict`.
 
-        As with torch, they continue after an error in the place of a batch.
+        As in torch, iteration can continue after an error was raised in place of a batch.
         """
         return Epoch(self._iterate_epoch(), self)
 
@@ -245,7 +246,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._go_to_next_epoch()
         epoch = self._epoch
         self._check_length()
-        # The sampler is drawn here, where its errors are not taken for those of a worker.
+        # The sampler is drawn here, so that its errors are not mistaken for errors of a worker.
         drawn = None
         if self._sampler is not None:
             drawn = self._sampler.check_drawn(epoch, self._position.drawn)
@@ -271,9 +272,9 @@ class DataLoader(TorchDataLoader[Any]):
         self._move_to(epoch + 1)
 
     def _advance(self, epoch: int, position: LoaderPosition) -> None:
-        """Note that a batch is handed out."""
-        # Another iterator of this loader, such as one that looks at a batch, may have moved it to
-        # another epoch.
+        """Advance the position past a batch that is being handed out."""
+        # Another iterator of this loader, for instance one that only inspected a batch, may have
+        # moved it to another epoch.
         if self._epoch != epoch or not self._under_way:
             self._epoch = epoch
             self._under_way = True
@@ -282,10 +283,10 @@ class DataLoader(TorchDataLoader[Any]):
         self._position = position
 
     def _go_to_next_epoch(self) -> None:
-        """Go to the epoch that is iterated next, divided among the ranks that there are now."""
+        """Advance to the epoch to iterate next, and divide it among the current ranks."""
         self._update_ranks()
         if self._under_way:
-            # As with torch, an epoch that was left before its end is over.
+            # As in torch, an epoch that was left early is over.
             self._move_to(self._epoch + 1)
         epoch_on_sampler = None if self._sampler is None else self._sampler.take_epoch_set()
         epoch = self._host_epochs.choose_epoch(
@@ -296,7 +297,7 @@ class DataLoader(TorchDataLoader[Any]):
             self._position = LoaderPosition(consumed=0)
 
     def _update_ranks(self) -> None:
-        """Look up the ranks again: the process group may be younger than the loader."""
+        """Look up the ranks again: the process group may have been created after the loader."""
         if self._ranks_are_fixed:
             return
         self._ranks = ranks_now(self._ranks)
@@ -322,11 +323,11 @@ class DataLoader(TorchDataLoader[Any]):
     def _receive_batches(
         self, source: MapSource | StreamSource, drawn: Drawn | None
     ) -> Generator[tuple[Any, LoaderPosition | None]]:
-        """Yield batches, each with the position after it; None for an error in the place of one."""
+        """Yield batches with the position after each; an error in place of a batch has None."""
         self._warn_if_nothing_is_left()
         if self._machine_is_unchecked:
             self._check_machine()
-        # Not earlier: if anything above raises, this epoch is still the next one.
+        # Set only now: if anything above raises, this epoch is still the next one.
         self._under_way = True
         consumed_batches = self._position.consumed
         with contextlib.closing(self._recovery.batches(source)) as received:
@@ -336,7 +337,7 @@ class DataLoader(TorchDataLoader[Any]):
                     yield FailedBatch(as_error(report.fatal, report)), None
                     continue
                 if self._machine_is_unchecked:
-                    # The size of a batch is known only now.
+                    # The size of a batch is only known now.
                     self._check_machine(batch)
                     self._machine_is_unchecked = False
                 self._draws |= report.draws
@@ -347,7 +348,7 @@ class DataLoader(TorchDataLoader[Any]):
                     yield batch, LoaderPosition(consumed_batches, None, parts, source.turn)
 
     def _warn_if_nothing_is_left(self) -> None:
-        """Warn of an iteration without batches, unless the host has named this very epoch."""
+        """Warn about an iteration without batches, unless the host has set exactly this epoch."""
         if self._epoch_batches is None or not self._position.consumed:
             return
         if self._epoch_batches.steps_after(self._position.consumed):
@@ -415,7 +416,7 @@ class DataLoader(TorchDataLoader[Any]):
         return StreamSource(settings, dict(self._position.stream), self._position.turn, workers)
 
     def _warn_about_stream(self) -> None:
-        """Warn if items are read again, or if every rank gets all of them."""
+        """Warn if items have to be read again, or if every rank gets all items."""
         if self._position.stream and not is_stateful(self.dataset):
             why = (
                 "the dataset has no state_dict and load_state_dict: what comes before the position"
@@ -428,7 +429,7 @@ class DataLoader(TorchDataLoader[Any]):
             self._emit(run_events.RanksNotDivided(why=self._why_not_divided))
 
     def __len__(self) -> int:
-        """Return the batches of an epoch, of this rank."""
+        """Return the number of batches that this rank gets in an epoch."""
         self._update_ranks()
         if self._epoch_batches is not None:
             return self._epoch_batches.steps_after(0)
@@ -439,20 +440,20 @@ class DataLoader(TorchDataLoader[Any]):
 
     @property
     def batch_indices(self) -> list[int] | None:
-        """Dataset indices of the samples in the batch that was handed out last; None if unknown."""
+        """Dataset indices of the samples in the last batch handed out, or None if unknown."""
         return self._position.dataset_indices()
 
     @property
     def place(self) -> LoaderPosition:
-        """The position after the batch that was handed out last."""
+        """The position after the last batch handed out."""
         return self._position
 
     # --- position ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: what was handed out so far, as numbers and text.
+        """Return the position, which is what was handed out so far, as numbers and text.
 
-        If a stream or a sampler has a ``state_dict`` of its own, what that returns is included.
+        If a stream or a sampler has its own ``state_dict``, its result is included.
         """
         self.is_kept = True
         return self.with_sampler(self.position())
@@ -490,19 +491,20 @@ class DataLoader(TorchDataLoader[Any]):
         return {**position, "sampler": sampler_state}
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next ``iter()`` is, as you count them.
+        """Set which epoch the next ``iter()`` is, in your own count.
 
-        Earlier epochs do not come again; see `go_to`. Without this call, a position that was loaded
-        after the last batch of an epoch yields the rest of that epoch: no batch.
+        The loader never goes back to an earlier epoch; use `go_to` for that. Without this call, the
+        first iteration after loading a position at the end of an epoch yields no batches, since
+        nothing of that epoch is left.
         """
         self._host_epochs.named = int(epoch)
 
     def go_to(self, epoch: int) -> None:
-        """Let the next ``iter()`` be the whole of this epoch."""
+        """Make the next ``iter()`` start this epoch from its beginning."""
         self._move_to(epoch)
         self._host_epochs.note_position(epoch)
         if self._sampler is not None:
-            # Whatever was set on the sampler before no longer counts.
+            # Any epoch that was set on the sampler before no longer counts.
             self._sampler.take_epoch_set()
 
     def _move_to(self, epoch: int) -> None:
@@ -512,7 +514,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._under_way = False
 
     def _identity(self) -> dict[str, Any]:
-        """Return what must be equal for a position to mean the same samples, as JSON values."""
+        """Return the JSON values that must be equal for a position to mean the same samples."""
         if self._epoch_batches is not None:
             return {"seed": self.seed, **self._epoch_batches.identity()}
         workers = max(1, self.num_workers) if self.sharded else None
@@ -522,7 +524,8 @@ class DataLoader(TorchDataLoader[Any]):
         """Continue from a position at the next ``iter()``.
 
         Raises:
-            LoaderError: H604 if it is not a position, or would mean other samples in this loader.
+            LoaderError: H604 if it is not a position, or would mean different samples in this
+                loader.
         """
         check_position(self._identity(), state)
         position = LoaderPosition.from_state(state)
@@ -536,5 +539,5 @@ class DataLoader(TorchDataLoader[Any]):
         self._position = position
 
     def close(self) -> None:
-        """End the workers that ``persistent_workers`` has kept."""
+        """End the workers kept by ``persistent_workers``."""
         self._recovery.close()

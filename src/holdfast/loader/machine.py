@@ -1,6 +1,7 @@
-"""What this machine has room for, and what goes wrong with more loader workers than that.
+"""Detect when the machine has too few resources for the loader's workers.
 
-It reads files of Linux and decides nothing. What cannot be read is taken as unlimited.
+The limits are read from Linux's system files, and one that cannot be read counts as unlimited.
+Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from holdfast.core.events.run_events import Preflight
 from holdfast.core.text import size
 from holdfast.loader.splitting import tensors_in
 
-# Where shared memory is. No file is made here.
+# The folder of shared memory. No file is created here.
 _SHARED_MEMORY_FOLDER = "/dev/shm"  # noqa: S108
 
-# torch's own default if there are workers.
+# torch's default with workers.
 _DEFAULT_PREFETCH_FACTOR = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Facts about the machine, as far as they limit loading.
+    """The machine's limits that affect loading.
 
     Args:
         cpu_quota: Processors that this process may use; a fraction under a CFS quota.
@@ -40,7 +41,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Return the facts of the machine that this process runs on."""
+        """Return the limits of the machine on which this process runs."""
         free_bytes = None
         with contextlib.suppress(OSError):
             file_system = os.statvfs(_SHARED_MEMORY_FOLDER)
@@ -50,12 +51,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What workers need.
+    """The resources that workers need.
 
     Args:
         num_workers: How many there are.
-        prefetch_factor: Batches that each of them prepares ahead.
-        batch_bytes: Bytes of one batch; 0 if that is unknown.
+        prefetch_factor: Batches that each worker prepares ahead.
+        batch_bytes: Bytes of one batch, or 0 if unknown.
     """
 
     num_workers: int
@@ -64,9 +65,9 @@ class Load:
 
     @classmethod
     def of(cls, batch: Any, num_workers: int, prefetch_factor: int | None) -> Load:
-        """Return the load of batches like this one."""
-        # A view is sent with the whole memory that it looks into, and memory that several tensors
-        # share is sent once.
+        """Return the resources needed for batches like this one."""
+        # A view is sent with its whole storage, and a storage that several tensors share is sent
+        # once.
         storage_bytes = {}
         for tensor in tensors_in(batch):
             if tensor.layout is torch.strided and not tensor.is_nested:
@@ -80,14 +81,14 @@ class Load:
 
     @property
     def shared_memory_bytes(self) -> int:
-        """Bytes in /dev/shm at most: all batches under way, and the one that is trained on."""
+        """The most bytes needed in /dev/shm: for all prefetched batches and the one in use."""
         if self.num_workers == 0:
             return 0
         return (self.num_workers * self.prefetch_factor + 1) * self.batch_bytes
 
 
 def concerns(load: Load, machine: Machine) -> Iterator[Preflight]:
-    """Yield what will or may go wrong with these workers; nothing without workers."""
+    """Yield the problems to expect with these workers; none without workers."""
     if load.num_workers > machine.cpu_quota:
         whole_processors = max(1, math.floor(machine.cpu_quota))
         yield Preflight(

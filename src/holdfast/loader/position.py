@@ -15,13 +15,13 @@ class LoaderPosition(NamedTuple):
     """Where a loader is in an epoch after a batch.
 
     Args:
-        consumed: What was handed out: samples of all ranks, or batches of a batch sampler or a
+        consumed: How much was handed out: samples of all ranks, or batches of a batch sampler or a
             stream.
-        indices: Dataset indices of the samples in the batch, if they are known.
-        stream: How far each part of a stream was handed out. It is never changed. (A read-only view
-            could not be pickled.)
+        indices: Dataset indices of the samples in the batch, or None if unknown.
+        stream: How much of each part of a stream was handed out. It is never changed. (A read-only
+            view could not be pickled.)
         turn: The worker whose turn it is, in a stream that divides its items itself.
-        drawn: What the user's sampler has drawn for the epoch, if there is one.
+        drawn: What the user's own sampler has drawn for the epoch, or None without one.
     """
 
     consumed: int
@@ -33,7 +33,7 @@ class LoaderPosition(NamedTuple):
     def dataset_indices(self) -> list[int] | None:
         """Return the dataset indices of the samples in the batch before this position.
 
-        Returns None if they are not known or not numbers.
+        Returns None if they are unknown or not numbers.
         """
         if not self.indices:
             return None
@@ -58,7 +58,7 @@ class LoaderPosition(NamedTuple):
             for shard, items, dataset_state, ended in stream_state["parts"]
         }
         drawn = None
-        # At the beginning of an epoch the sampler may still draw any order.
+        # At the beginning of an epoch any order of the sampler is acceptable.
         if state["consumed"] and "drawn" in state:
             drawn = Drawn(state["drawn"], state.get("drawn_rank"))
         return cls(state["consumed"], None, stream, stream_state["turn"], drawn)

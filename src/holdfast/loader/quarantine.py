@@ -1,8 +1,8 @@
-"""The samples that are quarantined: which ones, since when, and on what evidence. No torch.
+"""Keep the ledger of quarantined samples: which, since when, and on what evidence. No torch.
 
 The ledger is a JSON file beside the run's checkpoints, so it outlives rollbacks and restarts. A
-loader without a run keeps it in memory. A sample is replaced from the epoch on in which it was
-found, so that an earlier epoch that is trained again gets the same samples as before.
+loader without a run keeps it in memory. A sample is replaced starting with the epoch in which it
+was quarantined, so that an earlier epoch that is trained again gets the same samples as before.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ FILE_NAME = "quarantine.json"
 
 _FORMAT = 1
 
-# Longer evidence is cut, at its beginning: the end of a traceback says what happened.
+# Longer evidence is cut at its beginning, because the end of a traceback says what happened.
 _EVIDENCE_CHARACTERS = 2000
 
 # The largest ledger that is read.
 _MOST_BYTES = 1 << 30
 
-# This is in the year 6325. A later time is damage, and `datetime` may not know such a date.
+# A time in the year 6325. A later one can only be damage, and may be beyond the range of
+# `datetime`.
 _LATEST_SECONDS = 2**37
 
-# Indices that an error message lists.
+# The number of indices that an error message lists.
 _INDICES_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantined:
-    """One sample that is quarantined, from `epoch` on.
+    """One sample that is quarantined, starting with `epoch`.
 
     Args:
         index: Dataset index: a number, text, or a tuple of these.
@@ -61,16 +62,16 @@ class QuarantineLedger:
     """The samples that are quarantined.
 
     Args:
-        limit: How many may be: a share of the dataset below 1, which allows at least one, or a
-            number; 0 for none at all.
-        length: Samples in the dataset, if that is known.
+        limit: The largest number of quarantined samples: a count, or a fraction of the dataset
+            below 1, which allows at least one. With 0, none are quarantined.
+        length: The number of samples in the dataset, or None if unknown.
         now: Returns the time, in seconds since 1970.
     """
 
     def __init__(self, limit: float, length: int | None, now: Callable[[], float]) -> None:
         self._now = now
         self._path: Path | None = None
-        # By the key of the index, in the order in which they were found.
+        # By `key_of` the index, in the order in which they were found.
         self._entries: dict[Any, Quarantined] = {}
         self._share = limit
         if limit >= 1 or limit == 0:
@@ -79,18 +80,18 @@ class QuarantineLedger:
             self.limit = max(1, math.floor(limit * (length or 0)))
 
     def __iter__(self) -> Iterator[Quarantined]:
-        """Yield all samples that were found, including released ones, in the order of finding."""
+        """Yield all samples ever quarantined, including released ones, oldest first."""
         return iter(self._entries.values())
 
     def __len__(self) -> int:
-        """Return how many samples are quarantined now."""
+        """Return how many samples are currently quarantined."""
         return sum(not entry.released for entry in self)
 
     def keep_in(self, path: Path) -> None:
-        """Read the ledger of a run, and write it from now on.
+        """Read the ledger file of a run, and keep it up to date from now on.
 
-        Samples that were found without a run are added, unless the file has them. A sample that was
-        released there and found bad here afterwards is quarantined again.
+        Samples that were found before this call are added, unless the file already lists them. A
+        sample that was released in the file and has failed here since then is quarantined again.
 
         Raises:
             LoaderError: H612 if the file quarantines too many samples, H617 if it is not a ledger.
@@ -117,14 +118,14 @@ class QuarantineLedger:
             self._write()
 
     def bad(self, epoch: int) -> set[Any]:
-        """Return the keys of the indices that are replaced in an epoch."""
+        """Return the keys (`key_of`) of the indices that are replaced in an epoch."""
         return set(_quarantined_indices(entry for entry in self if entry.epoch <= epoch))
 
     def add(self, index: Any, kind: str, epoch: int, evidence: str) -> SampleQuarantined | None:
         """Quarantine a sample.
 
-        A file that cannot be written does not end training. The sample is known in this process,
-        and would be found again after a restart.
+        A file that cannot be written does not end training: this process still knows the sample,
+        and it would be found again after a restart.
 
         Args:
             index: Dataset index.
@@ -136,7 +137,7 @@ class QuarantineLedger:
             The event, or None if the sample is quarantined already.
 
         Raises:
-            LoaderError: H612 if that would be one sample too many.
+            LoaderError: H612 if the quarantine is full.
         """
         key = key_of(index)
         known = self._entries.get(key)
@@ -150,7 +151,7 @@ class QuarantineLedger:
             )
         if len(evidence) > _EVIDENCE_CHARACTERS:
             evidence = "..." + evidence[-_EVIDENCE_CHARACTERS:]
-        # Removed first, so that it becomes the last one.
+        # Removed first, so that it moves to the end.
         self._entries.pop(key, None)
         self._entries[key] = Quarantined(
             index=key, kind=kind, epoch=epoch, evidence=evidence, unix_seconds=self._now()
@@ -197,16 +198,16 @@ class QuarantineLedger:
 
 
 def last_line(evidence: str) -> str:
-    """Return the last line of some evidence: that of a traceback names the exception.
+    """Return the last line of some evidence, which names the exception if it is a traceback.
 
-    The lines that holdfast's own errors add, a fix and a rule, are passed over.
+    The fix and the rule at the end of holdfast's own errors are skipped.
     """
     lines = [line for line in evidence.strip().splitlines() if not line.startswith(("Fix: ", "[H"))]
     return lines[-1] if lines else ""
 
 
 def key_of(index: Any) -> Any:
-    """Return an index in the form in which it is compared and written to a file.
+    """Return the key of an index: the form in which it is compared and written to a file.
 
     NumPy and torch numbers become Python numbers, and lists become tuples. Anything that JSON or a
     set cannot hold, such as a slice or a path, becomes its text.
@@ -225,7 +226,7 @@ def key_of(index: Any) -> Any:
 
 
 def plain(index: Any) -> int | str:
-    """Return an index as it is shown to people: a number or a text."""
+    """Return an index as it is shown to users: a number or a text."""
     key = key_of(index)
     return key if isinstance(key, (int, str)) else repr(index)
 
@@ -245,7 +246,7 @@ def _list_some(indices: list[Any]) -> str:
 
 
 def read_ledger(path: Path) -> dict[Any, Quarantined]:
-    """Return the ledger of a run by the key of the index; empty if there is no file.
+    """Return the entries of a run's ledger by `key_of` their indices; empty if there is no file.
 
     Raises:
         LoaderError: H617 for a file that is not a ledger.
@@ -265,7 +266,10 @@ def read_ledger(path: Path) -> dict[Any, Quarantined]:
 
 
 def _parse(content: bytes) -> list[Quarantined]:
-    """Return the entries of a ledger; a `ValueError`, `KeyError` or `TypeError` if it is none."""
+    """Return the entries of a ledger.
+
+    Raises `ValueError`, `KeyError` or `TypeError` for anything else.
+    """
     body = json.loads(content)
     if body["format"] != _FORMAT:
         raise ValueError(f"its format is {body['format']!r}, and this holdfast reads {_FORMAT}")

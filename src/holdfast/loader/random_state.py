@@ -1,10 +1,9 @@
-"""Captures and restores the random state of this process: python, numpy, torch on the CPU and on
-devices.
+"""Capture and restore the random state of this process: Python, NumPy, and torch on all devices.
 
-Each batch that is loaded without workers, and each step, captures the state, so that must be fast.
-Reading the state of python's generator takes 10 microseconds, and that of numpy's 28. Comparing
-their raw memory with that of the last reading is much faster, and shows whether anything was drawn
-since.
+The state is captured at each step and for each batch that is loaded without workers, so capturing
+must be fast. Reading the state of Python's generator takes 10 microseconds, and that of NumPy's 28.
+It is much faster to compare the raw memory of a generator with that at the last reading, which
+shows whether anything was drawn in between.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-# The random generators that a user's program may hold.
+# The types of random generators that a user's program may hold.
 GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 # The Mersenne Twister MT19937: 624 words of 4 bytes, and the position in them.
@@ -37,14 +36,14 @@ _seed_torch = torch.default_generator.manual_seed
 
 @dataclass(slots=True)
 class RandomState:
-    """All global random state.
+    """The global random state of a process.
 
     Args:
-        python: Of ``random``.
-        numpy: Of ``numpy.random``.
-        cpu: Of torch on the CPU; uint8, shape ``(5056,)``.
-        devices: Of each device's default generator, by name, such as ``"cuda:0"``; uint8, on the
-            CPU.
+        python: State of ``random``.
+        numpy: State of ``numpy.random``.
+        cpu: State of torch on the CPU; uint8, shape ``(5056,)``.
+        devices: State of each device's default generator, by name, such as ``"cuda:0"``; uint8, on
+            the CPU.
     """
 
     python: tuple[Any, ...]
@@ -63,10 +62,10 @@ class RandomState:
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> RandomState:
-        """Return the state that `to_tree` has returned, after trying whether it can be restored.
+        """Return the state that `to_tree` was called on, after checking that it can be restored.
 
         Raises:
-            KeyError, TypeError, ValueError: The tree is not a random state.
+            KeyError, TypeError, ValueError: If the tree is not a random state.
         """
         random.Random().setstate(tree["python"])  # noqa: S311 - nothing is drawn
         # A dict is the state of a generator other than NumPy's default one.
@@ -101,7 +100,8 @@ def restore(state: RandomState) -> None:
         random.setstate(state.python)
     if _numpy_state() is not state.numpy:
         np.random.set_state(state.numpy)
-        # The state may hold half of a pair of normal numbers, which the raw memory does not show.
+        # The state may include the second of a pair of normal numbers, which the raw memory does
+        # not show.
         _numpy_reading = _NO_READING
     _set_torch_state(state.cpu)
     for name, device_state in state.devices.items():
@@ -112,10 +112,10 @@ def restore(state: RandomState) -> None:
 
 
 def of_another_rank(state: RandomState, rank: int) -> RandomState:
-    """Return a state for a rank of which a checkpoint knows nothing, because it had fewer ranks.
+    """Return a state for a rank that did not exist when a checkpoint was saved on fewer ranks.
 
     Args:
-        state: That of a rank in the checkpoint.
+        state: The state of a rank in the checkpoint.
         rank: The new rank. Each gets a different state.
     """
     before = capture()
@@ -131,7 +131,7 @@ def of_another_rank(state: RandomState, rank: int) -> RandomState:
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Leave the random state of the CPU as it was, whatever happens inside."""
+    """Restore the random state of the CPU when the context ends, however it ends."""
     before = capture()
     try:
         yield
@@ -143,7 +143,7 @@ def isolated() -> Iterator[None]:
 
 
 class _CachedState(NamedTuple):
-    """A state, with the raw memory of the generator when it was read."""
+    """A state, and the raw memory of the generator at the time when the state was read."""
 
     memory: Any
     state: Any
@@ -166,7 +166,7 @@ _numpy_reading = _NO_READING
 
 
 def _layout_is_known() -> bool:
-    """Return whether python's generator lies in memory as in every CPython so far."""
+    """Return whether Python's generator has the memory layout of every CPython so far."""
     if sys.implementation.name != "cpython":
         return False
     if type(_PYTHON_GENERATOR).__basicsize__ < object.__basicsize__ + _MT19937_BYTES:
@@ -200,8 +200,8 @@ def _numpy_state() -> Any:
         address = generator.ctypes.state_address
         _numpy_memory = (generator, (ctypes.c_char * _MT19937_BYTES).from_address(address))
     memory = _numpy_memory[1].raw
-    # The memory does not show the second half of a pair of normal numbers. So a state that holds
-    # one is always read again; its fourth field says so.
+    # The memory does not show the second half of a pair of normal numbers. So a state that includes
+    # one, according to its fourth field, is always read again.
     holds_normal = _numpy_reading.state is not None and _numpy_reading.state[3]
     if memory != _numpy_reading.memory or holds_normal:
         _numpy_reading = _CachedState(memory, np.random.get_state())
@@ -214,11 +214,11 @@ def _numpy_state() -> Any:
 def seed_cpu(seed: int) -> None:
     """Seed python, numpy and torch on the CPU.
 
-    ``torch.manual_seed`` takes 75 microseconds, and queues one more callback at each call until
-    CUDA is used.
+    ``torch.manual_seed`` is not used: it takes 75 microseconds, and until CUDA is used, each call
+    queues another callback.
 
     Args:
-        seed: From 0 to 2**63 - 1. numpy takes the last 32 bits.
+        seed: From 0 to 2**63 - 1. NumPy uses the lowest 32 bits.
     """
     random.seed(seed)
     np.random.seed(seed & _MASK_32_BITS)
@@ -226,11 +226,11 @@ def seed_cpu(seed: int) -> None:
 
 
 class LazySeeding:
-    """Seeds the generators of python and numpy only once something is known to draw from them.
+    """Seeds the generators of Python and NumPy only once something is known to draw from them.
 
-    That saves 6 microseconds for each sample. What was made before `was_drawn` finds out has to be
-    made again. torch's generator is always seeded: a dataset may call ``torch.initial_seed()``,
-    which leaves no trace.
+    This saves 6 microseconds per sample, but samples that were made before `was_drawn` first
+    returns True have to be made again. torch's generator is always seeded, because a dataset may
+    call ``torch.initial_seed()``, which leaves no trace.
 
     Args:
         draws: Whether something is known to draw from python's or numpy's generator.
@@ -253,8 +253,9 @@ class LazySeeding:
         return _python_state(), _numpy_state()
 
     def was_drawn(self, before: tuple[Any, Any]) -> bool:
-        """Return whether a generator that was not seeded has been used; from then on both are
-        seeded.
+        """Return whether a generator that was not seeded has been used.
+
+        If so, both are seeded from now on.
 
         Args:
             before: What `generator_states` returned before.
@@ -269,9 +270,9 @@ class LazySeeding:
 
 
 class SeededGenerator(torch.Generator):
-    """A generator that is seeded before each use, so that a worker need not be sent its state.
+    """A generator that is seeded before each use, so that its state need not be sent to workers.
 
-    torch's own generator would end the worker when that is pickled.
+    Pickling torch's own generator would end the worker.
     """
 
     def __reduce__(self) -> Any:

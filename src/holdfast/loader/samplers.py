@@ -1,4 +1,4 @@
-"""Find the samplers of any loader, and what they carry from epoch to epoch."""
+"""Find the samplers of any loader, and whether they carry state from epoch to epoch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-# The order that these samplers return depends only on the random numbers and the epoch that they
-# are given.
+# The order of these samplers depends only on their random numbers and on the epoch.
 _SAMPLERS_WITHOUT_STATE = (
     RandomSampler,
     SequentialSampler,
@@ -26,7 +25,7 @@ _SAMPLERS_WITHOUT_STATE = (
     DistributedSampler,
 )
 
-# Such samplers of libraries that may not be installed.
+# Samplers of the same kind, in libraries that may not be installed.
 _FOREIGN_SAMPLERS_WITHOUT_STATE = (
     "accelerate.data_loader.SeedableRandomSampler",
     "accelerate.data_loader.BatchSamplerShard",
@@ -43,7 +42,7 @@ def is_stateful(value: object) -> bool:
 
 
 def torch_loader_of(loader: object) -> DataLoader[Any] | None:
-    """Return the torch ``DataLoader`` that a loader is, or that holdfast's wrapper of it holds.
+    """Return a loader if it is torch's ``DataLoader``, or the one inside holdfast's wrapper.
 
     Returns None if there is none.
     """
@@ -52,7 +51,7 @@ def torch_loader_of(loader: object) -> DataLoader[Any] | None:
 
 
 def samplers_of(loader: object) -> list[Any]:
-    """Return the samplers that decide a loader's order, outermost first.
+    """Return the samplers that determine a loader's order, outermost first.
 
     Each is followed by the one inside it. If a loader has a batch sampler, its attribute
     ``sampler`` is ignored, because torch does not use it then.
@@ -70,7 +69,7 @@ def samplers_of(loader: object) -> list[Any]:
 
 
 def has_no_state(sampler: object) -> bool:
-    """Return whether a sampler is known to carry nothing but its generator from epoch to epoch."""
+    """Return whether a sampler is known to carry no state except its generator between epochs."""
     if type(sampler) is BatchSampler:
         # The callers check the sampler inside it as well.
         return True
@@ -84,7 +83,7 @@ def has_no_state(sampler: object) -> bool:
 
 
 def set_epoch(loader: object, epoch: int) -> None:
-    """Tell the samplers of a loader, and those inside them, which epoch begins."""
+    """Call ``set_epoch`` of a loader's samplers, including nested ones."""
     samplers = [
         getattr(loader, "sampler", None),
         getattr(loader, "batch_sampler", None),

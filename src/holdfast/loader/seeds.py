@@ -1,4 +1,4 @@
-"""Seeds that depend on nothing but (seed, epoch, index), and the counter-based hash behind them.
+"""Seeds that depend only on (seed, epoch, index), and the counter-based hash behind them.
 
 Augmentation is therefore the same with any number of workers, any batch size, and wherever a run
 was interrupted. The orders of `order.orders` use the same hash.
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# The constants of SplitMix64. They are numpy objects, because a batch takes only one call, in which
-# converting them would show.
+# The constants of SplitMix64. They are NumPy objects, because converting them would be a noticeable
+# part of the single call per batch.
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
@@ -29,8 +29,8 @@ _MASK_64_BITS = 2**64 - 1
 def random_bits(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
     """Return outputs of the SplitMix64 generator, by their position in its sequence.
 
-    Each counter costs the same, whatever its value. The constants are those of Steele, Lea and
-    Flood, "Fast splittable pseudorandom number generators" (2014), as published by Vigna.
+    The cost does not depend on the values of the counters. The constants are those of Steele, Lea
+    and Flood, "Fast splittable pseudorandom number generators" (2014), as published by Vigna.
 
     Args:
         counters: Positions in the sequence, uint64, of any shape.
@@ -51,7 +51,7 @@ def random_bits(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a seed from 0 to 2**63 - 1 that depends on all parts, the same on every machine.
+    """Return a seed from 0 to 2**63 - 1 derived from all parts, identical on every machine.
 
     Example:
         >>> derive_seed(0, 3, 17) == derive_seed(0, 3, 17) != derive_seed(0, 3, 18)
@@ -62,9 +62,9 @@ def derive_seed(*parts: object) -> int:
 
 
 def _as_text(part: object) -> str:
-    """Return a part as text, which is the same for integers of python, numpy and torch."""
+    """Return a part as text. Equal integers of Python, NumPy and torch give equal texts."""
     if getattr(part, "ndim", 0):
-        # `repr` of a long array shows only some of its numbers.
+        # `repr` omits most numbers of a long array.
         return repr(part.tolist())  # type: ignore[attr-defined]
     if hasattr(part, "__index__"):
         return str(int(part))
@@ -74,8 +74,8 @@ def _as_text(part: object) -> str:
 class SampleSeeds:
     """The seeds of samples, which depend on (seed, epoch, index).
 
-    Integer indices get numbers of a generator of (seed, epoch), which is fast; other indices get
-    `derive_seed` of all three.
+    The seeds of integer indices are the outputs of one generator per (seed, epoch), which is fast.
+    For other indices, the seed is `derive_seed` of all three.
 
     Args:
         seed: Seed of the loader.
@@ -83,7 +83,7 @@ class SampleSeeds:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        # The epoch whose generator `_key` is the seed of.
+        # The epoch to which `_key`, the seed of the generator, belongs.
         self._epoch: int | None = None
         self._key = 0
 
@@ -96,7 +96,7 @@ class SampleSeeds:
         if epoch != self._epoch:
             self._epoch = epoch
             self._key = derive_seed(self._seed, epoch, "samples")
-        # The usual case is recognised without looking at each index in Python.
+        # The usual case is recognised without a Python loop over the indices.
         are_plain_integers = set(map(type, indices)) == {int}
         if are_plain_integers or all(_is_integer(index) for index in indices):
             return self._of_integers(indices)

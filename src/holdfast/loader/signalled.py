@@ -1,8 +1,8 @@
-"""Exceptions that a signal handler has raised while other code was running.
+"""Recognise exceptions that a signal handler has raised while other code was running.
 
 A handler runs wherever the main thread happens to be, possibly in the middle of a sample's code. If
 it raises, for instance through ``sys.exit()`` at SIGTERM, the sample is not at fault. Code that
-handles the exceptions of samples must let such an exception through.
+handles exceptions of samples must re-raise such an exception.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-# A sample may use these signals to limit its own time. Their handlers then belong to the sample.
+# Signals with which a sample may limit its own time. Their handlers belong to the sample.
 _TIMER_SIGNALS = {signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
 
 # The code of the signal handlers that were installed when the epoch began.
@@ -33,9 +33,9 @@ def note_handlers() -> None:
 
 
 def let_through(error: BaseException) -> None:
-    """Raise an exception again if a signal handler has raised it or its cause.
+    """Re-raise an exception if a signal handler has raised it or its cause.
 
-    In a worker, nothing is raised: a signal to a worker is not a request to the training run.
+    In a worker, nothing is raised: a signal sent to a worker is not meant for the training run.
     """
     if get_worker_info() is None and is_from_handler(error):
         raise error
@@ -63,7 +63,8 @@ def _current_handlers() -> set[CodeType]:
 
 
 def _codes_of(handler: Any) -> Iterator[CodeType]:
-    """Yield the code of a handler: a function, a partial one, or an object with ``__call__``."""
+    """Yield the code objects of a handler: a function, a partial, or an object with
+    ``__call__``."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     if not callable(handler):

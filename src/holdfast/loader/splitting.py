@@ -1,10 +1,10 @@
-"""Finds the batch dimension of any tree of tensors, and cuts micro-batches out of it.
+"""Find the batch dimension of any tree of tensors, and cut the tree into micro-batches.
 
 How a batch is cut depends on ``split``:
 
 default
     Every tensor and array with at least one dimension is cut along dimension 0; all must have the
-    same size there. A list of that many strings or numbers is cut too. Everything else goes to
+    same size there. A list of that many strings or numbers is cut too. Everything else is passed to
     every part.
 ``split=1``
     The same along dimension 1, for sequence-first batches.
@@ -14,8 +14,8 @@ default
 ``split=f``
     ``f(batch, micro_batch_size)`` returns the list of micro-batches.
 
-Tensors are cut as views, without a copy. If something cannot be cut, the error names it; it is
-never ignored silently.
+Tensors are cut as views, without a copy. If something cannot be cut, the error names it; nothing is
+silently ignored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SHARED = (str, bytes, bool, int, float, complex, type(None), np.generic, torch.
 # A list of values of one of these kinds, such as the names of utterances, is one leaf.
 _PLAIN_KINDS: tuple[tuple[type, ...], ...] = ((str,), (bytes,), (int, float))
 
-# Leaves that an error message lists.
+# The number of leaves that an error message lists.
 _LEAVES_LISTED = 6
 
 _FIX = (
@@ -57,14 +57,14 @@ def batch_size(batch: Any, split: Split = 0) -> int:
         split: How it is cut.
 
     Raises:
-        BatchError: H204 if its parts disagree, H205 if nothing can be cut or a part cannot be
-            understood.
+        BatchError: H204 if its parts have different sizes, H205 if nothing can be cut or a part is
+            of an unknown kind.
     """
     if callable(split):
         return len(split(batch, 1))
     sizes: set[int] = set()
     if split == 0 and _is_usual(batch):
-        # Without the search this takes a tenth of the time.
+        # This takes a tenth of the time of the search below.
         for tensor in batch:
             if tensor.ndim:
                 sizes.add(tensor.shape[0])
@@ -90,11 +90,11 @@ def micro_batches(
         size: Its number of samples.
         micro_batch_size: Samples in a part, at most.
         split: How it is cut.
-        smallest: A last part that is shorter than this is added to the part before it. A function
-            that cuts decides that itself.
+        smallest: A last part that is shorter than this is merged into the one before it. If `split`
+            is a function, it decides that itself.
 
     Raises:
-        BatchError: H204 if a function returns another number of parts than it should.
+        BatchError: H204 if a function returns the wrong number of parts.
     """
     if callable(split):
         return _micro_batches_of_function(batch, size, micro_batch_size, split)
@@ -136,7 +136,7 @@ def select(batch: Any, size: int, indices: Sequence[int], split: Split = 0) -> A
         split: How it is cut.
 
     Raises:
-        BatchError: H205 if it is cut by a function.
+        BatchError: H205 if `split` is a function.
     """
     if callable(split):
         raise _uncuttable("a batch that a function cuts")
@@ -147,7 +147,7 @@ def _is_usual(batch: Any) -> bool:
     """Return whether a batch is a tuple or list of plain tensors, which needs no search."""
     if type(batch) not in (tuple, list):
         return False
-    # A loop, because this is asked three times in each step.
+    # A loop rather than `all`, because this runs three times in each step.
     for leaf in batch:
         if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
             return False
@@ -177,10 +177,9 @@ def leaves_of(batch: Any) -> Iterator[tuple[str, Any]]:
 
 
 def fresh(batch: Any) -> Any:
-    """Return the batch in new containers and with arrays copied, so that a loss function may change
-    both.
-
-    Tensors are shared: their version counters show whether they were changed. Arrays have none.
+    """Return the batch with new containers and copied arrays, so that a loss function may change
+    both. Tensors are shared, because their version counters show whether they were changed; arrays
+    have no such counters.
     """
     if _is_usual(batch):
         return type(batch)(batch)
@@ -208,7 +207,7 @@ def _copy_leaf(path: str, leaf: Any, how: SplitSpec) -> Any:
 
 
 def _is_plain_list(node: Any) -> bool:
-    """Return whether this is a list of values of one kind, which is cut as a whole."""
+    """Return whether this is a list of values of one kind, which is treated as a single leaf."""
     if type(node) not in (list, tuple):
         return False
     return any(all(isinstance(value, kind) for value in node) for kind in _PLAIN_KINDS)
@@ -225,7 +224,7 @@ def _children(node: Any, spec: SplitSpec) -> dict[Any, Any] | None:
 
 
 def _spec_of(spec: SplitSpec, key: Any, path: str) -> SplitSpec:
-    """Return the part of a specification that applies to one child of a container.
+    """Return the part of a `split` specification that applies to one child of a container.
 
     Raises:
         BatchError: H204 if there is none.
@@ -259,7 +258,7 @@ def _map(
 ) -> Any:
     """Return the tree with every leaf replaced by what a function returns for it.
 
-    The function gets a leaf's path, the leaf, and how it is cut.
+    The function is called with the leaf's path, the leaf, and how it is cut.
     """
     children = _children(node, spec)
     if children is None:
@@ -275,10 +274,11 @@ def _map(
 
 
 def _size(path: str, leaf: Any, how: SplitSpec) -> int | None:
-    """Return the samples in one leaf, or None if every part shares it.
+    """Return the number of samples in one leaf, or None if every part shares it.
 
     Raises:
-        BatchError: H204 if `how` does not fit the leaf, H205 if the leaf cannot be understood.
+        BatchError: H204 if `how` does not apply to the leaf, H205 if the leaf is of an unknown
+            kind.
     """
     if how == "items" and _is_sequence(leaf):
         return len(leaf)
@@ -325,7 +325,7 @@ def _is_cuttable(leaf: Any) -> bool:
 def _part_of(batch: Any, spec: SplitSpec, size: int, part: slice | list[int]) -> Any:
     """Return some samples of a batch.
 
-    Tensors are views if the samples are a slice, and copies if they are a list of places.
+    Tensors are views if the samples are given as a slice, and copies if they are given as a list.
     """
 
     def cut(path: str, leaf: Any, how: SplitSpec) -> Any:

@@ -52,7 +52,7 @@ class EventData:
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the data with these recorded facts, ignoring facts that this class lacks.
+        """Return the data with these recorded facts, ignoring facts unknown to this class.
 
         Raises:
             TypeError: If a fact without a default is missing.

@@ -1,13 +1,14 @@
-"""What a loader that is not holdfast's carries from epoch to epoch, for a checkpoint to hold.
+"""Find the state that a loader of another library carries from epoch to epoch, for checkpoints.
 
 Mostly these are random generators. A dataset usually holds its generator itself, or in a transform;
-some take it from a global variable of their module. So there are two searches, both up to a limit:
+some take it from a global variable of their module. So there are two searches, both of limited
+depth:
 
-1. `_reachable`: through attributes and containers, from the loader's parts on.
-2. `_generators_in_globals`: through the functions that the first search meets, such as the methods
-   of the dataset's class, and the global variables that their code names.
+1. `_reachable`: through attributes and containers, starting from the parts of the loader.
+2. `_generators_in_globals`: through the functions that the first search finds, such as the methods
+   of the dataset's class, to the global variables that their code uses.
 
-A resume does not restore a generator that they miss.
+A generator that both searches miss is not restored by a resume.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from holdfast.loader.order.sampler_state import fingerprint
 from holdfast.loader.random_state import GENERATOR_TYPES
 from holdfast.loader.samplers import has_no_state, is_stateful, samplers_of, torch_loader_of
 
-# Limits of the search. Objects that are nested deeper, or held by longer containers, are data.
+# Limits of the search. Anything nested deeper, or in longer containers, is assumed to be data.
 _MOST_LEVELS = 6
 _LONGEST_CONTAINER = 64
 _MOST_OBJECTS = 2000
 
-# Modules whose functions have no generators for a user's dataset in their global variables.
+# Modules whose global variables hold no generator that a user's dataset could draw from.
 _LIBRARIES = (
     "builtins",
     "collections",
@@ -57,15 +58,15 @@ def sources_of_state(loader: object) -> list[Any]:
         sources += _generators_among(_reachable([torch_loader.generator, *parts]))
         sources += [sampler for sampler in samplers if is_stateful(sampler)]
         sources += _generators_in_globals(_reachable(parts))
-    # Without repetitions of the same object.
+    # Each object only once.
     return list({id(source): source for source in sources}.values())
 
 
 def digest_order(loader: object) -> bytes | None:
-    """Return a digest of what decides the order of an epoch and only the script can change.
+    """Return a digest of whatever determines the order of an epoch and only the script can change.
 
     This is a list of batches, or what torch's own samplers were given, such as weights. What
-    ``set_epoch`` changes is left out. Returns None if there is nothing of the kind.
+    ``set_epoch`` changes is left out. Returns None if the loader has nothing of this kind.
     """
     if isinstance(loader, (list, tuple)):
         return repr([id(entry) for entry in loader]).encode()
@@ -85,10 +86,10 @@ def digest_order(loader: object) -> bytes | None:
 
 
 def _generators_in_globals(values: Iterable[Any]) -> list[Any]:
-    """Return the random generators in global variables that are named by functions.
+    """Return the random generators in the global variables that functions use.
 
-    The functions are those among values, the methods of values, and the functions that any of these
-    calls by a global name.
+    The functions searched are those among the values, the methods of the values, and the functions
+    that these in turn call through a global name.
     """
     waiting = [function for value in values for function in _functions_of(value)]
     searched: set[int] = set()
@@ -115,7 +116,7 @@ def _generators_among(values: Iterable[Any]) -> list[Any]:
 
 
 def _reachable(values: Iterable[Any]) -> list[Any]:
-    """Return values and, down to `_MOST_LEVELS`, what they hold, nearest first."""
+    """Return values and the objects reachable from them, nearest first, to a limited depth."""
     reached: dict[int, Any] = {}
     level = list(values)
     for _ in range(_MOST_LEVELS):
@@ -153,7 +154,7 @@ def _attributes(value: Any) -> list[Any]:
 
 
 def _closure_of(function: FunctionType) -> list[Any]:
-    """Return what a function uses of the functions around it."""
+    """Return the values that a function captures from the functions around it."""
     values = []
     for cell in function.__closure__ or ():
         try:
@@ -168,7 +169,7 @@ def _closure_of(function: FunctionType) -> list[Any]:
 
 
 def _functions_of(value: Any) -> list[FunctionType]:
-    """Return a function itself, or the methods that the user's own classes give an object."""
+    """Return a function itself, or the methods that an object has from the user's own classes."""
     if isinstance(value, FunctionType):
         return [value]
     functions = []
@@ -185,7 +186,7 @@ def _is_of_library(module: str | None) -> bool:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Return the global names in a function's code and in that of the functions inside it."""
+    """Return the global names used in a function's code, including that of nested functions."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,4 +1,4 @@
-"""What a resume can promise for a loader that is not holdfast's.
+"""What a resume can promise for a loader of another library.
 
 The promise is "bit-exact", "none, because ..." or "not known, because ...": a sentence that tells a
 user what to do.

@@ -1,10 +1,10 @@
-"""Lets torch's own ``DataLoader`` with ``persistent_workers=True`` resume in the order of the
-undisturbed run.
+"""Let torch's ``DataLoader`` with ``persistent_workers=True`` resume in the original order.
 
 The first epoch starts the workers, and draws a seed for them before the sampler draws its own.
 Later epochs reuse the workers and draw only the sampler's seed. A process that resumes in a later
-epoch has no workers yet. If it began the epoch like that, it would draw one random number more, and
-the sampler would return another order. So the workers are started before.
+epoch has no workers yet. If it began the epoch like that, it would draw one extra random number,
+and the sampler would return a different order. Therefore the workers are started before the epoch
+begins.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def has_workers(loader: DataLoader[Any]) -> bool:
 
 
 def match_workers(loader: DataLoader[Any], *, started: bool) -> None:
-    """Start or end the persistent workers, so that they exist if and only if they existed in the
-    undisturbed run.
+    """Start or end the persistent workers, so that they exist exactly if they did in the original
+    run.
 
     The global random state does not change, but starting workers may draw from the loader's own
     ``generator``.
 
     Args:
-        loader: The loader, before the epoch begins. One without persistent workers is left as it
-            is.
-        started: Whether the workers had been started in the undisturbed run.
+        loader: The loader, before the epoch begins. One without persistent workers is left
+            unchanged.
+        started: Whether the workers had been started at this point of the original run.
     """
     if not keeps_workers(loader) or has_workers(loader) == started:
         return

@@ -1,4 +1,4 @@
-"""The batches of an epoch, from a position on: an order, cut into batches and divided among ranks.
+"""Cut an order into batches and divide them among ranks, starting at any position of an epoch.
 
 A position counts samples of all ranks, or batches if a batch sampler makes them.
 """
@@ -19,28 +19,29 @@ from holdfast.loader.quarantine import key_of
 # samples are not the problem: a folder is missing.
 SPARES = 16
 
-# Positions that are looked up together when some samples are quarantined, so that more than
-# `SPARES` may have to be looked at.
+# The number of positions to look up at once for spares. With quarantined samples, more than
+# `SPARES` positions may be needed.
 _LOOKAHEAD = 64
 
-# Bits of a position for the place in a batch, where positions count batches.
+# If positions count batches, the number of bits of a position used for the place within a batch.
 _PLACE_BITS = 20
 
 
 class BatchRequest(NamedTuple):
-    """What a worker needs to know to make one batch.
+    """The information from which a worker makes one batch.
 
     Args:
-        number: Counts the batches of an epoch, from where it continues.
-        epoch: The epoch; seeds depend on it.
+        number: The number of the batch, counted from the position at which the epoch continues.
+        epoch: The epoch, on which seeds depend.
         indices: Dataset indices, in the order of the batch.
-        spares: The indices that follow in the epoch's order. They replace what cannot be read.
+        spares: The indices that follow in the epoch's order, as replacements for samples that
+            cannot be read.
         bad: Those of `indices` and `spares` that are quarantined already.
         first_position: Position of the first sample if an index may come more than once in an
             epoch: its random numbers then depend on its position too. None otherwise.
         is_single_sample: Whether this is a sample without a batch dimension (``batch_size=None``).
-        control_place: Place among the `candidates` of a sample that a new worker reads first,
-            to show that it can.
+        control_place: Place among the `candidates` of the control sample, which a new worker reads
+            first to show that it works.
     """
 
     number: int
@@ -54,7 +55,7 @@ class BatchRequest(NamedTuple):
 
     @property
     def candidates(self) -> tuple[Any, ...]:
-        """The indices and the spares. A place above the batch is that of a spare."""
+        """The indices and the spares. Places beyond the batch are those of spares."""
         return (*self.indices, *self.spares)
 
 
@@ -64,13 +65,14 @@ class EpochBatches:
     """Which samples are in which batch of this rank.
 
     Args:
-        order: The order of an epoch. A sampler of the user decides itself what belongs to a rank.
+        order: The order of an epoch. A sampler of the user already yields only the part of this
+            rank.
         seed: Seed of the order.
         batch_size: Samples in a batch; None for single samples without a batch dimension.
-        drop_last: Whether a last batch that is not full is left out.
+        drop_last: Whether an incomplete last batch is dropped.
         rank: This rank.
-        world_size: How many ranks share the order.
-        counts_batches: Whether `order` yields whole batches, which are used as they are.
+        world_size: The number of ranks that share the order.
+        counts_batches: Whether `order` yields whole batches, which are used unchanged.
     """
 
     order: Order | SamplerOrder
@@ -89,7 +91,7 @@ class EpochBatches:
         Args:
             epoch: Number of the epoch.
             start: The position.
-            bad_keys: Keys of the quarantined indices. They are read again for each request.
+            bad_keys: Keys of the quarantined indices. The set may change between requests.
         """
         length = self.order.count(epoch)
         step = (self.batch_size or 1) * self.world_size
@@ -125,7 +127,7 @@ class EpochBatches:
     def is_repeated(self, epoch: int, position: int) -> bool:
         """Return whether this rank's batch at a position is also one of another rank.
 
-        This is so if fewer samples are left than there are ranks.
+        This happens if fewer samples are left than there are ranks.
         """
         return 0 < self.order.count(epoch) - position <= self.rank
 
@@ -145,9 +147,9 @@ class EpochBatches:
     def _spares_after(
         self, epoch: int, stop: int, length: int, bad_keys: Collection[Any]
     ) -> tuple[Any, ...]:
-        """Return what follows a batch, up to the last of `SPARES` good samples.
+        """Return the indices after a batch, up to and including `SPARES` good samples.
 
-        The bad ones between them are included, so that they keep their places.
+        The bad samples between them are included, so that places do not shift.
         """
         if not bad_keys:
             return tuple(islice(self._following(epoch, stop, length, SPARES), SPARES))
@@ -169,7 +171,7 @@ class EpochBatches:
                 yield from self._indices_at(epoch, first, min(first + positions_at_once, end))
 
     def steps_after(self, position: int) -> int:
-        """Return how many batches follow after a position, as far as lengths tell."""
+        """Return how many batches follow after a position, according to the order's length."""
         return steps_left(
             position,
             len(self.order),
@@ -179,7 +181,7 @@ class EpochBatches:
         )
 
     def for_rank(self, rank: int, world_size: int) -> EpochBatches:
-        """Return the batches of another rank or of another number of ranks.
+        """Return the same batches for another rank or another number of ranks.
 
         A position counts samples of all ranks, so it keeps its meaning.
         """
@@ -189,10 +191,10 @@ class EpochBatches:
 
     @property
     def sampler(self) -> SamplerOrder | None:
-        """The user's sampler, if there is one."""
+        """The user's own sampler, or None."""
         return self.order if isinstance(self.order, SamplerOrder) else None
 
     def identity(self) -> dict[str, Any]:
-        """Return what must be equal for a position to mean the same sample, as JSON values."""
+        """Return the JSON values that must be equal for a position to mean the same sample."""
         counts = "batches" if self.counts_batches else "samples"
         return {"counts": counts, **self.order.identity()}

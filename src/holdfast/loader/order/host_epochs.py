@@ -1,10 +1,9 @@
-"""What the host of a loader calls its epochs, if it says so as it would to torch's
-``DistributedSampler``.
+"""The epoch numbers of a loader's host, if it sets them as for torch's ``DistributedSampler``.
 
-A position after the last batch of an epoch can be read in two ways. A host that saved it may
-continue with that epoch, of which nothing is left, as torchdata's ``StatefulDataLoader`` does. Or
-it may count that epoch as done and iterate the next one, as Lightning does. The number that it
-gives to the epoch tells them apart.
+The host is the framework or the loop around the loader. A position after the last batch of an epoch
+is ambiguous: the host may resume within that epoch, of which nothing is left, as torchdata's
+``StatefulDataLoader`` does, or it may count that epoch as done and iterate the next one, as
+Lightning does. The epoch number that the host sets tells the two apart.
 """
 
 from __future__ import annotations
@@ -19,39 +18,38 @@ from holdfast.loader.weak_calls import WeakCall
 
 
 class HostEpochs:
-    """The number that the host gives to the epoch of a loader.
+    """Translates the host's epoch numbers to those of a loader.
 
-    The loader may count differently: if a short dataset is repeated, one epoch of the host has
-    several of the loader's.
+    The loader may count differently: if a short dataset is repeated, one epoch of the host spans
+    several epochs of the loader.
 
     Args:
-        loader: The loader. Its samplers are given a ``set_epoch`` that calls the loader's, unless
-            they have one.
+        loader: The loader. Samplers without a ``set_epoch`` get one that calls the loader's.
     """
 
     def __init__(self, loader: Any) -> None:
-        # The host's number of the loader's current epoch, or None if it is not known.
+        # The host's number of the loader's current epoch, or None if unknown.
         self.current: int | None = None
-        # The number of the epoch that is iterated next, if the host has given one.
+        # The number that the host has set for the next epoch, or None.
         self.named: int | None = None
-        # Whether the host has named the epoch that is being iterated.
+        # Whether the host has set the number of the current epoch.
         self.is_named = False
         for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
             if sampler is not None and not sets_epoch(sampler):
-                # A list, or an object with slots, takes no attributes.
+                # Lists and objects with slots accept no new attributes.
                 with contextlib.suppress(AttributeError):
                     sampler.set_epoch = WeakCall(loader, "set_epoch")
 
     def note_position(self, current: int) -> None:
-        """Note that the loader was moved to an epoch to which the host gives this number.
+        """Note that the loader was moved to the epoch with this number of the host.
 
-        What was named before no longer counts.
+        Any number that was set before no longer counts.
         """
         self.current = current
         self.named = None
 
     def note_move(self, epochs: int) -> None:
-        """Note that the loader has moved on by a number of epochs."""
+        """Note that the loader has advanced by a number of epochs."""
         if self.current is not None:
             self.current += epochs
 
@@ -63,17 +61,18 @@ class HostEpochs:
         *,
         begun: bool,
     ) -> int:
-        """Return the epoch to iterate, in the loader's numbers.
+        """Return the epoch to iterate, as the loader numbers it.
 
         Args:
             epoch: The loader's next epoch.
-            epoch_on_sampler: What somebody has set on a sampler of the user, or None.
-            emit: Called with an event if that sets the loader back.
+            epoch_on_sampler: The epoch that was set on the user's sampler since the last call, or
+                None.
+            emit: Called with an event if that moves the loader back.
             begun: Whether batches of this epoch were handed out before a restart. If so, only a
-                later epoch is followed.
+                later epoch is accepted.
         """
         if epoch_on_sampler is not None and begun:
-            # It is treated like an epoch that the host has named to the loader.
+            # Treated like an epoch that the host has set on the loader itself.
             self.named = epoch_on_sampler
         elif epoch_on_sampler is not None:
             if epoch_on_sampler < epoch:
@@ -89,17 +88,18 @@ class HostEpochs:
         return self._go_to_named_epoch(epoch, named)
 
     def _go_to_named_epoch(self, epoch: int, named: int) -> int:
-        """Return the loader's number of the epoch that the host calls `named`."""
+        """Return the loader's number of the epoch to which the host gives the number `named`."""
         current = self.current
         self.current = named
         if current is None:
-            # The host's numbers are the loader's, as far as is known.
+            # Nothing is known yet about the host's numbers, so they are assumed to equal the
+            # loader's.
             return named
-        # The loader moves on by as many epochs as the host. Earlier epochs do not come again.
+        # The loader advances by as many epochs as the host, and never goes back.
         return epoch + max(0, named - current)
 
 
 def sets_epoch(sampler: Any) -> bool:
-    """Return whether a sampler has a ``set_epoch`` of its own."""
+    """Return whether a sampler has its own ``set_epoch``, not one that `HostEpochs` has added."""
     set_epoch = getattr(sampler, "set_epoch", None)
     return set_epoch is not None and not isinstance(set_epoch, WeakCall)

@@ -1,11 +1,11 @@
 """Orders: which sample is at which position of an epoch.
 
-An order is a function of (seed, epoch). It can be asked for any stretch of positions, and computes
-only the blocks that the stretch touches. A run therefore resumes at once in the middle of any
-dataset, with any number of workers or ranks and any batch size.
+An order is a function of (seed, epoch). It can return the indices for any range of positions, and
+computes only the blocks that overlap the range. A run therefore resumes instantly in the middle of
+any dataset, with any number of workers or ranks and any batch size.
 
-What an order returns for a seed is part of the meaning of a saved position, so a change needs a new
-version in `Order.identity`.
+Saved positions rely on what an order returns for a seed, so any change to it needs a new version in
+`Order.identity`.
 """
 
 from __future__ import annotations
@@ -50,32 +50,32 @@ class Order(ABC):
 
     _kind: ClassVar[str]
     _block_size: int = _BLOCK_POSITIONS
-    # The two blocks that were computed last, with what they were computed for. There are two,
-    # because a batch whose spares are in the next block is followed by one in this block.
+    # The last two blocks that were computed, with their arguments. Two are kept because a batch may
+    # have its spares in the next block, while the next batch is still in this one.
     _newest_blocks: tuple[tuple[tuple[int, int, int], NDArray[np.int64]], ...] = ()
 
     def __init__(self, length: int) -> None:
         self._length = length
 
     def __len__(self) -> int:
-        """Return the positions of an epoch."""
+        """Return the number of positions in an epoch."""
         return self._length
 
     @final
     def count(self, epoch: int) -> int:
-        """Return the positions of an epoch, which are the same number in each."""
+        """Return the number of positions in an epoch, which is the same for every epoch."""
         del epoch
         return len(self)
 
     def identity(self) -> dict[str, Any]:
-        """Return what must be equal for a position to mean the same sample, as JSON values.
+        """Return the JSON values that must be equal for a position to mean the same sample.
 
         The seed and the batch size are not part of it.
         """
         return {"kind": self._kind, "version": 1, "length": len(self)}
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the indices of epoch 0 with seed 0, for a loader that takes this for a sampler."""
+        """Yield the indices of epoch 0 with seed 0, for loaders that use this as a sampler."""
         for first in range(0, len(self), self._block_size):
             yield from self.indices(0, 0, first, first + self._block_size)
 
@@ -135,7 +135,7 @@ class Sequential(Order):
 
 @final
 class Shuffled(Order):
-    """Each sample once an epoch, in a random order that differs from epoch to epoch.
+    """Each sample once per epoch, in a random order that differs from epoch to epoch.
 
     Args:
         length: Samples in the dataset.
@@ -149,22 +149,22 @@ class Shuffled(Order):
 
 @final
 class LengthBucketed(Order):
-    """Each sample once an epoch, in a random order in which neighbours have similar lengths.
+    """Each sample once per epoch, in a random order in which neighbours have similar lengths.
 
     The epoch is shuffled and cut into windows. Each window is sorted by length and cut into groups,
-    and the groups are shuffled. Batches therefore need little padding, and lengths never rise over
-    more than one group. The order does not depend on the batch size; if that divides the group, no
-    batch spans two groups.
+    and the groups are shuffled. Batches therefore need little padding, and lengths never keep
+    rising for longer than one group. The order does not depend on the batch size. If the batch size
+    divides the group size, no batch spans two groups.
 
     Args:
         lengths: One per sample, finite and at least 0, in any unit; shape ``(samples,)``.
-        window: Positions among which samples are sorted. A larger window needs less padding; with
-            a smaller one, a sample has more different neighbours over the epochs. By default a
+        window: Number of positions that are sorted together. A larger window needs less padding; a
+            smaller one gives a sample more varied neighbours from epoch to epoch. Default: a
             quarter of the samples, but at most 8192.
-        group: Positions that stay sorted. If it is a multiple of the batch size and divides the
-            window, no batch spans two groups; otherwise at least four times the batch size keeps
-            the padding low. By default 256, or a smaller power of two if the window does not hold
-            two such groups.
+        group: Number of consecutive positions that stay sorted. If it is a multiple of the batch
+            size and divides the window, no batch spans two groups; otherwise use at least four
+            times the batch size to keep padding low. Default: 256, or a smaller power of two if the
+            window does not hold two such groups.
 
     Raises:
         LoaderError: H605 for lengths or sizes that cannot be used.
@@ -210,7 +210,7 @@ class LengthBucketed(Order):
 
 
 def _choose_group(window: int) -> int:
-    """Return the largest power of two of which two fit into a window, but at most 256."""
+    """Return the largest power of two that fits twice into a window, but at most 256."""
     largest_power = 1 << max(0, (window // 2).bit_length() - 1)
     return min(_LARGEST_GROUP, largest_power)
 
@@ -221,7 +221,7 @@ def _whole_groups(window: int, group: int) -> int:
 
 
 def _numbers(lengths: ArrayLike) -> NDArray[Any]:
-    """Return a checked copy of the lengths, so that nobody can change the order while it is used.
+    """Check the lengths and return a copy, so that the order cannot change while it is used.
 
     Raises:
         LoaderError: H605 for lengths that cannot be used.
@@ -278,17 +278,17 @@ _ROUNDS = 8
 
 
 def permuted(positions: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
-    """Return what is at some positions of a shuffled ``range(n)``.
+    """Return the values at some positions of a shuffled ``range(n)``.
 
     Above 4096 this is a Feistel network on pairs of digits (Black and Rogaway, "Ciphers with
     arbitrary finite domains", 2002). A value is ``left * base + right``, and each round adds a hash
     of one digit to the other. There are at most ``sqrt(n)`` more pairs than values, and the few
-    results that are too large go through the network again.
+    results that are too large are passed through the network again.
 
     Args:
         positions: Shape ``(k,)``, int64, from 0 to ``n - 1``.
         n: From 1 to ``2**62``.
-        key: Which of the permutations, modulo 2**64.
+        key: Selects the permutation, modulo 2**64.
 
     Returns:
         The values, shape ``(k,)``, int64.
@@ -307,7 +307,7 @@ def permuted(positions: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64
         values[too_large] = _network(values[too_large], n, key)
 
 
-# 2 MiB at most. Several calls for the same epoch follow each other.
+# Cached because calls for the same epoch follow each other; 2 MiB at most.
 @functools.lru_cache(maxsize=64)
 def _sorted_hashes(n: int, key: int) -> NDArray[np.int64]:
     hashes = random_bits(np.arange(n, dtype=np.uint64), key)

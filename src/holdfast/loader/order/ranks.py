@@ -1,4 +1,4 @@
-"""Which rank this is, and which positions of a step belong to which rank.
+"""Find this process's rank, and divide the positions of a step among ranks.
 
 Nothing here communicates with another rank.
 """
@@ -35,7 +35,7 @@ def rank_positions(
         batch_size: Positions for one rank.
         rank: The rank.
         world_size: Number of ranks.
-        drop_last: Whether a step that is not full is left out.
+        drop_last: Whether an incomplete step is dropped.
     """
     remaining = min(length - first, batch_size * world_size)
     if remaining <= 0 or (drop_last and remaining < batch_size * world_size):

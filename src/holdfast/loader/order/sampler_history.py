@@ -1,4 +1,4 @@
-"""What a sampler without ``state_dict`` carries from epoch to epoch, as its draws show."""
+"""Detect and replay the state that a sampler without ``state_dict`` carries between epochs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SamplerHistory:
         self._sampler = sampler
         self._seed = seed
         self._dataset = dataset
-        # The epochs that were drawn since the sampler was passed in, in this order.
+        # The epochs drawn since the sampler was passed in, in their order.
         self.epochs: list[int] = []
         # Whether drawing an epoch changes the orders of later ones; None before the first draw has
         # shown it.
@@ -44,7 +44,7 @@ class SamplerHistory:
         self._left_as: Fingerprint | None = None
 
     def draw(self, epoch: int) -> list[Any]:
-        """Return what the sampler yields in an epoch, and note whether that changes it."""
+        """Return what the sampler yields in an epoch, and note whether drawing changes it."""
         self._note_changes()
         if self.carries_state is None and not self.epochs:
             self._as_passed = copy_sampler(self._sampler, self._dataset)
@@ -96,7 +96,7 @@ class SamplerHistory:
             self.changed_by_others = True
 
     def return_to_beginning(self) -> None:
-        """Bring the sampler back to where it was before it had drawn anything.
+        """Return the sampler to its state before the first draw.
 
         Raises:
             LoaderError: H604 if it cannot be copied.
@@ -128,7 +128,7 @@ def begin_epoch(samplers: Iterable[Any], seed: int, epoch: int) -> None:
 
 
 def with_inner_sampler(sampler: Any) -> list[Any]:
-    """Return a sampler, and the one that a sampler of batches takes its indices from."""
+    """Return a sampler and, for a batch sampler, also the sampler inside it."""
     inner_sampler = getattr(sampler, "sampler", None)
     if inner_sampler is None:
         return [sampler]
@@ -136,7 +136,7 @@ def with_inner_sampler(sampler: Any) -> list[Any]:
 
 
 def cannot_restore(sampler: Any, why: str) -> LoaderError:
-    """Return H604 for a sampler that cannot be brought to a saved position."""
+    """Return H604 for a sampler that cannot be moved to a saved position."""
     return LoaderError(
         f"{type(sampler).__name__} {why}",
         limit="the batches that follow depend on it",

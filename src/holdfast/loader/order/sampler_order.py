@@ -1,6 +1,7 @@
-"""The order of a user's sampler, or sampler of batches.
+"""The order of a user's sampler or batch sampler.
 
-It is drawn once an epoch from (seed, epoch), wherever the sampler takes its random numbers from.
+It is drawn once per epoch and depends only on (seed, epoch), whichever generator the sampler draws
+from.
 
 Some samplers carry state from epoch to epoch, such as counters or lists that are shuffled now and
 then. How a resume restores it depends on the sampler:
@@ -35,7 +36,7 @@ from holdfast.loader.quarantine import key_of
 from holdfast.loader.random_state import isolated
 from holdfast.loader.samplers import is_stateful
 
-# The most entries in an epoch. They are held in memory, at 40 bytes each.
+# The largest number of entries in an epoch. They are held in memory, at 40 bytes each.
 _MOST_ENTRIES = 10**8
 
 # The number of epochs whose entries are held. One is not enough: a second iterator may draw another
@@ -45,11 +46,11 @@ _EPOCHS_HELD = 2
 
 
 class Drawn(NamedTuple):
-    """What a user's sampler drew for an epoch.
+    """A record of what a user's sampler drew for an epoch.
 
     Args:
         digest: A digest of the entries.
-        rank: Whose they are, if the sampler divides by ranks; None otherwise.
+        rank: The rank that the entries belong to, or None if the sampler does not divide by ranks.
     """
 
     digest: str
@@ -62,13 +63,15 @@ class SamplerOrder:
     Args:
         sampler: The sampler. It yields indices, which may be tuples, or batches of indices.
         seed: Seed of the loader.
-        repeats: Whether an index may come more than once in an epoch; None if the sampler knows.
+        repeats: Whether an index may occur more than once in an epoch. None: the sampler's own
+            attributes decide.
         batches: Whether it yields batches.
         samples: Length of the dataset, if that is known.
         dataset: The dataset, which the sampler may hold; it is not copied with the sampler.
 
     Raises:
-        LoaderError: H603 for a sampler without a length, or with one that no memory holds.
+        LoaderError: H603 for a sampler without a length, or with more entries than can be held in
+            memory.
     """
 
     def __init__(
@@ -141,7 +144,7 @@ class SamplerOrder:
     def changed_by_others(self) -> bool:
         """Whether the loop has changed the sampler between epochs, so that no resume is possible.
 
-        This is not asked of a sampler with ``state_dict``, which holds such a change.
+        A sampler with ``state_dict`` is not checked, because its state includes such changes.
         """
         return self._history.changed_by_others
 
@@ -166,7 +169,8 @@ class SamplerOrder:
             with isolated():
                 begin_epoch(self._samplers(), self._seed, epoch)
                 entries = list(self._sampler)
-        # Drawing has set the epoch on the sampler. That was not the user.
+        # Drawing has set the epoch on the sampler, which must not be mistaken for a call by the
+        # user.
         self.take_epoch_set()
         if not self.repeats:
             _check_once(entries, type(self._sampler).__name__, batches=self._batches)
@@ -255,7 +259,7 @@ class SamplerOrder:
     # --- epochs -----------------------------------------------------------------------------------
 
     def take_epoch_set(self) -> int | None:
-        """Return the epoch that somebody has set on the sampler since the last call, or None."""
+        """Return the epoch that the user has set on the sampler since the last call, or None."""
         for sampler in self._samplers():
             epoch = getattr(sampler, "epoch", None)
             if sets_epoch(sampler) and isinstance(epoch, Integral) and int(epoch) >= 0:
@@ -265,15 +269,15 @@ class SamplerOrder:
         return None
 
     def check_drawn(self, epoch: int, saved: Drawn | None) -> Drawn:
-        """Return a digest of what is drawn for an epoch.
+        """Draw an epoch and compare it with the digest in a saved position; return the digest.
 
         Args:
             epoch: Number of the epoch.
-            saved: The digest when the position was saved, or None to check nothing. It is not
-                checked if it is that of another rank.
+            saved: The digest when the position was saved, or None to check nothing. A digest from
+                another rank is not compared.
 
         Raises:
-            LoaderError: H604 if another order was drawn then.
+            LoaderError: H604 if a different order was drawn when the position was saved.
         """
         entries = self.drawn(epoch)
         if epoch not in self._digests:
@@ -305,7 +309,7 @@ class SamplerOrder:
 
 
 def _check_length(sampler: Any) -> None:
-    """Check that a sampler has a length whose entries fit into memory; H603."""
+    """Check that a sampler has a length, and that its entries fit into memory; else raise H603."""
     name = type(sampler).__name__
     if not isinstance(sampler, Sized):
         raise LoaderError(
@@ -333,7 +337,7 @@ def _check_length(sampler: Any) -> None:
 
 
 def _check_once(entries: list[Any], name: str, *, batches: bool) -> None:
-    """Check that no index comes twice in an epoch; H609."""
+    """Check that no index occurs twice in an epoch; else raise H609."""
     keys = [key_of(index) for index in _indices_in(entries, batches=batches)]
     repeated = len(keys) - len(set(keys))
     if repeated:
@@ -346,7 +350,7 @@ def _check_once(entries: list[Any], name: str, *, batches: bool) -> None:
 
 
 def _indices_in(entries: list[Any], *, batches: bool) -> list[Any]:
-    """Return the indices in the entries of a sampler, or of a sampler of batches."""
+    """Return the indices in the entries of a sampler or a batch sampler."""
     batch_types: Any = (list, tuple, np.ndarray, torch.Tensor) if batches else list
     indices: list[Any] = []
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Copies the user's samplers, and finds out from their attributes whether they changed."""
+"""Copy the user's samplers, and detect from their attributes whether they changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ADDED_ATTRIBUTES = ("set_epoch",)
 
 _PLAIN_TYPES = frozenset((bool, int, float, complex, str, bytes, type(None)))
 
-# How many nested samplers are searched for objects that copies share.
+# How many levels of nested samplers are searched for objects that copies share.
 _MOST_LEVELS = 4
 
 
@@ -33,8 +33,8 @@ class Fingerprint(NamedTuple):
 
     Args:
         digest: Equal for equal attributes.
-        is_complete: False if the digest leaves a value out, such as an iterator, whose state cannot
-            be read.
+        is_complete: False if the digest omits a value whose state cannot be read, such as an
+            iterator.
     """
 
     digest: bytes
@@ -134,7 +134,8 @@ def from_ranges(ranges: Iterable[Iterable[int]]) -> list[int]:
 def _state_attributes(value: Any, dataset: Any) -> dict[str, Any]:
     """Return the attributes of an object that may change from epoch to epoch.
 
-    These are all except the dataset, what holdfast has added, and the generator, which is seeded.
+    These are all except the dataset, the attributes that holdfast has added, and the generator,
+    which is seeded for each epoch.
     """
     attributes = getattr(value, "__dict__", {})
     return {

@@ -1,6 +1,6 @@
 """Iterable datasets.
 
-- `stream`: the batches of a stream, dealt out to workers and ranks.
-- `items`: the items of a stream, each with its own random numbers, and its position.
-- `sharding`: whether a dataset divides its items itself.
+- `stream`: the batches of a stream, distributed among workers and ranks.
+- `items`: the items of a stream, each with its own random numbers, and how the stream resumes.
+- `sharding`: whether a dataset itself divides its items among workers or ranks.
 """

@@ -1,12 +1,11 @@
-"""The items of a stream, each with its own random numbers, and the state from which the stream
-continues after any of them.
+"""The items of a stream, each with its own random numbers, and the state to resume after it.
 
-What an iterator draws when it begins, such as the order of an epoch at the head of a generator's
-``__iter__``, is drawn in the call that returns its first item. It must be the same wherever the
-stream continues, so that call is made with the seed of the epoch's first item. Nothing shows where
-the head ends and the item begins. The item that this call returns is therefore one that was handed
-out before, and it is dropped. If the first item draws nothing, the head draws nothing either, and
-no item is read twice.
+An iterator may draw random numbers when it starts, for example to shuffle the epoch at the head of
+a generator's ``__iter__``. It draws them in the call that returns its first item. They must be the
+same wherever the stream resumes, so that call always runs with the seed of the epoch's first item.
+Since it is not visible where the head ends and the first item begins, a resume starts one item
+earlier, at an item that was handed out before, and drops it. If the first call draws nothing, this
+is not needed, and no item is read twice.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from holdfast.loader.seeds import derive_seed
 from holdfast.loader.signalled import let_through
 from holdfast.loader.workers.board import Board
 
-# The key under which a state holds the number of items to drop after it.
+# The key in a state for the number of items to drop after it is loaded.
 _ITEMS_BEHIND = "holdfast_items_behind"
 
-# In place of an item's number, for the random numbers that ``iter(dataset)`` draws.
+# Replaces an item's number in the seed for the random numbers that ``iter(dataset)`` draws.
 _SEED_OF_ITERATOR = -1
 
 
 def replay_state(items: int, state: Any) -> dict[str, Any]:
-    """Return the state from which a stream continues if the first `items` after it are dropped."""
+    """Return a state that loads `state` and then drops the first `items` items."""
     return {_ITEMS_BEHIND: items, "state": state}
 
 
@@ -39,8 +38,8 @@ def isolated_from_training(board: Board | None) -> contextlib.AbstractContextMan
     """Return a context that leaves the random state of training alone.
 
     Args:
-        board: The board of the workers; None in the main process. In a worker there is nothing to
-            leave alone.
+        board: The board of the workers; None in the main process. In a worker, the context does
+            nothing.
     """
     return isolated() if board is None else contextlib.nullcontext()
 
@@ -49,7 +48,7 @@ class StreamError(Exception):
     """A stream has raised the exception `cause`."""
 
     def __init__(self, cause: BaseException) -> None:
-        # Without the text of the cause, because making that may raise.
+        # The cause's text is left out, because producing it may raise.
         super().__init__()
         self.cause = cause
 
@@ -59,10 +58,11 @@ class Items:
 
     Args:
         dataset: The iterable dataset.
-        seed_parts: What the random numbers depend on, besides the number of an item.
+        seed_parts: The values that determine the random numbers, together with the number of an
+            item.
         board: The board of the workers; None in the main process.
         keeps_state: Whether the dataset has a ``state_dict``.
-        show: Called, with the number of the item, before each item that is read and dropped.
+        show: Called with the number of each item that is about to be read and dropped.
     """
 
     def __init__(
@@ -82,23 +82,23 @@ class Items:
         self._iterator: Iterator[Any] = iter(())
         # Whether the head of the iterator draws random numbers; None before the first item.
         self._head_draws: bool | None = None
-        # The number whose seed is used for the first item, if that is not the item's own.
+        # The item number whose seed is used for the first item, if it differs from the item's own.
         self._first_seed_number: int | None = None
-        # A place to continue from, with its state: that of the last item or an earlier one.
+        # A place to resume from, and its state: the place of the last item or an earlier one.
         self._replay_number = 0
         self._replay_from: Any = None
-        # How many items were read.
+        # The number of items read so far.
         self.number = 0
         self.ended = False
 
     def open(self, items: int, state: Any) -> None:
-        """Go to the place after a number of items.
+        """Move to the place after a number of items.
 
         Args:
             items: The number.
-            state: What `state` returned there; None to read all items again.
+            state: The result of `state` there, or None to read all items again.
         """
-        # Show that a worker that reads items again is not idle.
+        # Show that the worker is reading items again, not idle.
         self._show(self.number)
         dropped = items if state is None else 0
         if isinstance(state, dict) and _ITEMS_BEHIND in state:
@@ -117,7 +117,7 @@ class Items:
             self._show(self.number)
 
     def remember(self) -> None:
-        """Keep the place before the next item as one to continue from.
+        """Remember the place before the next item as one to resume from.
 
         The place before the first item is not kept, because many datasets have no state there.
         """
@@ -130,7 +130,7 @@ class Items:
             self._replay_from = self._dataset_state()
 
     def state(self) -> Any:
-        """Return what `open` needs to continue here, or None if it has to read all items again."""
+        """Return the state that `open` needs to resume here, or None to read all items again."""
         if not self._keeps_state:
             return None
         if self._head_draws is False:
@@ -145,7 +145,8 @@ class Items:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Leave training's random state alone; raise what the dataset raises as `StreamError`."""
+        """Preserve training's random state, and turn exceptions of the dataset into
+        `StreamError`."""
         try:
             with isolated_from_training(self._board):
                 yield
@@ -157,7 +158,7 @@ class Items:
         return self
 
     def __next__(self) -> Any:
-        # As with torch, an iterator that has ended is not asked again: it might begin again.
+        # As in torch, an exhausted iterator is not called again, because it might start over.
         if self.ended:
             raise StopIteration
         seed_number = self.number
@@ -180,7 +181,7 @@ class Items:
 def _differ(before: RandomState, after: RandomState) -> bool:
     """Return whether anything was drawn between two captures.
 
-    `capture` returns the same object for python and numpy if nothing was drawn from them.
+    For Python and NumPy, `capture` returns the same object if nothing was drawn.
     """
     return (
         before.python is not after.python
