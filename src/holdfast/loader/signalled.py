@@ -63,8 +63,7 @@ def _current_handlers() -> set[CodeType]:
 
 
 def _codes_of(handler: Any) -> Iterator[CodeType]:
-    """Yield the code objects of a handler: a function, a partial, or an object with
-    ``__call__``."""
+    """Yield the code of a handler, which is a function, a partial or an object that is callable."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     if not callable(handler):

@@ -7,14 +7,14 @@ from typing import Any
 
 
 class WeakCall:
-    """Calls a method of an object, if that still exists.
+    """Calls a method of an object, if the object still exists.
 
     A bound method would keep the object alive, and could be part of a reference cycle. A copy of
     the object gets a copy of this.
 
     Args:
         owner: The object.
-        name: Name of the method. What it returns is not passed on.
+        name: Name of the method. Its result is discarded.
     """
 
     def __init__(self, owner: Any, name: str) -> None:

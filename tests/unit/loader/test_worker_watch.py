@@ -166,7 +166,7 @@ def test_a_start_that_never_ends_is_found(
     watch, _, _ = start(work, _busy, limit_seconds=limit)
     loss = _wait_for_loss(watch, waiting=False)
     assert (loss.kind, loss.worker) == ("hung", 0)
-    assert f"worker 0, {where}" in loss.cause
+    assert f"worker 0 ({where})" in loss.cause
     assert loss.status is not None
     assert loss.status.is_starting
     assert not loss.status.is_at_work

@@ -3,9 +3,9 @@
 An iterator may draw random numbers when it starts, for example to shuffle the epoch at the head of
 a generator's ``__iter__``. It draws them in the call that returns its first item. They must be the
 same wherever the stream resumes, so that call always runs with the seed of the epoch's first item.
-Since it is not visible where the head ends and the first item begins, a resume starts one item
-earlier, at an item that was handed out before, and drops it. If the first call draws nothing, this
-is not needed, and no item is read twice.
+Since it is not visible where the head ends and the first item begins, a resume starts at least one
+item earlier, at an item that was handed out before, and drops it. If the first call draws nothing,
+this is not needed, and no item is read twice.
 """
 
 from __future__ import annotations
@@ -145,8 +145,7 @@ class Items:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Preserve training's random state, and turn exceptions of the dataset into
-        `StreamError`."""
+        """Preserve training's random state, and raise the dataset's errors as `StreamError`."""
         try:
             with isolated_from_training(self._board):
                 yield

@@ -1,16 +1,17 @@
-"""The batches of an iterable dataset, dealt out to workers and ranks: each item once, and in the
-order in which one process would read them.
+"""Distribute the batches of an iterable dataset among workers and ranks: each item once, in the
+order in which a single process would read them.
 
 A dataset that does not divide its items among workers:
     Every worker reads the whole stream and makes its share of the batches, in turn. In a worker,
-    ``get_worker_info()`` returns None, as in one process, unless the user passes ``sharded=False``.
+    ``get_worker_info()`` returns None, as in a single process, unless the user passes
+    ``sharded=False``.
 
 A dataset that does, because its code calls ``get_worker_info()`` or the user says so:
-    What it yields in a worker belongs to that worker.
+    Each worker makes batches of the items that the dataset yields there.
 
 A dataset with ``state_dict`` and ``load_state_dict`` keeps its own position. For any other, the
-items before the position are read again and dropped. Bad items are not quarantined: an iterator
-that has raised is over.
+items before the position are read again and dropped. Bad items are not quarantined, because an
+iterator that has raised an exception cannot continue.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ from holdfast.loader.workers.board import (
 from holdfast.loader.workers.map_source import BatchSource
 from holdfast.loader.workers.report import PASSED_TURN, BatchReport, as_failure, find_shortage
 
-# Stands for a state where items were read but make no batch, because of `drop_last`.
+# The state in a report if items were read but make no batch because of `drop_last`.
 _LEFT_OUT = "left out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPosition:
-    """How far a stream, or one worker's part of it, was handed out.
+    """How much of a stream, or of one worker's part of it, was handed out.
 
     Args:
-        items: Items that were read.
-        state: What `Items.state` returned.
-        ended: Whether the iterator had ended. The state of many datasets is then already that of
-            the beginning of the next epoch.
+        items: The number of items that were read.
+        state: The value that `Items.state` returned.
+        ended: Whether the iterator was exhausted. In that case, many datasets already have the
+            state of the beginning of the next epoch.
     """
 
     items: int = 0
@@ -69,19 +70,20 @@ class StreamPosition:
 class InitialState:
     """The state of a dataset before this process first read it.
 
-    An epoch begins with it if the epoch before it was left early. Otherwise that epoch, here or in
-    workers that are forked then, would begin where the other one was left. The dataset is asked for
-    it only once: later, many datasets return where their last epoch ended.
+    It is restored at the beginning of an epoch if the previous epoch was left early. Otherwise the
+    epoch would begin where the previous one was left, both here and in newly forked workers. The
+    dataset's state is read only once, because many datasets later return where their last epoch
+    ended.
     """
 
     def __init__(self) -> None:
         self._is_known = False
         self._state: Any = None
-        # Whether the epoch that this process read last was left before its end.
+        # Whether the last epoch read in this process was left before its end.
         self.was_left = False
 
     def complete(self, position: StreamPosition) -> StreamPosition:
-        """Return a position with the state to load, if it has none and one is needed."""
+        """Return a position, with the initial state added if it has no state and needs one."""
         if position.state is not None or self._state is None or not self.was_left:
             return position
         if position.items:
@@ -89,7 +91,7 @@ class InitialState:
         return replace(position, state=self._state)
 
     def note_reading(self, dataset: Any) -> None:
-        """Note that this process begins to read the dataset."""
+        """Note that this process starts to read the dataset."""
         if not self._is_known and is_stateful(dataset):
             self._is_known = True
             # A dataset may have no state before it is read.
@@ -100,21 +102,22 @@ class InitialState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSettings:
-    """What a stream is and how it is cut into batches.
+    """A stream, and how it is cut into batches.
 
     Args:
         dataset: The iterable dataset.
         collate: The user's ``collate_fn``.
         seed: Seed of the loader.
         epoch: Number of the epoch.
-        batch_size: Items in a batch of one rank; None for single items without a batch dimension.
-        drop_last: Whether a last batch that is not full is left out.
+        batch_size: Items in a batch of one rank, or None for single items without a batch
+            dimension.
+        drop_last: Whether an incomplete last batch is dropped.
         sharded: Whether the dataset divides its items among workers itself.
         hides_worker: Whether ``get_worker_info()`` returns None in a worker, as in one process, so
             that a dataset that asks for it does not divide its items as well.
         rank: This rank.
-        world_size: How many ranks share the items.
-        initial_state: The state of the dataset before it was read.
+        world_size: The number of ranks that share the items.
+        initial_state: The state of the dataset before it was first read.
     """
 
     dataset: Any
@@ -132,11 +135,11 @@ class StreamSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WorkerShare:
-    """What belongs to the worker that this process is.
+    """The part of a stream that belongs to the worker in this process.
 
     Args:
         worker: Number of the worker; 0 in the main process.
-        dealt_to: How many workers the batches are dealt out to in turn; 1 if the dataset divides
+        dealt_to: The number of workers that take turns with the batches; 1 if the dataset divides
             its items itself.
         shard: The key of this worker's position.
     """
@@ -151,11 +154,11 @@ class BatchStream(IterableDataset[Any]):
 
     Args:
         settings: What the stream is.
-        positions: Where it continues: by worker if the dataset divides its items itself, otherwise
-            under 0.
-        turn: The worker whose turn it is, if the dataset divides its items itself. torch begins
-            with worker 0, so those before it pass.
-        board: Where workers show what they do; None in the main process.
+        positions: Where to continue, by worker if the dataset divides its items itself, otherwise
+            under the key 0.
+        turn: The worker whose turn it is, if the dataset divides its items itself. torch always
+            begins with worker 0, so the workers before this one pass.
+        board: The board on which workers show their progress, or None in the main process.
     """
 
     def __init__(
@@ -176,7 +179,7 @@ class BatchStream(IterableDataset[Any]):
         return self._settings.dataset
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this worker's batches from the position on, each with its report."""
+        """Yield this worker's batches, starting at the position, each with its report."""
         initial_state = self._settings.initial_state
         share = self._find_share()
         position = self._positions.get(share.shard, StreamPosition())
@@ -204,7 +207,7 @@ class BatchStream(IterableDataset[Any]):
         return _WorkerShare(worker=worker, dealt_to=workers, shard=0)
 
     def _batches(self, share: _WorkerShare, position: StreamPosition) -> Generator[Any, None, bool]:
-        """Yield the batches; return whether the stream was read to its end."""
+        """Yield the batches, and return whether the stream was read to its end."""
         settings = self._settings
         cells = None if self._board is None else self._board.cells_of(share.worker)
         items = Items(
@@ -238,11 +241,11 @@ class BatchStream(IterableDataset[Any]):
         return True
 
     def _report_error(self, error: BaseException, worker: int, items: Items) -> BatchReport:
-        """Return the report in the place of a batch.
+        """Return a report without a batch for an error.
 
         Raises:
-            BaseException: The error itself, if this is a shortage in the main process, which has no
-                workers to do without.
+            BaseException: The error itself, for a shortage in the main process, where fewer workers
+                cannot help.
         """
         shortage = find_shortage(error)
         if shortage is None:
@@ -268,7 +271,7 @@ class BatchStream(IterableDataset[Any]):
     def _make_batch(
         self, group: list[Any], worker: int, cells: Cells, items: Items
     ) -> tuple[Any, BatchReport]:
-        """Return the batch of this rank's part of one step, and its report.
+        """Return this rank's batch of one step, and its report.
 
         Raises:
             StreamError: ``collate_fn`` has raised.
@@ -338,14 +341,14 @@ class StreamSource(BatchSource):
         return BatchStream(self._settings, dict(self.positions), self.turn, board)
 
     def delivered(self, report: BatchReport) -> None:
-        """Note that a batch, or an error in its place, is handed out."""
+        """Note that a batch, or an error in its place, was handed out."""
         if report.is_passed_turn:
             if report.state == _LEFT_OUT:
                 self._has_items = True
             return
         self._has_items = True
         if report.state is None:
-            # An error in the place of a batch.
+            # An error in place of a batch.
             return
         items, state, ended = report.state
         worker = report.number
@@ -355,10 +358,10 @@ class StreamSource(BatchSource):
             self.turn = (worker + 1) % self._workers
 
     def is_short(self) -> bool:
-        """Return False, since nobody knows how long a stream is.
+        """Return False, since the length of a stream is unknown.
 
         Raises:
-            LoaderError: H610 if there was no item, unless this rank may have none.
+            LoaderError: H610 if there was no item, unless it is possible that this rank gets none.
         """
         if self._has_items or self._may_have_no_items():
             return False

@@ -1,9 +1,9 @@
 """Shared memory in which each worker shows what it is doing, so that a slow worker can be told from
 a stuck one.
 
-There are three numbers for each worker: the batch, the place in that batch, and how many batches it
-has finished. Only the worker itself writes them, without a lock. A reader may therefore see numbers
-of two different moments; the next look corrects that.
+Each worker has three numbers: the batch, the place in that batch, and how many batches it has
+finished. Only the worker itself writes them, without a lock. A reader may therefore see numbers
+from two different moments, which the next read corrects.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PLACE = 1
 DONE = 2
 _CELLS_PER_WORKER = 3
 
-# Places that are not a sample of the batch.
+# Values of `PLACE` that are not the place of a sample.
 COLLATING = -1
 IDLE = -2
 STARTING = -3
@@ -31,9 +31,9 @@ class WorkerStatus(NamedTuple):
     """What a worker was doing.
 
     Args:
-        number: The batch that it works on or has finished last.
-        place: The sample in that batch, or one of the states above.
-        done: Batches that it has finished.
+        number: The batch that it is making or has finished last.
+        place: The place in that batch, or one of the special values above.
+        done: The number of batches that it has finished.
     """
 
     number: int
@@ -42,12 +42,12 @@ class WorkerStatus(NamedTuple):
 
     @property
     def is_busy(self) -> bool:
-        """Whether the worker has something to do."""
+        """Whether the worker is doing something."""
         return self.place != IDLE
 
     @property
     def is_starting(self) -> bool:
-        """Whether the worker has not been ready for a batch yet."""
+        """Whether the worker is not ready for its first batch yet."""
         return self.place in (STARTING, PREPARING)
 
     @property
@@ -62,7 +62,7 @@ class WorkerStatus(NamedTuple):
 
 
 class Board:
-    """The board of one pool of workers, to which it is sent as an argument.
+    """The board of one pool of workers, which is passed to each of them as an argument.
 
     Args:
         context: The multiprocessing context that starts the workers.
@@ -75,16 +75,16 @@ class Board:
             self.cells_of(worker)[PLACE] = STARTING
 
     def cells_of(self, worker: int) -> memoryview[int]:
-        """Return the cells of a worker, for it to write.
+        """Return the cells of a worker, which it writes itself.
 
-        This is a view without methods, because a place is written for each sample.
+        This is a plain memory view for speed, because a place is written for each sample.
         """
         first = _CELLS_PER_WORKER * worker
         cells = memoryview(self._cells).cast("B").cast("q")
         return cells[first : first + _CELLS_PER_WORKER]
 
     def status_of(self, worker: int) -> WorkerStatus:
-        """Return what a worker shows now."""
+        """Return the current status of a worker."""
         return WorkerStatus(*self.cells_of(worker))
 
 

@@ -1,4 +1,4 @@
-"""SIGCHLD: the end of a worker interrupts the wait for a batch, and nothing else.
+"""Handle SIGCHLD, so that the end of a worker interrupts the wait for a batch and nothing else.
 
 When a worker ends, torch's own handler raises an exception in the main thread *wherever that is*,
 even in the middle of an optimizer step. Here it is raised only while the loop waits for a batch.
@@ -21,8 +21,8 @@ from torch.utils.data._utils import signal_handling
 class WaitInterruptedError(BaseException):
     """A worker ended, or was ended, while the loop waited for a batch.
 
-    This is no `Exception`: torch's loader answers one by opening ten temporary files, to see
-    whether descriptors are left.
+    It is not derived from `Exception`, because torch's loader reacts to any `Exception` by opening
+    ten temporary files, to check whether file descriptors are left.
     """
 
 
@@ -30,7 +30,7 @@ class WaitInterruptedError(BaseException):
 _watches: weakref.WeakSet[Any] = weakref.WeakSet()
 # The lists in which each pool keeps its processes.
 _own_processes: weakref.WeakSet[Any] = weakref.WeakSet()
-# The handler of SIGCHLD that was there before ours: torch's.
+# The handler of SIGCHLD that was installed before ours, which is torch's.
 _previous_handler: Any = None
 # How many `undisturbed` blocks the main thread is in.
 _undisturbed_blocks = 0
@@ -45,10 +45,10 @@ def _kill_all_workers() -> None:
 
 
 def handle_child_signals(processes: Sequence[Any]) -> None:
-    """Let torch never raise about these processes, and install our handler of SIGCHLD.
+    """Keep torch from raising errors about these processes, and install our SIGCHLD handler.
 
-    Our handler calls torch's, which raises even inside of a queue, and so leaves that locked.
-    Nothing is installed outside the main thread, where python allows no handlers.
+    Our handler calls torch's, which would raise even inside a queue and leave it locked. Nothing is
+    installed outside the main thread, where Python allows no handlers.
 
     Args:
         processes: A weakly referable list of worker processes, to which others may be added later.
@@ -69,7 +69,7 @@ def handle_child_signals(processes: Sequence[Any]) -> None:
 def wake_on_loss(watch: Any) -> None:
     """Let a lost worker interrupt the wait for a batch inside a `WorkerWatch`.
 
-    As with torch, this has no effect outside the main thread.
+    As in torch, this has no effect outside the main thread.
     """
     _watches.add(watch)
 
@@ -81,7 +81,7 @@ def wake_main_thread() -> None:
 
 
 def silence_torch() -> None:
-    """Let torch raise about no worker any more, because the process was asked to end."""
+    """Keep torch from raising errors about any worker, because the process was asked to end."""
     global _previous_handler
     if callable(_previous_handler):
         _previous_handler = signal.SIG_DFL
@@ -91,8 +91,8 @@ def silence_torch() -> None:
 def undisturbed() -> Generator[None]:
     """Postpone the interruption by a loss until the end of the block.
 
-    A loader that nobody refers to is closed wherever that is noticed, possibly while the main
-    thread waits for a batch of another loader.
+    An unreferenced loader may be garbage-collected, and so closed, at any point, possibly while the
+    main thread waits for a batch of another loader.
     """
     global _undisturbed_blocks
     # No other thread is ever interrupted.
@@ -107,7 +107,7 @@ def undisturbed() -> Generator[None]:
 
 
 def _on_child(number: int, frame: Any) -> None:
-    """Interrupt the wait for a batch of a lost worker; let torch raise about workers of others."""
+    """Interrupt the wait for a batch if a worker was lost; leave other workers to torch."""
     for watch in list(_watches):
         # Handlers run in the main thread. If another thread waits, it must not be interrupted here.
         waits_here = watch.waiting_thread == threading.get_ident()
@@ -118,7 +118,7 @@ def _on_child(number: int, frame: Any) -> None:
         try:
             _previous_handler(number, frame)
         except RuntimeError as error:
-            # torch forgets a loader once it has raised about it, so this loop ends.
+            # torch forgets a loader once it has raised an error about it, so this loop ends.
             if not _names_own_process(str(error)):
                 raise
         else:

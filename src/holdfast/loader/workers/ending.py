@@ -1,4 +1,4 @@
-"""The end of worker processes: kill them, drop what they leave behind, and say how they ended.
+"""End worker processes: kill them, release what they leave behind, and describe how they ended.
 
 A worker may have died while it held a lock, so nothing here waits for one for long.
 """
@@ -18,12 +18,12 @@ from typing import Any
 from holdfast.core.control_groups import read_fields
 from holdfast.core.threads import start_thread
 
-# How long a killed process is waited for.
+# How long to wait for a killed process.
 _GRACE_SECONDS = 1.0
 
 # How long to wait for the exit code of a process that has ended: 50 checks of 2 x 0.01 s. It is
-# there at once unless another thread, mostly torch's own, has reaped the process and has not stored
-# the code yet.
+# available at once unless another thread, usually torch's own, has reaped the process and not
+# stored the code yet.
 _EXIT_CODE_CHECKS = 50
 _EXIT_CODE_CHECK_SECONDS = 0.01
 
@@ -38,42 +38,42 @@ def kill(processes: Sequence[Any]) -> None:
     """Kill processes, even stopped ones, and all processes that they have started; reap them."""
     started = [process for process in processes if process.pid is not None]
     for process in started:
-        kill_with_offspring(process)
+        kill_with_descendants(process)
     for process in started:
         with suppress(AssertionError, ValueError):
             process.join(_GRACE_SECONDS)
 
 
-def kill_with_offspring(process: Any) -> None:
-    """Kill a process and what it may be waiting for, such as a program that reads a sample."""
-    offspring: list[int] = []
+def kill_with_descendants(process: Any) -> None:
+    """Kill a process and all its descendants, such as a program that reads a sample."""
+    descendants: list[int] = []
     with suppress(ProcessLookupError, ValueError):
         # If the process has ended, its PID may belong to another process by now.
         if process.exitcode is None:
-            offspring = _offspring_of(process.pid)
+            descendants = _descendants_of(process.pid)
         process.kill()
-    for pid in offspring:
+    for pid in descendants:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _offspring_of(pid: int) -> list[int]:
-    """Return the PIDs of all processes that a process, or one of its offspring, has started.
+def _descendants_of(pid: int) -> list[int]:
+    """Return the PIDs of all processes that a process, or one of its descendants, has started.
 
     torch's keeper of shared files is left out: the main process needs it, and it ends on its own
-    when nobody needs it.
+    when it is no longer needed.
     """
-    offspring = []
+    descendants = []
     for child in _children_of(pid):
         if not _is_file_keeper(child):
-            offspring.append(child)
-            offspring += _offspring_of(child)
-    return offspring
+            descendants.append(child)
+            descendants += _descendants_of(child)
+    return descendants
 
 
 def _children_of(pid: int) -> list[int]:
     children: list[int] = []
-    # The process may end while it is looked at, and so may each of its threads.
+    # The process or any of its threads may end in the meantime.
     with suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):
@@ -95,7 +95,7 @@ def drop(references: list[Any]) -> None:
     The clean-up may wait for a lock that a killed worker held, so it happens in a daemon thread.
 
     Args:
-        references: The iterator and what belongs to it. The list is emptied.
+        references: The iterator and the objects that belong to it. The list is emptied.
     """
     if sys.is_finalizing():
         # No thread can be started any more, and torch's clean-up does nothing now.
@@ -115,13 +115,13 @@ def drop(references: list[Any]) -> None:
 def oom_kills() -> int:
     """Return how many processes the kernel has killed for lack of memory since the machine started.
 
-    Returns 0 if that is unknown.
+    Returns 0 if unknown.
     """
     return read_fields(Path("/proc/vmstat")).get("oom_kill", 0)
 
 
 def exit_code(process: Any) -> int | None:
-    """Return the exit code of a process that has just ended, or None if it cannot be had."""
+    """Return the exit code of a process that has just ended, or None if unavailable."""
     for _ in range(_EXIT_CODE_CHECKS):
         process.join(_EXIT_CODE_CHECK_SECONDS)
         if process.exitcode is not None:
@@ -132,11 +132,11 @@ def exit_code(process: Any) -> int | None:
 
 
 def how_it_ended(process: Any, oom_kills_before: int) -> str:
-    """Return in words how a worker process ended.
+    """Describe how a worker process ended.
 
     Args:
         process: The worker.
-        oom_kills_before: What `oom_kills` returned when the worker was alive.
+        oom_kills_before: The result of `oom_kills` while the worker was alive.
     """
     code = None if process.pid is None else exit_code(process)
     if code is None:

@@ -1,7 +1,8 @@
-"""What a worker does for one batch: read its samples with random numbers of their own, replace bad
-ones, and collate.
+"""Make one batch in a worker: read its samples, replace bad ones, and collate.
 
-Whatever goes wrong comes back in a `BatchReport`. What to do about it is decided in `recovery` and
+Each sample has its own random numbers.
+
+Every problem is returned in a `BatchReport`. What to do about it is decided in `recovery` and
 `map_source`.
 """
 
@@ -31,7 +32,7 @@ from holdfast.loader.workers.board import (
 )
 from holdfast.loader.workers.report import BatchReport, LoadFailure, as_failure, find_shortage
 
-# Reading is tried a second time, because a drive may fail only for a moment.
+# A failed read is retried once, because a drive may fail only for a moment.
 _TRIES = 2
 
 # Collate functions that are known to draw no random numbers, so that nothing is seeded for them.
@@ -49,18 +50,18 @@ class _SampleResult(NamedTuple):
     index: Any
     sample: Any = None
     failure: LoadFailure | None = None
-    # What the machine was short of, if that was the reason.
+    # The resource that the machine ran out of, if that was the reason.
     shortage: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class _BadSamples:
-    """The samples of a batch that cannot be used, as far as they are known.
+    """The samples that are known to be unusable while a batch is made.
 
     Args:
         keys: Their keys, including those of quarantined samples.
-        failures: What happened to those that were not quarantined before.
-        tried_place: Place of a sample that was tried once already.
+        failures: The failures of the samples that were not quarantined before.
+        tried_place: Place of a sample that has already been tried once, or None.
     """
 
     keys: set[Any]
@@ -73,10 +74,10 @@ class Fetcher(Dataset[Any]):
 
     Args:
         dataset: The user's dataset.
-        seed: Together with epoch and index it decides the random numbers of a sample.
+        seed: Together with epoch and index, it determines the random numbers of a sample.
         collate: The user's ``collate_fn``.
-        board: Where workers show what they do; None in the main process.
-        replaces: Whether a bad sample is read once more and then replaced. Otherwise its exception
+        board: The board on which workers show their progress, or None in the main process.
+        replaces: Whether a bad sample is retried once and then replaced. Otherwise its exception
             ends the batch.
         draws: Whether samples are known to draw from python's or numpy's generator (see
             `LazySeeding`).
@@ -99,15 +100,16 @@ class Fetcher(Dataset[Any]):
         self.replaces = replaces
         self._seeds = SampleSeeds(seed)
         self._seeding = LazySeeding(draws)
-        # The cells of the worker that this object is in, once it has been asked for a batch.
+        # The board's cells of this worker, once it has been asked for a batch.
         self._worker_cells: Cells = None
 
     def __getitem__(self, fields: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Return a batch and the fields of its `BatchReport`.
 
         Args:
-            fields: Those of a `BatchRequest`. Plain tuples are pickled faster, in both directions.
-                An empty tuple stands for a request that could not be pickled.
+            fields: The fields of a `BatchRequest`. Plain tuples are used in both directions because
+                they are pickled faster. An empty tuple stands for a request that could not be
+                pickled.
         """
         if not fields:
             raise TypeError(
@@ -119,7 +121,7 @@ class Fetcher(Dataset[Any]):
             cells[NUMBER] = request.number
             self._read_control_sample(request, cells)
         began = time.perf_counter()
-        # Nobody else uses the random state of a worker.
+        # In a worker, nothing else uses the random state, so it need not be restored.
         random_state = None if cells is not None else capture()
         try:
             batch, report = self._make_batch(request, cells)
@@ -148,9 +150,11 @@ class Fetcher(Dataset[Any]):
         return self._worker_cells
 
     def _read_control_sample(self, request: BatchRequest, cells: memoryview[int]) -> None:
-        """In a new worker that follows a loss, read a sample first that nobody suspects.
+        """In a worker that replaces a lost one, first read a sample that is not under suspicion.
 
-        If the worker is lost after that, the sample that it reads then is to blame.
+        This shows that the worker can read samples. If it is lost at a later sample, that sample is
+        to blame. The control sample counts as a finished batch on the board, and its contents are
+        discarded.
         """
         place = request.control_place
         if place is None or WorkerStatus(*cells).has_worked:
@@ -174,15 +178,15 @@ class Fetcher(Dataset[Any]):
         if report.has_batch:
             batch, report = self._collate(request, cells, samples, report)
         if self._seeding.was_drawn(before):
-            # These samples have drawn from a generator that was not seeded. All are read again,
-            # with seeds, because collating may have changed those that drew nothing.
+            # A sample drew from a generator that was not seeded. All samples are read again with
+            # seeds, because collating may have changed those that drew nothing.
             return self._make_batch(request, cells)
         return batch, report
 
     def _collate(
         self, request: BatchRequest, cells: Cells, samples: list[Any], report: BatchReport
     ) -> tuple[Any, BatchReport]:
-        """Return the collated batch and the report, which says why if there is no batch."""
+        """Return the collated batch, or None, and the report, which says why there is none."""
         if cells is not None:
             cells[PLACE] = COLLATING
         try:
@@ -208,7 +212,7 @@ class Fetcher(Dataset[Any]):
     def _read_samples(self, request: BatchRequest, cells: Cells) -> list[Any]:
         """Return the samples up to the first one that cannot be read.
 
-        Every sample of every batch is read here, so the loop does nothing that it can leave out.
+        Every sample of every batch is read here, so the loop does only what is necessary.
         """
         samples: list[Any] = []
         if request.bad:
@@ -231,18 +235,18 @@ class Fetcher(Dataset[Any]):
         return samples
 
     def _read_rest(self, request: BatchRequest, cells: Cells, samples: list[Any]) -> BatchReport:
-        """Read the samples from the first one on that failed or is quarantined.
+        """Read the rest of a batch, starting with the first sample that failed or is quarantined.
 
-        They are added to `samples`, which are those that were read already. A bad sample is
-        replaced by the next one in the epoch's order that can be read.
+        The samples are appended to `samples`, which holds those read already. A bad sample is
+        replaced with the next one in the epoch's order that can be read.
         """
         first_place = len(samples)
         indices = list(request.indices[:first_place])
         bad_samples = _BadSamples(
             keys={key_of(index) for index in request.bad},
             failures=[],
-            # `_read_samples` has tried the sample at this place once; or none, if some of the batch
-            # are known to be bad.
+            # `_read_samples` has already tried the sample at this place once, unless some samples
+            # of the batch were known to be bad: then it has tried none.
             tried_place=None if request.bad else first_place,
         )
         for place in range(first_place, len(request.indices)):
@@ -275,7 +279,7 @@ class Fetcher(Dataset[Any]):
             if reading.failure is None:
                 return reading
             if reading.shortage is not None and cells is not None:
-                # The sample is not at fault: with fewer workers there may be enough.
+                # The sample is not at fault: with fewer workers, the resource may suffice.
                 return reading
             failure = reading.failure
             if self.replaces:
@@ -288,7 +292,7 @@ class Fetcher(Dataset[Any]):
         return _SampleResult(index, failure=failure)
 
     def _candidates(self, request: BatchRequest, place: int) -> Iterator[tuple[int, Any]]:
-        """Yield the samples that may be used at a place of the batch, each with its own place."""
+        """Yield the indices that may fill a place of the batch, each with its own place."""
         indices = request.indices[place : place + 1]
         if self.replaces:
             indices = request.candidates[place:]
@@ -313,5 +317,5 @@ class Fetcher(Dataset[Any]):
     def _seed_of(self, request: BatchRequest, place: int, index: Any) -> int:
         if request.first_position is None:
             return self._seeds.of_sample(request.epoch, index)
-        # The sample may come more than once in an epoch, so its position counts too.
+        # The sample may occur more than once in an epoch, so its seed also depends on its position.
         return self._seeds.of_sample(request.epoch, (index, request.first_position + place))

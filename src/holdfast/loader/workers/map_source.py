@@ -1,4 +1,4 @@
-"""Where batches come from, as `WorkerRecovery` sees it, and the source for a map-style dataset.
+"""The source of batches, as `WorkerRecovery` sees it, and its version for map-style datasets.
 
 The source for an iterable dataset is in `streams.stream`.
 """
@@ -19,11 +19,11 @@ from holdfast.loader.workers.report import BatchReport
 class BatchSource:
     """The rest of an epoch.
 
-    The methods that are written out here fit a source whose samples are not known beforehand, such
-    as a stream.
+    The default methods suit a source whose samples are not known in advance, such as a stream.
     """
 
-    # Whether the number of workers decides which samples come when, so that it must not change.
+    # Whether the order of samples depends on the number of workers, which therefore must not
+    # change.
     needs_all_workers = False
 
     def dataset(self, board: Board | None) -> Any:
@@ -31,7 +31,7 @@ class BatchSource:
         raise NotImplementedError
 
     def requests(self, *, after_loss: bool, suspect: Any = None) -> Iterator[Any]:
-        """Yield requests for the batches that were not handed out yet.
+        """Yield requests for the batches that have not been handed out yet.
 
         Args:
             after_loss: Whether workers were lost since the last call.
@@ -41,7 +41,7 @@ class BatchSource:
         return iter(())
 
     def complete(self, report: BatchReport) -> BatchReport:
-        """Return a report, completed by what a worker does not send."""
+        """Return a report with the fields that a worker does not send filled in."""
         return report
 
     def delivered(self, report: BatchReport) -> None:
@@ -53,13 +53,13 @@ class BatchSource:
         return False
 
     def is_short(self) -> bool:
-        """Return whether something is missing although the workers say that they are done."""
+        """Return whether batches are missing although the workers are done."""
         return False
 
     def sample_at(self, status: WorkerStatus) -> Any:
         """Return the dataset index of the sample that a worker was reading.
 
-        Returns None if the worker was reading none, or if no sample can be left out.
+        Returns None if it was reading none, or if samples cannot be left out.
         """
         del status
 
@@ -75,7 +75,7 @@ class MapSource(BatchSource):
         epoch: Number of the epoch.
         start: Position at which the epoch continues.
         ledger: The samples that are quarantined.
-        make_fetcher: Returns the dataset that workers read, given their board.
+        make_fetcher: Returns the dataset that workers read, given the board.
         emit: Called with each event.
     """
 
@@ -98,7 +98,7 @@ class MapSource(BatchSource):
         self._bad_keys = ledger.bad(epoch)
         self._upcoming = batches.requests(epoch, start, self._bad_keys)
         self._has_upcoming = True
-        # Requests that workers have, by number, each with the position after it.
+        # Unanswered requests, by number, each with the position after it.
         self._pending: dict[int, tuple[BatchRequest, int]] = {}
         self._losses = 0
 
@@ -107,7 +107,7 @@ class MapSource(BatchSource):
         return self._make_fetcher(board)
 
     def requests(self, *, after_loss: bool, suspect: Any = None) -> Iterator[BatchRequest]:
-        """Yield requests for what was not handed out yet; those of lost workers come first."""
+        """Yield requests for the remaining batches; those of lost workers come first."""
         if after_loss:
             self._losses += 1
         for number in sorted(self._pending):
@@ -123,9 +123,10 @@ class MapSource(BatchSource):
         self._has_upcoming = False
 
     def _control_place(self, request: BatchRequest, suspect: Any) -> int | None:
-        """Return the place of a sample that a new worker reads first, another one each time.
+        """Return the place of the control sample of a new worker, a different one each time.
 
-        It is neither known to be bad nor suspected. Returns None if there is no such sample.
+        The sample is neither known to be bad nor suspected. Returns None if there is no such
+        sample.
         """
         avoided_keys = self._bad_keys | {key_of(suspect)}
         places = [
@@ -140,7 +141,7 @@ class MapSource(BatchSource):
     def complete(self, report: BatchReport) -> BatchReport:
         """Return a report with the indices of its batch.
 
-        A worker sends them only if they differ from those of the request.
+        A worker sends them only if they differ from the request's.
         """
         if report.indices is not None:
             return report
@@ -150,8 +151,8 @@ class MapSource(BatchSource):
     def delivered(self, report: BatchReport) -> None:
         """Note that a batch is handed out, and quarantine its bad samples.
 
-        If no sample could replace a bad one, none is quarantined: a drive that is missing must not
-        use up all the samples that the run may do without.
+        If no sample could replace a bad one, none is quarantined: a missing drive must not use up
+        the quarantine's limit.
 
         Raises:
             LoaderError: H612 if too many samples would be quarantined.
@@ -164,7 +165,10 @@ class MapSource(BatchSource):
             self.quarantine(failure.index, "raised", failure.text)
 
     def quarantine(self, index: Any, kind: str, evidence: str) -> None:
-        """Leave a sample out from now on, and emit an event; H612 if that is one too many."""
+        """Leave a sample out from now on, and emit an event.
+
+        Raise H612 if the quarantine is full.
+        """
         event = self._ledger.add(index, kind, self._epoch, evidence)
         if event is not None:
             self._bad_keys.update(self._ledger.bad(self._epoch))
@@ -175,7 +179,7 @@ class MapSource(BatchSource):
         return not self._has_upcoming and not self._pending
 
     def is_short(self) -> bool:
-        """Return whether workers have requests that they have not answered."""
+        """Return whether workers still have unanswered requests."""
         return bool(self._pending)
 
     def sample_at(self, status: WorkerStatus) -> Any:

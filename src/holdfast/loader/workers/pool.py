@@ -1,4 +1,4 @@
-"""One pool of workers: a torch loader, its processes, and the watch over them.
+"""One pool of workers: a torch loader, its processes, and the thread that watches them.
 
 A pool is started, asked for batches, and closed, or abandoned if its workers are lost. It never
 replaces a worker: `recovery` starts another pool.
@@ -35,12 +35,12 @@ from holdfast.loader.workers.watch import WorkerLoss, WorkerWatch
 # A connection that breaks because a worker dies may break a moment before the death is noticed.
 _DEATH_PATIENCE_SECONDS = 0.25
 
-# The options of torch's loader that have a meaning without workers.
+# The options of torch's loader that also apply without workers.
 _OPTIONS_WITHOUT_WORKERS = ("generator", "pin_memory", "pin_memory_device")
 
 
 class WorkersLostError(Exception):
-    """This pool makes no more batches."""
+    """The pool cannot make any more batches."""
 
     def __init__(self, loss: WorkerLoss) -> None:
         super().__init__(loss.cause)
@@ -49,14 +49,14 @@ class WorkersLostError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class WorkerSettings:
-    """How workers are run; `WorkerRecovery` changes the settings when workers are lost.
+    """The settings of workers, which `WorkerRecovery` changes when workers are lost.
 
     Args:
-        workers: How many there are; 0 to make batches in this process.
-        method: How they are started, as `multiprocessing` names it; None for python's default.
+        workers: The number of workers; 0 to make batches in this process.
+        method: Their start method, as `multiprocessing` names it; None for Python's default.
         options: Options of torch's loader.
         timeout_seconds: How long the loop may wait for a batch; 0 for no limit.
-        share_by_file: Whether tensors are shared through named files, which takes no file
+        share_by_file: Whether tensors are shared through named files, which need no file
             descriptors.
         keep: Whether workers are kept from one epoch to the next.
     """
@@ -70,7 +70,7 @@ class WorkerSettings:
 
 
 class _RequestSampler:
-    """What torch takes for a sampler: the requests for the batches of the current epoch."""
+    """Passes the requests for the batches of the current epoch to torch as if it were a sampler."""
 
     def __init__(self) -> None:
         self.requests: Iterator[Any] = iter(())
@@ -80,7 +80,7 @@ class _RequestSampler:
 
 
 class _WorkerInit:
-    """Calls the user's ``worker_init_fn`` in a worker, and shows on the board when it is ready."""
+    """Calls the user's ``worker_init_fn`` in a worker, and then shows it as ready on the board."""
 
     def __init__(self, board: Board, worker_init_fn: Callable[[int], Any] | None) -> None:
         self._board = board
@@ -89,8 +89,8 @@ class _WorkerInit:
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
         assert info is not None
-        # As with torch's own loader, `info.dataset` is the user's dataset. torch makes the
-        # attributes of a worker's info read-only.
+        # As in torch, `info.dataset` is the user's dataset. The attribute is set this way because
+        # torch makes a worker's info read-only.
         object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
         _ignore_broken_connections()
         cells = self._board.cells_of(worker)
@@ -101,7 +101,7 @@ class _WorkerInit:
 
 
 def _ignore_broken_connections() -> None:
-    """Print no traceback in this worker when the loop breaks off a connection to it.
+    """Keep this worker from printing a traceback when the loop breaks a connection to it.
 
     Ctrl-C, or the loss of another worker, may interrupt the loop while it receives a tensor. The
     thread that sends tensors, of ``multiprocessing.resource_sharer``, then calls `sys.excepthook`
@@ -117,12 +117,13 @@ def _ignore_broken_connections() -> None:
 
 
 class WorkerPool:
-    """Makes batches in worker processes, or in this process if there are none.
+    """Makes batches in worker processes, or in this process if there are no workers.
 
     Args:
         make_dataset: Returns the dataset whose items are batches with reports, given the board.
         settings: How workers are run.
-        limit_seconds: Time at one sample after which a worker is stuck (see `WorkerWatch`).
+        limit_seconds: The longest time at one sample, after which a worker counts as stuck (see
+            `WorkerWatch`).
         timeout_seconds: How long the loop may wait for a batch (see `WorkerWatch`).
     """
 
@@ -159,7 +160,7 @@ class WorkerPool:
                 if name in _OPTIONS_WITHOUT_WORKERS
             }
         dataset = make_dataset(self._board)
-        # A worker ends when its part of a stream is over.
+        # A worker exits when its part of a stream is exhausted.
         self._may_end = isinstance(dataset, IterableDataset)
         # torch warns of too many workers. The outer loader has given that warning already.
         with ignore_warnings(UserWarning):
@@ -174,7 +175,7 @@ class WorkerPool:
         # last reference.
         self._torch_loader = [torch_loader]
         self._torch_iterator: list[Any] = []
-        # Whether a batch was requested and has not arrived. Half of it may have been received.
+        # Whether a batch was requested and has not arrived completely.
         self._is_waiting = False
 
     @property
@@ -186,8 +187,7 @@ class WorkerPool:
     def can_be_kept(self) -> bool:
         """Whether its workers can be used for another epoch.
 
-        All of them must have been started, nothing may be half done, and the pool must not be
-        closed.
+        All of them must have started, no batch may be pending, and the pool must be open.
         """
         return self._watch is not None and bool(self._torch_loader) and not self._is_waiting
 
@@ -220,7 +220,7 @@ class WorkerPool:
                 timeout_seconds=self._timeout_seconds,
                 may_end=self._may_end,
             )
-            # A loader that nobody refers to leaves no thread behind.
+            # Without a reference to this pool, so that an abandoned loader leaves no thread behind.
             weakref.finalize(self, self._watch.end).atexit = False
 
     def next(self) -> tuple[Any, BatchReport]:
@@ -240,12 +240,12 @@ class WorkerPool:
         return batch, BatchReport(*fields)
 
     def _call_torch(self, call: Callable[[], Any]) -> Any:
-        """Return what torch's loader returns.
+        """Call torch's loader and return its result.
 
         Raises:
-            WorkersLostError: Anything has gone wrong with the workers.
-            Exception: Whatever the user's program raises, such as its ``worker_init_fn``, or
-                because something cannot be pickled.
+            WorkersLostError: Something went wrong with the workers.
+            Exception: An exception of the user's program, such as its ``worker_init_fn``, or one
+                because an object cannot be pickled.
         """
         if not self.num_workers:
             return call()
@@ -267,7 +267,7 @@ class WorkerPool:
             if loss_of_torch is None:
                 raise
             loss = loss_of_torch
-        # Not raised above, where the exception would hold the iterator that was interrupted.
+        # Not raised above, where the exception would keep a reference to the interrupted iterator.
         raise WorkersLostError(loss)
 
     # --- the end ----------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class WorkerPool:
     def abandon(self) -> None:
         """Kill the workers and forget them.
 
-        They may have died while they held a lock, so nothing of theirs is used again.
+        They may have died while holding a lock, so none of their queues is used again.
         """
         with undisturbed():
             if self._watch is not None:
@@ -284,7 +284,7 @@ class WorkerPool:
             drop(self._take_torch_objects())
 
     def close(self) -> None:
-        """End the workers in an orderly way, and kill those that do not end."""
+        """Shut the workers down, and kill those that do not exit."""
         with undisturbed():
             if self._watch is not None:
                 self._watch.end()
@@ -303,9 +303,9 @@ class WorkerPool:
 
 
 def _next_item(iterator: Any) -> Any:
-    """Return the next item of a torch iterator, without the mark for profilers if none is active.
+    """Return the next item of a torch iterator, without a profiler mark if no profiler is active.
 
-    That mark takes 10 microseconds, and 100 if a step between two batches has emptied the caches.
+    That mark takes 10 microseconds, or 100 if a step between two batches has evicted the caches.
     """
     next_data = getattr(iterator, "_next_data", None)
     if next_data is None or torch._C._autograd._profiler_enabled():
@@ -314,21 +314,24 @@ def _next_item(iterator: Any) -> Any:
 
 
 def _find_loss(error: Exception, watch: WorkerWatch | None) -> WorkerLoss | None:
-    """Return the loss behind an exception of torch's loader, or None if the program raised it."""
+    """Return the worker loss behind an exception of torch's loader.
+
+    Returns None if the user's code raised it.
+    """
     if watch is not None:
-        # torch says so of an exception that a worker has raised and sent.
-        is_of_program = "in DataLoader worker process" in str(error)
-        return None if is_of_program else _loss_behind(error, watch)
+        # torch's message for an exception that a worker has raised and sent.
+        was_raised_by_user = "in DataLoader worker process" in str(error)
+        return None if was_raised_by_user else _loss_behind(error, watch)
     shortage = find_shortage(error)
-    is_of_torch = "DataLoader worker" in str(error) or "Pin memory thread" in str(error)
-    if shortage is None and not is_of_torch and not isinstance(error, OSError):
+    is_about_workers = "DataLoader worker" in str(error) or "Pin memory thread" in str(error)
+    if shortage is None and not is_about_workers and not isinstance(error, OSError):
         return None
     cause = f"workers could not be started: {error!r}"
     return WorkerLoss(cause=cause, kind="machinery", shortage=shortage)
 
 
 def _loss_behind(error: Exception, watch: WorkerWatch) -> WorkerLoss:
-    """Return the loss behind an exception of torch's machinery: a shortage, a death, or unknown."""
+    """Return the worker loss behind an exception that torch itself raised."""
     shortage = find_shortage(error)
     cause = f"{type(error).__name__}: {error}"
     if shortage is not None:

@@ -1,8 +1,8 @@
-"""Starts worker processes that die with their parent.
+"""Start worker processes that die with their parent.
 
-torch starts workers through a multiprocessing context. Ours notes each process, sends what a worker
-needs in a file instead of a pipe, and lets the worker prepare itself (`_begin_worker`) before
-torch's code runs. What happens when a worker ends is in `child_signals` and `ending`.
+torch starts workers through a multiprocessing context. Ours records each process, sends the
+worker's arguments in a file instead of a pipe, and prepares the worker (`_begin_worker`) before
+torch's code runs. The end of a worker is handled in `child_signals` and `ending`.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from holdfast.recorder.run_files import OBSERVE_VARIABLE, STACKS_SIGNAL
 _PR_SET_PDEATHSIG = 1
 
 # A terminal, a scheduler or Slurm's --signal sends these to all processes of a job. The parent
-# decides what they mean; until then workers, and programs that read samples for them, continue.
-# SIGTERM ends a worker, as always.
+# decides how to react; until then, workers and the programs that read samples for them continue.
+# SIGTERM ends a worker, as usual.
 _SIGNALS_FOR_THE_PARENT = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class UnreadableError(BaseException):
-    """What was received cannot be read, usually because the worker that holds its tensors is dead.
+    """A received item cannot be read, usually because the worker that holds its tensors is dead.
 
-    This is no `Exception`, for the same reason as `WaitInterruptedError`.
+    It is not derived from `Exception`, for the same reason as `WaitInterruptedError`.
     """
 
     def __init__(self, cause: Exception) -> None:
@@ -55,7 +55,7 @@ class UnreadableError(BaseException):
 
 
 class StartedProcesses(list[Any]):
-    """The worker processes of a pool, noted before they run, so that torch never raises about one.
+    """The worker processes of a pool, recorded before they run, so that torch never reports them.
 
     It is compared and hashed by identity, so that a weak set can hold it.
     """
@@ -70,12 +70,12 @@ class StartedProcesses(list[Any]):
 def recording_context(
     method: str | None, processes: StartedProcesses, *, share_by_file: bool = False
 ) -> Any:
-    """Return a multiprocessing context that notes each process that it starts.
+    """Return a multiprocessing context that records each process that it starts.
 
     Args:
-        method: ``"fork"``, ``"spawn"``, ``"forkserver"``, or None for python's default.
+        method: ``"fork"``, ``"spawn"``, ``"forkserver"``, or None for Python's default.
         processes: The list to which the processes are appended.
-        share_by_file: Whether workers share tensors through named files, which takes no file
+        share_by_file: Whether workers share tensors through named files, which need no file
             descriptors.
     """
     handle_child_signals(processes)
@@ -83,7 +83,7 @@ def recording_context(
     context_class: Any = type(context)
     recording = _recording_class(context_class)()
     recording.processes = processes
-    # A server forks workers in its main thread, whatever thread asks it to.
+    # A fork server forks workers in its main thread, whichever thread requests it.
     is_forked_by_server = context.get_start_method() == "forkserver"
     is_main_thread = threading.current_thread() is threading.main_thread()
     recording.worker_start = _WorkerStart(
@@ -122,15 +122,15 @@ def _recording_class(context_class: Any) -> Any:
 
 
 class LoaderQueue(Queue):  # type: ignore[type-arg] # it is not generic at run time
-    """A queue whose reader is told when something cannot be pickled.
+    """A queue that informs its reader when an item cannot be pickled.
 
-    Every multiprocessing queue pickles in a thread of its own. If that fails, the standard one only
+    A multiprocessing queue pickles items in its own thread. If that fails, the standard one only
     prints the error, and the loop would wait forever (pytorch#142884). ``concurrent.futures`` uses
     the same hook.
     """
 
     def get(self, *args: Any, **options: Any) -> Any:
-        """Return the next item; `UnreadableError` if there is one and it cannot be read."""
+        """Return the next item, or raise `UnreadableError` if it cannot be read."""
         try:
             return super().get(*args, **options)
         except Empty:
@@ -140,7 +140,7 @@ class LoaderQueue(Queue):  # type: ignore[type-arg] # it is not generic at run t
             raise UnreadableError(error) from error
 
     def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
-        # If what is put here cannot be pickled either, it matches the last case.
+        # If the substitute cannot be pickled either, it matches the last case.
         match item:
             case (number, (batch, tuple(fields))) if batch is not None:
                 self.put((number, (None, tuple(_report_unpicklable(BatchReport(*fields), error)))))
@@ -148,13 +148,13 @@ class LoaderQueue(Queue):  # type: ignore[type-arg] # it is not generic at run t
                 # The worker answers an empty request with a `TypeError`.
                 self.put((number, ()))
             case _:
-                # Something that torch itself sends, such as an error. Raising here would end the
-                # thread.
+                # An item that torch itself sends, such as an error. Raising an exception here would
+                # end the thread.
                 Queue._on_queue_feeder_error(error, item)  # type: ignore[attr-defined]
 
 
 def _report_unpicklable(report: BatchReport, error: Exception) -> BatchReport:
-    """Return a report without a batch, because that could not be sent."""
+    """Return a report without a batch, because the batch could not be sent."""
     shortage = find_shortage(error)
     if shortage is not None:
         return report._replace(fatal=None, shortage=shortage)
@@ -162,9 +162,9 @@ def _report_unpicklable(report: BatchReport, error: Exception) -> BatchReport:
 
 
 class _Parcel:
-    """What a worker that is not forked is sent: its target and arguments, which arrive as a tuple.
+    """The target and arguments of a worker that is not forked; they arrive as a tuple.
 
-    They are put into a file in memory. A pipe is full after 64 KiB, and a process that writes more
+    They are sent in an in-memory file. A pipe is full after 64 KiB, and a process that writes more
     waits forever if the reader has died.
     """
 
@@ -177,7 +177,7 @@ class _Parcel:
         weakref.finalize(self, os.close, file)
         unwritten = memoryview(ForkingPickler.dumps(self._content))
         while unwritten:
-            # Linux writes no more than 2 GiB at once.
+            # Linux writes at most 2 GiB per call.
             written_bytes = os.write(file, unwritten)
             unwritten = unwritten[written_bytes:]
         return _unpack, (DupFd(file),)
@@ -196,11 +196,11 @@ def _unpack(file: Any) -> Any:
 
 
 class _WorkerStart(NamedTuple):
-    """How a worker prepares itself.
+    """How a worker prepares itself before torch's code runs.
 
     Args:
-        parent: PID of the process that it must not outlive; None if a server forks it.
-        dies_with_thread: Whether the kernel may kill it when the thread that forked it ends.
+        parent: PID of the process that it must not outlive; None if a fork server forks it.
+        dies_with_thread: Whether the kernel kills it when the thread that forked it ends.
         share_by_file: Whether it shares tensors through named files.
     """
 
@@ -215,14 +215,14 @@ def _begin_worker(start: _WorkerStart, parcel: tuple[Callable[..., Any], Sequenc
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in _SIGNALS_FOR_THE_PARENT:
         signal.signal(number, signal.SIG_IGN)
-    # Under `holdfast run` the observer writes the stacks into a file that the watchdog reads.
+    # Under `holdfast run`, the observer writes stack traces to a file that the watchdog reads.
     if OBSERVE_VARIABLE not in os.environ:
         with suppress(OSError, ValueError, RuntimeError):
             faulthandler.register(STACKS_SIGNAL)
     if start.share_by_file:
         set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-    # Loaders of the parent that were not collected before the fork must not be collected here: they
-    # would end the parent's other workers.
+    # Loaders that the parent had not garbage-collected before the fork must not be collected here:
+    # they would end the parent's other workers.
     gc.freeze()
     target, args = parcel
     del parcel
@@ -230,7 +230,7 @@ def _begin_worker(start: _WorkerStart, parcel: tuple[Callable[..., Any], Sequenc
 
 
 def _die_with_parent(start: _WorkerStart) -> None:
-    """Let the kernel kill this process when its parent ends, by whichever means is available."""
+    """Make the kernel kill this process when its parent ends, by whichever means is available."""
     if start.dies_with_thread:
         # The kernel sends this signal when the *thread* that forked ends, so only workers that the
         # main thread has started may ask for it.
@@ -245,7 +245,7 @@ def _die_with_parent(start: _WorkerStart) -> None:
 
 
 def _die_with_parents_pipe() -> None:
-    """Let the kernel kill this process when the parent's end of the pipe between them closes.
+    """Make the kernel kill this process when the parent's end of their pipe closes.
 
     A forked worker holds copies of those ends for workers before it, so the last one dies first.
     """

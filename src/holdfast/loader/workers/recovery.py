@@ -1,13 +1,13 @@
-"""Hands out the batches of an epoch, and replaces the workers when they are lost.
+"""Hand out the batches of an epoch, and replace the workers when they are lost.
 
 The steps, all in `WorkerRecovery`:
 
-1. `batches` asks the pool for the next batch. A worker that has died, was stopped or is stuck
-   arrives here as `WorkersLostError`, whoever noticed it (`watch`).
-2. `_replace` kills what is left of the pool, chooses a remedy (`remedies`), carries it out and
-   starts another pool.
+1. `batches` asks the pool for the next batch. A worker that has died, was stopped or is stuck (see
+   `watch`) shows here as `WorkersLostError`.
+2. `_replace` kills the rest of the pool, chooses a remedy (`remedies`), carries it out and starts a
+   new pool.
 3. The new pool begins with the batches that were not handed out yet (`BatchSource.requests`), so
-   that the loop gets the same batches as without the loss.
+   the loop gets the same batches as without the loss.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from holdfast.loader.workers.remedies import (
 from holdfast.loader.workers.report import BatchReport
 from holdfast.loader.workers.watch import LONGEST_FACTOR, WorkerLoss
 
-# Time at one sample after which a worker is called stuck, at the least. It is the watchdog's floor
+# The shortest time at one sample after which a worker counts as stuck. It is the watchdog's minimum
 # of 30 s, doubled because a sample may be on a cold network drive. It is doubled again each time
-# that workers are stuck at the same place.
+# workers get stuck at the same place.
 _LIMIT_SECONDS = 60.0
 
-# A timeout that was too short for one batch is too short for others: it is raised to this multiple
-# of the longest batch.
+# If a timeout was too short for one batch, it will be for others: it is raised to this multiple of
+# the longest batch.
 _TIMEOUT_FACTOR = 2
 
 
 class WorkerRecovery:
-    """Hands out the batches of a source, whatever happens to the workers.
+    """Hands out the batches of a source, and replaces lost workers.
 
     Args:
-        settings: How workers are run. A remedy may change them, for the rest of the loader's life.
+        settings: How workers are run. Remedies may change them for the rest of the loader's life.
         emit: Called with each event.
     """
 
@@ -58,11 +58,12 @@ class WorkerRecovery:
         self._suspects = SuspectSamples()
         # The sample that a worker was reading in the last loss.
         self._last_suspect: Any = None
-        # Losses since a batch was handed out, and those among them that were a matter of time.
+        # The number of losses since a batch was last handed out, and how many of them were
+        # timeouts.
         self._losses_in_a_row = 0
         self._time_losses_in_a_row = 0
         self._longest_sample_seconds = 0.0
-        # When the loop asked for the batch that it waits for, on the monotonic clock.
+        # When the loop requested the current batch, on the monotonic clock.
         self._asked_at = 0.0
 
     def batches(self, source: BatchSource) -> Generator[tuple[Any, BatchReport]]:
@@ -72,7 +73,7 @@ class WorkerRecovery:
             LoaderError: H614 if workers are lost again and again and no remedy is left.
         """
         pool = self._take_kept_pool() or self._start_pool(source)
-        # Given to each pool once.
+        # Passed to each pool once.
         requests: Iterator[Any] | None = source.requests(after_loss=False)
         self._losses_in_a_row = 0
         self._time_losses_in_a_row = 0
@@ -97,14 +98,14 @@ class WorkerRecovery:
     def _receive(
         self, pool: WorkerPool, source: BatchSource, requests: Iterator[Any] | None
     ) -> tuple[Any, BatchReport] | WorkerLoss | None:
-        """Return the next batch with its report, or why this pool makes no more batches.
+        """Return the next batch with its report, or the loss if the pool makes no more batches.
 
         Returns None at the end of the epoch.
 
         Args:
             pool: The pool.
             source: Where its batches come from.
-            requests: What a pool that has not begun is asked for; None for one that has.
+            requests: Requests for a pool that has not begun, or None if it has.
         """
         try:
             if requests is not None:
@@ -139,7 +140,7 @@ class WorkerRecovery:
     # --- pools ------------------------------------------------------------------------------------
 
     def _start_pool(self, source: BatchSource) -> WorkerPool:
-        # The watch of a pool knows only the samples of that pool.
+        # A pool's watch only knows the samples of that pool.
         limit_seconds = max(_LIMIT_SECONDS, LONGEST_FACTOR * self._longest_sample_seconds)
         patience = 2**self._time_losses_in_a_row
         return WorkerPool(
@@ -165,7 +166,7 @@ class WorkerRecovery:
         self._longest_sample_seconds = max(self._longest_sample_seconds, pool.longest_seconds)
 
     def close(self) -> None:
-        """End the workers that were kept from the last epoch."""
+        """End the workers kept from the last epoch."""
         pool = self._take_kept_pool()
         if pool is not None:
             pool.close()
@@ -173,12 +174,13 @@ class WorkerRecovery:
     # --- losses -----------------------------------------------------------------------------------
 
     def _replace(self, lost_pool: WorkerPool, loss: WorkerLoss, source: BatchSource) -> WorkerPool:
-        """Kill what is left of a pool, carry out a remedy, and return the next pool.
+        """Kill the rest of a pool, carry out a remedy, and return the next pool.
 
         Raises:
             LoaderError: H614 if no remedy is left.
         """
-        # Workers may be lost while the loop trains. Only the time that it waits is reported.
+        # Workers may be lost while the loop is training. Only the time that the loop waits is
+        # reported.
         noticed_at = max(lost_pool.lost_at or 0.0, self._asked_at)
         self._note_longest_sample(lost_pool)
         lost_pool.abandon()
@@ -211,10 +213,10 @@ class WorkerRecovery:
         Args:
             loss: What happened.
             index: Dataset index of the sample that the lost worker was reading, or None.
-            source: Where the sample is quarantined, if that is the remedy.
+            source: The source in which the sample is quarantined, if that is the remedy.
 
         Raises:
-            LoaderError: H614 if no remedy is left, H612 if one more sample must not be quarantined.
+            LoaderError: H614 if no remedy is left, H612 if the quarantine is full.
         """
         self._losses_in_a_row += 1
         if loss.kind == "hung" or loss.is_timeout:
@@ -247,12 +249,12 @@ class WorkerRecovery:
         return remedy
 
     def _raise_limit_of_descriptors(self) -> None:
-        """Let this process open as many files as it is allowed to, for the rest of its life."""
+        """Raise this process's limit of open files to the maximum, for the rest of its life."""
         soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft_limit == hard_limit:
             return
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
         event = run_events.DescriptorLimitRaised(
-            before=soft_limit, now=hard_limit, why="workers had run out of file descriptors"
+            before=soft_limit, now=hard_limit, why="workers ran out of file descriptors"
         )
         self._emit(event)

@@ -1,11 +1,11 @@
-"""What to change after workers were lost: a table of named rules.
+"""Choose what to change after workers were lost, from a table of named rules.
 
 Nothing is changed here: `choose_remedy` returns a `WorkerRemedy`, which `WorkerRecovery` carries
 out.
 
-While only one worker fails, its sample is the suspect: a sample at which two workers are lost,
-while other workers do well, is quarantined. If new workers fail as well, the machine is the
-suspect: there are fewer workers from then on, and finally none.
+As long as only one worker fails, its sample is the suspect: a sample at which two workers are lost
+while other workers do well is quarantined. If new workers fail as well, the machine is the suspect:
+the number of workers is reduced, finally to none.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from holdfast.core.errors import LoaderError
 from holdfast.loader.quarantine import key_of
 from holdfast.loader.workers.watch import WorkerLoss
 
-# Losses that are blamed on a sample before it is quarantined: the first may be a coincidence.
+# The number of losses blamed on a sample before it is quarantined. The first may be a coincidence.
 _LOSSES_BEFORE_QUARANTINE = 2
 
-# Pools in a row that have to be blocked, each at another sample, before workers are given up: one
-# or two of them may have met a bad sample by chance.
+# The number of consecutive pools that must hang, each at a different sample, before workers are
+# given up. One or two of them may have met a bad sample by chance.
 _BLOCKED_POOLS_BEFORE_NONE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspicion:
-    """What is known about the sample that a lost worker was reading."""
+    """What is known about a sample that a lost worker was reading."""
 
     # Whether a worker was lost at this sample before.
     is_known: bool
     # Whether the loss is blamed on the sample, because workers can read others.
     is_blamed: bool
-    # Losses that were blamed on it, including this one.
+    # The number of losses blamed on it, including this one.
     blamed_losses: int
 
 
@@ -49,7 +49,7 @@ class SuspectSamples:
         key = key_of(index)
         is_known = key in self._blamed_losses
         # Workers that start after a loss read another sample first (see `MapSource.requests`). If
-        # that succeeds and the suspect takes the worker down again, the suspect is to blame.
+        # that succeeds and the worker is lost at the suspect again, the suspect is to blame.
         has_worked = loss.status is not None and loss.status.has_worked
         is_blamed = bool(loss.others_fine) or (is_known and has_worked)
         blamed_losses = self._blamed_losses.get(key, 0)
@@ -59,7 +59,7 @@ class SuspectSamples:
         return Suspicion(is_known=is_known, is_blamed=is_blamed, blamed_losses=blamed_losses)
 
     def clear(self, indices: tuple[Any, ...]) -> None:
-        """Forget the suspicion against samples that could be read, or that are quarantined now."""
+        """Clear the suspicion against samples that could be read, or are quarantined now."""
         if not self._blamed_losses:
             return
         for index in indices:
@@ -68,32 +68,32 @@ class SuspectSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCase:
-    """One loss, with everything that the choice of a remedy depends on."""
+    """A loss, with all facts on which the choice of a remedy depends."""
 
     loss: WorkerLoss
-    # What is known about the sample that the worker was reading; None if it was reading none.
+    # What is known about the sample that the worker was reading, or None if it was reading none.
     suspicion: Suspicion | None
-    # Losses since a batch was handed out, including this one.
+    # The number of losses since a batch was last handed out, including this one.
     losses_in_a_row: int
-    # Workers of the pool that was lost; at least 1.
+    # The number of workers in the lost pool; at least 1.
     workers: int
-    # Whether tensors are shared through files already.
+    # Whether tensors are already shared through files.
     share_by_file: bool
     # Whether the user has passed a ``worker_init_fn``.
     has_worker_init_fn: bool
 
     @property
     def is_repeated(self) -> bool:
-        """Whether the pool before this one was lost at the same place."""
+        """Whether the previous pool was lost at the same place."""
         return self.losses_in_a_row > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRemedy:
-    """What changes before the next pool is started. `text` goes into the event."""
+    """The changes to make before the next pool is started. `text` goes into the event."""
 
     text: str
-    # Workers from now on; None leaves their number as it is.
+    # The number of workers from now on; None leaves it unchanged.
     workers: int | None = None
     share_by_file: bool = False
     stop_pinning: bool = False
@@ -120,28 +120,28 @@ def choose_remedy(case: LossCase) -> WorkerRemedy:
 
 
 def share_tensors_through_files(case: LossCase) -> WorkerRemedy | None:
-    """Files with names need no file descriptor for each tensor."""
+    """After a shortage of file descriptors: tensors in named files need none."""
     if case.loss.shortage != "file descriptors" or case.share_by_file:
         return None
     return WorkerRemedy(text="tensors are shared through files from now on", share_by_file=True)
 
 
 def use_fewer_workers_in_a_shortage(case: LossCase) -> WorkerRemedy | None:
-    """A shortage that no sample is suspected of is cured by fewer workers."""
+    """A shortage for which no sample is suspected is cured by fewer workers."""
     if case.loss.shortage is None or case.suspicion is not None:
         return None
-    return _half_the_workers(case)
+    return _halve_the_workers(case)
 
 
 def stop_pinning_memory(case: LossCase) -> WorkerRemedy | None:
-    """Torch's thread that pins memory has failed twice."""
+    """Torch's thread that pins memory has failed twice at the same place."""
     if "Pin memory" not in case.loss.cause or not case.is_repeated:
         return None
     return WorkerRemedy(text="memory is no longer pinned", stop_pinning=True)
 
 
 def quarantine_the_sample(case: LossCase) -> WorkerRemedy | None:
-    """The sample has taken down more than one worker, while others did well."""
+    """The sample has caused the loss of more than one worker, while others did well."""
     suspicion = case.suspicion
     if suspicion is None or not suspicion.is_blamed:
         return None
@@ -160,7 +160,7 @@ def use_fewer_workers_at_a_large_sample(case: LossCase) -> WorkerRemedy | None:
     if case.loss.shortage is None or suspicion is None:
         return None
     sample_is_cleared = suspicion.is_known and not suspicion.is_blamed
-    return _half_the_workers(case, at_least=0 if sample_is_cleared else 1)
+    return _halve_the_workers(case, at_least=0 if sample_is_cleared else 1)
 
 
 def try_the_sample_again(case: LossCase) -> WorkerRemedy | None:
@@ -178,7 +178,7 @@ def replace_the_workers(case: LossCase) -> WorkerRemedy | None:
 
 
 def use_no_workers_that_hang_at_every_sample(case: LossCase) -> WorkerRemedy | None:
-    """Workers that hang whatever they read are blocked by something that they inherit."""
+    """Workers that hang at every sample are blocked by something that they inherited."""
     if case.loss.kind != "hung" or case.suspicion is None:
         return None
     if case.losses_in_a_row < _BLOCKED_POOLS_BEFORE_NONE:
@@ -191,7 +191,7 @@ def use_no_workers_that_hang_at_every_sample(case: LossCase) -> WorkerRemedy | N
 
 
 def use_no_workers_that_hang_at_their_start(case: LossCase) -> WorkerRemedy | None:
-    """Workers that never get ready are blocked by something that they inherit.
+    """Workers that never become ready are blocked by something that they inherited.
 
     A worker that hangs at a batch of a stream, or while it collates, would do so without workers
     too, so that ends the epoch.
@@ -216,7 +216,8 @@ def use_no_workers_that_hang_at_their_start(case: LossCase) -> WorkerRemedy | No
 def stop_before_this_process_dies_too(case: LossCase) -> WorkerRemedy | None:
     """Whatever kills the only worker at work would kill the training process in its place.
 
-    This is not so if the worker may have been killed by somebody else, or at a sample.
+    This does not apply if another process may have killed the worker, or if it was lost at a
+    sample.
     """
     status = case.loss.status
     if case.loss.kind != "died" or case.loss.from_outside or case.suspicion is not None:
@@ -231,11 +232,11 @@ def stop_before_this_process_dies_too(case: LossCase) -> WorkerRemedy | None:
 
 def use_fewer_workers(case: LossCase) -> WorkerRemedy | None:
     """No sample is to blame, and new workers did not help."""
-    return _half_the_workers(case)
+    return _halve_the_workers(case)
 
 
 # The first rule that has a remedy wins. The order is the argument: a known cause comes first, then
-# the suspected sample, then one replacement without any change, and finally doing with less.
+# the suspected sample, then one replacement without any change, and finally fewer workers.
 RULES: tuple[Rule, ...] = (
     share_tensors_through_files,
     use_fewer_workers_in_a_shortage,
@@ -251,7 +252,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _half_the_workers(case: LossCase, at_least: int = 0) -> WorkerRemedy:
+def _halve_the_workers(case: LossCase, at_least: int = 0) -> WorkerRemedy:
     workers = max(at_least, case.workers // 2)
     noun = "worker" if workers == 1 else "workers"
     return WorkerRemedy(text=f"{workers} {noun} from now on", workers=workers)

@@ -1,8 +1,8 @@
-"""What a worker reports beside each batch: samples that failed, shortages, the time it took.
+"""The report that a worker sends with each batch: failed samples, shortages, the time it took.
 
-Whatever goes wrong with a sample arrives as a report, never as an exception. An exception could end
-the epoch (``StopIteration``), make the parent wait forever because it cannot be pickled
-(pytorch#142884), or lose the index of the sample.
+A failure of a sample arrives in a report, never as an exception. An exception could end the epoch
+(``StopIteration``), make the parent wait forever because it cannot be pickled (pytorch#142884), or
+lose the index of the sample.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any, NamedTuple
 from holdfast.core.errors import LoaderError
 from holdfast.loader.quarantine import last_line
 
-# The number in the report of a stream's worker that has no batch when it is its turn.
+# The number in the report of a stream's worker that has no batch on its turn.
 PASSED_TURN = -1
 
-# What an error says by its number.
+# Shortages that are recognised by the number of an error.
 _SHORTAGES_BY_NUMBER = {
     errno.EMFILE: "file descriptors",
     errno.ENFILE: "file descriptors",
     errno.ENOMEM: "memory",
 }
 
-# What an error of torch says by a part of its text.
+# Shortages that are recognised by a part of the text of a torch error.
 _SHORTAGES_BY_TEXT = {
     "Too many open files": "file descriptors",
-    # A tensor was received without its descriptor.
+    # A tensor arrived without its file descriptor.
     "ancdata": "file descriptors",
     "shared memory": "shared memory",
     "</torch_": "shared memory",
     "can't allocate memory": "memory",
 }
 
-# Where shared memory is. No file is made here.
+# The folder of shared memory. No file is created here.
 _SHARED_MEMORY_FOLDER = "/dev/shm/"  # noqa: S108
 
 
@@ -45,7 +45,7 @@ class LoadFailure:
     """A sample that could not be read, or a batch that could not be made.
 
     Args:
-        index: Dataset index of the sample; None for a batch.
+        index: Dataset index of the sample, or None for a batch.
         text: The traceback.
         error: The pickled exception, if it survives pickling.
     """
@@ -56,19 +56,19 @@ class LoadFailure:
 
 
 class BatchReport(NamedTuple):
-    """What happened while a batch was made.
+    """The circumstances under which a batch was made, or was not.
 
     Args:
-        number: Number of the request. In a stream, the worker, or `PASSED_TURN`.
+        number: Number of the request; for a stream, the number of the worker, or `PASSED_TURN`.
         indices: Dataset indices of the samples in the batch; None if they are those of the request.
         failures: Samples that could not be read and are not in the batch.
-        fatal: Why there is no batch at all: collating failed, or nothing was left to replace a
-            sample with.
-        shortage: What the machine was short of: ``"shared memory"``, ``"file descriptors"``,
-            ``"memory"``, or None.
-        seconds: How long it took.
+        fatal: Why there is no batch at all: collating failed, or no replacement for a sample was
+            left.
+        shortage: The resource that the machine ran out of: ``"shared memory"``, ``"file
+            descriptors"``, ``"memory"``, or None.
+        seconds: How long making the batch took.
         state: State of an iterable dataset after this batch.
-        draws: Whether this batch, or one before it, has drawn from python's or numpy's generator
+        draws: Whether this batch, or an earlier one, drew from the generator of Python or NumPy
             (see `LazySeeding`).
     """
 
@@ -88,7 +88,7 @@ class BatchReport(NamedTuple):
 
     @property
     def is_passed_turn(self) -> bool:
-        """Whether a worker of a stream had no batch when it was its turn."""
+        """Whether a worker of a stream had no batch on its turn."""
         return self.number == PASSED_TURN
 
 
@@ -106,8 +106,8 @@ def as_failure(index: Any, error: BaseException) -> LoadFailure:
 def as_error(failure: LoadFailure, report: BatchReport) -> Exception:
     """Return the exception to raise for a batch that could not be made.
 
-    It is the worker's own exception if that could be sent, otherwise a `LoaderError` (H613). Notes
-    say which batch was made and show the worker's traceback.
+    It is the worker's own exception if that could be sent, otherwise a `LoaderError` (H613). Its
+    notes name the batch and show the worker's traceback.
     """
     batch = "a stream"
     if report.indices is not None:
@@ -134,7 +134,7 @@ def as_error(failure: LoadFailure, report: BatchReport) -> Exception:
 
 
 def find_shortage(error: BaseException) -> str | None:
-    """Return what the machine is short of if an error says so, as `BatchReport.shortage`.
+    """Return which resource an error reports as exhausted, as in `BatchReport.shortage`.
 
     Such an error is not the fault of the sample that was being read.
     """
@@ -148,13 +148,13 @@ def find_shortage(error: BaseException) -> str | None:
         return None
     if isinstance(number, int) and number in _SHORTAGES_BY_NUMBER:
         return _SHORTAGES_BY_NUMBER[number]
-    # With another path a disk is full, which fewer workers do not cure.
+    # Any other path means that a disk is full, which fewer workers cannot fix.
     if number == errno.ENOSPC and (path == "" or path.startswith(_SHARED_MEMORY_FOLDER)):
         return "shared memory"
-    # Some libraries raise it without the number.
+    # Some libraries raise this error without its number.
     if isinstance(error, OSError) and "Too many open files" in text:
         return "file descriptors"
-    # The text of any other error may be anything, such as a key.
+    # The text of other errors may be anything, such as a key, so it is not searched.
     if isinstance(error, RuntimeError):
         for part, shortage in _SHORTAGES_BY_TEXT.items():
             if part in text:

@@ -1,10 +1,9 @@
-"""Watches one pool of workers: finds a worker that has died, was stopped or is stuck.
+"""Watch one pool of workers, and find a worker that has died, was stopped or is stuck.
 
-A stuck worker is killed. Whatever goes wrong with a worker is therefore noticed as its death, and
-the loop that waits for a batch needs no timeout of its own. Time is counted in ticks of this watch,
-so a machine or container that is suspended makes no worker look stuck.
-
-What follows a loss is decided in `remedies`.
+A stuck worker is killed. Every failure of a worker therefore shows as its death, and the loop that
+waits for a batch needs no timeout of its own. Time is counted in ticks of the watching thread, so
+suspending the machine or container does not make workers look stuck. What to do about a loss is
+decided in `remedies`.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ from holdfast.loader.workers.ending import (
     exit_code,
     how_it_ended,
     kill,
-    kill_with_offspring,
+    kill_with_descendants,
     oom_kills,
 )
 from holdfast.recorder.run_files import process_is_stopped
 
-# How often the workers are checked.
+# Time between two checks of the workers.
 _TICK_SECONDS = 0.25
 
-# How often the main thread is woken after a loss, until it has left its wait.
+# Time between two interruptions of the main thread after a loss, until it stops waiting.
 _WAKE_SECONDS = 0.01
 
-# A worker is stuck after this multiple of the longest that any sample has taken.
+# A worker is stuck after this multiple of the longest time that any sample has taken.
 LONGEST_FACTOR = 8.0
 
-# The start of a worker may take this multiple of the limit for a sample: imports, and what the user
-# does in ``worker_init_fn``, have nothing to do with samples.
+# Starting a worker may take this multiple of the limit for a sample, because imports and the user's
+# ``worker_init_fn`` have nothing to do with samples.
 _START_FACTOR = 10.0
 
-# Signals by which somebody else may have killed a worker.
+# Signals with which another process or a person may have killed a worker.
 _SIGNALS_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 
 
@@ -56,14 +55,14 @@ class WorkerLoss:
     """Why a pool of workers has to be replaced.
 
     Args:
-        cause: In words.
+        cause: The cause, in words.
         kind: ``"died"``, ``"stopped"``, ``"hung"``, or ``"machinery"`` if no single worker failed.
-        worker: Which worker failed, if it was one.
-        status: What it was doing.
+        worker: The number of the worker that failed, or None if no single one did.
+        status: The status of that worker.
         others_fine: Whether other workers were doing well, so that the sample is the suspect; None
-            if there were no others.
-        shortage: What the machine was short of, if that was the reason.
-        is_timeout: Whether a time limit was passed, which may have been too short.
+            if there were no other workers.
+        shortage: The resource that the machine ran out of, if that was the reason.
+        is_timeout: Whether a time limit was exceeded, which may have been too short.
         from_outside: Whether the worker died of a signal that other processes send.
     """
 
@@ -78,20 +77,20 @@ class WorkerLoss:
 
 
 class WorkerWatch:
-    """Watches workers from a thread of its own.
+    """Watches workers from its own thread.
 
-    It is also a context: inside, a loss interrupts whatever the main thread waits for.
+    It is also a context manager: within the context, a loss interrupts the main thread if it waits.
 
     Args:
         processes: The workers.
-        board: Where they show what they do.
+        board: The board on which they show their progress.
         limit_seconds: Time at one sample after which a worker is stuck; raised to eight times the
-            longest that one has taken so far. A start, which includes the user's
-            ``worker_init_fn``, may take ten times this limit, or ten times `timeout_seconds` if
-            that is less: a lock that was held at the fork blocks it forever.
-        timeout_seconds: How long the loop may wait for a batch, without the time that workers need
-            to start; 0 for no limit.
-        may_end: Whether a worker that exits with code 0 has done its work.
+            longest time at a sample so far. Starting, including the user's ``worker_init_fn``, may
+            take ten times this limit, or ten times `timeout_seconds` if that is less. (A lock that
+            was held at the fork would block it forever.)
+        timeout_seconds: How long the loop may wait for a batch, not counting the time that workers
+            need to start; 0 for no limit.
+        may_end: Whether a worker may exit with code 0, because it has done its work.
     """
 
     def __init__(
@@ -111,12 +110,13 @@ class WorkerWatch:
         self._may_end = may_end
         self._ended = threading.Event()
         self._oom_kills_before = oom_kills()
-        # For each worker, what it showed at the last tick, and for how long it has shown that.
+        # For each worker, its status at the last tick, and for how long that has not changed.
         self._statuses = [board.status_of(worker) for worker in range(len(processes))]
         self._unchanged_seconds = [0.0] * len(processes)
         # Workers that were stopped at the last tick.
         self._stopped: set[int] = set()
-        # How often the loop has waited for a batch so far, and how often at the last tick.
+        # How many times the loop has waited for a batch so far, and how many times by the last
+        # tick.
         self._waits = 0
         self._waits_at_last_tick = 0
         # How long the loop has waited for the current batch, and how much of that passed without
@@ -129,15 +129,15 @@ class WorkerWatch:
         self.lost_at = 0.0
         # The thread that is inside the context; 0 for none.
         self.waiting_thread = 0
-        # Whether that thread was interrupted already. Set by the signal handler.
+        # Whether that thread has already been interrupted. Set by the signal handler.
         self.interrupted = False
-        # The longest that a worker was seen at one sample.
+        # The longest time that a worker was seen at one sample.
         self.longest_seconds = 0.0
         wake_on_loss(self)
         start_thread(threading.Thread(target=self._run, daemon=True, name="holdfast-loader-watch"))
 
     def end(self, *, kills: bool = False) -> None:
-        """Stop watching, so that the end of a worker is no longer a loss.
+        """Stop watching, so that the end of a worker no longer counts as a loss.
 
         Args:
             kills: Whether to kill the workers too, if they belong to this process.
@@ -147,7 +147,7 @@ class WorkerWatch:
             kill(self._processes)
 
     def __enter__(self) -> None:
-        """Let a loss interrupt the main thread's wait in this context: `WaitInterruptedError`."""
+        """Begin to interrupt the main thread, with `WaitInterruptedError`, if a worker is lost."""
         self._waits += 1
         self.waiting_thread = threading.get_ident()
         if self.lost:
@@ -155,14 +155,14 @@ class WorkerWatch:
             raise WaitInterruptedError
 
     def __exit__(self, *error: object) -> None:
-        """Interrupt nothing from now on."""
+        """Stop interrupting the main thread."""
         self.waiting_thread = 0
 
     def loss(self, patience_seconds: float = 0.0) -> WorkerLoss:
         """Return why the workers were lost.
 
         Args:
-            patience_seconds: How long to wait for the death of a worker if no loss is known yet.
+            patience_seconds: How long to wait for a worker's death if no loss is known yet.
         """
         loss = self._loss
         if loss is None:
@@ -199,13 +199,13 @@ class WorkerWatch:
             kind="died",
             worker=worker,
             status=status,
-            others_fine=self._others_have_worked(worker, status),
+            others_fine=self._any_has_worked(worker, status),
             shortage=shortage,
             from_outside=exit_code(process) in _SIGNALS_FROM_OUTSIDE,
         )
 
-    def _others_have_worked(self, dead_worker: int, status: WorkerStatus) -> bool | None:
-        """Return whether any worker has read a sample, so that workers can; None if unknown."""
+    def _any_has_worked(self, dead_worker: int, status: WorkerStatus) -> bool | None:
+        """Return whether any worker, dead or alive, has read a sample; None if unknown."""
         if status.has_worked:
             return True
         others = [
@@ -244,15 +244,15 @@ class WorkerWatch:
         return None
 
     def _note_loss(self, loss: WorkerLoss) -> None:
-        """Make a loss known, and kill the worker behind it."""
+        """Record a loss, and kill the worker that caused it."""
         self._loss = loss
         self.lost_at = time.monotonic()
         self.lost = True
         if loss.worker is not None and loss.kind != "died":
-            kill_with_offspring(self._processes[loss.worker])
+            kill_with_descendants(self._processes[loss.worker])
 
     def _interrupt_until_ended(self) -> None:
-        """Interrupt the main thread whenever it waits for a batch, until this watch is ended.
+        """Interrupt the main thread whenever it waits for a batch, until this watch ends.
 
         The signal handler (`child_signals`) raises the exception there.
         """
@@ -281,14 +281,14 @@ class WorkerWatch:
         )
 
     def _update_statuses(self, passed_seconds: float) -> bool:
-        """Read the board; return whether any worker shows something else than at the last tick."""
+        """Read the board, and return whether any status has changed since the last tick."""
         has_changed = False
         for worker, previous in enumerate(self._statuses):
             status = self._board.status_of(worker)
             if status == previous:
                 self._unchanged_seconds[worker] += passed_seconds
                 continue
-            # A start, or the wait for work, says nothing about samples.
+            # The time to start, or to wait for work, says nothing about samples.
             if previous.is_at_work:
                 self.longest_seconds = max(self.longest_seconds, self._unchanged_seconds[worker])
             self._unchanged_seconds[worker] = 0.0
@@ -297,7 +297,7 @@ class WorkerWatch:
         return has_changed
 
     def _update_wait(self, passed_seconds: float, *, has_changed: bool) -> None:
-        """Count how long the loop has waited for the same batch."""
+        """Update how long the loop has waited for the current batch."""
         waits_for_same_batch = bool(self.waiting_thread) and self._waits == self._waits_at_last_tick
         self._waits_at_last_tick = self._waits
         if not waits_for_same_batch:
@@ -315,10 +315,10 @@ class WorkerWatch:
             self._quiet_seconds = 0.0
 
     def _find_stopped_worker(self) -> WorkerLoss | None:
-        """Return the loss if a worker was stopped at this tick and the last one.
+        """Return the loss if a worker was stopped both at this tick and at the last one.
 
-        Whoever stops all processes of a job lets them all continue together, so one look is not
-        enough.
+        One observation is not enough: if all processes of a job were stopped, they are continued
+        together, but not at exactly the same time.
         """
         stopped_before = self._stopped
         self._stopped = {
@@ -341,7 +341,7 @@ class WorkerWatch:
             seconds = self._unchanged_seconds[worker]
             allowed_seconds = start_limit_seconds if status.is_starting else limit_seconds
             if seconds > allowed_seconds:
-                return self._hang_of(worker, f"has been at it for {seconds:.1f} s")
+                return self._hang_of(worker, f"made no progress for {seconds:.1f} s")
         return None
 
     def _find_late_batch(self) -> WorkerLoss | None:
@@ -350,7 +350,7 @@ class WorkerWatch:
             return None
         busy = [worker for worker, status in enumerate(self._statuses) if status.is_busy]
         if not busy:
-            cause = f"no batch came for {self._timeout_seconds:g} s"
+            cause = f"no batch arrived within {self._timeout_seconds:g} s"
             return WorkerLoss(cause=cause, kind="machinery", is_timeout=True)
         slowest = max(busy, key=lambda worker: self._unchanged_seconds[worker])
         return self._hang_of(slowest, f"kept the loop waiting for {self._timeout_seconds:g} s")
@@ -361,7 +361,7 @@ class WorkerWatch:
             return None
         if any(status.is_busy for status in self._statuses):
             return None
-        cause = f"no worker was busy for {limit_seconds:.1f} s, and no batch came"
+        cause = f"no batch arrived, although no worker was busy for {limit_seconds:.1f} s"
         return WorkerLoss(cause=cause, kind="machinery", is_timeout=True)
 
     def _hang_of(self, worker: int, how_long: str) -> WorkerLoss:
@@ -372,7 +372,7 @@ class WorkerWatch:
         elif status.is_starting:
             where = "starting"
         return WorkerLoss(
-            cause=f"worker {worker}, {where}, {how_long}",
+            cause=f"worker {worker} ({where}) {how_long}",
             kind="hung",
             worker=worker,
             status=status,
@@ -380,7 +380,10 @@ class WorkerWatch:
         )
 
     def _others_make_progress(self, stuck_worker: int) -> bool | None:
-        """Return whether another worker did well while this one was stuck; None without others."""
+        """Return whether another worker did well while this one was stuck.
+
+        Returns None if there is no other worker.
+        """
         others = [worker for worker in range(len(self._processes)) if worker != stuck_worker]
         if not others:
             return None
