@@ -8,17 +8,17 @@
     for batch in guard.batches(max_epochs=3):
         guard.step(batch, lambda batch: model(**batch).loss)
 
-Device, precision and loaders are Accelerate's, and the step is holdfast's. These things differ from
-Accelerate alone:
+Accelerate provides the device, the precision and the loaders, and holdfast makes the step.
+Differences from plain Accelerate:
 
 - ``guard.step`` replaces ``accelerator.accumulate``, ``backward``, ``clip_grad_norm_``,
   ``optimizer.step``, ``scheduler.step`` and ``zero_grad``.
-- With ``gradient_accumulation_steps``, a batch of ``guard.batches`` is a window of that many
-  batches of the loader, and the last window of an epoch holds what is left. A window is one step,
-  weighted by what it holds.
-- The guard writes the checkpoints and resumes from them. ``save_state`` and ``load_state`` of the
-  accelerator save and load the same objects, but not the position in the data, nor what the guard
-  has learnt.
+- With ``gradient_accumulation_steps``, each batch of ``guard.batches`` is a window of that many
+  batches of the loader, and the last window of an epoch holds the rest. A window is one step, in
+  which each batch is weighted by its items.
+- The guard writes the checkpoints and resumes from them. The accelerator's ``save_state`` and
+  ``load_state`` cover the same objects, but neither the position in the data nor the guard's own
+  state.
 
 Read in this order: `accelerate_guard`, `AcceleratedGuard`, `PreparedLoader`.
 """
@@ -46,7 +46,7 @@ from holdfast.integrations.refusals import check_accelerator, load, unsupported
 from holdfast.loader.loader import DataLoader
 from holdfast.recorder.scalars import with_recording
 
-# Arguments of `Guard` that may be given among the fields of the policy.
+# Arguments of `Guard` that may be passed together with policy fields.
 _GUARD_ARGUMENTS = ("state", "split", "clock")
 
 
@@ -61,22 +61,23 @@ def accelerate_guard(
     policy: Any = None,
     **overrides: Any,
 ) -> AcceleratedGuard:
-    """Return a guard for what ``accelerator.prepare`` has returned, or for the bare objects.
+    """Return a guard for objects returned by ``accelerator.prepare``, or for unprepared ones.
 
     Args:
-        accelerator: Its precision, device and ``gradient_accumulation_steps`` are used.
+        accelerator: The accelerator whose precision, device and ``gradient_accumulation_steps`` are
+            used.
         model: A model, or a dict of named ones.
         optimizer: An optimizer, or a dict of named ones. The guard steps the optimizer inside a
             prepared one.
         loader: A prepared loader, or a `holdfast.DataLoader` that was not prepared. The latter
-            resumes exactly without reading batches again. It takes its own ``device=``, and no
-            accumulation: make its batches larger instead.
-        scheduler: A scheduler, or a dict of named ones. It is advanced once for each optimizer
-            step, or by you if the accelerator has ``step_scheduler_with_optimizer=False``.
-        run_dir: Where the run is recorded. None: ``holdfast`` in the accelerator's ``project_dir``.
-        policy: As for `Guard`. The precision is the accelerator's.
-        **overrides: Fields of the policy, such as ``max_grad_norm``; and ``state``, ``split`` and
-            ``clock`` of `Guard`.
+            resumes exactly without reading batches again. Pass it ``device=`` itself, and use
+            larger batches instead of accumulation, which it does not support.
+        scheduler: A scheduler, or a dict of named ones. It is stepped once for each optimizer step,
+            or by you if the accelerator has ``step_scheduler_with_optimizer=False``.
+        run_dir: The run directory. None: ``holdfast`` in the accelerator's ``project_dir``.
+        policy: As for `Guard`. The precision is taken from the accelerator.
+        **overrides: Fields of the policy, such as ``max_grad_norm``, and the arguments ``state``,
+            ``split`` and ``clock`` of `Guard`.
 
     Raises:
         PolicyError: H105 for an object of the wrong kind, H108 for several processes without
@@ -104,7 +105,7 @@ def accelerate_guard(
 
 
 def _agreed_policy(accelerator: Any, policy: Policy) -> Policy:
-    """Return the policy with the accelerator's precision and its word on schedulers."""
+    """Return the policy with the accelerator's precision and its setting for schedulers."""
     policy = with_host_settings(
         policy, "Accelerator", {"precision": check_accelerator(accelerator)}
     )
@@ -130,7 +131,7 @@ def _run_directory(
 
 
 def _logged_values(values: Any, step: Any = None, *_: Any, **__: Any) -> tuple[Any, Any]:
-    """Return the values and the step of a call of ``accelerator.log``."""
+    """Return the values and the step that ``accelerator.log`` was called with."""
     return values, step
 
 
@@ -140,7 +141,7 @@ class AcceleratedGuard(Guard):
     _batches_per_step = 1
 
     def step(self, batch: Any, loss_fn: LossFunction, **named: Any) -> StepResult:
-        """Make one step of a batch of ``guard.batches``, as `Guard.step`.
+        """Make one step with a batch of ``guard.batches``, as `Guard.step` does.
 
         Raises:
             BatchError: H203 for a batch that is only a part of a window, and others as `Guard`.
@@ -185,7 +186,8 @@ def _unwrap_model(model: Any, accelerator: Any) -> Any:
 def _unwrap_optimizer(optimizer: Any) -> Any:
     """Return the optimizer inside a prepared one.
 
-    Another wrapper, such as Lookahead, may also have an attribute ``optimizer``, and stays.
+    Other wrappers, such as Lookahead, may also have an attribute ``optimizer``, and are returned
+    unchanged.
     """
     if isinstance(optimizer, load("accelerate.optimizer").AcceleratedOptimizer):
         return optimizer.optimizer
@@ -193,16 +195,16 @@ def _unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def _unwrap_scheduler(scheduler: Any, num_processes: int) -> Any:
-    """Return the scheduler inside a prepared one, which advances as the prepared one does.
+    """Return the scheduler inside a prepared one, made to advance as the prepared one does.
 
-    Another scheduler may also have an attribute ``scheduler``, and stays.
+    Other schedulers may also have an attribute ``scheduler``, and are returned unchanged.
     """
     if not isinstance(scheduler, load("accelerate.scheduler").AcceleratedScheduler):
         return scheduler
     inner = scheduler.scheduler
     if isinstance(inner, _AsPrepared):
         return inner
-    # A schedule counts the steps of all processes, unless these share each batch.
+    # A schedule counts the steps of all processes, unless they share each batch.
     advances_per_step = num_processes
     if scheduler.split_batches or not scheduler.step_with_optimizer:
         advances_per_step = 1
@@ -213,10 +215,9 @@ def _unwrap_scheduler(scheduler: Any, num_processes: int) -> Any:
 
 
 class _AsPrepared:
-    """Lets a scheduler advance as Accelerate lets it, which may be several times per step.
+    """Mixin that makes a scheduler advance as under Accelerate, possibly several times per step.
 
-    One that has `total_steps` stays at its end. It stands before the scheduler's class among the
-    bases.
+    A scheduler with `total_steps` stops advancing at its end.
     """
 
     _holdfast_advances: int
@@ -224,7 +225,7 @@ class _AsPrepared:
     total_steps: float = math.inf
 
     def step(self, *args: Any) -> None:
-        """Advance, unless the end is reached."""
+        """Advance the schedule, but not beyond its end."""
         for _ in range(self._holdfast_advances):
             if self._step_count <= self.total_steps:
                 super().step(*args)  # type: ignore[misc]
@@ -236,7 +237,7 @@ class _AsPrepared:
 def _guarded_loader(loader: Any, accelerator: Any) -> Any:
     """Return the loader that the guard will iterate.
 
-    Anything that cannot be iterated is returned unchanged: the guard refuses it.
+    Anything that cannot be iterated is returned unchanged, and the guard refuses it.
 
     Raises:
         PolicyError: H111 for a loader whose position or accumulation cannot be guarded.
@@ -248,7 +249,7 @@ def _guarded_loader(loader: Any, accelerator: Any) -> Any:
         if steps > 1:
             raise unsupported(
                 f"gradient_accumulation_steps={steps} with a holdfast.DataLoader",
-                reason="it yields whole batches, and a step splits them where memory is short",
+                reason="it yields whole batches, and a step splits them only if memory is short",
                 fix=(
                     f"give it {steps} times the batch_size, and Accelerator no accumulation;"
                     " micro_batch_size= limits what is computed at once."
@@ -265,18 +266,18 @@ def _guarded_loader(loader: Any, accelerator: Any) -> Any:
 
 
 class PreparedLoader:
-    """The batches of a prepared loader, from any epoch on, as windows on the device.
+    """The batches of a prepared loader, starting at any epoch, as windows on the device.
 
-    The guard iterates this instead of the prepared loader, for two reasons:
+    The guard iterates this object instead of the prepared loader, for two reasons:
 
     - A prepared loader counts epochs itself, and its ``state_dict`` holds nothing. A run that
-      resumes in a new process would get the order of the first epoch.
-    - It loads each batch before the step of the batch before it. A resume could not give that batch
-      the random numbers it had. The loader inside it loads on demand.
+      resumes in a new process would therefore repeat the order of the first epoch.
+    - It loads each batch before the step of the previous one, so a resume could not reproduce the
+      random numbers of that batch. The loader inside it loads on demand.
 
     Args:
         loader: A loader that Accelerate has prepared, or any iterable of batches.
-        device: Where batches are moved.
+        device: The device to which batches are moved.
         batches_per_window: ``gradient_accumulation_steps``.
     """
 
@@ -287,22 +288,22 @@ class PreparedLoader:
         self._device = device
         self._batches_per_window = batches_per_window
         self._send_to_device = load("accelerate.utils").send_to_device
-        # A guard's cursor looks for these two names.
+        # The guard's cursor looks for these two attributes.
         self.generator = getattr(loader, "generator", None)
         self.sampler = _EpochOrder(loader)
 
     @property
     def torch_loader(self) -> Any:
-        """Return torch's loader if its batches are taken as they are.
+        """Return torch's loader if its batches are used unchanged.
 
-        None if Accelerate decides their order.
+        None if Accelerate determines their order.
         """
         if type(self._loader).__name__ != "DataLoaderShard" or self._loader.skip_batches:
             return None
         return getattr(self._loader, "base_dataloader", None)
 
     def __len__(self) -> int:
-        """Return the windows of an epoch."""
+        """Return the number of windows in an epoch."""
         return math.ceil(len(self._loader) / self._batches_per_window)
 
     def __iter__(self) -> Iterator[Any]:
@@ -320,10 +321,10 @@ class PreparedLoader:
     def _batches(self) -> Iterator[Any]:
         torch_loader = self.torch_loader
         if torch_loader is None:
-            # Such as a dispatcher, which has an order of its own.
+            # A loader with its own order, such as a dispatcher.
             yield from self._loader
             return
-        # This is what Accelerate does around the iteration of the loader inside.
+        # Accelerate does the same around the iteration of the inner loader.
         if self._loader.rng_types is not None:
             load("accelerate.utils").synchronize_rng_states(
                 self._loader.rng_types, self._loader.synchronized_generator
@@ -334,7 +335,9 @@ class PreparedLoader:
 
 
 class _EpochOrder:
-    """What decides the order of a loader: a guard's cursor sets its epoch and saves its generator.
+    """The part of a loader that determines its order.
+
+    A guard's cursor sets its epoch and saves its generator.
 
     Args:
         loader: A loader that Accelerate has prepared, or any iterable of batches.
@@ -346,13 +349,13 @@ class _EpochOrder:
             sampler = loader.get_sampler()
         else:
             sampler = getattr(loader, "sampler", None)
-        # With several processes the sampler lies deeper, and all of them draw the order from this
-        # generator.
+        # With several processes, the sampler is nested deeper, and all processes draw the order
+        # from this generator.
         synchronized = getattr(loader, "synchronized_generator", None)
         self.generator = synchronized or getattr(sampler, "generator", None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration have the order of an epoch."""
+        """Set the epoch whose order the next iteration has."""
         if hasattr(self._loader, "iteration"):
             self._loader.iteration = epoch
         if hasattr(self._loader, "set_epoch"):

@@ -1,10 +1,10 @@
-"""A guard inside a framework's loop, and what it adds to the framework's checkpoints.
+"""A guard inside a framework's loop, and the state that it adds to the framework's checkpoints.
 
-The part of a framework's checkpoint that belongs to holdfast is called the *carried state*: what
-later steps need of earlier ones, such as the memory ladder, counters and random state. It is a dict
-of JSON values, with tensors under ``"tensors"``.
+The part of a framework's checkpoint that belongs to holdfast is called the *carried state*: the
+state that later steps need from earlier ones, such as the memory ladder, counters and random state.
+It is a dict of JSON values, with tensors under ``"tensors"``.
 
-How checkpoints are written and found again is in ``saving``.
+``saving`` writes and finds the checkpoints.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast.loader.loader import DataLoader
 from holdfast.loader.order.ranks import ranks_now
 from holdfast.loader.random_state import RandomState, capture, of_another_rank, restore
 
-# The class of a framework that a mixin stands in front of. A type checker cannot know it.
+# The framework's class that a mixin is combined with, which a type checker cannot know.
 if TYPE_CHECKING:
     Framework: TypeAlias = Any
 else:
@@ -47,21 +47,21 @@ def open_guard(
     resumed: bool,
     **parts: Any,
 ) -> HostedGuard:
-    """Return a guard that continues where the framework continues.
+    """Return a guard that resumes where the framework resumes.
 
     Args:
         run_dir: Where the run is recorded.
-        policy: As `hosted_policy` returns it.
+        policy: The policy, as `hosted_policy` returns it.
         scaler: The framework's ``GradScaler``, whose scale the guard takes over, or None.
-        checkpoints: The framework's folder of checkpoints, and what their names match. None if it
-            saves nothing.
-        carried: `carried_state` of the checkpoint that was loaded. None if none was loaded, or one
-            that was written without holdfast.
+        checkpoints: The framework's folder of checkpoints, and the pattern of their names. None if
+            it saves none.
+        carried: The carried state in the checkpoint that was loaded. None if no checkpoint was
+            loaded, or if it was written without holdfast.
         resumed: Whether the framework has loaded a checkpoint.
         **parts: The model, optimizer and so on, as `Guard` takes them.
 
     Raises:
-        CheckpointError: H312 for a new start beside a checkpoint that is a broken link.
+        CheckpointError: H312 if a new run would start beside a checkpoint that is a broken link.
     """
     if checkpoints is not None and not resumed:
         _check_links(*checkpoints)
@@ -87,11 +87,11 @@ def _check_links(folder: Path, name_pattern: re.Pattern[str]) -> None:
 
 
 def carried_state(guard: HostedGuard, devices: list[torch.device], **trees: Any) -> dict[str, Any]:
-    """Return what a checkpoint of the framework must hold for holdfast.
+    """Return the state that a checkpoint of the framework must hold for holdfast.
 
     Args:
         guard: The guard of the run.
-        devices: Those other than the CPU whose random state is saved.
+        devices: Devices other than the CPU whose random state is saved.
         **trees: Further nested containers of values and tensors, for `decode_carried`.
     """
     encoder = Encoder("holdfast")
@@ -101,16 +101,16 @@ def carried_state(guard: HostedGuard, devices: list[torch.device], **trees: Any)
 
 
 def decode_carried(carried: Mapping[str, Any], name: str) -> Any:
-    """Return one of the trees that were given to `carried_state`, or None if it was not given."""
+    """Return one of the trees that were passed to `carried_state`, or None if it was not passed."""
     tree = carried.get("trees", {}).get(name)
     return decode(tree, dict(carried.get("tensors", {})))
 
 
 def restore_random_state(carried: Mapping[str, Any]) -> None:
-    """Restore the random state of the moment at which `carried_state` was called.
+    """Restore the random state at the time when `carried_state` was called.
 
-    On the number of ranks that saved, each rank gets its own. On another number, the ranks derive
-    theirs from that of the rank that saved.
+    On the same number of ranks as at the save, each rank gets its own state back. On a different
+    number, all ranks derive theirs from the state of the rank that saved.
     """
     rank, world_size = ranks_now((0, 1))
     ranks = decode_carried(carried, "ranks")
@@ -127,11 +127,11 @@ def restore_random_state(carried: Mapping[str, Any]) -> None:
 
 
 def warn_of_persistent_workers(loaders: Any, emit: Emit | None) -> None:
-    """Warn before training that a resume restarts workers that now live from epoch to epoch.
+    """Warn before training that a resume will restart the loader's persistent workers.
 
     Args:
-        loaders: The framework's loader for training, prepared or not, or a dict or list of them.
-        emit: Records the event. None: it is logged.
+        loaders: The framework's training loader, prepared or not, or a dict or list of loaders.
+        emit: Called with the event, or None to log it.
     """
     if not any(keeps_workers(loader) for loader in _torch_loaders(loaders)):
         return
@@ -144,7 +144,7 @@ def warn_of_persistent_workers(loaders: Any, emit: Emit | None) -> None:
 
 
 def _torch_loaders(loaders: Any) -> Iterator[TorchDataLoader[Any]]:
-    """Yield torch's own loaders, and those in what Accelerate has prepared."""
+    """Yield torch's loaders, including those inside loaders that Accelerate has prepared."""
     loaders = getattr(loaders, "base_dataloader", loaders)
     if isinstance(loaders, Mapping):
         loaders = loaders.values()

@@ -1,4 +1,4 @@
-"""What an integration refuses, because a guarded step could not keep its promises.
+"""Refuse settings with which a guarded step could not keep its promises.
 
 A refusal names the setting, the reason and what to do instead. Checks that only one framework needs
 are in its own package.
@@ -14,9 +14,9 @@ from holdfast.core.errors import PolicyError
 
 _T = TypeVar("_T")
 
-# Accelerate's names for training without an engine that owns the optimizer.
+# Accelerate's distributed types in which no engine owns the optimizer.
 _PLAIN_DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU")
-# From Accelerate's names of precisions to those of `Policy.precision`.
+# Maps Accelerate's names of precisions to those of `Policy.precision`.
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -61,7 +61,7 @@ def check_one_process(count: int, name: str) -> None:
 
     Args:
         count: How many there are.
-        name: What the framework calls their number.
+        name: The framework's name for their number.
 
     Raises:
         PolicyError: H108 if there are several.
@@ -86,12 +86,12 @@ def check_one_process(count: int, name: str) -> None:
 def check_accelerator(accelerator: Any) -> str:
     """Return the precision of an ``accelerate.Accelerator`` in the spelling of the policy.
 
-    It is "fp32" where the accelerator was asked for half precision but does not autocast, such as
+    It is "fp32" if the accelerator was configured for half precision but does not autocast, such as
     for fp16 on a CPU.
 
     Raises:
-        PolicyError: H111 for an engine that owns the optimizer, as all but
-            ``DistributedDataParallel`` do, or for another precision.
+        PolicyError: H111 for an engine that owns the optimizer (any except
+            ``DistributedDataParallel``), or for an unsupported precision.
     """
     distributed_type = str(
         getattr(accelerator.distributed_type, "value", accelerator.distributed_type)

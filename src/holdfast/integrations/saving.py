@@ -1,6 +1,6 @@
-"""Checkpoints of a framework: saved only if the state is finite, and verified before a resume.
+"""Save a framework's checkpoints only if the state is finite, and verify them before a resume.
 
-Where a framework keeps its files, and how it names them, is in its own package.
+The locations and names of the files are defined in the package of each framework.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.loader.order.ranks import ranks_now
 _T = TypeVar("_T")
 _log = logging.getLogger("holdfast")
 
-# Characters of an error that are recorded. Those of a full disk have fewer.
+# Characters of an error that are recorded. The errors of a full disk are shorter.
 _MOST_CHARACTERS_OF_ERROR = 500
 # Parts of the messages in which torch and safetensors wrap an error of the operating system.
 _WRAPPED_SYSTEM_ERRORS = ("pytorchstreamwriter", "os error")
@@ -35,7 +35,7 @@ Emit = Callable[[EventData], None]
 
 
 def emit_or_log(emit: Emit | None, event: EventData) -> None:
-    """Record an event, or log it while there is no guard that could record it."""
+    """Record an event, or log it as long as there is no guard to record it."""
     if emit is None:
         _log.warning("%s", event)
     else:
@@ -43,16 +43,16 @@ def emit_or_log(emit: Emit | None, event: EventData) -> None:
 
 
 def on_all_ranks(work: Callable[[], _T]) -> _T:
-    """Run this rank's part of what all ranks do, and return its result.
+    """Run this rank's part of a task that all ranks share, and return its result.
 
     Raises:
         OSError: The work of another rank has failed. This rank's own error is raised unchanged,
-            once the other ranks know of it.
+            once the other ranks know about it.
     """
     rank, world_size = ranks_now((0, 1))
 
     def exchange(outcome: list[Any]) -> list[Any]:
-        """Send the others the text of this rank's error, but not its result."""
+        """Send the text of this rank's error, but not its result, to the other ranks."""
         outcomes = [outcome] * world_size
         if world_size > 1:
             _, error_text = outcome
@@ -67,13 +67,13 @@ def on_all_ranks(work: Callable[[], _T]) -> _T:
 
 
 def should_save(guard: HostedGuard | None) -> bool:
-    """Return whether the state is finite; if it is not, roll back to the last good state.
+    """Return whether the state is finite; otherwise roll back to the last good state.
 
     Raises:
-        RunDirectoryError: H301 if another run has taken the run directory. It would save into the
+        RunDirectoryError: H301 if another run has taken the run directory. Both would save into the
             same folder.
-        NonFiniteError: H501 if the state is not finite, and there is nothing to roll back to or no
-            rollback is left.
+        NonFiniteError: H501 if the state is not finite, and there is no good state or no rollback
+            left.
     """
     if guard is None:
         return True
@@ -91,14 +91,14 @@ def attempt_save(
 ) -> bool:
     """Write a checkpoint, and return whether it was written and sealed.
 
-    An error of the disk does not end training. Any other error of `write` is raised, since the next
-    save would fail too.
+    A disk error does not end training. Any other error of `write` is raised, since the next save
+    would fail too.
 
     Args:
         write: Writes and seals the checkpoint.
         name: Its name, for the event.
         emit: Records events. None: a failure is logged.
-        undo: Removes what a failed save has written.
+        undo: Removes the files of a failed save.
     """
     try:
         write()
@@ -134,7 +134,7 @@ def newest_checkpoint(
     Args:
         candidates: Checkpoints of the framework, newest first.
         emit: Records events. None: they are logged.
-        run_dir: Where the run is recorded, if that is to be asked whether anything was saved.
+        run_dir: The run directory, to look up whether anything was saved; None to skip this check.
 
     Raises:
         CheckpointError: H312 if one was complete, or was saved according to the recording, and none
@@ -155,7 +155,7 @@ def newest_checkpoint(
 
 
 def checkpoints_in(folder: Path, name_pattern: re.Pattern[str]) -> list[Path]:
-    """Return the folders and broken links in a folder whose names match, in no order."""
+    """Return the subfolders and broken links whose names match, in no particular order."""
     return [
         path
         for path in paths_in(folder)

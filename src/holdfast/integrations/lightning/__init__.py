@@ -4,23 +4,23 @@
     Trainer(strategy=HoldfastDDPStrategy(), devices=2)   # several processes; or "holdfast_ddp"
     Trainer(plugins=[VerifiedCheckpointIO()])            # checkpoint files only
 
-With a strategy, ``training_step``, ``self.log``, hooks, accumulation, schedules, precision and
-clipping are Lightning's, in its order, and with its results to the bit as long as nothing goes
-wrong. These things differ from Lightning alone:
+With a strategy, Lightning still provides ``training_step``, ``self.log``, hooks, accumulation,
+schedules, precision and clipping, in the same order. As long as nothing goes wrong, the results are
+bit-exactly those of plain Lightning. Differences:
 
-- When ``on_before_zero_grad`` is called, the gradients of the last step are gone.
+- When ``on_before_zero_grad`` is called, the gradients of the last step no longer exist.
 - ``on_before_optimizer_step`` sees clipped gradients, unless ``configure_gradient_clipping`` is
   overridden or the clipping algorithm is ``"value"``.
-- A scheduler with ``interval="step"`` does not advance for a step that was skipped. ``global_step``
-  counts that step.
+- A scheduler with ``interval="step"`` does not advance when a step is skipped, although
+  ``global_step`` counts that step.
 - If a batch was split, ``training_step`` is called once for each part, and what it logs is the mean
   over the parts.
 
 A window of ``accumulate_grad_batches`` is one step, and each of its batches is a transaction.
 
-Checkpoints hold the random state, so training resumes with the same dropout. Which batches follow
-depends on the loader: exactly the same with a `holdfast.DataLoader`, and with torch's loader,
-shuffled or not, only from the end of an epoch.
+Checkpoints hold the random state, so training resumes with the same dropout. Whether it resumes
+with the same batches depends on the loader: a `holdfast.DataLoader` always does, and torch's
+loader, shuffled or not, only if the checkpoint is from the end of an epoch.
 
 Read in this order: ``strategy`` (the guard's life within ``fit``), ``optimization``,
 ``automatic_optimization`` and ``manual_optimization`` (how a step is made), ``step_logs`` (what is

@@ -1,10 +1,9 @@
-"""Automatic optimization: Lightning makes the steps, and here they become steps of a guard.
+"""Automatic optimization: turn the steps that Lightning makes into steps of a guard.
 
-Lightning gives the optimizer a closure. It becomes the loss function of the guard's step: it runs
-``training_step`` with its hooks on the batch, or on a part of it, without a backward pass.
-
-For the batches before the last one of a window, Lightning calls its closure without an optimizer.
-Their part of the step is made within ``training_step``.
+Lightning passes a closure to the optimizer. Here the closure becomes the loss function of the
+guard's step: it runs ``training_step`` and its hooks on the batch, or on a part of it, without a
+backward pass. For all batches of a window except the last one, Lightning calls its closure without
+an optimizer. Their part of the step is made within ``training_step``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 
 class AutomaticOptimization(Optimization):
-    """Makes the steps that Lightning asks for.
+    """Makes the steps that Lightning requests.
 
     It takes the arguments of `Optimization` and one more.
 
@@ -58,18 +57,19 @@ class AutomaticOptimization(Optimization):
         self._further_args: tuple[Any, ...] = ()
         # The closure of the optimizer step that is being made.
         self._closure: Callable[[], Any] | None = None
-        # During a call by the guard: the part of the batch, and its loss.
+        # While the guard calls: the part of the batch, and its loss.
         self._part: Any = None
         self._loss: torch.Tensor | None = None
-        # What ``training_step``, or Lightning's closure around it, returned in this attempt.
+        # The return value of ``training_step``, or of Lightning's closure around it, in this
+        # attempt.
         self._output: Any = None
 
     @property
     def makes_steps(self) -> bool:
-        """Return whether steps are made of this batch.
+        """Return whether this batch is used for a step.
 
-        They are not while a callback only shows batches to the model: with the averaged weights of
-        ``StochasticWeightAveraging``, for BatchNorm.
+        It is not while ``StochasticWeightAveraging`` only runs batches through the averaged model,
+        to update BatchNorm.
         """
         return not self._trainer.fit_loop._skip_backward
 
@@ -86,19 +86,19 @@ class AutomaticOptimization(Optimization):
     # --- Steps ---
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
-        """Keep the batch, since a step may need it several times."""
+        """Keep the batch, because a step may need it several times."""
         super().begin_batch(batch, batch_idx)
         self._further_args = (batch_idx,) if self._takes_batch_index else ()
         if batch_idx % self._batches_per_step == 0:
-            # Here Lightning resets the gradients. The module's own ``optimizer_step`` may have left
-            # some of the window before.
+            # This is where Lightning resets the gradients. The module's own ``optimizer_step`` may
+            # have left some from the previous window.
             self.accumulation.forget()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step``, called by the guard or by Lightning.
 
-        Lightning calls it for a batch that only adds to a step. Then the guard runs the backward
-        pass, and what is returned holds no graph.
+        Lightning calls it for a batch that does not complete a step. Then the guard runs the
+        backward pass, and the return value holds no graph.
         """
         if self.is_called_by_guard:
             output = self._run_training_step(self._part, *args[1:], **kwargs)
@@ -153,7 +153,7 @@ class AutomaticOptimization(Optimization):
         self._output = None
 
     def _loss_of_part(self, part: Any) -> torch.Tensor:
-        """Return the loss of the batch, or of a part of it, with its graph: the loss function."""
+        """Return the loss of the batch or a part of it, with its graph; the guard calls this."""
         self._part = part
         self.is_called_by_guard = True
         try:
@@ -164,7 +164,7 @@ class AutomaticOptimization(Optimization):
                     "training_step returned None",
                     reason="a guarded step needs a loss",
                     fix=(
-                        "return a loss, and leave batches out in the loader; steps with NaN are"
+                        "return a loss, and filter batches in the loader; steps with NaN are"
                         " skipped automatically."
                     ),
                 )
@@ -201,7 +201,7 @@ class AutomaticOptimization(Optimization):
     # --- Hooks ---
 
     def call_backward_hooks(self) -> None:
-        """Call the hooks around the backward pass that Lightning asks for; the guard makes it."""
+        """Call the hooks around the backward pass that Lightning requests and the guard makes."""
         if self.is_called_by_guard:
             self._call_hooks("on_before_backward", self._loss)
         else:
@@ -211,7 +211,7 @@ class AutomaticOptimization(Optimization):
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Call Lightning's hooks between the backward pass and the step of an optimizer."""
         if self._closure is None:
-            # The optimizer is stepped by somebody else, not in a step of Lightning's.
+            # Other code is stepping the optimizer, outside of a step of Lightning.
             return
         self._call_hooks("on_after_backward")
         self._call_hooks("on_before_optimizer_step", optimizer)
@@ -231,7 +231,7 @@ class AutomaticOptimization(Optimization):
 def _without_graph(output: Any) -> Any:
     """Return what ``training_step`` returned, with a detached loss.
 
-    Lightning keeps it, and the guard must be able to free the graph.
+    Lightning keeps the output, and the guard must be able to free the graph.
     """
     if isinstance(output, torch.Tensor):
         return output.detach()
@@ -241,7 +241,7 @@ def _without_graph(output: Any) -> Any:
 
 
 def lightning_clips(module: Any) -> bool:
-    """Return whether clipping is left to Lightning: by value, or as the module itself does it."""
+    """Return whether Lightning does the clipping: by value, or in the module's own method."""
     if module.trainer.gradient_clip_algorithm == "value":
         return True
     return bool(is_overridden("configure_gradient_clipping", module))

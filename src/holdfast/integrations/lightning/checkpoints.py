@@ -1,8 +1,7 @@
-"""Lightning's checkpoint files: complete or absent, verified, and never without a good one.
+"""Keep Lightning's checkpoint files complete and verified, and never remove the last good one.
 
-Beside ``name.ckpt`` lies ``name.ckpt.manifest.json`` with its digest, which is written last.
-
-When to save, and what, is up to Lightning's ``ModelCheckpoint`` and ``Trainer``.
+Beside ``name.ckpt`` is ``name.ckpt.manifest.json`` with its digest, which is written last.
+Lightning's ``ModelCheckpoint`` and ``Trainer`` decide when to save and what.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ load("lightning.pytorch")
 from lightning.pytorch.plugins.io import TorchCheckpointIO  # noqa: E402
 
 CHECKPOINT_NAME = re.compile(r"[^.].*\.ckpt")
-# Names of damaged tensors in an event.
+# The number of damaged tensors that an event names.
 _MOST_NAMES = 5
 
 
@@ -55,8 +54,8 @@ def save_stopped(trainer: Any) -> None:
 class VerifiedCheckpointIO(TorchCheckpointIO):
     """Writes and reads Lightning's checkpoints on local file systems.
 
-    - A save of weights or optimizer state with NaN or Inf is refused. A save that the disk refuses
-      does not end training. Both are logged.
+    - A save of weights or optimizer state with NaN or Inf is refused, and a disk error does not end
+      training. Both are logged.
     - A file that does not verify is not loaded; the newest file beside it that verifies is loaded
       instead.
     - The last file that verifies is never removed.
@@ -64,10 +63,10 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     Remote paths are left to Lightning.
 
     Args:
-        emit: Called with each event, such as ``guard.emit``. None: they are logged.
+        emit: Called with each event, such as ``guard.emit``. None: events are logged.
 
     Example:
-        ``Trainer(plugins=[VerifiedCheckpointIO()])``; a `HoldfastStrategy` has one already.
+        ``Trainer(plugins=[VerifiedCheckpointIO()])``; a `HoldfastStrategy` already has one.
     """
 
     def __init__(self, emit: Emit | None = None) -> None:
@@ -109,11 +108,11 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     # --- Reading ---
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load what `verified` returns."""
+        """Load the file that `verified` returns."""
         return self.load_verified(self.verified(path), *args, **kwargs)
 
     def load_verified(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a file that was verified already."""
+        """Load a file that has already been verified."""
         checkpoint: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
         return checkpoint
 
@@ -165,8 +164,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
 
 def _publish(draft: Path, target: Path) -> None:
-    """Give a sealed draft its final name, and its manifest last."""
-    # Without a manifest, a file counts as one that was never finished.
+    """Give a sealed draft its final name, and then its manifest."""
+    # A file without a manifest counts as unfinished.
     manifest_beside(target).unlink(missing_ok=True)
     draft.replace(target)
     fsync_path(target.parent)
@@ -175,12 +174,12 @@ def _publish(draft: Path, target: Path) -> None:
 
 
 def _is_temporary(path: Path) -> bool:
-    """Return whether a file is hidden, such as the one to which Lightning's ``Tuner`` returns."""
+    """Return whether a file is hidden, such as the one that Lightning's ``Tuner`` restores."""
     return path.name.startswith(".")
 
 
 def _is_last_good(path: Path) -> bool:
-    """Return whether no other checkpoint in the folder could replace this one."""
+    """Return whether no other checkpoint in the folder can replace this one."""
     if _is_temporary(path) or not is_sealed(path):
         return False
     return not any(map(_verifies, _other_checkpoints(path)))
@@ -208,7 +207,7 @@ def _verifies(path: Path) -> bool:
 
 
 def _local_path(path: Any) -> Path | None:
-    """Return a path of the local file system, or None for a URL."""
+    """Return a path on the local file system, or None for a URL."""
     text = os.fspath(path)
     return None if "://" in text else Path(text)
 
@@ -220,7 +219,7 @@ def _nonfinite_names(checkpoint: dict[str, Any]) -> list[str]:
     """Return the names of tensors that must not be saved as good.
 
     These are weights and buffers with NaN, and optimizer state with NaN or Inf. An Inf among the
-    weights may be intended: a state dict does not say which entries are buffers, and a buffer may
+    weights may be intended: a state dict does not show which entries are buffers, and a buffer may
     be a mask or a running minimum.
     """
     weights = {
@@ -235,7 +234,7 @@ def _nonfinite_names(checkpoint: dict[str, Any]) -> list[str]:
 
 
 def _optimizer_tensors(checkpoint: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of all optimizer states, with names for people."""
+    """Yield the tensors of all optimizer states, with readable names."""
     for number, optimizer in enumerate(checkpoint.get("optimizer_states", ())):
         for parameter, state in optimizer.get("state", {}).items():
             if not isinstance(state, dict):

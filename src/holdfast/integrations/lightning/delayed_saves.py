@@ -1,4 +1,4 @@
-"""Saves of ``ModelCheckpoint`` that wait for a validation or the end of an epoch."""
+"""Delay saves of ``ModelCheckpoint`` until after a validation or the end of an epoch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class DelayedSaves:
-    """Delays a save by steps until after the validation or end of epoch at the same batch.
+    """Delays saves by step until after a validation or the end of an epoch at the same batch.
 
-    Lightning saves first. A run that resumes from such a file would leave out that validation, or
-    that end of epoch.
+    Lightning saves first. A run that resumes from such a file would skip that validation, or that
+    end of the epoch.
 
     Args:
         callback: A ``ModelCheckpoint``. Three of its hooks are replaced until `remove`.
@@ -22,7 +22,7 @@ class DelayedSaves:
         self._save_at_batch_end = callback.on_train_batch_end
         self._after_validation = callback.on_validation_end
         self._after_epoch = callback.on_train_epoch_end
-        # Arguments of the saves that wait; there is one at most.
+        # Arguments of the delayed saves; there is one at most.
         self._waiting: list[tuple[Any, ...]] = []
         vars(callback).update(
             on_train_batch_end=self._on_train_batch_end,
@@ -49,7 +49,7 @@ class DelayedSaves:
         return bool(self._trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
     def _saves_after_validation(self) -> bool:
-        """Return whether the callback itself saves after the validation, by a metric of it."""
+        """Return whether the callback saves after the validation anyway, based on its metric."""
         if self._callback.monitor is None:
             return False
         return not self._callback._should_save_on_train_epoch_end(self._trainer)

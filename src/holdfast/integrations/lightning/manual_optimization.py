@@ -13,7 +13,7 @@ from holdfast.loader.splitting import Split
 
 
 class ManualOptimization(Optimization):
-    """Makes the steps that the module asks for."""
+    """Makes the steps that the module requests."""
 
     # Whether the module's steps go through the guard. None until its first batch is over.
     _is_guarded: bool | None = None
@@ -46,7 +46,7 @@ class ManualOptimization(Optimization):
         return result
 
     def _optimizer_numbers(self, optimizer: Any) -> list[int]:
-        """Return the positions of an optimizer, of several, or for None of all of them.
+        """Return the positions of one optimizer, of several, or, for None, of all of them.
 
         Each may be wrapped in a ``LightningOptimizer``.
         """
@@ -61,12 +61,12 @@ class ManualOptimization(Optimization):
         ]
 
     def compute_loss(self, part: Any, loss_fn: LossFunction) -> Any:
-        """Call a loss function of the module, and keep what it logs right."""
+        """Call a loss function of the module, and keep its logged values correct."""
         with self._logging_part(part), self._within_training_step():
             return loss_fn(part)
 
     def note_unguarded_steps(self) -> None:
-        """Record once that the first batch went past the guard."""
+        """Record once that the first batch was trained without the guard."""
         if self._is_guarded is not None:
             return
         self._is_guarded = False
@@ -78,10 +78,7 @@ class ManualOptimization(Optimization):
 
 
 class _ManualLoss:
-    """A loss function of the module.
-
-    The guard recognises it from step to step by its attribute `loss_fn`.
-    """
+    """Wraps a loss function of the module, which the guard recognises by its `loss_fn`."""
 
     def __init__(self, optimization: ManualOptimization, loss_fn: LossFunction) -> None:
         self._optimization = optimization

@@ -1,4 +1,4 @@
-"""What automatic and manual optimization share: attempts, parts of a batch, and what they log."""
+"""The common part of automatic and manual optimization: attempts, parts of a batch, and logs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Optimization:
         module: The ``LightningModule``.
         guard: The guard of the run.
         optimizers: The optimizers of the trainer.
-        split: Where the batch dimension is, as `Guard` takes it.
+        split: Where the batch dimension is, as for `Guard`.
     """
 
     def __init__(
@@ -37,21 +37,21 @@ class Optimization:
         self._optimizers = optimizers
         self._split = split
         self._logs = StepLogs(module, self._trainer)
-        # Gradients of the batches of a window, between them.
+        # The gradients of a window, while its batches arrive.
         self.accumulation = Accumulation(guard, self._begin_attempt)
-        # The batch that Lightning has loaded, or the one that the step is made with.
+        # The batch that Lightning has loaded, or the one used for the step.
         self._batch: Any = None
-        # Whether the last step has left the weights as they were.
+        # Whether the last step left the weights unchanged.
         self.skipped = False
-        # Whether the guard is calling ``training_step`` right now.
+        # Whether the guard is currently calling ``training_step``.
         self.is_called_by_guard = False
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - for subclasses
-        """Keep the batch, since a step may need it several times."""
+        """Keep the batch, because a step may need it several times."""
         self._batch = batch
 
     def close(self) -> None:
-        """Undo what was changed in Lightning's objects."""
+        """Undo the changes to Lightning's objects."""
 
     def _begin_attempt(self) -> None:
         self._logs.undo_attempt()
@@ -60,8 +60,8 @@ class Optimization:
     def _logging_part(self, part: Any) -> Iterator[bool]:
         """Return a context in which a part of the batch passes through the model.
 
-        It yields whether this is an attempt. Otherwise it is a trial of a split, or a replay that
-        looks for a cause, and what is logged in it is undone.
+        It yields whether this is an attempt of the step. Otherwise it is a test of splitting, or a
+        replay to find a cause, and anything logged in it is undone.
         """
         if not self.accumulation.attempting:
             with self._logs.discarded():
@@ -69,7 +69,7 @@ class Optimization:
             return
         self._logs.begin_part(part, self._batch)
         yield True
-        # The weight of the part in what is logged.
+        # The weight of the part in the logged values.
         samples = 1
         if part is not self._batch and not callable(self._split):
             samples = batch_size(part, self._split)
@@ -77,7 +77,7 @@ class Optimization:
 
     @contextlib.contextmanager
     def _within_training_step(self) -> Iterator[None]:
-        """Let ``self.log`` see that it is called in ``training_step``."""
+        """Make ``self.log`` behave as if it were called in ``training_step``."""
         before = self._module._current_fx_name
         self._module._current_fx_name = "training_step"
         try:
@@ -87,7 +87,7 @@ class Optimization:
 
 
 def optimizer_names(optimizers: Sequence[Any]) -> list[str]:
-    """Return what the guard calls these optimizers."""
+    """Return the guard's names of these optimizers."""
     if len(optimizers) == 1:
         return ["optimizer"]
     return [f"optimizer_{number}" for number in range(len(optimizers))]

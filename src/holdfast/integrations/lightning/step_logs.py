@@ -1,4 +1,4 @@
-"""What ``self.log`` and torchmetrics hold during a step, so that each step is logged exactly once.
+"""Keep ``self.log`` and torchmetrics consistent, so that each step is logged exactly once.
 
 A guard may call ``training_step`` several times for one batch: again after an error, and once for
 each part of a batch that was split.
@@ -19,7 +19,7 @@ from holdfast.integrations.refusals import load
 load("lightning.pytorch")
 from torchmetrics import Metric  # noqa: E402
 
-# Attributes of a metric that change when it is updated, besides its states.
+# Attributes of a metric, besides its states, that change when it is updated.
 _UPDATE_ATTRIBUTES = (
     "_computed",
     "_forward_cache",
@@ -54,9 +54,9 @@ class _PartLogs:
 class StepLogs:
     """Keeps logged values and metrics right while a step is attempted, repeated and split.
 
-    An attempt that is undone leaves nothing behind. If a batch was split, a value that is logged
-    for each step is the mean over the parts, weighted by their samples. Values that Lightning
-    accumulates over an epoch weight each part by its own samples, as Lightning does with batches.
+    An attempt that is undone leaves nothing behind. If a batch was split, the value logged for a
+    step is the mean over the parts, weighted by their samples. In values that Lightning accumulates
+    over an epoch, each part is weighted by its samples, as batches are in Lightning.
 
     Args:
         module: The ``LightningModule``.
@@ -91,7 +91,7 @@ class StepLogs:
 
     @contextlib.contextmanager
     def discarded(self) -> Iterator[None]:
-        """Return a context after which everything that was logged in it is undone."""
+        """Return a context that undoes at its end everything that was logged in it."""
         snapshot = self._snapshot()
         try:
             yield
@@ -167,7 +167,7 @@ class StepLogs:
 
 
 def _step_value(item: Any) -> torch.Tensor | None:
-    """Return what a logged item holds for this step, or None if a mean of it makes no sense."""
+    """Return the value of a logged item for this step, or None if it cannot be averaged."""
     if not item.meta.on_step or not item.is_tensor or not item.meta.is_mean_reduction:
         return None
     value = item._forward_cache
@@ -175,7 +175,7 @@ def _step_value(item: Any) -> torch.Tensor | None:
 
 
 def _attributes(metric: Metric) -> dict[str, Any]:
-    """Return copies of what an update of a metric changes."""
+    """Return copies of the attributes that an update of a metric changes."""
     names = list(metric._defaults)
     names += [name for name in _UPDATE_ATTRIBUTES if name in vars(metric)]
     attributes = {name: _copy(getattr(metric, name)) for name in names}

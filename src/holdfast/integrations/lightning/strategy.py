@@ -1,8 +1,8 @@
-"""Lightning's strategies for one device and for several processes, with the steps of a guard.
+"""Lightning strategies for one device and for several processes, with steps made by a guard.
 
-How a step is made is in ``automatic_optimization`` and ``manual_optimization``. This module opens
-the guard when ``fit`` begins to train, closes it, and connects Lightning's checkpoints, schedulers
-and signals with it.
+This module opens the guard when ``fit`` begins to train, closes it, and connects it to Lightning's
+checkpoints, schedulers and signals. The steps are made in ``automatic_optimization`` and
+``manual_optimization``.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ from lightning.pytorch.strategies import (  # noqa: E402
 )
 from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
 
-# From Lightning's names of precisions to those of `Policy.precision`. All others are guarded like
-# fp32: there is no loss scale.
+# Maps Lightning's names of precisions to those of `Policy.precision`. All others are guarded like
+# fp32, without a loss scale.
 _PRECISIONS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
 # The key of the carried state in Lightning's checkpoints.
 _CARRIED_KEY = "holdfast"
 
 
 class GuardedStrategy(Framework):  # type: ignore[misc]
-    """Makes each optimizer step a transaction of a guard.
+    """Mixin for a Lightning strategy that makes each optimizer step a transaction of a guard.
 
-    It stands before one of Lightning's strategies among the bases.
+    It comes before the strategy in the list of bases.
     """
 
     _checkpoint_io: Any
@@ -85,17 +85,17 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         self._policy = Policy.of(holdfast_policy)
         self._run_dir = holdfast_run_dir
         self._split = split
-        # These two are set while ``fit`` trains.
+        # These two are only set while ``fit`` trains.
         self.holdfast_guard: HostedGuard | None = None
         self._optimization: Optimization | None = None
         self._delayed_saves: list[DelayedSaves] = []
         # The carried state of the checkpoint that was loaded, until training starts.
         self._carried: dict[str, Any] | None = None
-        # The states of all ranks, for the checkpoint that is being made.
+        # The carried states of all ranks, for the checkpoint that is being made.
         self._states_of_ranks: dict[str, Any] | None = None
 
     def setup_environment(self) -> None:
-        """Verify checkpoints, unless the trainer has a plugin of its own for them."""
+        """Verify checkpoints, unless the trainer has its own plugin for them."""
         if self._checkpoint_io is None:
             self._checkpoint_io = VerifiedCheckpointIO()
         super().setup_environment()
@@ -156,7 +156,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
     def _max_grad_norm(self, module: Any) -> float | None:
         """Return the norm to which the guard clips, or None if it does not."""
         if not module.automatic_optimization:
-            # Lightning refuses a limit of the trainer here, so the policy's holds.
+            # Lightning refuses the trainer's limit here, so the policy's limit applies.
             return self._policy.max_grad_norm
         limit = float(module.trainer.gradient_clip_val or 0)
         if limit <= 0 or lightning_clips(module):
@@ -187,12 +187,12 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         for delayed_saves in self._delayed_saves:
             delayed_saves.remove()
         self._delayed_saves = []
-        # Attributes of the objects that hide the methods of their classes.
+        # The instance attributes that hide methods of the class.
         vars(module).pop("lr_scheduler_step", None)
         vars(module.trainer._logger_connector).pop("log_metrics", None)
 
     def _hold_schedulers_after_skips(self, module: Any, optimization: Optimization) -> None:
-        """Do not advance a scheduler that counts steps when a step was skipped."""
+        """Keep schedulers that count steps from advancing when a step was skipped."""
         advance = module.lr_scheduler_step
         stepwise = {
             id(config.scheduler)
@@ -210,14 +210,14 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
     def _continue_from(
         self, carried: dict[str, Any], trainer: Any, optimization: Optimization
     ) -> None:
-        """Restore what the carried state holds besides the guard's own."""
+        """Restore the parts of the carried state that do not belong to the guard."""
         window = decode_carried(carried, "window")
         if window is not None:
             optimization.accumulation.load_state_dict(window)
         for callback in trainer.checkpoint_callbacks:
-            # Lightning does not remember which step it saved last. After the first batch of a
-            # window it would replace the file from the beginning of the window by one with a later
-            # position in the data.
+            # Lightning does not restore which step it saved last. After the first batch of a
+            # window, it would replace the file saved at the beginning of the window with one that
+            # has a later position in the data.
             if getattr(callback, "_every_n_train_steps", 0):
                 callback._last_global_step_saved = trainer.global_step
         if not carried["between_epochs"]:
@@ -231,7 +231,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         self._close(None)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Close the run directory and record the exception; after a signal, save first."""
+        """Record the exception and close the run directory; after a signal, save first."""
         super().on_exception(exception)
         guard = self.holdfast_guard
         module = self.lightning_module
@@ -274,7 +274,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         return super().process_dataloader(dataloader)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Keep the batch, and stop after it if that was requested."""
+        """Keep the batch, and stop after it if a stop was requested."""
         super().on_train_batch_start(batch, batch_idx)
         if self._optimization is None or self.holdfast_guard is None:
             return
@@ -283,7 +283,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
             self.lightning_module.trainer.should_stop = True
 
     def _automatic_optimization(self) -> AutomaticOptimization | None:
-        """Return what makes a step of this batch, or None if Lightning makes none."""
+        """Return the object that makes a step of this batch, or None if Lightning makes no step."""
         optimization = self._optimization
         if isinstance(optimization, AutomaticOptimization) and optimization.makes_steps:
             return optimization
@@ -312,7 +312,8 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         loss = optimization.optimizer_step(closure)
         if self.holdfast_guard is not None and self.holdfast_guard.stopped_by_signal:
-            # All ranks know it after the same step, and Lightning ends training after this batch.
+            # All ranks learn of the request after the same step, and Lightning ends training after
+            # this batch.
             self.lightning_module.trainer._signal_connector.received_sigterm = True
         return loss
 
@@ -338,14 +339,14 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         """Make one step under manual optimization, instead of zero_grad, backward and step.
 
         Args:
-            batch: What `loss_fn` takes; after an out-of-memory error, parts of it.
-            loss_fn: As ``Guard.step`` takes it. It may use ``self.log``.
-            optimizer: One of ``self.optimizers()``, or several. None: all. Gradients reach only
-                their parameters.
+            batch: The batch for `loss_fn`, which gets parts of it after an out-of-memory error.
+            loss_fn: As for ``Guard.step``. It may use ``self.log``.
+            optimizer: One or several of ``self.optimizers()``. None: all. Only their parameters get
+                gradients.
             split: As ``Guard.step`` takes it.
 
         Returns:
-            What happened. It is ``skipped`` if the weights did not change.
+            The result of the step, with ``skipped`` True if the weights did not change.
 
         Example:
             ``self.trainer.strategy.guarded_step(batch, self.generator_loss,
@@ -363,7 +364,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
     ) -> None:
         """Save, with the state of the guard and the random state.
 
-        A state that is not finite is refused.
+        A non-finite state is not saved.
         """
         guard = self.holdfast_guard
         if not should_save(guard):
@@ -374,7 +375,8 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
 
     def _carried_state(self, guard: HostedGuard) -> dict[str, Any]:
         devices = [] if self.root_device.type == "cpu" else [self.root_device]
-        # Lightning may save within a window: by time, after a validation, or after a signal.
+        # Lightning may save in the middle of a window: by time, after a validation, or after a
+        # signal.
         window = None
         if self._optimization is not None:
             window = self._optimization.accumulation.state_dict()
@@ -384,7 +386,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         return carried
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
-        """Load a checkpoint that verifies. The first rank chooses it for all."""
+        """Load a checkpoint that verifies, which the first rank chooses for all ranks."""
         files = self.checkpoint_io
         load_file = super().load_checkpoint
         if isinstance(files, VerifiedCheckpointIO):
@@ -394,7 +396,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
             lambda: load_file(checkpoint_path, weights_only=weights_only)
         )
         module = self.lightning_module
-        # Other functions of the trainer load only weights.
+        # The trainer's other functions load only weights.
         is_fit = module is not None and module.trainer.state.fn == "fit"
         self._carried = checkpoint.get(_CARRIED_KEY) if is_fit else None
         return checkpoint
@@ -410,12 +412,12 @@ class HoldfastStrategy(GuardedStrategy, SingleDeviceStrategy):
     """Trains on one device, with each optimizer step as a transaction of a guard.
 
     Args:
-        holdfast_policy: Settings: a `Policy`, a dict of its fields, the path of a YAML file, or
-            None for the defaults. Clipping and precision are the trainer's; a policy that
+        holdfast_policy: A `Policy`, a dict of its fields, the path of a YAML file, or None for the
+            defaults. Clipping and precision are taken from the trainer, and a policy that
             contradicts them is an error.
-        holdfast_run_dir: Where the run is recorded. None: ``holdfast`` in the trainer's
+        holdfast_run_dir: The run directory. None: ``holdfast`` in the trainer's
             ``default_root_dir``.
-        split: Where the batch dimension is, as `holdfast.Guard` takes it.
+        split: Where the batch dimension is, as for `holdfast.Guard`.
 
     Attributes:
         holdfast_guard: The guard, while ``fit`` trains: `statistics`, `events`, `request_stop`.
@@ -433,7 +435,7 @@ class HoldfastStrategy(GuardedStrategy, SingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """Return no device; Lightning sets this to those that the trainer was given."""
+        """Return no device; Lightning sets this property to the devices of the trainer."""
         return []
 
     @parallel_devices.setter
@@ -448,10 +450,9 @@ class HoldfastStrategy(GuardedStrategy, SingleDeviceStrategy):
 class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
     """Trains a ``DistributedDataParallel`` model on several processes, which step together.
 
-    If one of them skips a step, all do.
-
-    It takes the arguments of `HoldfastStrategy` and, by name, those of Lightning's ``DDPStrategy``.
-    H108 and H111 are also raised for what several processes cannot do.
+    If one of them skips a step, all do. The strategy takes the arguments of `HoldfastStrategy` and, as keywords, those of Lightning's
+    ``DDPStrategy``. H108 and H111 are also raised for settings that several processes do not
+    support.
 
     Example:
         ``Trainer(strategy=HoldfastDDPStrategy({"nonfinite_patience": 5}), devices=4)``
@@ -462,14 +463,14 @@ class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
     _sigterm_received = False
 
     def configure_ddp(self) -> None:
-        """Wrap the module, unless there is only one process, with nothing to average."""
+        """Wrap the module in ``DistributedDataParallel``, unless there is only one process."""
         if self.world_size > 1:
             super().configure_ddp()
 
     def setup(self, trainer: Any) -> None:
-        """Set up as Lightning does, but with our handler of SIGTERM.
+        """Set up as Lightning does, but with our own SIGTERM handler.
 
-        Lightning's begins a collective, wherever the other ranks are.
+        Lightning's handler starts a collective, wherever the other ranks are.
         """
         connector = trainer._signal_connector
         vars(connector).pop("_sigterm_notifier_fn", None)
@@ -483,16 +484,16 @@ class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
             self.launcher.kill(number)
 
     def on_train_start(self) -> None:
-        """Open the run directory, unless the ranks cannot do what is asked for."""
+        """Open the run directory, after checking that several ranks support the settings."""
         if self.world_size > 1:
             check_ranks(self.lightning_module)
         super().on_train_start()
         if self._sigterm_received:
-            # The guard has a handler now.
+            # From now on, the guard has a handler.
             os.kill(os.getpid(), signal.SIGTERM)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as Lightning does, but not within a step, which a rank may repeat alone.
+        """Reduce as Lightning does, but not within a step, which a single rank may repeat.
 
         Raises:
             PolicyError: H111 within a step.
@@ -502,7 +503,7 @@ class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
         if self.world_size > 1 and is_within_step:
             raise unsupported(
                 "self.log(..., sync_dist=True) in training_step, with on_step=True",
-                reason="a rank that repeats its step would wait there for others that do not come",
+                reason="a rank that repeats its step would wait there for ranks that never arrive",
                 fix=(
                     "log with on_step=False, on_epoch=True, which is reduced after the epoch; or"
                     " leave sync_dist out."
@@ -523,10 +524,10 @@ class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
 
 
 def _reset_finished_epoch(fit_loop: Any) -> None:
-    """Let an epoch that follows a checkpoint of the last batch begin like any other.
+    """Make an epoch after a checkpoint of the last batch begin like any other.
 
-    Otherwise Lightning would skip its beginning, and then mistake checkpoints from within this
-    epoch for those of its end.
+    Otherwise Lightning would skip the beginning of the epoch, and later mistake checkpoints from
+    the middle of the epoch for ones from its end.
     """
     progress = fit_loop.epoch_progress.current
     if fit_loop.restarted_mid_epoch and progress.ready == progress.processed:
@@ -534,10 +535,7 @@ def _reset_finished_epoch(fit_loop: Any) -> None:
 
 
 def _without_requeue_signal(policy: Policy, trainer: Any) -> Policy:
-    """Return the policy without the signal at which Lightning saves and requeues a Slurm job.
-
-    Lightning handles that one.
-    """
+    """Return the policy without the signal on which Lightning saves and requeues a Slurm job."""
     environment = trainer._accelerator_connector.cluster_environment
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return policy

@@ -1,4 +1,4 @@
-"""Lightning's settings that cannot be guarded, and what is refused on several ranks."""
+"""Refuse settings of Lightning that cannot be guarded, in general or on several ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _runs_backward_itself(module: Any) -> PolicyError | None:
 
 
 def check_ranks(module: Any) -> None:
-    """Refuse what several ranks cannot do together.
+    """Refuse settings that do not work on several ranks.
 
     Args:
         module: The ``LightningModule``, under a ``DDPStrategy``.
@@ -107,6 +107,6 @@ def _saves_on_exceptions(module: Any) -> PolicyError | None:
             return _unsupported_on_ranks(
                 "a checkpoint on exceptions",
                 module,
-                reason="a rank that fails would wait there for the others",
+                reason="a failing rank would wait there for the others",
             )
     return None

@@ -4,26 +4,27 @@
 
 ``compute_forward``, ``compute_objectives``, the hooks, ``freeze_optimizers``, precision, the
 options of the recipe (``max_grad_norm``, ``nonfinite_patience``, ``grad_accumulation_factor``,
-``precision``) and the checkpointer stay SpeechBrain's. As long as nothing goes wrong, the results
-are SpeechBrain's to the bit, with three exceptions:
+``precision``) and the checkpointer work as in SpeechBrain. As long as nothing goes wrong, the
+results are bit-exactly those of SpeechBrain, with three exceptions:
 
-- All parameter groups of each optimizer are clipped. SpeechBrain clips the first group only.
-- The last window of an epoch is stepped although it is not full. SpeechBrain drops its gradients.
+- All parameter groups of each optimizer are clipped. SpeechBrain clips only the first group.
+- The last window of an epoch makes a step even if it is incomplete. SpeechBrain drops its
+  gradients.
 - An optimizer that ``freeze_optimizers`` leaves out gets no gradients. SpeechBrain accumulates them
   until it is stepped again.
 
-What else is different:
+Other differences:
 
-- ``nonfinite_patience`` is how many losses with NaN or Inf in a row are skipped before the run
-  rolls back to a good state or ends. ``check_loss_isfinite`` and ``check_gradients`` are not
-  called, since such a step is never made.
-- ``on_fit_batch_end`` gets ``should_step=False`` for a step that was skipped. If a batch was split,
-  it gets the last part with its outputs, and the loss of the whole batch. ``optimizer_step`` counts
-  the steps that were made.
-- A checkpoint within an epoch waits for the end of a window. After SIGTERM one is saved, and the
-  process exits.
-- A Brain with its own ``fit_batch`` (a GAN) calls `HoldfastMixin.guarded_step` in it. Whatever does
-  not go through that is not guarded.
+- ``nonfinite_patience`` is the number of consecutive losses with NaN or Inf that are skipped before
+  the run rolls back to a good state or ends. ``check_loss_isfinite`` and ``check_gradients`` are
+  not called, because such a step is never made.
+- ``on_fit_batch_end`` gets ``should_step=False`` for a skipped step. If a batch was split, it gets
+  the last part with its outputs, and the loss of the whole batch. ``optimizer_step`` does not count
+  skipped steps.
+- A checkpoint within an epoch is delayed until the end of a window. After SIGTERM, a checkpoint is
+  saved and the process exits.
+- A Brain with its own ``fit_batch``, such as a GAN, must call `HoldfastMixin.guarded_step` there.
+  Steps made in any other way are not guarded.
 - Checkpoints are sealed when they are complete and verified before they are loaded.
 
 Only a single process is supported.

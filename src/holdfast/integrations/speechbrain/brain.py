@@ -1,4 +1,4 @@
-"""`HoldfastMixin`: SpeechBrain's loop, with the steps of a guard.
+"""`HoldfastMixin`: SpeechBrain's loop, with steps made by a guard.
 
 SpeechBrain restores its checkpoint in ``on_fit_start``. The guard is opened right after that, and
 closed when ``fit`` ends.
@@ -39,21 +39,21 @@ from holdfast.loader.loader import DataLoader
 
 # The name of the carried state among the recoverables of a checkpoint, and its key in that file.
 _RECOVERABLE = "holdfast"
-# Attributes of a Brain that are set where it trains on several processes or devices.
+# Attributes of a Brain that are set if it trains on several processes or devices.
 _SEVERAL_PROCESSES = ("distributed_launch", "data_parallel_backend")
 
 
 class HoldfastMixin(Framework):  # type: ignore[misc]
     """Makes each step of a Brain a transaction, and verifies its checkpoints.
 
-    It stands before ``sb.Brain`` among the bases.
+    List it before ``sb.Brain``: ``class ASR(HoldfastMixin, sb.Brain)``.
 
     Args:
         *positional: As ``Brain`` takes them.
-        holdfast_policy: Settings: a `Policy`, a dict of its fields, or the path of a YAML file.
-            None: ``holdfast_policy`` in ``hparams``, or the defaults. Clipping, precision and
-            patience are those of the Brain.
-        holdfast_run_dir: Where the run is recorded. None: ``holdfast_run_dir`` in ``hparams``, or
+        holdfast_policy: A `Policy`, a dict of its fields, or the path of a YAML file. None:
+            ``holdfast_policy`` in ``hparams``, or the defaults. Clipping, precision and patience
+            are taken from the Brain.
+        holdfast_run_dir: The run directory. None: ``holdfast_run_dir`` in ``hparams``, or
             ``holdfast`` in its ``output_folder`` or beside the checkpoints.
         **named: As ``Brain`` takes them.
 
@@ -82,14 +82,14 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         self._holdfast_run_dir = holdfast_run_dir or getattr(hparams, "holdfast_run_dir", None)
         # Makes the steps, while the guard is open.
         self._holdfast_accumulation: Accumulation | None = None
-        # The carried state of the checkpoint that was loaded, until the guard is opened; and from
-        # then to the first batch, if the checkpoint is from within an epoch.
+        # The carried state of the loaded checkpoint. It is kept until the guard is opened or, if
+        # the checkpoint is from within an epoch, until the first batch.
         self._holdfast_carried: dict[str, Any] | None = None
         self._holdfast_carried_within_epoch: dict[str, Any] | None = None
-        # The loader of this epoch if it is one of ours, and where it continues after a resume.
+        # The loader of this epoch if it is one of ours, and its position after a resume.
         self._holdfast_loader: DataLoader | None = None
         self._holdfast_position: dict[str, Any] | None = None
-        # Batches of this epoch, if that is known.
+        # The number of batches in this epoch, or None if unknown.
         self._holdfast_num_batches: int | None = None
         # The last part of the batch that went through the model, and its outputs.
         self._holdfast_last_part: tuple[Any, Any] | None = None
@@ -107,7 +107,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     # --- One fit ---
 
     def fit(self, *positional: Any, **named: Any) -> None:
-        """Train, as ``Brain.fit``, and close the run directory afterwards."""
+        """Train as ``Brain.fit`` does, and close the run directory afterwards."""
         try:
             super().fit(*positional, **named)
         except BaseException as error:
@@ -125,7 +125,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             guard.__exit__(None if error is None else type(error), error, None)
 
     def on_fit_start(self) -> None:
-        """Do as ``Brain`` does, which restores everything, and open the run directory."""
+        """Let ``Brain`` restore its checkpoint, and then open the run directory."""
         super().on_fit_start()
         for attribute in _SEVERAL_PROCESSES:
             count = 2 if getattr(self, attribute, False) else 1
@@ -170,10 +170,10 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         )
 
     def _holdfast_continue_from(self, carried: dict[str, Any]) -> None:
-        """Restore what the carried state holds besides the guard's own."""
+        """Restore the parts of the carried state that do not belong to the guard."""
         self._holdfast_position = decode_carried(carried, "loader")
         if carried["in_epoch"]:
-            # The loader draws from the random state until its first batch, so it is restored then.
+            # The loader draws random numbers before its first batch, so the state is restored then.
             self._holdfast_carried_within_epoch = carried
         else:
             restore_random_state(carried)
@@ -192,7 +192,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         return list(self.freeze_optimizers(self.optimizers_dict))
 
     def _holdfast_hosted_policy(self) -> Policy:
-        """Return the policy under the options of the Brain."""
+        """Return the policy, with the options of the Brain applied."""
         # A negative limit turns clipping off. A limit of 0 would multiply every gradient by 0, and
         # the policy refuses it (H102).
         max_grad_norm = None if self.max_grad_norm < 0 else self.max_grad_norm
@@ -205,8 +205,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             nonfinite_patience=max(1, patience),
             precision=self.precision,
         )
-        # SpeechBrain gives up at the loss after its patience, and a guard at the last one within
-        # it.
+        # SpeechBrain gives up at the first loss beyond its patience, and a guard at the last one
+        # within it.
         return policy.replace(nonfinite_patience=patience + 1)
 
     def _holdfast_directory(self) -> Path:
@@ -221,7 +221,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     # --- Batches and steps ---
 
     def _fit_train(self, train_set: Any, epoch: Any, enable: Any) -> None:
-        """Run an epoch, from the position in the data at which training resumes."""
+        """Run an epoch, starting at the position in the data at which training resumes."""
         try:
             self._holdfast_num_batches = len(train_set)
         except TypeError:
@@ -234,7 +234,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             self._holdfast_loader = train_set
             if position is not None:
                 train_set.load_state_dict(position)
-                # SpeechBrain resumes within this epoch, even if no batch of it is left.
+                # SpeechBrain resumes within this epoch, even if none of its batches are left.
                 train_set.set_epoch(position["epoch"])
         carried = self._holdfast_carried_within_epoch
         self._holdfast_carried_within_epoch = None
@@ -252,8 +252,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         """Train on a batch, as ``Brain.fit_batch``.
 
         Returns:
-            The loss, shape ``()``, on the CPU. It is NaN for a batch that was skipped because of
-            it.
+            The loss, shape ``()``, on the CPU. It is NaN if the batch was skipped because of that.
         """
         accumulation = self._holdfast_accumulation
         if accumulation is None:
@@ -274,14 +273,14 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         stepped = should_step and not result.skipped
         if stepped:
             self.optimizer_step += 1
-        # If the batch was split, the hook gets the last part and the outputs of that.
+        # If the batch was split, the hook gets its last part and the outputs for that part.
         part, outputs = self._holdfast_last_part or (batch, None)
         self._holdfast_last_part = None
         self.on_fit_batch_end(part, outputs, result.loss, stepped)
         return result.loss.detach().cpu()
 
     def _holdfast_loss(self, part: Any) -> torch.Tensor:
-        """Return the loss of the batch, or of a part of it: the loss function of the guard."""
+        """Return the loss of the batch or a part of it, as the loss function of the guard."""
         stage = load("speechbrain").Stage.TRAIN
         with self.training_ctx:
             outputs = self.compute_forward(part, stage)
@@ -295,16 +294,16 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def guarded_step(
         self, batch: Any, loss_fn: LossFunction, *, optimizer: str | Sequence[str] | None = None
     ) -> StepResult:
-        """Make one step in your own ``fit_batch``, such as that of a GAN.
+        """Make one step in your own ``fit_batch``, for example for a GAN.
 
         Args:
-            batch: What `loss_fn` takes; after an out-of-memory error, parts of it.
-            loss_fn: As ``Guard.step`` takes it. Autocast is on.
-            optimizer: Keys of ``optimizers_dict``. None: all that are not frozen. Gradients reach
-                only their parameters.
+            batch: The batch for `loss_fn`, which gets parts of it after an out-of-memory error.
+            loss_fn: As for ``Guard.step``. Autocast is on.
+            optimizer: Keys of ``optimizers_dict``. None: all that are not frozen. Only their
+                parameters get gradients.
 
         Returns:
-            What happened. It is ``skipped`` if the weights did not change.
+            The result of the step, with ``skipped`` True if the weights did not change.
         """
         assert self.holdfast_guard is not None, "only while fit runs"
         names = self._holdfast_active_optimizers() if optimizer is None else optimizer
@@ -318,7 +317,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def _should_save_intra_epoch_ckpt(self, last_ckpt_time: Any, steps_since_ckpt: Any) -> bool:
         accumulation = self._holdfast_accumulation
         if accumulation is not None and accumulation.pending:
-            # The gradients of the window would be lost. The save stays due.
+            # A save in the middle of a window would lose its gradients, so it is made after the
+            # window.
             return False
         if not self._holdfast_must_stop():
             is_due: bool = super()._should_save_intra_epoch_ckpt(last_ckpt_time, steps_since_ckpt)
@@ -336,7 +336,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         return self.holdfast_guard is not None and self.holdfast_guard.stop_reason is not None
 
     def _holdfast_stop(self) -> NoReturn:
-        """End the process, as ``Guard.batches`` does when a stop was requested."""
+        """End the process, as ``Guard.batches`` does after a requested stop."""
         assert self.holdfast_guard is not None
         exception = self.holdfast_guard.stop_exception()
         self.holdfast_guard.close_after_stop()
@@ -348,7 +348,7 @@ class _ResumedLoader:
 
     Args:
         loader: The loader.
-        carried: The carried state of a checkpoint from within an epoch. None: there is none.
+        carried: The carried state of a checkpoint from within an epoch, or None.
     """
 
     def __init__(self, loader: Any, carried: dict[str, Any] | None) -> None:
@@ -359,7 +359,7 @@ class _ResumedLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        # An iterator draws a seed when it is made, as it did before the checkpoint.
+        # Creating an iterator draws a seed, as it did before the checkpoint.
         iterator: Iterator[Any] = iter(self._loader)
         if self._carried is not None:
             restore_random_state(self._carried)
@@ -382,7 +382,10 @@ def _save_carried_state(brain: HoldfastMixin, path: Any) -> None:
 
 
 def _load_carried_state(brain: HoldfastMixin, path: Any, end_of_epoch: Any) -> None:
-    """Read what `_save_carried_state` has written. SpeechBrain passes `end_of_epoch` to all."""
+    """Read the file that `_save_carried_state` has written.
+
+    SpeechBrain passes `end_of_epoch` to all such functions.
+    """
     del end_of_epoch
     with safe_open(path, "pt") as file:
         carried = json.loads(file.metadata()[_RECOVERABLE])

@@ -1,8 +1,8 @@
-"""SpeechBrain's checkpointer, with folders that are sealed when complete and verified when loaded.
+"""Seal the folders of SpeechBrain's checkpointer when complete, and verify them when loaded.
 
 SpeechBrain writes ``CKPT.yaml`` first and the files after it, so an interrupted save looks like a
-finished one. Here the folder is marked as unfinished before that. One that does not verify is
-renamed to ``damaged-CKPT+...``.
+finished one. Here the folder is first marked as unfinished. One that does not verify is renamed to
+``damaged-CKPT+...``.
 """
 
 from __future__ import annotations
@@ -25,31 +25,28 @@ from holdfast.integrations.saving import (
 )
 
 CHECKPOINT_NAME = re.compile(r"CKPT.*")
-# Checkpoints that are kept at least. SpeechBrain keeps one within an epoch, and if that were
+# The fewest checkpoints to keep. SpeechBrain keeps only one within an epoch, so if that were
 # damaged, there would be none to fall back to.
 _FEWEST_KEPT = 2
 
 
 class SealedCheckpoints(Framework):  # type: ignore[misc]
-    """Seals and verifies checkpoints.
-
-    It stands before ``speechbrain.utils.checkpoints.Checkpointer`` among the bases.
-    """
+    """Mixin for SpeechBrain's ``Checkpointer`` that seals and verifies checkpoints."""
 
     checkpoints_dir: Path
     # The guard of the run, while there is one.
     holdfast_guard: HostedGuard | None = None
-    # Whether the newest save was refused or has failed.
+    # Whether the newest save was refused or failed.
     _newest_save_failed = False
 
     def _holdfast_emit(self) -> Emit | None:
-        """Return what records events. None: they are logged."""
+        """Return the function that records events, or None to log them."""
         return None if self.holdfast_guard is None else self.holdfast_guard.emit
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Save and seal, and return the checkpoint, or None if it was not saved.
 
-        A state that is not finite is refused, and a disk that refuses does not end training.
+        A non-finite state is not saved, and a disk error does not end training.
         """
         folders_before = set(self.folders())
         save_plain = super().save_checkpoint
@@ -102,7 +99,7 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         return None if best is None else candidates[best]
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Load a checkpoint; verify it before that, unless it was written without holdfast.
+        """Load a checkpoint, after verifying it unless it was written without holdfast.
 
         Raises:
             CheckpointError: H311 if it does not verify.
@@ -121,18 +118,18 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         return folder
 
     def _list_checkpoint_dirs(self) -> list[Path]:
-        # Half of a ``CKPT.yaml`` cannot be parsed, and would end every search with an error.
+        # A truncated ``CKPT.yaml`` cannot be parsed, and would make every search fail.
         return [path for path in super()._list_checkpoint_dirs() if not is_unfinished(path)]
 
     def folders(self) -> list[Path]:
-        """Return the folders of checkpoints, whatever is in them."""
+        """Return the folders of all checkpoints, regardless of their contents."""
         return checkpoints_in(Path(self.checkpoints_dir), CHECKPOINT_NAME)
 
 
 def seal_and_verify(checkpointer: Any) -> None:
     """Make an existing checkpointer seal and verify from now on.
 
-    Recipes create theirs in YAML, so its class is replaced by a subclass.
+    Its class is replaced with a subclass, because recipes create checkpointers in YAML.
     """
     plain_class = type(checkpointer)
     if not issubclass(plain_class, SealedCheckpoints):

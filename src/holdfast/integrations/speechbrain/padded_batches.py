@@ -1,4 +1,4 @@
-"""How SpeechBrain's batches are split when memory is short."""
+"""Split SpeechBrain's batches when memory is short."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LENGTH_SUFFIX = "__length"
 
 
 def split_of(batch: Any) -> Split:
-    """Return how to split a batch, as `Guard` takes ``split``."""
+    """Return the ``split`` argument of `Guard` for a batch."""
     return split_padded if is_padded(batch) else 0
 
 

@@ -8,20 +8,20 @@
 
     class MyTrainer(HoldfastMixin, SFTTrainer): ...  # any other Trainer
 
-The Trainer keeps its loop, data, evaluation, logs, schedule and checkpoints. These things differ
-from the Trainer alone:
+The Trainer keeps its loop, data, evaluation, logs, schedule and checkpoints. Differences from the
+plain Trainer:
 
-- Each optimizer step is a transaction of a guard: out of memory is survived within the step, and a
-  step with NaN or Inf is skipped.
-- The micro-batches of ``gradient_accumulation_steps`` are collected, and trained when the last of
-  them arrives. So ``on_substep_end`` is called before they are trained, and
-  ``on_pre_optimizer_step`` after the step was made.
+- Each optimizer step is a transaction of a guard: it survives out-of-memory errors, and a step with
+  NaN or Inf is skipped.
+- The micro-batches of ``gradient_accumulation_steps`` are collected, and the step is made when the
+  last of them arrives. So ``on_substep_end`` is called before any of them is trained, and
+  ``on_pre_optimizer_step`` after the step.
 - Each checkpoint is sealed when it is complete and verified before it is loaded.
 - ``resume_from_checkpoint=True`` starts a new run, with a warning, if there is no checkpoint yet.
 
-A ``get_train_dataloader`` of your own may return a `holdfast.DataLoader` that was not prepared.
-Then workers that die are replaced, bad samples are quarantined by their index in the dataset, and
-training resumes in the loader's order.
+Your own ``get_train_dataloader`` may return an unprepared `holdfast.DataLoader`. Then dead workers
+are replaced, bad samples are quarantined by their dataset index, and training resumes in the
+loader's order.
 
 Read in this order: ``trainer`` (the mixin), ``window_loss`` (how losses are normalised),
 ``positioned_loader`` (resuming within an epoch), ``checkpoints`` (the folders), ``unsupported``
@@ -38,7 +38,7 @@ from holdfast.integrations.transformers.trainer import HoldfastMixin
 
 __all__ = ["HoldfastMixin", "HoldfastSeq2SeqTrainer", "HoldfastTrainer", "last_good_checkpoint"]
 
-# Created on first use, since their base classes take seconds to import.
+# Created on first use, because their base classes take seconds to import.
 HoldfastTrainer: Any
 HoldfastSeq2SeqTrainer: Any
 _BASE_CLASSES = {"HoldfastTrainer": "Trainer", "HoldfastSeq2SeqTrainer": "Seq2SeqTrainer"}

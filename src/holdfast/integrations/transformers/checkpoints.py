@@ -1,7 +1,7 @@
-"""The checkpoint folders of a Hugging Face Trainer: sealed when written, verified before a resume.
+"""Seal the checkpoint folders of a Hugging Face Trainer, and verify them before a resume.
 
-The Trainer writes ``checkpoint-500`` in place. Here the folder is marked as unfinished before that,
-and sealed afterwards. One that does not verify is renamed to ``damaged-checkpoint-500``, which the
+The Trainer writes ``checkpoint-500`` in place. Here the folder is first marked as unfinished, and
+sealed afterwards. One that does not verify is renamed to ``damaged-checkpoint-500``, which the
 Trainer does not look for.
 """
 
@@ -43,15 +43,15 @@ def last_good_checkpoint(
     """Return the newest checkpoint of an output directory that verifies.
 
     Newer ones that do not verify are moved aside. Use it in place of
-    ``transformers.trainer_utils.get_last_checkpoint``, which returns the highest number whatever is
-    in the folder. Do not call it while another process trains there.
+    ``transformers.trainer_utils.get_last_checkpoint``, which returns the highest number regardless
+    of the folder's contents. Do not call it while another process is training in the folder.
 
     Args:
         folder: ``TrainingArguments.output_dir``.
         run_dir: Where holdfast records. None: ``holdfast`` in the output directory.
 
     Returns:
-        Its path, or None if there is no checkpoint, or none that was ever finished.
+        The path of the checkpoint, or None if no checkpoint was ever finished.
 
     Raises:
         CheckpointError: H312 if one was complete, or was saved according to the recording, and none
@@ -65,7 +65,7 @@ def last_good_checkpoint(
 
 
 def verified_checkpoint(trainer: Any, requested: Any, run_dir: str | None = None) -> Any:
-    """Return what the Trainer should resume from.
+    """Return the checkpoint that the Trainer should resume from.
 
     Args:
         trainer: The Trainer, on every rank.
@@ -74,7 +74,8 @@ def verified_checkpoint(trainer: Any, requested: Any, run_dir: str | None = None
 
     Returns:
         The requested checkpoint if it verifies, otherwise the newest older one that does, or None
-        for a new start. A path that does not exist is returned unchanged: the Trainer reports it.
+        for a new start. A path that does not exist is returned unchanged, and the Trainer reports
+        it.
     """
     if not requested:
         return requested
@@ -84,7 +85,7 @@ def verified_checkpoint(trainer: Any, requested: Any, run_dir: str | None = None
 
     if trainer.is_world_process_zero():
         return on_all_ranks(choose)
-    # The first process moves damaged checkpoints aside, so the others look after it is done.
+    # The first process moves damaged checkpoints aside, so the others wait until it is done.
     on_all_ranks(lambda: None)
     return choose()
 
@@ -97,7 +98,7 @@ def _choose_checkpoint(requested: Any, output_dir: str, run_dir: str | None) -> 
         return checkpoint
     path = Path(requested)
     if not path.is_dir() and not path.is_symlink():
-        # The Trainer says what is wrong with it.
+        # The Trainer reports what is wrong with it.
         return requested
     older = [
         checkpoint
@@ -114,9 +115,9 @@ def _choose_checkpoint(requested: Any, output_dir: str, run_dir: str | None) -> 
 
 
 def _warn_of_new_start(folder: str) -> None:
-    """Say that training starts from scratch, where the Trainer itself would refuse.
+    """Warn that training starts from scratch, in a case in which the Trainer would raise an error.
 
-    So the same script can start a run and resume it.
+    The same script can therefore start and resume a run.
     """
     _log.warning("no checkpoint in %s: starting a new run", folder)
 
@@ -140,16 +141,16 @@ def save_sealed(
     carried: Mapping[str, Any] | None,
     emit: Emit | None,
 ) -> bool:
-    """Have a Trainer write a checkpoint, and return whether it was saved.
+    """Let a Trainer write a checkpoint, seal it, and return whether it was saved.
 
-    All processes write their part. The first one marks the folder as unfinished before, seals it
-    afterwards, and only then deletes older checkpoints.
+    All processes write their part. The first one marks the folder as unfinished beforehand, seals
+    it afterwards, and only then deletes older checkpoints.
 
     Args:
         trainer: The Trainer, on every rank.
         folder: The checkpoint folder.
         write: Writes this process's part, as the Trainer does.
-        carried: The carried state, for `read_carried_state`. None: there is none.
+        carried: The carried state, for `read_carried_state`, or None.
         emit: Records events. None: they are logged.
     """
     keep_at_most = trainer.args.save_total_limit

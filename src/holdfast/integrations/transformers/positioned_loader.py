@@ -1,7 +1,7 @@
 """A `holdfast.DataLoader` in the Trainer's loop, at the position at which training resumes.
 
-In the middle of an epoch the Trainer skips batches by wrapping the loader's dataset in a loader of
-its own. That would lose the order, the workers and the quarantine of ours.
+To resume in the middle of an epoch, the Trainer skips batches by wrapping the loader's dataset in
+its own loader, which would lose our loader's order, workers and quarantine.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from holdfast.loader.loader import DataLoader
 
 
 class PositionedLoader:
-    """What the Trainer iterates in place of a `holdfast.DataLoader`.
+    """The loader that the Trainer iterates instead of a `holdfast.DataLoader`.
 
-    It has the attributes that ``accelerate.skip_first_batches`` copies into the loader that it
-    makes: those of a loader without workers, whose dataset yields whole batches.
+    It has the attributes that ``accelerate.skip_first_batches`` copies to the loader that it
+    creates: those of a loader without workers whose dataset yields whole batches.
 
     If the checkpoint holds the position of the loader, only placeholders are skipped. Otherwise the
-    batches that were trained are read once more.
+    batches that were already trained are read again.
 
     Args:
         loader: The loader.
         epoch: The epoch to iterate, from 0.
-        skipped: Batches of it that the Trainer will skip.
+        skipped: The number of its batches that the Trainer will skip.
         state: ``loader.state_dict()`` at that position, or None if the checkpoint does not hold it.
     """
 
@@ -55,7 +55,7 @@ class PositionedLoader:
 
     @staticmethod
     def collate_fn(batch: Any) -> Any:
-        """Return the batch, which the loader has collated already."""
+        """Return the batch unchanged, because the loader has already collated it."""
         return batch
 
 

@@ -1,8 +1,9 @@
-"""`HoldfastMixin`: the Trainer's loop, with the steps of a guard.
+"""`HoldfastMixin`: the Trainer's loop, with steps made by a guard.
 
-The Trainer calls `HoldfastMixin.training_step` for each micro-batch and then steps the optimizer.
-Here the micro-batches are collected, and the guard makes the whole step when the last of them
-arrives. The optimizer's own ``step`` does nothing after that.
+The Trainer calls `HoldfastMixin.training_step` for each micro-batch, and steps the optimizer after
+the last one. Here `training_step` only collects the micro-batches, until it gets the last one: then
+it passes all of them to ``Guard.step``, which makes the whole step, with `WindowLoss` as the loss
+function. The Trainer's later call of ``optimizer.step`` does nothing (`_StepAlreadyMade`).
 """
 
 from __future__ import annotations
@@ -38,20 +39,21 @@ from holdfast.memory.oom import find_out_of_memory
 from holdfast.recorder.scalars import with_recording
 from holdfast.supervise.observe.logged_scalars import read_trainer_log
 
-# Counters of the guard that are logged beside the loss once they are above 0.
+# Counters of the guard that are logged with the loss once they are above 0.
 _LOGGED_COUNTERS = ("skipped_steps", "out_of_memory", "rollbacks")
 
 
 @dataclass(slots=True, kw_only=True)
 class _LoopState:
-    """What one call of ``train`` keeps between its steps."""
+    """The state that one call of ``train`` keeps between its steps."""
 
-    # Sum of the losses of the steps that were made, also before a resume, and their number.
+    # Sum of the losses of all steps that were made, including those before a resume, and their
+    # number.
     loss_sum: torch.Tensor
     steps_made: int = 0
-    # What the Trainer resumes from, as its ``resume_from_checkpoint``.
+    # The Trainer's ``resume_from_checkpoint``, after verification.
     resumed_from: Any = None
-    # The trial of a hyperparameter search, which decides the output directory.
+    # The trial of a hyperparameter search, which determines the output directory.
     trial: Any = None
 
     # The loss function of the guard's steps, once the guard is open.
@@ -61,24 +63,26 @@ class _LoopState:
     # Norm of the gradients of the last step.
     grad_norm: float = math.nan
 
-    # The loader that the Trainer was given for this epoch.
+    # The loader passed to the Trainer for this epoch.
     given_loader: Any = None
-    # The same, if it is one of ours; where it was before the batches that are not trained yet; and
-    # the dataset indices of those batches, as far as they are known.
+    # The same loader if it is one of ours, its position before the batches that are not trained
+    # yet, and the dataset indices of those batches, as far as they are known.
     loader: DataLoader | None = None
     position: dict[str, Any] | None = None
     indices: list[list[int] | None] = field(default_factory=list)
 
-    # The last step of this epoch, until the Trainer has come to its save.
+    # The last step of this epoch, until the Trainer has reached its save.
     last_step_of_epoch: int | None = None
-    # The step of the newest checkpoint that holds the present weights.
+    # The step of the newest checkpoint with the current weights.
     saved_at: int | None = None
 
 
 class HoldfastMixin(Framework):  # type: ignore[misc]
-    """Makes each step of a Trainer a transaction. It stands before a Trainer class among the bases.
+    """Makes each step of a Trainer a transaction.
 
-    The settings of ``TrainingArguments`` hold: ``max_grad_norm``, ``bf16``, ``fp16``, ``save_*``
+    List it before the Trainer class: ``class MyTrainer(HoldfastMixin, Trainer)``.
+
+    The settings of ``TrainingArguments`` apply: ``max_grad_norm``, ``bf16``, ``fp16``, ``save_*``
     and the schedule are taken from there, and a policy that contradicts them is an error.
     ``logging_nan_inf_filter`` is switched off. Logs contain ``skipped_steps``, ``out_of_memory``
     and ``rollbacks`` once there are any.
@@ -87,8 +91,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         *positional: As the Trainer takes them.
         holdfast_policy: Settings: a `Policy`, a dict of its fields, the path of a YAML file, or
             None for the defaults.
-        holdfast_run_dir: Where the run is recorded. None: ``holdfast`` in the output directory.
-        holdfast_split: Where the batch dimension is, as `holdfast.Guard` takes ``split``.
+        holdfast_run_dir: The run directory. None: ``holdfast`` in the output directory.
+        holdfast_split: Where the batch dimension is, as for ``split`` of `holdfast.Guard`.
         **named: As the Trainer takes them.
 
     Attributes:
@@ -112,12 +116,12 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         super().__init__(*positional, **named)
         check_trainer(self)
         self._holdfast_policy = Policy.of(holdfast_policy)
-        # A contradiction is an error before anything else is made.
+        # Contradictions are reported before anything else is created.
         self._holdfast_hosted_policy()
         self._holdfast_run_dir = holdfast_run_dir
         self._holdfast_split = holdfast_split
         self._holdfast = _LoopState(loss_sum=torch.zeros((), dtype=torch.float64))
-        # An attribute ``step`` that the optimizer already had before the guard was opened.
+        # The attribute ``step`` that the optimizer may have had before the guard was opened.
         self._holdfast_own_step: Any = None
         self.args.logging_nan_inf_filter = False
         callback_class = type(
@@ -126,10 +130,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         self.add_callback(callback_class(self))
 
     def _holdfast_hosted_policy(self) -> Policy:
-        """Return the policy under the arguments as they are now.
-
-        A hyperparameter search changes them.
-        """
+        """Return the policy for the current arguments, which a hyperparameter search changes."""
         max_grad_norm = self.args.max_grad_norm
         return hosted_policy(
             self._holdfast_policy,
@@ -143,12 +144,13 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **named: Any) -> Any:
         """Train as the Trainer does.
 
-        A checkpoint is verified before it is loaded, and an older one is taken if it is damaged.
+        A checkpoint is verified before it is loaded. If it is damaged, an older one is loaded
+        instead.
         ``resume_from_checkpoint=True`` starts a new run, with a warning, if there is none yet.
 
         Raises:
             HoldfastError: H307 or H312 for checkpoints, H401, H402, H501 or H503 for steps.
-            SystemExit, KeyboardInterrupt: After a stop by a signal, as ``Guard.batches``.
+            SystemExit, KeyboardInterrupt: After a stop by a signal, as in ``Guard.batches``.
         """
         check_trainer(self)
         resumed_from = verified_checkpoint(self, resume_from_checkpoint, self._holdfast_run_dir)
@@ -199,7 +201,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         training.loss = WindowLoss(self, model, self._holdfast_split)
         training.window = []
         self._holdfast_own_step = vars(self.optimizer).get("step")
-        # The guard steps the optimizer that is inside this one.
+        # The guard steps the optimizer inside this one.
         self.optimizer.step = _StepAlreadyMade(self.optimizer)
         self.holdfast_guard = guard
         warn_of_persistent_workers(training.given_loader, guard.emit)
@@ -219,9 +221,10 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     # --- Data ---
 
     def _run_epoch(self, *rest: Any, **named: Any) -> Any:
-        """Run an epoch, with a `holdfast.DataLoader` in its own order.
+        """Run an epoch.
 
-        That also holds where the Trainer resumes in the middle of an epoch.
+        A `holdfast.DataLoader` keeps its own order, even if the Trainer resumes in the middle of an
+        epoch.
         """
         training = self._holdfast
         loader = named.get("train_dataloader")
@@ -231,8 +234,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             training.loader = loader
             named["train_dataloader"] = self._holdfast_positioned(loader, **named)
             if self.holdfast_guard is None:
-                # It is opened before the first batch is loaded, so that the loader's events are
-                # recorded.
+                # The guard is opened before the first batch is loaded, so that the loader's events
+                # are recorded.
                 self._holdfast_open(named["model"])
         return super()._run_epoch(*rest, **named)
 
@@ -246,7 +249,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         resume_from_checkpoint: Any,
         **_: Any,
     ) -> PositionedLoader:
-        """Return the loader at the position at which the Trainer begins this epoch."""
+        """Return the loader, moved to the position at which the Trainer begins this epoch."""
         resumes_here = resume_from_checkpoint is not None and epoch == epochs_trained
         skipped = steps_trained_in_current_epoch if resumes_here else 0
         state = None
@@ -256,7 +259,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         return PositionedLoader(loader, epoch=epoch, skipped=skipped, state=state)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *rest: Any, **named: Any) -> Any:
-        """Collect the micro-batches of a window, and note the samples in them if they are known."""
+        """Collect the micro-batches of a window, and their dataset indices if known."""
         training = self._holdfast
         loader = training.loader
         if loader is None:
@@ -275,10 +278,10 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def training_step(
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Collect a micro-batch; at the last one of the window, make the step.
+        """Collect a micro-batch, and make the step if it is the last one of its window.
 
         Returns:
-            The loss of the step, or 0 for a micro-batch that was only collected.
+            The loss of the step, or 0 if the micro-batch was only collected.
         """
         guard = self.holdfast_guard or self._holdfast_open(model)
         training = self._holdfast
@@ -288,8 +291,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         batches = training.window
         training.window = []
         if len(batches) != self.current_gradient_accumulation_steps:
-            # The rest of an epoch whose length was unknown is trained with the first window of the
-            # next one.
+            # If the length of an epoch was unknown, its last, incomplete window is trained together
+            # with the first window of the next epoch.
             num_items_in_batch = self._get_num_items_in_batch(batches, self.args.device)
         guard.note_next_samples(_sample_indices(training.indices))
         training.indices = []
@@ -309,7 +312,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             # The weights are those of the last step, so they can be saved.
             self._holdfast_save_if_alone(model)
             raise
-        # Every batch that the loader has handed out is trained.
+        # Now every batch that the loader has handed out is trained.
         training.position = None
         # The Trainer does not advance the schedule after an overflow.
         self.optimizer._is_overflow = result.skipped
@@ -328,7 +331,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     # --- Logs ---
 
     def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
-        """Log as the Trainer does, with the counts of unusual steps, and record it too."""
+        """Log as the Trainer does, with the guard's counters, and record the values too."""
         if self.holdfast_guard is not None and ("loss" in logs or "train_loss" in logs):
             statistics = self.holdfast_guard.statistics()
             for name in _LOGGED_COUNTERS:
@@ -336,21 +339,22 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
                 if count:
                     logs[name] = count
         if not math.isfinite(logs.get("loss", 0.0)):
-            # The Trainer subtracts what it has logged, and NaN minus NaN would stay NaN forever.
+            # The Trainer subtracts what it has logged so far, and NaN minus NaN would stay NaN
+            # forever.
             self._tr_loss.zero_()
         log_and_record = with_recording(super().log, partial(read_trainer_log, self))
         log_and_record(logs, *rest, **named)
 
     def _finalize_training(self, *rest: Any, **named: Any) -> Any:
-        """Make ``train_loss`` the mean over the steps that were made, also before a resume.
+        """Make ``train_loss`` the mean over all steps made, including those before a resume.
 
         It is NaN if no step was made.
         """
         training = self._holdfast
         steps = self.state.global_step
         if training.resumed_from or training.steps_made != steps:
-            # The Trainer will divide the sum by all steps, although it has only added those of this
-            # process.
+            # The Trainer will divide the sum by the number of all steps, although it has only added
+            # those of this process.
             mean = float(training.loss_sum) / (training.steps_made or math.nan)
             self._tr_loss.zero_()
             self._total_loss_scalar = mean * steps
@@ -361,7 +365,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Save as the Trainer does, and seal.
 
-        A disk that refuses is recorded as an event and does not stop training.
+        A disk error is recorded as an event and does not end training.
         """
         guard = self.holdfast_guard
         if not should_save(guard):
@@ -390,13 +394,13 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def _holdfast_save_if_alone(self, model: torch.nn.Module) -> None:
         """Save the weights after an error, unless there are other processes.
 
-        A save is a collective, and the others would not join it.
+        A save is a collective operation, which the others would not join.
         """
         if self.accelerator.num_processes == 1:
             self._holdfast_save_last(model)
 
     def _holdfast_save_last(self, model: torch.nn.Module) -> None:
-        """Save before training ends, unless these weights are saved or nothing is to be saved."""
+        """Save before training ends, unless the weights are saved already or saving is off."""
         training = self._holdfast
         step = self.state.global_step
         if self.args.save_strategy == "no" or not step:
@@ -413,10 +417,10 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     ) -> None:
         """Log, evaluate and save as the Trainer does, but save last at the end of an epoch.
 
-        The Trainer calls this after the last step of an epoch, and again after the epoch. A save
-        between the two would be resumed at the beginning of the next epoch, and the evaluation at
-        the end of this one would never be made. When training stops on request, a checkpoint is
-        also saved under ``save_strategy="best"``.
+        The Trainer calls this after the last step of an epoch, and again after the epoch. A run
+        that resumes from a save between the two would begin with the next epoch and never make the
+        evaluation at the end of this one. When training stops on request, a checkpoint is also
+        saved under ``save_strategy="best"``.
         """
         is_last_step = self.state.global_step == self._holdfast.last_step_of_epoch
         save_is_due = self.control.should_save
@@ -444,7 +448,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
 
 
 def _sample_indices(indices_by_batch: Sequence[list[int] | None]) -> list[int] | None:
-    """Return the dataset indices of all samples of a step, or None if those of any are unknown."""
+    """Return the dataset indices of all samples of a step, or None unless all of them are known."""
     indices: list[int] = []
     for batch_indices in indices_by_batch:
         if batch_indices is None:
@@ -454,7 +458,7 @@ def _sample_indices(indices_by_batch: Sequence[list[int] | None]) -> list[int] |
 
 
 class _StopOnRequest:
-    """A callback that ends training on request, and hands evaluation losses to the guard."""
+    """A callback that ends training on request, and passes evaluation losses to the guard."""
 
     def __init__(self, trainer: HoldfastMixin) -> None:
         self._trainer = trainer
@@ -470,7 +474,7 @@ class _StopOnRequest:
         metrics: Any = None,
         **_: Any,
     ) -> None:
-        # A request may have come during the evaluation, which takes long.
+        # A request may have arrived during the evaluation, which takes a long time.
         self._stop_if_requested(args, control)
         guard = self._trainer.holdfast_guard
         loss = (metrics or {}).get("eval_loss")
@@ -487,10 +491,10 @@ class _StopOnRequest:
 
 
 class _StepAlreadyMade:
-    """Replaces ``step`` of an optimizer that the guard has stepped already.
+    """Replaces ``step`` of an optimizer that the guard has already stepped.
 
-    Torch's schedulers check the two attributes that are set here, to see whether the optimizer was
-    stepped before them.
+    Torch's schedulers check the two attributes set here, to see whether the optimizer was stepped
+    before them.
     """
 
     _wrapped_by_lr_sched = True

@@ -1,4 +1,4 @@
-"""Settings of the Trainer that cannot be guarded."""
+"""Refuse settings of the Trainer that cannot be guarded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from holdfast.core.errors import PolicyError
 from holdfast.integrations.refusals import check_accelerator, raise_first, unsupported
 
-# Parts of the names of optimizers that move weights during the backward pass.
+# Parts of the names of optimizers that update weights during the backward pass.
 _STEPS_IN_BACKWARD = ("lomo", "layerwise")
 _LEAVE_OUT = "leave it out."
 
@@ -55,7 +55,7 @@ def _optimizer_that_steps_in_backward(trainer: Any) -> PolicyError | None:
         return None
     return unsupported(
         f"optim={optimizer}",
-        reason="it moves weights during the backward pass, which cannot be undone",
+        reason="it updates weights during the backward pass, which cannot be undone",
         fix="use another optimizer.",
     )
 
