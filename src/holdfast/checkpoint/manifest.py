@@ -128,7 +128,7 @@ def _check_format(checkpoint: Path, tree: Mapping[str, Any]) -> None:
 
 
 def _manifest_from(tree: Mapping[str, Any]) -> Manifest:
-    """Return the manifest in a JSON object, after checking it: a digest does not prove who made it.
+    """Check a JSON object, and return it as a manifest: a digest does not prove who wrote it.
 
     Raises:
         ValueError and the others in `MALFORMED`: It is not a manifest.
@@ -143,9 +143,9 @@ def _manifest_from(tree: Mapping[str, Any]) -> Manifest:
     for number in (manifest.format, manifest.save_id, manifest.global_step):
         _check_number(number)
     if not isinstance(manifest.written_by, str):
-        raise TypeError("the version that wrote it")
+        raise TypeError("written_by is not a string")
     if not 0 <= manifest.unix_seconds < _LATEST_UNIX_SECONDS:
-        raise ValueError("its time")
+        raise ValueError("unix_seconds is out of range")
     return manifest
 
 
@@ -156,21 +156,21 @@ def _extent_from(tree: Mapping[str, Any]) -> Extent:
     if extent.end < extent.begin:
         raise ValueError("an extent ends before it begins")
     if not (isinstance(extent.sha256, str) and isinstance(extent.dtype, str)):
-        raise TypeError("the digest or the type of an extent")
+        raise TypeError("the digest or dtype of an extent is not a string")
     return extent
 
 
 def _check_number(number: Any) -> None:
     if type(number) is not int or not 0 <= number < _NUMBERS_BELOW:
-        raise ValueError(f"the number {number!r:.40}")
+        raise ValueError(f"invalid number {number!r:.40}")
 
 
 def _check_file(name: str, extents: Iterable[Extent]) -> None:
     """Raise ValueError unless a name stays inside the checkpoint and its extents have no gaps."""
     if "\0" in name or {"", ".."} & set(name.split("/")):
-        raise ValueError(f"the file name {name[:80]!r}")
+        raise ValueError(f"invalid file name {name[:80]!r}")
     position = 0
     for extent in sorted(extents, key=lambda extent: (extent.begin, extent.end)):
         if extent.begin != position:
-            raise ValueError(f"the extents of {name[:80]!r}")
+            raise ValueError(f"the extents of {name[:80]!r} overlap or leave a gap")
         position = extent.end

@@ -54,7 +54,7 @@ def find_repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     A block is repeated if at least two modules of its kind have the same parent. Of nested
     candidates the outermost is returned. ``Sequential`` modules are of one kind if they hold the
     same layers, unless there are repeated blocks inside them. Single layers, such as a convolution,
-    do not count: their activations are the inputs of their neighbours, and would be kept anyway.
+    do not count: their activations are the inputs of their neighbours, which are kept in any case.
     """
     names: dict[int, str] = {}
     blocks: dict[int, nn.Module] = {}

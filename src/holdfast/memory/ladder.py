@@ -1,4 +1,4 @@
-"""What to try next when memory runs out, and when to ask for more again.
+"""Decide what to try next when memory runs out, and when to try larger micro-batches again.
 
 After an out-of-memory error, in this order:
 

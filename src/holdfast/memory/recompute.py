@@ -26,7 +26,7 @@ from holdfast.memory.oom import find_out_of_memory, is_sticky
 from holdfast.memory.tensors import has_storage, tensors_of, versions_of
 
 COMPILED = (
-    "torch.compile is at work in this process, and a compiled graph keeps what it was compiled to"
+    "torch.compile is used in this process, and a compiled graph keeps what it was compiled to"
     " keep; torch.utils.checkpoint in forward is compiled with it"
 )
 # The attributes that torch itself keeps in every module.
@@ -156,7 +156,7 @@ class _RecomputedForward:
 def _can_be_checkpointed() -> bool:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
-    # Most transforms of `torch.func` refuse hooks on saved tensors.
+    # Most `torch.func` transforms do not allow hooks on saved tensors.
     return torch._C._functorch.peek_interpreter_stack() is None
 
 
@@ -235,7 +235,10 @@ class _BlockCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WeightVersion:
-    """The evidence of whether a parameter was replaced or changed. Equal if it was not."""
+    """Identifies the values of a parameter at one moment.
+
+    Two versions are equal if the parameter was neither replaced nor changed in between.
+    """
 
     identity: int
     version: int
@@ -258,6 +261,7 @@ def _weights_of(block: nn.Module) -> list[_WeightVersion]:
 
 
 def _version_of_weight(tensor: torch.Tensor) -> _WeightVersion:
+    """Return what identifies the current values of a parameter."""
     storage = 0
     offset = 0
     if has_storage(tensor):
@@ -271,7 +275,7 @@ def _version_of_weight(tensor: torch.Tensor) -> _WeightVersion:
 
 def _shows_a_difference(error: Exception) -> bool:
     """Return whether an error of the second computation shows that its inputs were different."""
-    # The first is raised by a block inside this one. With the second, torch stops a recomputation
+    # The first is raised by a block inside this one. The second is how torch stops a recomputation
     # as soon as it has all tensors that it needs.
     if isinstance(error, (CheckpointError, _StopRecomputationError)):
         return False

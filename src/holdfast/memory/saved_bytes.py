@@ -1,20 +1,19 @@
 """Measure what modules save for the backward pass, and choose which of them to recompute.
 
-Only an attempt that is repeated because memory ran out is measured. Each call of a module is
-recorded, and every storage that autograd saves during it
-(`torch.autograd.graph.saved_tensors_hooks`).
+Only the retry after an out-of-memory error is measured. Each call of a module is recorded, with
+every storage that autograd saves during it (`torch.autograd.graph.saved_tensors_hooks`).
 
 If a call is recomputed, everything it saved beyond its inputs is dropped, and exists again in the
-backward pass, one call at a time. So a choice is judged by the peak that it would have led to:
-recomputing a module that is called once and saves everything gains nothing; one that is called a
-hundred times gains 99 %. A failing attempt is measured up to its failure: that is what had filled
-the memory.
+backward pass, one call at a time. So a choice is judged by the peak that would have resulted:
+recomputing a module that is called once and saves everything gains nothing, while recomputing one
+that is called a hundred times gains 99 %. An attempt that fails is measured up to its failure,
+since what was saved until then had filled the memory.
 
 Two kinds of modules are never chosen: those that change something that is not restored for the
 second computation (their inputs, tensors in plain attributes, containers that grow), and those with
 user hooks on any submodule.
 
-Recomputing is in ``recompute``, and deciding when to recompute in ``ladder``.
+``recompute`` carries out the recomputation, and ``ladder`` decides when to use it.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from holdfast.memory.recompute import OWN_ATTRIBUTES, ReplacedForward
 from holdfast.memory.tensors import has_storage, tensors_of, versions_of
 
-# A smaller relative reduction of the peak is not worth the time it costs.
+# The smallest relative reduction of the peak that is worth the time of recomputing.
 _LEAST_GAIN = 0.05
-# What a recomputed call itself keeps: random state (5 KB) and autograd's own objects.
+# Bytes that a recomputed call itself keeps: random state (5 KB) and autograd's own objects.
 _CALL_BYTES = 2**14
 # Stands for "no call" where calls are referred to by number.
 _NO_CALL = -1
@@ -90,9 +89,9 @@ class Measurement:
     def peak(self, chosen: Collection[str], bytes_of_active: Mapping[str, int]) -> int:
         """Return the most bytes that the pass would keep if the chosen modules were recomputed.
 
-        Time is counted in saves. At the end of the forward pass, everything exists that is kept.
-        While a call is recomputed in the backward pass, what was kept until the end of that call
-        exists, and all that the call itself saves.
+        Time is counted in saves. At the end of the forward pass, all kept storages exist. While a
+        call is recomputed in the backward pass, two kinds of storages exist: those kept until the
+        end of that call, and everything that the call itself saves.
 
         Args:
             chosen: Names of the modules.
@@ -124,7 +123,7 @@ class Measurement:
         """Return the bytes that a call saved beyond its inputs and the storages in `kept`."""
         storages = {save.storage for save in self.saves[call.begin : self._end(call)]}
         storages.difference_update(call.inputs)
-        # Not as a difference of sets: `kept` is large, and this runs for each of many calls.
+        # No difference of sets, because `kept` is large and this runs for each of many calls.
         return sum(self.sizes[storage] for storage in storages if storage not in kept)
 
     def _recomputed_owners(self, chosen: Collection[str]) -> list[int]:
@@ -191,7 +190,7 @@ class SavedBytes:
 
         Args:
             recomputed: Modules that are recomputed in these passes.
-            held: Tensors that exist anyway, such as those of the batch.
+            held: Tensors that exist in any case, such as those of the batch.
         """
         recorder = _Recorder(excluded=self._storages_held(held))
         self._measurement = Measurement()
@@ -323,7 +322,7 @@ class _Recorder:
     """Records calls and saves as they happen.
 
     Args:
-        excluded: Storages that exist anyway.
+        excluded: Storages that exist in any case.
     """
 
     def __init__(self, excluded: set[int]) -> None:

@@ -1,7 +1,7 @@
-"""Find the samples of a batch that make its step non-finite, by a search over smaller batches.
+"""Find the samples of a batch that make its step non-finite, by testing smaller batches.
 
-The search asks questions about lists of indices and knows nothing of tensors. Its last question
-proves the result: without these samples the step is finite.
+The search only handles lists of indices, not tensors. Its last test proves the result: without
+these samples, the step is finite.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ def find_bad_samples(
     hint: Sequence[int] = (),
     most_calls: int = 40,
 ) -> list[int]:
-    """Return the samples without which a bad batch is good, in rising order.
+    """Return the samples without which a bad batch is good, in ascending order.
 
-    A right hint costs one call of `is_bad`. Without one, k bad samples cost about
-    ``2 k log2(size)`` calls. If no smaller batch is good at all, the search gives up after ``4 + 2
-    log2(size)`` calls, because the samples are then hardly to blame.
+    With a correct hint, this takes one call of `is_bad`. Without one, finding k bad samples takes
+    about ``2 k log2(size)`` calls. If no smaller batch is good at all, the search gives up after
+    ``4 + 2 log2(size)`` calls, because the samples are then hardly to blame.
 
     Args:
-        is_bad: Returns whether a batch of exactly these samples (indices in rising order, at least
-            one) gives NaN or Inf.
+        is_bad: Returns whether a batch of exactly these samples (indices in ascending order, at
+            least one) gives NaN or Inf.
         size: Samples in the batch.
         hint: Samples that are probably bad.
         most_calls: Calls of `is_bad` after which the search gives up.
 
     Returns:
-        An empty list if the search gave up, or the batch is bad whatever is left out.
+        An empty list if the search gave up, or if the batch stays bad no matter which samples are
+        left out.
     """
     search = _SampleSearch(is_bad, size, most_calls)
     try:
@@ -51,7 +52,8 @@ class _SampleSearch:
         self._all = range(size)
         self._calls_left = most_calls
         self._patience = 4 + 2 * math.ceil(math.log2(max(size, 2)))
-        # The answers so far. The whole batch is bad, or there would be nothing to search.
+        # The answers so far. The whole batch is known to be bad: that is why the search was
+        # started.
         self._answers: dict[tuple[int, ...], bool] = {tuple(self._all): True}
 
     def run(self, hint: list[int]) -> list[int]:

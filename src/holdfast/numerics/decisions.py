@@ -1,4 +1,4 @@
-"""What to do about a step that holds NaN or Inf, or that stands out."""
+"""Decide what to do about a step with NaN or Inf, or a spike."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ def decide_after_nonfinite(
         reason: Why the step is non-finite; becomes the decision's reason.
         in_a_row: Consecutive non-finite steps, this one included.
         patience: Consecutive non-finite steps that lead to a rollback, or None to always skip.
-        rollbacks_in_a_row: Consecutive rollbacks since the run last got past the step that caused
-            them.
+        rollbacks_in_a_row: Rollbacks since the run last got past the step that caused them.
         max_rollbacks: The run stops after this many such rollbacks.
     """
     if patience is None or in_a_row < patience:
@@ -42,7 +41,7 @@ def decide_after_spike(  # noqa: PLR0913
     max_rollbacks: int,
     reason: str,
 ) -> Decision | None:
-    """Return what to do about a conspicuous step, or None to commit it like any other.
+    """Return the decision about a spike or a divergence, or None to commit the step normally.
 
     Args:
         level: How far it stands out.
@@ -53,7 +52,7 @@ def decide_after_spike(  # noqa: PLR0913
             skipped until they turn out to be a divergence.
         rollbacks_in_a_row: Rollbacks since the run last got past a divergence.
         max_rollbacks: If the run diverges again after this many such rollbacks, it stops.
-        reason: What is conspicuous; becomes the decision's reason.
+        reason: What makes the step stand out; becomes the decision's reason.
     """
     if action in ("off", "warn") or level is Level.CALM:
         return None

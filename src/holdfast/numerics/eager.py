@@ -1,4 +1,4 @@
-"""Find out what is compiled in this process, and run it eagerly."""
+"""Detect compiled code in this process, and run it eagerly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loss function may return, and the errors about anything else.
+"""Check what a loss function returns.
 
 Accepted are a scalar tensor (a mean over the samples), a `Loss`, a pair ``(mean, items)``, and a
 sequence or dict of `Loss`.
@@ -187,7 +187,7 @@ def _detached(value: Any) -> Any:
 
 
 def put_together(parts: Sequence[tuple[int | None, Mapping[str, Any] | None]]) -> dict[str, Any]:
-    """Return the extra results of a split batch, as far as possible like those of the whole batch.
+    """Combine the extra results of a split batch into those of the whole batch, as far as possible.
 
     Tensors with one row per sample are concatenated, numbers are averaged over the samples, and
     anything else becomes a list with one entry per part.

@@ -1,4 +1,4 @@
-"""Facts about one tensor: whether it is finite, its range, and where it is not finite.
+"""Measure one tensor: whether it is finite, its range, and where it is not finite.
 
 Each of these functions reads its result on the host, which costs a sync.
 """

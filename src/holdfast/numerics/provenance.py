@@ -1,9 +1,10 @@
-"""Find where a non-finite value came from: one replay under a tracer, then a walk back.
+"""Find where a non-finite value came from: replay the step under a tracer, then walk back.
 
-The walk goes from what failed (the loss or gradients) to its origin. An Inf that never reaches the
-loss or a gradient did no harm. One that was written on purpose (a mask) is not to blame either: the
-origin is then the operation that could not handle it, such as a softmax over a row that is masked
-entirely.
+The tracer records every operation that returned NaN or Inf (`tracer.Suspect`). The walk begins at
+the loss or the gradients that are not finite, and follows the suspects' operands back to the
+earliest one, which is the origin. An Inf that never reaches the loss or a gradient does no harm and
+is ignored. An Inf that was written on purpose, such as a mask, is not to blame either: the origin
+is then the operation that could not handle it, such as a softmax over a fully masked row.
 
 The caller undoes what the replay does to gradients, buffers and random state, and decides what to
 do about the finding.
@@ -44,11 +45,11 @@ _MOVES_VALUES = re.compile(
 
 
 class UntraceableError(Exception):
-    """A step holds NaN or Inf, and not all of its operations can be examined. Says why."""
+    """A step holds NaN or Inf, but not all of its operations can be examined; the text says why."""
 
 
 class NeedsOtherRanksError(RuntimeError):
-    """A rank that replays a step alone has reached a collective of the loss or the model.
+    """A rank that replays a step on its own has reached a collective of the loss or the model.
 
     Attributes:
         given: The tensors passed to the collective.
@@ -63,14 +64,14 @@ class NeedsOtherRanksError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where NaN or Inf came from, as facts that JSON can hold."""
+    """Where NaN or Inf came from, as JSON values."""
 
     # With "finite_overflow" the backward pass left the range of fp16 although its factors were
     # finite, so the loss scale is too large. With "constant" it is a bad tensor that is not an
     # input, parameter or buffer, such as one in a plain attribute of a module.
     kind: OriginKind
-    # The operation as users know it ("log"; in the backward pass, the one whose derivative ran),
-    # a custom Function, or the bad tensor.
+    # The name by which users know the operation ("log"; in the backward pass, the operation whose
+    # derivative ran), a custom Function, or the bad tensor.
     op: str
     # The operation that actually ran, such as "aten.div"; empty for a tensor.
     aten: str = ""
@@ -135,11 +136,11 @@ def trace(
 ) -> Origin | None:
     """Replay a failing step and return where its NaN or Inf comes from.
 
-    Cost: about three to thirty times a step.
+    Cost: about 3 to 30 times that of a step.
 
     Args:
         run_once: Runs forward and backward, into ``.grad`` of `parameters`, and returns the
-            detached loss, shape ``()``. It alone touches random state.
+            detached loss, shape ``()``. It must handle the random state itself.
         models: The models by name. Parts of a single model called ``"model"`` keep their bare
             paths.
         parameters: Names and parameters whose gradients matter.
@@ -147,12 +148,12 @@ def trace(
         batch_size: Samples in the batch as `run_once` passes it to the model, or None if unknown.
 
     Returns:
-        None if everything was finite this time.
+        None if everything was finite in the replay.
 
     Raises:
-        UntraceableError: Operations that may be to blame could not be examined. Where `run_once`
-            raises `NeedsOtherRanksError`, what ran before the collective is examined, and this is
-            raised if all of it was finite.
+        UntraceableError: Operations that may be to blame could not be examined. If `run_once`
+            raises `NeedsOtherRanksError`, only the operations before the collective are examined,
+            and this is raised if all of them were finite.
     """
     existing = _existing_tensors(models, parameters, batch_tensors)
     tracer = OriginTracer(dict(models), existing, batch_size)
@@ -240,11 +241,11 @@ class _ChainLink:
     """A suspect as a link of the chain from the failure back to its origin."""
 
     suspect: Suspect
-    # Whether its NaN matters for the chain, rather than its Inf.
+    # Whether the chain follows its NaN. If False, it follows its Inf.
     by_nan: bool
 
     def parents(self) -> list[_ChainLink]:
-        """Return the operands that may have made it bad."""
+        """Return the links of the operands that may have made this suspect bad."""
         by_nan = self.by_nan and self.suspect.took_nan
         parents = []
         for operand in self.suspect.bad_operands:
@@ -271,7 +272,7 @@ def _find_culprit(failures: Sequence[_ChainLink], suspects: Sequence[Suspect]) -
         suspects: All suspects, in the order of events.
     """
     if suspects and all(failure.suspect.kind == "constant" for failure in failures):
-        # The chain is broken, for instance by ``.item()``.
+        # The chain is broken, for example by ``.item()``.
         failures = [_failure_of(_first_accidental(suspects) or suspects[0])]
     successors = _walk_back(failures)
     origins: list[Suspect] = []
@@ -297,7 +298,7 @@ def _walk_back(failures: Sequence[_ChainLink]) -> dict[_ChainLink, _ChainLink | 
     """
     queue = list(dict.fromkeys(failures))
     successors: dict[_ChainLink, _ChainLink | None] = dict.fromkeys(queue)
-    # The queue grows while it is read.
+    # The list grows while it is iterated.
     for link in queue:
         for parent in link.parents():
             if parent not in successors:
@@ -319,7 +320,7 @@ def _is_on_purpose(suspect: Suspect) -> bool:
 def _first_that_breaks(
     mask: _ChainLink, successors: Mapping[_ChainLink, _ChainLink | None]
 ) -> Suspect:
-    """Return the first operation after a mask that computes with its Inf instead of moving it."""
+    """Return the first operation after a mask that computes with its Inf, not just moves it."""
     link = mask
     successor = successors[link]
     while successor is not None:

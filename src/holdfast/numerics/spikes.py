@@ -3,7 +3,7 @@
 Arithmetic on floats, no torch. A `SpikeDetector` compares each step with the usual ones (see
 ``usual_values``):
 
-- hard: loss and gradient norm lie far above the usual ones in the same step.
+- hard: loss and gradient norm are both far above the usual ones in the same step.
 - diverged: the level of the recent losses has left its usual range.
 
 Only finite, unsuspected values enter the statistics. ``benchmarks/spikes`` reports how many spikes
@@ -35,7 +35,7 @@ from holdfast.numerics.usual_values import (
 _WINDOW = 128
 # The newest values are left out of the window, so that a slow change does not hide itself.
 _LAG = 32
-# Values in the window before anything is suspected.
+# Values needed in the window before anything is suspected.
 _LEAST_WINDOW = 64
 _KEPT_VALUES = 256
 # Values between two evaluations of the window, each of which costs two sorts.
@@ -59,14 +59,14 @@ _MOST_SUSPECTED = 60
 # Steps without a sign after which a state may be called good: some damage shows 20 to 40 steps
 # later.
 GOOD_AFTER = 50
-# Calm steps after a rollback that show that the data is like before.
+# Calm steps after a rollback which show that the data has not changed.
 _RETURNED = 10
 
 # --- Harmless spikes, which the run has survived.
 
 # Steps for which one is remembered.
 _SPIKE_MEMORY_STEPS = 10_000
-# A new spike counts if it is this many times as far out as the second-largest harmless one.
+# A new spike counts if its distance is this many times that of the second-largest harmless one.
 _TAIL = 2.0
 
 # --- CUSUM (Page, 1954) of the losses in the upper quarter of the usual ones. Healthy losses move
@@ -89,10 +89,10 @@ class Level(Enum):
 class SpikeDetector:
     """Judges each step by its loss and its gradient norm, before it is committed.
 
-    Nothing is suspected in the first 96 values of a key. `Level.DIVERGED` is returned once. Then
-    either the caller rolls back and calls `return_to`, or the new level becomes the usual one, so
-    no level is suspected forever. With any objective but ``"minimize"`` the level of the loss means
-    nothing, and every step is calm.
+    Nothing is suspected in the first 96 values of a key. `Level.DIVERGED` is returned once.
+    Afterwards, the caller either rolls back and calls `return_to`, or lets the new level become the
+    usual one. So no level is suspected forever. With any objective but ``"minimize"`` the level of
+    the loss means nothing, and every step is calm.
 
     Cost: about 3 microseconds a step and no sync, since it takes numbers that are on the host.
     """
@@ -197,12 +197,12 @@ _OPTIONAL_NUMBERS_IN_STATE = {
 
 
 class _LossMonitor:
-    """Judges the steps of one key, and keeps the statistics for that.
+    """Keeps the statistics of one key, and judges its steps by them.
 
-    A far loss, or a level that is odd, begins a *suspicion*. While it lasts, new values are kept
-    apart. It ends when there was no further sign for some steps: then these values count as usual,
-    and its spikes as harmless. Or the level leaves its usual range: then the run has diverged, and
-    the statistics restart.
+    A loss far above the usual ones, or an odd level, begins a *suspicion*. While it lasts, new
+    values are kept apart. It ends in one of two ways. If there is no further sign for some steps,
+    these values count as usual, and the spikes as harmless. If the level leaves its usual range,
+    the run has diverged, and the statistics restart.
     """
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class _LossMonitor:
         self.start = 0
         self.loss: UsualValues | None = None
         self.norm: UsualValues | None = None
-        # The usual losses when their level was best, and the level that the run began with.
+        # The usual losses when their level was best, and the level at the beginning of the run.
         self.best: UsualValues | None = None
         self.first_level: float | None = None
         self.bounds = Bounds()
@@ -262,9 +262,11 @@ class _LossMonitor:
         self._update_drift(loss)
         if loss > self.bounds.loss_far:
             self._note_sign(now)
-            self.hard = norm > self.bounds.norm_far and self._exceeds_harmless(loss, norm, now)
+            if norm > self.bounds.norm_far:
+                distance = self._record_spike(loss, norm, now)
+                self.hard = self._exceeds_harmless_spikes(distance, now)
         levels_are_due = self.age % _LEVEL_INTERVAL == 0 or self.suspected_since is not None
-        if levels_are_due and self._has_diverged(now):
+        if levels_are_due and self._check_level(now):
             return self._leave_level(now)
         if self.hard:
             return Level.HARD
@@ -299,7 +301,7 @@ class _LossMonitor:
         if len(window) < _LEAST_WINDOW:
             return
         if self.loss is None:
-            # The suspicion lasted until the new level was known, which it is now.
+            # The suspicion lasted until the new level was known, which is the case now.
             self.suspected_since = None
         self.loss = UsualValues.of([loss for _, loss, _ in window], LOSS_FLOOR)
         self.norm = UsualValues.of([norm for _, _, norm in window], NORM_FLOOR)
@@ -326,23 +328,35 @@ class _LossMonitor:
         if self.suspected_since is None:
             self.suspected_since = now
 
-    def _exceeds_harmless(self, loss: float, norm: float, now: int) -> bool:
-        """Return whether a spike is larger than the ones that this run has already survived."""
+    def _record_spike(self, loss: float, norm: float, now: int) -> float:
+        """Record a spike as suspected, and return its distance from the usual values.
+
+        This is the distance of the loss or of the norm, whichever is smaller.
+        """
         assert self.loss is not None
         assert self.norm is not None
         distance = min(self.loss.distance(loss), self.norm.distance(norm))
         self.suspected_spikes.append([now, distance])
-        oldest = now - _SPIKE_MEMORY_STEPS
-        self.harmless_spikes = [spike for spike in self.harmless_spikes if spike[0] > oldest]
+        return distance
+
+    def _exceeds_harmless_spikes(self, distance: float, now: int) -> bool:
+        """Return whether a spike is far larger than those that this run has recently survived.
+
+        It is compared with the second-largest one. With fewer than two, every spike counts.
+        """
+        first_step = now - _SPIKE_MEMORY_STEPS
+        self.harmless_spikes = [spike for spike in self.harmless_spikes if spike[0] > first_step]
         if len(self.harmless_spikes) < 2:
             return True
-        second_largest = sorted(spike[1] for spike in self.harmless_spikes)[-2]
-        return distance > _TAIL * second_largest
+        distances = sorted(spike[1] for spike in self.harmless_spikes)
+        return distance > _TAIL * distances[-2]
 
-    def _has_diverged(self, now: int) -> bool:
-        """Return whether the recent level has left the usual range, at once or for long.
+    def _check_level(self, now: int) -> bool:
+        """Update the current suspicion, and return whether the run has diverged.
 
-        This also notes signs of a suspicion, and ends one that has had no sign for long enough.
+        An odd level begins or prolongs the suspicion, and enough steps without a sign end it. The
+        run has diverged if the recent level is far above its usual range, or has been raised for
+        too many steps.
         """
         if len(self.recent) < _RECENT:
             return False
@@ -359,7 +373,7 @@ class _LossMonitor:
         return odd_for > _ODD_FOR and level > self.bounds.raised
 
     def _update_odd_since(self) -> None:
-        """Note when the level became odd: the CUSUM is full and has not fallen since."""
+        """Note when the level became odd: the CUSUM became full and has stayed high since."""
         if self.drift < _DRIFT_OVER:
             self.odd_since = None
         elif self.odd_since is None and self.drift > _DRIFT_FULL - 1.0:
@@ -381,8 +395,8 @@ class _LossMonitor:
     def _leave_level(self, now: int) -> Level:
         """Restart the statistics at this level, and report a divergence.
 
-        Nothing is reported if good weights reach the same level directly after a rollback: then the
-        data has changed, not the model.
+        Nothing is reported if good weights reach this level directly after a rollback, because then
+        the data has changed, not the model.
         """
         reported = (
             self.calm_steps is None

@@ -66,14 +66,14 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 # The function whose frame waits while autograd runs.
 _ENGINE_FUNCTION = "_engine_run_backward"
 _CHECKPOINT_FILE = str(Path("torch") / "utils" / "checkpoint.py")
-# In the forward pass a custom Function is searched for in this many frames beyond the user's
+# In the forward pass, a custom Function is looked for in this many frames beyond the user's
 # innermost one.
 _FRAMES_BEYOND_USER = 6
 
 
 @dataclass(frozen=True, slots=True)
 class BadOperand:
-    """A non-finite operand: the suspect that produced it, and whether it holds NaN and Inf."""
+    """A non-finite operand: the suspect that produced it, whether it holds NaN, and whether Inf."""
 
     suspect: Suspect
     nan: bool
@@ -212,7 +212,7 @@ def _leaves(argument: Any) -> Iterable[Any]:
 
 
 class OriginTracer(TorchDispatchMode):
-    """Watches one forward and backward pass. See ``provenance.trace``.
+    """Records the suspects of one forward and backward pass; see ``provenance.trace``.
 
     Args:
         models: The models by name. Parts of a single model called ``"model"`` keep their bare
@@ -279,8 +279,8 @@ class OriginTracer(TorchDispatchMode):
         self._running.append(module)
 
     def _end_module(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        # Inner modules that have not ended were left by an exception, with which checkpointing
-        # stops a recomputation early.
+        # Inner modules whose forward has not ended were left by the exception with which
+        # checkpointing stops a recomputation early.
         for depth in range(len(self._running) - 1, -1, -1):
             if self._running[depth] is module:
                 del self._running[depth:]
@@ -297,7 +297,7 @@ class OriginTracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if in_forward_mode():
-            # Reading a tensor that has a tangent, in a dispatch mode, can crash the process.
+            # In a dispatch mode, reading a tensor that has a tangent can crash the process.
             self.missed_some = True
             return func(*args, **kwargs)
         operation = self._operations.get(func)
@@ -382,7 +382,7 @@ class OriginTracer(TorchDispatchMode):
         Args:
             operands: Those of the operation.
             output_bad: Where the output of a pointwise operation is bad. An operand that is bad
-                only in other places is not to blame. None for other operations.
+                only at other elements is not to blame. None for other operations.
         """
         bad_operands = []
         for operand in operands:
@@ -413,7 +413,7 @@ class OriginTracer(TorchDispatchMode):
         return writer
 
     def _source(self, values: torch.Tensor) -> Suspect:
-        """Return a suspect for a tensor that no operation was seen to write."""
+        """Return a suspect for a tensor that no recorded operation has written."""
         for named in self._tensors_before.get(_storage_of(values), []):
             bad = nonfinite(named.tensor)
             if bad is None:

@@ -1,4 +1,4 @@
-"""What is usual for the losses or gradient norms of a run, and from where on a value is suspicious.
+"""The usual losses and gradient norms of a run, and the bounds above which a value is suspicious.
 
 Distances are measured in units of the upward scatter of the usual values. The figures below were
 chosen on the design runs of ``benchmarks/spikes_runs``.
@@ -135,7 +135,7 @@ class UsualValues:
         return self.middle + max(scatters * self.scatter, least_rise * self.unit)
 
     def distance(self, value: float) -> float:
-        """Return by how many scatters a value exceeds the middle, which must be smaller."""
+        """Return by how many scatters a value exceeds the middle; the value must be larger."""
         if self.unit is None:
             rise = _logarithm(value / self.middle)
         else:

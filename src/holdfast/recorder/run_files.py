@@ -31,8 +31,8 @@ FAULTHANDLER_FILE = "stacks.txt"
 OPTIMIZERS_FILE = "optimizers.json"
 SETTINGS_FILE = "settings.json"
 _MOST_HOST_BYTES = 64 << 10
-# With more names than this, optimizers are evidently created one after another, and their names
-# mean nothing.
+# A script with more names than this evidently keeps creating optimizers, and their names mean
+# nothing.
 _MOST_NAMED_OPTIMIZERS = 8
 # A record of a step has one byte for the number of the optimizer.
 _LARGEST_OPTIMIZER_NUMBER = 255
@@ -162,7 +162,8 @@ class Optimizers(dict[str, int]):
 def read_optimizers(folder: Path) -> list[str]:
     """Return the names of the optimizers whose steps a folder's ring holds.
 
-    There are none if many optimizers were created one after another.
+    Empty if there are more names than `_MOST_NAMED_OPTIMIZERS`: such a script keeps creating
+    optimizers, whose names mean nothing.
     """
     try:
         names = json.loads(read_file(folder / OPTIMIZERS_FILE))

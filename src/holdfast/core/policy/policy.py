@@ -68,6 +68,7 @@ def _with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     given_name = own_values.pop(sources.PRESET, None)
     name = given_name
     if isinstance(given_name, sources.SourcedValue):
+        # The first reading of a text is the text itself, or None if it means None.
         name = given_name.readings()[0]
     if name is None:
         return own_values

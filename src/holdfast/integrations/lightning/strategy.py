@@ -450,9 +450,9 @@ class HoldfastStrategy(GuardedStrategy, SingleDeviceStrategy):
 class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
     """Trains a ``DistributedDataParallel`` model on several processes, which step together.
 
-    If one of them skips a step, all do. The strategy takes the arguments of `HoldfastStrategy` and, as keywords, those of Lightning's
-    ``DDPStrategy``. H108 and H111 are also raised for settings that several processes do not
-    support.
+    If one of them skips a step, all do. The strategy takes the arguments of `HoldfastStrategy` and,
+    as keywords, those of Lightning's ``DDPStrategy``. H108 and H111 are also raised for settings
+    that several processes do not support.
 
     Example:
         ``Trainer(strategy=HoldfastDDPStrategy({"nonfinite_patience": 5}), devices=4)``

@@ -325,6 +325,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             return is_due
         if self.checkpointer is None:
             self._holdfast_stop()
+        # The process ends after the save, in `_save_intra_epoch_ckpt`.
         return True
 
     def _save_intra_epoch_ckpt(self) -> None:

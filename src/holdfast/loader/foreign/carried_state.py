@@ -123,6 +123,7 @@ def _reachable(values: Iterable[Any]) -> list[Any]:
         next_level: list[Any] = []
         new_values = [value for value in level if id(value) not in reached]
         for value in new_values[: _MOST_OBJECTS - len(reached)]:
+            # The same object may occur twice in a level.
             if id(value) not in reached:
                 reached[id(value)] = value
                 next_level += _parts_of(value)
