@@ -1,8 +1,8 @@
 """Host memory into which state is copied at a step boundary, so that training can continue.
 
 It is one block, reused from save to save. Its pages are touched ahead of time, because the first
-touch of a page costs many times its copy. It is not inherited by forked processes: otherwise each
-page that a save writes to would first be copied, and the loader workers would keep the old pages.
+touch of a page costs many times its copy. Forked processes do not inherit it: otherwise each page
+that a save writes to would be copied first, and loader workers would keep the old pages.
 """
 
 from __future__ import annotations

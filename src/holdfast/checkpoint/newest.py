@@ -51,7 +51,7 @@ def newest_good(
     _check_links(checkpoints)
     must_verify = bool(checkpoints) and (complete or any(map(was_sealed, checkpoints)))
     good: Path | None = None
-    # Why each checkpoint before that is refused.
+    # The reason why each newer checkpoint is refused.
     refused: dict[Path, str] = {}
     for checkpoint in checkpoints:
         why = _why_refused(checkpoint, must_verify=must_verify)
@@ -124,7 +124,7 @@ def paths_in(folder: Path) -> list[Path]:
 
 
 def move_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint that did not verify, so that nobody resumes from it.
+    """Rename a checkpoint that did not verify, so that no run resumes from it.
 
     Returns:
         Its new path.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from holdfast.core.errors import CheckpointError, HoldfastError, RunDirectoryError
 
-# The prefix of a checkpoint that was moved aside, so that nobody resumes from it.
+# The prefix of a checkpoint that was moved aside, so that no run resumes from it.
 DAMAGED = "damaged-"
 # Errors that reading malformed JSON can raise.
 MALFORMED = (

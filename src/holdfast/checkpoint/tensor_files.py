@@ -143,7 +143,7 @@ def read_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of one component, each read into its live tensor if possible.
 
-    At most one of them is in memory twice.
+    At any time, at most one tensor is in memory twice.
 
     Args:
         paths: The files of the writers, in the order of their rows.

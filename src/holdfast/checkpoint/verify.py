@@ -26,7 +26,7 @@ _SHOWN_DIGITS = 12
 def verify(checkpoint: Path) -> Manifest:
     """Check every byte of a sealed checkpoint, at about 1.5 GB/s.
 
-    Files added later are ignored.
+    Files that were added later are ignored.
 
     Returns:
         The manifest.

@@ -24,7 +24,7 @@ SHARED = 0o666
 _MAX_READ_BYTES = 64 << 20
 # The meaning of errors of open(2) with the flags used here.
 _MEANINGS = {
-    errno.ELOOP: "it is a link, and a file is needed",
+    errno.ELOOP: "it is a link, not a file",
     errno.ENXIO: "it is not a regular file",
 }
 
@@ -146,7 +146,7 @@ def make_folder(run: Path, *names: str) -> Path:
         path = path / name
         path.mkdir(parents=True, exist_ok=True)
         if path.is_symlink():
-            raise OSError(errno.ELOOP, "it is a link, and a folder is needed", str(path))
+            raise OSError(errno.ELOOP, "it is a link, not a folder", str(path))
     return path
 
 

@@ -59,7 +59,7 @@ def _check_options(arguments: Arguments) -> None:
         raise _unusable(
             f"num_workers={workers!r}",
             limit="num_workers must be a whole number",
-            fix="pass one; H630 says when it is too many.",
+            fix="pass one; H630 warns if it is too large.",
         )
     prefetch_factor = arguments.get("prefetch_factor")
     is_count = isinstance(prefetch_factor, int) and prefetch_factor > 0
@@ -72,7 +72,7 @@ def _check_options(arguments: Arguments) -> None:
     if arguments.get("timeout") and not workers:
         raise _unusable(
             "timeout with num_workers=0",
-            limit="the loop only waits for workers",
+            limit="without workers, there is nothing to wait for",
             fix="omit it.",
         )
     generator = arguments.get("generator")
@@ -101,7 +101,7 @@ def _check_samplers(arguments: Arguments) -> None:
         raise _unusable(
             f"{type(sampler).__name__} of {len(sampler)} samples with a dataset of {len(dataset)}",
             limit="both must have the same length",
-            fix="make it for this dataset: one length for each sample.",
+            fix="create the order for this dataset, with one length per sample.",
         )
 
 
@@ -289,7 +289,7 @@ def _check_loader_divides(sampler: Any, batch_sampler: Any, ranks: tuple[int, in
     if own_sampler is not None and world_size != 1:
         raise _unusable(
             f"rank={rank}, world_size={world_size} with {type(own_sampler).__name__}",
-            limit="a sampler of your own decides itself what a rank gets",
+            limit="your own sampler decides which samples a rank gets",
             fix="let it divide by ranks and omit rank= and world_size=, or pass shuffle=True, which"
             " the loader divides.",
         )
@@ -330,6 +330,6 @@ def check_position(identity: dict[str, Any], state: dict[str, Any]) -> None:
                 f"the loader has {name}={identity.get(name)!r}, and the position was saved with"
                 f" {name}={saved.get(name)!r}",
                 limit="the same order is needed to continue in the middle of an epoch",
-                fix="build the loader as it was, or start in a new run directory.",
+                fix="build the loader as in the saved run, or start in a new run directory.",
                 rule="H604",
             )

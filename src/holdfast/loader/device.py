@@ -54,7 +54,7 @@ def _find_problem(target: torch.device) -> str:
     if hasattr(module, "is_available") and not module.is_available():
         return "torch finds no such device"
     if target.index is not None and target.index >= module.device_count():
-        return f"there are {module.device_count()} of them, counted from 0"
+        return f"only {module.device_count()} exist, numbered from 0"
     return ""
 
 

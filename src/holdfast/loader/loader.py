@@ -419,8 +419,8 @@ class DataLoader(TorchDataLoader[Any]):
         """Warn if items have to be read again, or if every rank gets all items."""
         if self._position.stream and not is_stateful(self.dataset):
             why = (
-                "the dataset has no state_dict and load_state_dict: what comes before the position"
-                " is read again"
+                "the dataset has no state_dict and load_state_dict: the items before the position"
+                " are read again"
             )
             items = max(part.items for part in self._position.stream.values())
             self._emit(run_events.StreamReadOver(items=items, why=why))

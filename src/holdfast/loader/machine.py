@@ -97,10 +97,10 @@ def concerns(load: Load, machine: Machine) -> Iterator[Preflight]:
                 " quota)"
             ),
             limit=(
-                "more workers than processors slow loading down if they compute, but not if they"
-                " wait for a disk or a network"
+                "more workers than processors slow down loading that is CPU-bound, but not loading"
+                " that waits for a disk or a network"
             ),
-            fix=f"pass num_workers={whole_processors} if loading computes.",
+            fix=f"pass num_workers={whole_processors} if loading is CPU-bound.",
             rule="H630",
         )
     free_bytes = machine.shared_memory_free_bytes

@@ -258,8 +258,11 @@ def read_ledger(path: Path) -> dict[Any, Quarantined]:
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise LoaderError(
             f"{path} is not a quarantine ledger ({type(error).__name__}: {error})",
-            limit="to ignore it would silently forget which samples are quarantined",
-            fix="restore it from a copy, or delete it; upgrade holdfast if a newer one wrote it.",
+            limit="ignoring it would silently forget which samples are quarantined",
+            fix=(
+                "restore it from a copy, or delete it; upgrade holdfast if a newer version wrote"
+                " it."
+            ),
             rule="H617",
         ) from error
     return {entry.index: entry for entry in entries}

@@ -184,7 +184,7 @@ def _singular_derivative(operation: str, suspect: Suspect) -> str | None:
     if mechanism is None or not at_singular_point:
         return None
     if suspect.produced.nan and suspect.operands[0].zeros:
-        mechanism += " (0/0, as behind a where)"
+        mechanism += " (0/0, as in a branch that a where discards)"
     return mechanism
 
 

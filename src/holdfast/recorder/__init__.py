@@ -1,4 +1,4 @@
-"""The black box: record what happens in files that outlive the process. Without torch.
+"""The black box: record events and steps in files that outlive the process. No torch.
 
 ``ring`` is the file format: fixed-size records in a mapped file, which survive SIGKILL. On top of
 it are ``black_box`` (steps and events of a guard), ``progress`` (the phase and the steps of an

@@ -1,8 +1,8 @@
 """Follow the records of a running process, reading only those added since the last call.
 
 A call costs one system call for every 256 new records. The first call reads the whole ring, and so
-does one that finds that the writer has wrapped around. Nothing here waits, polls or writes; polling
-is up to the caller.
+does a call after the writer has wrapped around. Nothing here waits, polls or writes; polling is up
+to the caller.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A summary of the steps that a ring no longer holds, in a file of at most 1 MiB beside it.
+"""Summarize the steps that a ring no longer holds, in a file of at most 1 MiB beside it.
 
 When half of a ring is about to be overwritten, its records are summarized in rows of 64: the
 lowest, mean and highest value of each number, and how many were not finite. When there would be

@@ -1,4 +1,4 @@
-"""The phase of a training process, and the duration and memory of each of its steps.
+"""Record the phase of a training process, and the duration and memory of each of its steps.
 
 They are written inside the process and read from outside, even after it has ended. A *board* is one
 small page: the phase that the process is in, since when, and how much it has done. A *ring of
@@ -81,7 +81,7 @@ class ProcessPhase(IntEnum):
     DATA_WAIT = 3
     FORWARD_BACKWARD = 4
     OPTIMIZER = 5
-    # A batch was handed out while gradients are off, or a module was set to evaluate.
+    # A batch was handed out while gradients are off, or a module was put into eval mode.
     EVALUATION = 6
     SAVING = 7
     # A loader is exhausted and nothing else has begun.
@@ -91,15 +91,15 @@ class ProcessPhase(IntEnum):
 
 
 class Standing(NamedTuple):
-    """What a board shows of a process."""
+    """The state of a process, as its board shows it."""
 
     pid: int
     phase: ProcessPhase
     # When the phase began, on the system's monotonic clock, which all processes share.
     since_seconds: float
-    # Counts phases, micro-steps and steps. It stays the same while nothing moves.
+    # Counts phases, micro-steps and steps. It stays the same as long as nothing happens.
     progress: int
-    # Optimizer steps of the run. If a guard counts them, earlier attempts are included.
+    # Optimizer steps of the run. If a guard counts them, those of earlier attempts are included.
     step: int
     # Number of backward calls.
     micro_step: int

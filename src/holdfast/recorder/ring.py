@@ -38,7 +38,7 @@ _NOT_A_RING = frozenset({errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO, e
 # More records than any process writes, even one per microsecond for years. Larger numbers are
 # garbage in a damaged file.
 _MOST_RECORDS = 2**48
-# Slots that a kill leaves torn, with one to spare.
+# The most torn slots that a kill leaves, plus one.
 _MOST_TORN = 2
 
 # Flags in a record of a step: which of its numbers were read, even if they are NaN. The bits from

@@ -43,8 +43,8 @@ ATTEMPT_LINE = "--- holdfast: attempt {number} ---"
 OBSERVE_VARIABLE = "OBSERVED_BY_HOLDFAST"
 ATTEMPT_VARIABLE = "ATTEMPT_BY_HOLDFAST"
 # A real-time signal on which Python processes write their stacks. SIGUSR1 and SIGUSR2 belong to the
-# script: schedulers send them as a warning, and a guard stops the run on them. Nothing in common
-# use sends this one.
+# script: schedulers send them as a warning, and a guard stops the run on them. No common tool sends
+# this one.
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 12
 
 ProcessRole = Literal["trainer", "loader worker", "launcher", "other"]

@@ -27,14 +27,14 @@ _CAPACITY = 32_768
 # Step, value, epoch or -1, length of the name in bytes, name.
 _RECORD = struct.Struct(f"<qdiB{LONGEST_NAME}s")
 _NO_EPOCH = -1
-# Steps of other libraries' loggers beyond this are not counts.
+# Steps beyond this, passed to loggers of other libraries, are not counts.
 _MOST_STEPS = 2**62
 
 # Checked names and values.
 CheckedScalars = list[tuple[bytes, float]]
 
-# What records in this process, the newest last: each has ``log(scalars, step)``, where a step of
-# None is the current one. A forked process starts without.
+# The outlets that record in this process, newest last: each has ``log(scalars, step)``, where a
+# step of None is the current one. A forked process starts without any.
 outlets: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 os.register_at_fork(after_in_child=outlets.clear)
 

@@ -54,7 +54,7 @@ def facts_of_start(command: Sequence[str], started: float) -> dict[str, Any]:
 def _git(folder: Path) -> dict[str, str]:
     """Return the commit and branch of a folder, read from the files of git; empty if it has none.
 
-    Only git itself could tell whether files were changed since then.
+    Only git itself could tell whether files have changed since the commit.
     """
     with suppress(OSError, ValueError, LookupError):
         git = _git_directory(folder)
@@ -63,7 +63,7 @@ def _git(folder: Path) -> dict[str, str]:
         head = _text(git / "HEAD").removeprefix("ref: ")
         is_detached = _COMMIT.fullmatch(head) is not None
         commit = head if is_detached else _commit_of(git, head)
-        # Other contents of such a file are never shown.
+        # Anything else in such a file is never shown.
         if _COMMIT.fullmatch(commit):
             return {
                 "commit": commit,

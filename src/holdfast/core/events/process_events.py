@@ -106,7 +106,7 @@ class Signal(EventData):
 class VerdictReached(EventData):
     """Why an attempt ended.
 
-    Contains all of ``verdict.json``, because a full disk may have rejected that file.
+    Contains all of ``verdict.json``, because a full disk may have prevented that file.
     """
 
     kind: ClassVar[str] = "verdict"
@@ -162,7 +162,7 @@ class EndedElsewhere(WithReason):
 
 
 class HangSuspected(EventData):
-    """A process has been in one phase for longer than its limit, in seconds."""
+    """A process has been in one phase for longer than the limit of that phase, in seconds."""
 
     pid: int
     rank: int | None
@@ -182,9 +182,9 @@ class Hang(HangSuspected):
     """A process hangs.
 
     `hang_kind` and `signature` say how. `blamed_pid` is the process to blame, such as a worker or
-    another rank, and `frame` is its innermost frame of user code, or an empty text. `odd_one_out`
-    is the rank that the others wait for. `remedy` is a remedy of ``explain.hangs.blame``. `files`
-    contain the stack traces.
+    another rank, and `frame` is its innermost frame of user code, or an empty string. `odd_one_out`
+    is the rank that the other ranks wait for. `remedy` is a remedy of ``explain.hangs.blame``.
+    `files` contain the stack traces.
     """
 
     hang_kind: str
@@ -373,7 +373,7 @@ class Exiting(EventData):
 
 
 class StepsNotRecorded(Failed):
-    """The curves of this process are not recorded."""
+    """The steps of this process, and so its curves, are not recorded."""
 
     summary = "steps are not recorded"
 
@@ -407,9 +407,10 @@ class Leak(EventData):
 
 
 class LeakTrace(EventData):
-    """A search for leaks has ended; it covered this many steps.
+    """A search for leaks has ended, after `steps` steps.
 
-    `request` is the number of the request for it, and `why` says why it was abandoned.
+    `request` is the number of the request for the search, and `why` says why it was abandoned, if
+    it was.
     """
 
     found: int

@@ -1,9 +1,9 @@
 """Events in a training process, recorded by the guard, the loader and the framework integrations.
 
 In all of them, `why` is prose for people, `error` is the type and text of an exception, and
-`promise` says what the rest of the run is equal to. Steps are optimizer steps; the step at which an
-event happened is not repeated in its fields. Decisions are in ``decisions``, and events of
-processes are in ``process_events``.
+`promise` says how the rest of the run compares to an undisturbed one. Steps are optimizer steps;
+the step at which an event happened is not repeated in its fields. Decisions are in ``decisions``,
+and events of processes are in ``process_events``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LoopStarted(EventData):
 
 
 class EpochEnded(EventData):
-    """This many epochs are over; the last one had this many batches and steps.
+    """An epoch ended: `epochs` are complete, and the last one had this many batches and steps.
 
     `steps` is None if the epoch began before a restart or a rollback. The first 100 epochs are all
     recorded; later ones only when a process has completed 1, 2, 4, 8, ... whole epochs.
@@ -111,34 +111,31 @@ class SettingsKept(EventData):
 
 
 class GroupsChanged(WithReason):
-    """Parameter groups were added during the run, so the script will lack them when it is
-    restarted.
-    """
+    """Parameter groups were added during the run, so the script will lack them after a restart."""
 
     summary = "parameter groups were added during the run"
     why: str = (
-        "a resume is refused (H313) unless Guard(...) is given the same groups: add them before it"
-        " if holdfast.latest(run_dir) is of a later step, or pass all of them from the start and"
-        " set requires_grad"
+        "a resume is refused (H313) unless the same groups are passed to Guard(...). Add them"
+        " before Guard(...) if holdfast.latest(run_dir) is from a later step than this one, or pass"
+        " all groups from the start and turn them on with requires_grad"
     )
 
 
 class PositionNotKept(WithReason):
-    """A resumed run does not continue at the batch at which it was interrupted, at least on one
-    rank.
-    """
+    """On at least one rank, a resumed run does not continue where it was interrupted."""
 
     summary = "the run does not continue at the batch where it was interrupted"
     why: str = (
-        "the loop is not guard.batches(...), so it starts at its own beginning, and an epoch that"
-        " was interrupted is repeated. Iterate guard.batches(max_epochs=...), or move to the"
+        "the loop does not iterate guard.batches(...), so it starts from its beginning and repeats"
+        " an interrupted epoch. Iterate guard.batches(max_epochs=...), or move to the"
         " position of guard.global_step yourself"
     )
 
 
 class ResumeMayDiffer(WithReason):
-    """A resumed run may read other batches, augment them differently, or use another learning rate
-    than an uninterrupted run.
+    """A resumed run may differ from an uninterrupted one.
+
+    The difference may be in its batches, their augmentation or the learning rate.
 
     `why` continues "promise of a resume:".
     """
@@ -147,8 +144,7 @@ class ResumeMayDiffer(WithReason):
 
 
 class OwnStateNotKept(EventData):
-    """The run resumed on a different number of ranks, so state that differs by rank was not
-    restored.
+    """The run resumed on a different number of ranks, so per-rank state was not restored.
 
     The buffers and ``state=`` with these names now have the values of rank 0 on all ranks.
     """
@@ -169,8 +165,9 @@ class OwnStateNotKept(EventData):
 
 
 class StepsLeftBehind(EventData):
-    """A guard resumes at `to_step`, although an earlier guard of this process had trained up to
-    `from_step`.
+    """A guard resumes at an earlier step than the one that this process had reached.
+
+    An earlier guard had trained up to `from_step`, and the new one resumes at `to_step`.
     """
 
     from_step: int
@@ -200,7 +197,8 @@ class BeginsAnew(EventData):
 class StopRequested(EventData):
     """The run was asked to stop, by a signal (`signal` is its name) or by a call.
 
-    With several ranks, `asked_rank` is the one that was asked; all ranks stop for the same reason.
+    With several ranks, `asked_rank` is the one that received the request; all ranks stop for the
+    same reason.
     """
 
     reason: str
@@ -282,11 +280,11 @@ class Validated(EventData):
 
 
 class RankIsSlow(EventData):
-    """During an epoch, the other ranks waited for this one, which took longer to reach the loss.
+    """In an epoch, the other ranks waited for this one, because it took longer to reach the loss.
 
     `share` is the waiting time as a share of the step time, and `of_others` is the time of the
     other ranks in seconds. Items and peak memory (since each process started) are those of all
-    ranks. Time lost in backward is not detected.
+    ranks. A rank that is slow in backward is not detected.
     """
 
     rank: int
@@ -441,7 +439,7 @@ class SavePostponed(WithReason):
 
 
 class SavesSynchronous(WithReason):
-    """From now on training waits for saves."""
+    """From now on, training waits for saves."""
 
     summary = "training waits for saves from now on"
 
@@ -484,7 +482,7 @@ class StepsNotSaved(EventData):
 
 
 class ChangesNotSaved(WithReason):
-    """Something changes that is not part of any checkpoint."""
+    """State changes that is not part of any checkpoint."""
 
     summary = "changes are in no checkpoint"
 
@@ -538,7 +536,10 @@ class OutOfMemory(Failed):
 
 
 class StateTaken(Failed):
-    """This rank's optimizer ran out of memory halfway and takes over the state of another rank."""
+    """This rank's optimizer ran out of memory during its step.
+
+    The rank takes over the state of another one.
+    """
 
     summary = (
         "the optimizer of this rank ran out of memory halfway; the state of a rank that completed"
@@ -643,7 +644,7 @@ class RecomputeImpossible(WithReason):
 
 
 class NotRestored(EventData):
-    """These changed in an attempt that was undone, and could not be restored."""
+    """Values that changed in an attempt that was undone could not be restored."""
 
     names: tuple[str, ...]
     promise: Promise = "changes training"
@@ -848,8 +849,9 @@ class DiagnosisLimited(WithReason):
 
 
 class Aligned(EventData):
-    """How well the attention of a speech synthesiser is aligned, with the facts of
-    `learning.alignment.alignment_facts`.
+    """How well the attention of a speech synthesizer is aligned.
+
+    The fields are those of `learning.alignment.alignment_facts`.
     """
 
     diagonality: float
@@ -872,7 +874,7 @@ class Aligned(EventData):
 
 
 class LoaderHealed(EventData):
-    """Workers died or got stuck; new ones continue after the last batch that was delivered."""
+    """Workers died or got stuck, and new ones continue after the last batch delivered."""
 
     cause: str
     remedy: str
@@ -892,7 +894,7 @@ class LoaderHealed(EventData):
 
 
 class SampleQuarantined(WithReason):
-    """A sample is replaced by another one from now on.
+    """A sample is replaced with another one from now on.
 
     `quarantined` is the number of quarantined samples, and `not_written` says why the list could
     not be written.
@@ -914,13 +916,13 @@ class SampleQuarantined(WithReason):
 
 
 class QuarantineFull(Failed):
-    """One more sample would exceed the limit of the quarantine."""
+    """Another sample would have exceeded the limit of the quarantine."""
 
     summary = "quarantine is full"
 
 
 class DescriptorLimitRaised(WithReason):
-    """This process may open more files from now on, even after the loader is gone."""
+    """The limit of open files was raised, for the rest of this process's life."""
 
     before: int
     now: int
@@ -939,13 +941,13 @@ class StreamReadOver(WithReason):
 
 
 class RanksNotDivided(WithReason):
-    """Each rank gets all samples."""
+    """The samples are not divided among ranks, so each rank gets all of them."""
 
     summary = "each rank gets all samples"
 
 
 class NothingLeft(WithReason):
-    """An iteration had no batches, because the restored position is the end of its epoch."""
+    """An iteration had no batches, because the restored position is the end of an epoch."""
 
     epoch: int
 
@@ -983,7 +985,7 @@ class Preflight(EventData):
 
 
 class OwnSteps(WithReason):
-    """A Lightning module uses manual optimization, without the guard."""
+    """A Lightning module with manual optimization makes steps without the guard."""
 
     summary = "steps are not guarded"
 

@@ -23,6 +23,9 @@ Your own ``get_train_dataloader`` may return an unprepared `holdfast.DataLoader`
 are replaced, bad samples are quarantined by their dataset index, and training resumes in the
 loader's order.
 
+How a step goes through the guard: ``HoldfastMixin.training_step`` collects the micro-batches and
+passes them to ``Guard.step``.
+
 Read in this order: ``trainer`` (the mixin), ``window_loss`` (how losses are normalised),
 ``positioned_loader`` (resuming within an epoch), ``checkpoints`` (the folders), ``unsupported``
 (what is refused).

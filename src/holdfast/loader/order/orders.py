@@ -181,7 +181,7 @@ class LengthBucketed(Order):
             if size is not None and size < 1:
                 raise _unusable(
                     f"window={window} and group={group} positions",
-                    limit="each has at least 1",
+                    limit="each must be at least 1",
                     fix="omit them, or pass sizes such as 8192 and 256.",
                 )
         largest_window = window
@@ -233,7 +233,7 @@ def _numbers(lengths: ArrayLike) -> NDArray[Any]:
     if array.ndim != 1 or (array.size and not is_numeric):
         raise _unusable(
             f"lengths of shape {array.shape} and type {array.dtype}",
-            limit="there is one number per sample",
+            limit="there must be one number per sample",
             fix=fix,
         )
     is_usable = np.isfinite(array) & (array >= 0)

@@ -286,8 +286,8 @@ class SamplerOrder:
         drawn = Drawn(self._digests[epoch], self._find_rank())
         if saved is not None and saved.rank == drawn.rank and saved.digest != drawn.digest:
             raise LoaderError(
-                "the sampler draws another order than when the position was saved, with the same"
-                " seed and epoch",
+                "the sampler draws a different order than when the position was saved, with the"
+                " same seed and epoch",
                 limit="the same order is needed to continue in the middle of an epoch",
                 fix=(
                     "let it draw from the global generator of torch, numpy or python or from an"
@@ -323,7 +323,7 @@ def _check_length(sampler: Any) -> None:
         )
     if len(sampler) > _MOST_ENTRIES:
         raise LoaderError(
-            f"sampler {name} yields {len(sampler):,} entries an epoch",
+            f"sampler {name} yields {len(sampler):,} entries per epoch",
             limit=(
                 f"all of them are drawn at once, at most {_MOST_ENTRIES:,}, so that a resume finds"
                 " the same order"

@@ -209,7 +209,7 @@ def use_no_workers_that_hang_at_their_start(case: LossCase) -> WorkerRemedy | No
         " they were forked"
     )
     if case.has_worker_init_fn:
-        text += "; worker_init_fn is not called any more"
+        text += "; worker_init_fn is no longer called"
     return WorkerRemedy(text=text, workers=0)
 
 
