@@ -208,7 +208,7 @@ def why_not_divided(dataset: Any, *, sharded: bool) -> str:
     """
     if divides_among_ranks(dataset):
         # Dividing the items a second time would lose most of them.
-        return "the dataset asks for ranks, so it probably divides its items itself"
+        return "the dataset looks up its rank, so it probably divides its items itself"
     if sharded:
         return (
             "the dataset divides its items among workers, and its code does not seem to ask for a"

@@ -63,7 +63,7 @@ class Epoch:
 
 
 def take_unkept_loaders() -> list[Any]:
-    """Return the loaders in the middle of an epoch whose position nobody saves.
+    """Return the loaders in the middle of an epoch whose position is not saved.
 
     Only loaders that have handed out a batch since the last call are returned.
     """

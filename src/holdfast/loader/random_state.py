@@ -26,7 +26,7 @@ GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, 
 # The Mersenne Twister MT19937: 624 words of 4 bytes, and the position in them.
 _MT19937_BYTES = 624 * 4 + 4
 
-# numpy's legacy seed is a number of 32 bits.
+# NumPy's legacy seed has 32 bits.
 _MASK_32_BITS = 0xFFFFFFFF
 
 _torch_state = torch.default_generator.get_state
@@ -160,7 +160,7 @@ _python_memory = (ctypes.c_char * _MT19937_BYTES).from_address(
 )
 _python_reading = _NO_READING
 
-# numpy's global generator, and its memory.
+# NumPy's global generator, and its memory.
 _numpy_memory: tuple[Any, Any] = (None, None)
 _numpy_reading = _NO_READING
 
@@ -179,7 +179,7 @@ _READS_RAW = _layout_is_known()
 
 
 def _python_state() -> Any:
-    """Return python's global state; the same object as before if nothing was drawn since."""
+    """Return Python's global state; the same object as before if nothing was drawn since."""
     global _python_reading
     if not _READS_RAW:
         return random.getstate()
@@ -191,7 +191,7 @@ def _python_state() -> Any:
 
 
 def _numpy_state() -> Any:
-    """Return numpy's global state; the same object as before if nothing was drawn since."""
+    """Return NumPy's global state; the same object as before if nothing was drawn since."""
     global _numpy_reading, _numpy_memory
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):
@@ -233,7 +233,7 @@ class LazySeeding:
     call ``torch.initial_seed()``, which leaves no trace.
 
     Args:
-        draws: Whether something is known to draw from python's or numpy's generator.
+        draws: Whether something is known to draw from the generator of Python or NumPy.
     """
 
     def __init__(self, draws: bool = False) -> None:  # noqa: FBT001, FBT002 - one flag
@@ -247,7 +247,7 @@ class LazySeeding:
             np.random.seed(seed & _MASK_32_BITS)
 
     def generator_states(self) -> tuple[Any, Any]:
-        """Return the states of python's and numpy's generator, for `was_drawn`."""
+        """Return the states of the generators of Python and NumPy, for `was_drawn`."""
         if self.draws:
             return None, None
         return _python_state(), _numpy_state()

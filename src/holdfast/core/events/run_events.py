@@ -395,7 +395,7 @@ class CheckpointSaved(EventData):
 
 
 class Saved(EventData):
-    """A framework saved a checkpoint of its own, which was sealed."""
+    """A framework saved its own checkpoint, which was then sealed."""
 
     checkpoint: str
 

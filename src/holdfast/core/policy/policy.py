@@ -25,9 +25,9 @@ _Class = TypeVar("_Class")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def _layered(cls: type[_Class]) -> type[_Class]:
-    """Make a frozen dataclass whose fields are also filled from a preset and the environment.
+    """Make a frozen dataclass whose fields can also come from a preset and the environment.
 
-    All given values are checked; the defaults are trusted.
+    All given values are checked; defaults are not.
     """
     layered_class = dataclass(frozen=True, slots=True, kw_only=True)(cls)
     plain_init: Callable[..., None] = layered_class.__init__
@@ -88,22 +88,23 @@ class Policy:
     """
 
     micro_batch_size: kinds.CountOrAuto = "auto"
-    """Most samples in one forward/backward. ``"auto"``: the whole batch, fewer only after
-    out-of-memory, and more again later. A number: never more than this. None: never split."""
+    """The most samples in one forward/backward pass. ``"auto"``: the whole batch; fewer only after
+    an out-of-memory error, and more again later. A number: never more than this. None: batches are
+    never split."""
 
     grow_after_steps: kinds.Count = 100
     """Clean steps before a larger micro-batch is tried again; doubled after each trial that fails.
     A failed trial costs at most two attempts, so trying once in 100 steps costs at most 2 %."""
 
     forecast_micro_batch_size: kinds.OptionalCount = None
-    """With ``micro_batch_size="auto"``: the size to start with, as `holdfast plan` forecast it.
-    Larger sizes are tried later, and at once if the third step leaves room for them. None: the
-    whole batch."""
+    """With ``micro_batch_size="auto"``: the size to start with, as forecast by `holdfast plan`.
+    Larger sizes are tried later, or immediately if the third step shows that they fit. None: start
+    with the whole batch."""
 
     recompute: kinds.FlagOrTexts = True
     """Whether activation checkpointing may be switched on when memory is short, for the modules
-    where it saves most. Names, such as ``["encoder.layers.0"]``: exactly these are recomputed from
-    the first step on, as chosen by `holdfast plan`."""
+    where it saves most. A list of names, such as ``["encoder.layers.0"]``: exactly these modules
+    are recomputed, starting with the first step, as chosen by `holdfast plan`."""
 
     check_split: kinds.Flag = True
     """Whether to test, once per loss function and on at most 4 samples, that splitting a batch
@@ -116,97 +117,98 @@ class Policy:
     ``"coupled_loss"`` (terms across samples)."""
 
     cpu_malloc_threshold_bytes: kinds.CountOrAuto = "auto"
-    """Size in bytes from which glibc returns freed memory to the system at once; None leaves
-    malloc alone. ``"auto"``: 4 MiB where memory can be refused (``ulimit -v`` or ``-d``, strict
-    overcommit), which makes out-of-memory on the CPU recoverable (84 of 84 times, compared with 11
-    of 84 with glibc's default) and doubles the time of steps with activations of that size; 32 MiB
-    otherwise, which is faster than glibc's default. A limit that is set after the guard was made is
-    not noticed. ``benchmarks/malloc_threshold`` measures both (glibc 2.36)."""
+    """Size in bytes from which glibc returns freed memory to the system at once; None leaves malloc
+    unchanged. ``"auto"``: 4 MiB where memory can be refused (``ulimit -v`` or ``-d``, strict
+    overcommit), which makes out-of-memory errors on the CPU recoverable (84 of 84 times, compared
+    with 11 of 84 with glibc's default) and doubles the time of steps with activations of that size;
+    32 MiB otherwise, which is faster than glibc's default. A limit that is set after the guard was
+    created is not noticed. ``benchmarks/malloc_threshold`` measures both (glibc 2.36)."""
 
     max_grad_norm: kinds.Limit = None
     """Largest gradient norm; larger gradients are scaled down to it. None turns clipping off."""
 
     clip_by: kinds.ClipBy = "global"
-    """Over which gradients the norm is taken: all gradients of the step (``"global"``, which keeps
-    the direction), those of each ``"optimizer"``, or those of each parameter ``"group"`` of each
-    optimizer. These are different algorithms."""
+    """The gradients over which the norm is taken: all gradients of the step (``"global"``, which
+    keeps the direction), those of each ``"optimizer"``, or those of each parameter ``"group"`` of
+    each optimizer. These are different algorithms."""
 
     provenance: kinds.Flag = True
-    """Whether a step with NaN or Inf is replayed to name the operation, module, parameter and
-    sample that it came from. Costs nothing until it happens."""
+    """Whether a step with NaN or Inf is replayed to find the operation, module, parameter and
+    sample that caused it. Costs nothing until that happens."""
 
     drop_nonfinite_samples: kinds.Flag = False
     """Whether a step with NaN or Inf is repeated without the samples that caused it, if they are
     found; False skips the whole step."""
 
     nonfinite_patience: kinds.OptionalCount = 3
-    """Steps in a row that may be skipped for NaN or Inf before the run returns to its last good
-    checkpoint. None: skip forever. 3: SpeechBrain's default."""
+    """Consecutive steps that may be skipped for NaN or Inf before the run returns to its last good
+    checkpoint. None: no limit. 3: SpeechBrain's default."""
 
     max_rollbacks: kinds.CountOrZero = 2
-    """Rollbacks in a row before the run stops. A row ends ``nonfinite_patience`` steps beyond the
-    step that the last rollback came from."""
+    """Consecutive rollbacks before the run stops. The count restarts ``nonfinite_patience`` steps
+    beyond the step that caused the last rollback."""
 
     spike_action: kinds.SpikeAction = "warn"
-    """The strongest response to a loss and gradient norm far above the usual: ``"off"``;
+    """The strongest response to a loss and gradient norm far above the usual ones: ``"off"``;
     ``"warn"``; ``"skip"`` such steps; ``"roll_back"`` to the last good state if they persist, and
-    pass over the batches that led there. The default only warns, because a new task, or a term of
-    the loss that sets in, looks the same."""
+    skip the batches that led there. The default only warns, because a new task, or a loss term that
+    becomes active later, looks the same."""
 
     snapshot_interval_steps: kinds.OptionalCount = 100
-    """Optimizer steps between copies of the state in host memory, to which a rollback returns. If
-    the copies do not fit, or with None, there are none, and a rollback returns to a checkpoint.
+    """Optimizer steps between snapshots, which are copies of the state in host memory to which a
+    rollback returns. With None, or if the copies do not fit, a rollback returns to a checkpoint.
     100: PaLM's restart distance."""
 
     diagnose: kinds.Flag = True
-    """Whether to look for the reasons why a model does not learn: exact contracts in the first
-    steps, samples later."""
+    """Whether to look for the reasons why a model does not learn: with exact checks in the first
+    steps, and with samples later."""
 
     objective: kinds.Objective = "minimize"
-    """What the loss means. In ``"adversarial"`` and ``"reinforcement"`` training its level says
-    nothing, so spikes only cause warnings, and rules about a falling loss are silent."""
+    """The meaning of the loss. In ``"adversarial"`` and ``"reinforcement"`` training, its level
+    says nothing about progress, so spikes only cause warnings, and rules about a falling loss are
+    silent."""
 
     frozen: kinds.Texts = ()
-    """What is not supposed to learn: names of modules such as ``"encoder"``, names of parameters,
-    or shell patterns of these. One that matches no parameter is an error when the diagnosis
-    begins."""
+    """Parameters that are not supposed to learn: names of modules such as ``"encoder"``, names of
+    parameters, or shell patterns of these. One that matches no parameter is an error when the
+    diagnosis begins."""
 
     ignore_rules: kinds.Rules = ()
-    """Rules of the diagnosis to silence, such as ``"H808"``."""
+    """Diagnosis rules to silence, such as ``"H808"``."""
 
     precision: kinds.Precision = "fp32"
-    """Autocast type of the forward pass. ``"fp16"`` brings a loss scaler that holdfast owns."""
+    """Autocast type of the forward pass. With ``"fp16"``, holdfast manages the loss scale."""
 
     save_interval_steps: kinds.CountOrAuto = "auto"
-    """Optimizer steps between checkpoints. ``"auto"``: by time, such that saving and lost work
-    together cost least (arXiv 2410.18124), computed from how long saves take; a young run saves
-    after 5 seconds, and then whenever it is twice as old as at its last save. None writes no
-    checkpoints, so there is nothing to roll back to; a run directory that holds checkpoints is
+    """Optimizer steps between checkpoints. ``"auto"``: by time, so that saving and lost work
+    together cost least (arXiv 2410.18124), based on how long saves take. A young run saves after 5
+    seconds, and then whenever its age has doubled since its last save. None: no checkpoints are
+    written, so there is nothing to roll back to; a run directory that already has checkpoints is
     still resumed."""
 
     save_interval_minutes: kinds.Limit = None
-    """Most minutes from one checkpoint to the next, whatever ``save_interval_steps`` says. A save
-    is due at the first step after that. None: no such limit. SpeechBrain's
-    ``ckpt_interval_minutes``."""
+    """The longest time from one checkpoint to the next, in minutes, regardless of
+    ``save_interval_steps``. A save is due at the first step after that time. None: no such limit.
+    As SpeechBrain's ``ckpt_interval_minutes``."""
 
     async_save: kinds.Flag = True
     """Whether checkpoints are written while training continues, from a copy of the state in host
-    memory. The first and the last checkpoint of a run are not, and neither is any whose copy would
-    take more than a quarter of the available memory."""
+    memory. Exceptions are the first and the last checkpoint of a run, and any whose copy would take
+    more than a quarter of the available memory."""
 
     save_overhead: kinds.Share = 0.01
-    """The largest share of the time that saves may take from training, for
-    ``save_interval_steps="auto"``; on the CPU this includes the computing time of their writer.
-    0.01: CheckFreq (FAST '21) allows itself 0.035."""
+    """The largest share of training time that saves may take, for ``save_interval_steps="auto"``;
+    on the CPU, this includes the computing time of the writer thread. For comparison with the
+    default of 0.01: CheckFreq (FAST '21) allows 0.035."""
 
     mean_time_between_failures_hours: kinds.Hours = 24.0
-    """Expected time from one failure of the job to the next, including crashes of your own and
-    preemptions, for ``save_interval_steps="auto"``. 24: Google Cloud ends its preemptible machines
-    after that at the latest. Hardware alone lets a node of 8 GPUs live for 150 to 260 days (arXiv
-    2410.21680, 2407.21783)."""
+    """Expected time from one failure of the job to the next, including preemptions and crashes of
+    your own code, for ``save_interval_steps="auto"``. 24: Google Cloud ends its preemptible
+    machines after at most that time. If only hardware failed, a node of 8 GPUs would run for 150 to
+    260 days (arXiv 2410.21680, 2407.21783)."""
 
     keep_latest_k: kinds.Count = 3
-    """How many of the newest good checkpoints to keep; at least 1."""
+    """The number of newest good checkpoints to keep; at least 1."""
 
     scheduler_interval: kinds.StepEpochOrNone = "step"
     """When the learning-rate scheduler is stepped: after each optimizer ``"step"`` that moved the
@@ -214,14 +216,14 @@ class Policy:
 
     stop_signals: kinds.StopSignals = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
     """Signals that stop the run: it saves a checkpoint at the end of the batch and leaves the loop.
-    After SIGINT (Ctrl-C) `batches` then raises KeyboardInterrupt. A second signal ends the process
-    at once. If SIGHUP or SIGINT is ignored when the guard is made (``nohup``, a background job), it
-    stays ignored."""
+    After SIGINT (Ctrl-C), `batches` then raises KeyboardInterrupt. A second signal ends the process
+    immediately. If SIGHUP or SIGINT is ignored when the guard is created (``nohup``, a background
+    job), it stays ignored."""
 
     stop_exit_code: kinds.ExitCodeOrNone = None
     """Exit code after a stop by a signal: `batches` saves and then raises ``SystemExit`` with this
     code, so the code after the loop does not run. None: the loop ends, and the script continues
-    after it."""
+    after the loop."""
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **overrides: Any) -> Policy:
@@ -272,7 +274,7 @@ class Policy:
 
     @classmethod
     def from_arguments(cls, namespace: argparse.Namespace) -> Policy:
-        """Return the policy that the options of `add_arguments` ask for.
+        """Return the policy given by the options of `add_arguments`.
 
         Options that are given override all other sources.
 
@@ -328,7 +330,7 @@ class Contradiction:
     """Two fields that exclude each other.
 
     Args:
-        fields: Their names. The first asks for something that the second rules out.
+        fields: Their names. The first requests something that the second rules out.
         applies: Whether a policy has the contradiction.
         because: Why they exclude each other.
         fix: What to do.

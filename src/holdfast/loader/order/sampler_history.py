@@ -88,7 +88,7 @@ class SamplerHistory:
         """Notice whether the sampler was changed since the newest draw."""
         samplers = with_inner_sampler(self._sampler)
         if any(sets_epoch(sampler) for sampler in samplers):
-            # The loop may call `set_epoch`, and the next draw sets the epoch anyway.
+            # The loop may call `set_epoch`, and the next draw sets the epoch in any case.
             return
         if self._left_as is None or not self._left_as.is_complete:
             return

@@ -79,7 +79,7 @@ class Fetcher(Dataset[Any]):
         board: The board on which workers show their progress, or None in the main process.
         replaces: Whether a bad sample is retried once and then replaced. Otherwise its exception
             ends the batch.
-        draws: Whether samples are known to draw from python's or numpy's generator (see
+        draws: Whether samples are known to draw from the generator of Python or NumPy (see
             `LazySeeding`).
     """
 

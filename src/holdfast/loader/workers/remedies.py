@@ -154,7 +154,7 @@ def use_fewer_workers_at_a_large_sample(case: LossCase) -> WorkerRemedy | None:
     """The machine ran short of something while a worker was reading a sample.
 
     As long as the sample may be at fault, at least one worker is left: without workers the sample
-    would do to the training process what it did to them.
+    could kill the training process instead.
     """
     suspicion = case.suspicion
     if case.loss.shortage is None or suspicion is None:
