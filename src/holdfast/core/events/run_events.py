@@ -482,7 +482,7 @@ class StepsNotSaved(EventData):
 
 
 class ChangesNotSaved(WithReason):
-    """State changes that is not part of any checkpoint."""
+    """Something that is not part of any checkpoint changes."""
 
     summary = "changes are in no checkpoint"
 
@@ -644,7 +644,7 @@ class RecomputeImpossible(WithReason):
 
 
 class NotRestored(EventData):
-    """Values that changed in an attempt that was undone could not be restored."""
+    """Values changed in an attempt that was undone, and could not be restored."""
 
     names: tuple[str, ...]
     promise: Promise = "changes training"

@@ -80,7 +80,7 @@ class _LoopState:
 class HoldfastMixin(Framework):  # type: ignore[misc]
     """Makes each step of a Trainer a transaction.
 
-    List it before the Trainer class: ``class MyTrainer(HoldfastMixin, Trainer)``.
+    List it before the Trainer class, as in ``class MyTrainer(HoldfastMixin, Trainer)``.
 
     The settings of ``TrainingArguments`` apply: ``max_grad_norm``, ``bf16``, ``fp16``, ``save_*``
     and the schedule are taken from there, and a policy that contradicts them is an error.
