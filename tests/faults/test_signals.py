@@ -121,6 +121,18 @@ def test_signals_that_come_together_are_one_request(start):
     assert rest.lines()[0]["start"] == end["end"]
 
 
+def test_with_stderr_closed_no_other_file_is_written_to(start, undisturbed):
+    """The lock or a ring would otherwise get its descriptor, and then the announcement."""
+    run = start(**SOON, command=["sh", "-c", 'exec "$@" 2>&-', "sh"])
+    run.wait_for(lambda line: line.get("step", 0) >= 7)
+    run.send(signal.SIGTERM)
+
+    assert run.end()["stop_reason"] == "SIGTERM"
+    rest = start(save_interval_steps=1000)
+    assert rest.end()["digest"] == undisturbed["digest"]
+    assert rest.lines()[0]["start"] == run.steps()[-1]
+
+
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
 def test_what_is_ignored_when_the_guard_is_made_stays_ignored(start, name):
     """`nohup` ignores the hang-up of a terminal, a shell Ctrl-C for jobs in the background.

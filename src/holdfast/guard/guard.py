@@ -27,6 +27,7 @@ from holdfast.core.events import run_events
 from holdfast.core.events.data import EventData
 from holdfast.core.events.event import Event
 from holdfast.core.policy.policy import Policy
+from holdfast.core.standard_streams import reserve_standard_descriptors
 from holdfast.core.vector_functions import settle_vector_functions
 from holdfast.guard.arguments import check_loader, gather_parts
 from holdfast.guard.cursor import Cursor
@@ -121,6 +122,7 @@ class Guard:
         clock: Clock | None = None,
         **overrides: Any,
     ) -> None:
+        reserve_standard_descriptors()
         with naming_lack_of_memory("making the guard"):
             self._parts = gather_parts(model, optimizer, scheduler, state, averaged)
             self._ranks = ranks_of(self._parts)

@@ -35,6 +35,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from holdfast.core.standard_streams import write_to_stderr
+
 # Signals within this time are one request. `timeout` of coreutils signals the process and then its
 # group, a few microseconds apart. Slurm sends SIGTERM twice at the time limit, systemd sends SIGHUP
 # right after SIGTERM, and launchers forward signals that their whole group received. Without this
@@ -142,9 +144,11 @@ class StopRequest:
     def interrupting_if(self, allowed: Callable[[], bool]) -> Iterator[None]:
         """Let a signal raise `Interrupted` in the body if `allowed` returns True at that moment.
 
-        Otherwise the request waits for the next boundary.
+        Otherwise the request waits for the next boundary. A request that has already ended a loop
+        interrupts nothing, since the code after that loop still runs.
         """
-        if self.by_signal and not allowed():
+        has_ended_a_loop = self.by_signal and self.honoured
+        if has_ended_a_loop or (self.by_signal and not allowed()):
             yield
             return
         self._may_interrupt = allowed
@@ -237,8 +241,7 @@ class StopRequest:
             for request in requests:
                 request._settling = False
                 request._prepare_for_second_signal()
-            # Only now, because whoever reads the line may send the second signal at once, and the
-            # write itself lasts if nobody reads stderr.
+            # Only now, because whoever reads the line may send the second signal at once.
             second_handler = self._handler_of_second_signal(number)
             _announce(number.name, second_handler)
             if callable(second_handler):
@@ -311,12 +314,10 @@ def _announce(signal_name: str, second_handler: Any) -> None:
     text = (
         f"holdfast: {signal_name}: stopping at the next boundary; a second signal {consequence}\n"
     )
-    with suppress(OSError):
-        if os.isatty(_STDERR_DESCRIPTOR):
-            # The terminal shows ^C or a progress bar on the current line.
-            text = "\n" + text
-        # Not through sys.stderr, which the signal may have interrupted in the middle of a write.
-        os.write(_STDERR_DESCRIPTOR, text.encode())
+    if os.isatty(_STDERR_DESCRIPTOR):
+        # The terminal shows ^C or a progress bar on the current line.
+        text = "\n" + text
+    write_to_stderr(text)
 
 
 def _interrupt_one_of(requests: Iterable[StopRequest]) -> None:

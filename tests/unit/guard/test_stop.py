@@ -166,8 +166,15 @@ def test_two_guards_are_asked_by_one_signal_and_give_back_what_was_there(
     assert handlers() == before
 
 
+# The exit code of a child whose loop has seen the request.
+GOES_ON = 7
+
+
 def fork_with_blocked_stderr(guards: int) -> int:
-    """Return a child with some guards, whose writes to stderr never return."""
+    """Return a child with some guards, whose writes to stderr never return.
+
+    It exits with `GOES_ON` after SIGTERM, once its main thread runs again.
+    """
     _, stderr = os.pipe()
     os.set_blocking(stderr, False)
     with suppress(BlockingIOError):
@@ -179,11 +186,13 @@ def fork_with_blocked_stderr(guards: int) -> int:
     child = os.fork()
     if child == 0:
         os.dup2(stderr, 2)
-        for _ in range(guards):
-            StopRequest(HANDLED).install()
+        requests = [StopRequest(HANDLED) for _ in range(guards)]
+        for request in requests:
+            request.install()
         os.write(ready, b"1")
-        while True:
-            time.sleep(1)
+        while requests[-1].reason != "SIGTERM":
+            time.sleep(0.01)
+        os._exit(GOES_ON)
 
     os.read(is_ready, 1)
     return child
@@ -192,9 +201,7 @@ def fork_with_blocked_stderr(guards: int) -> int:
 @pytest.mark.usefixtures("usual_handlers", "at_once")
 @pytest.mark.parametrize("guards", [1, 2])
 def test_a_second_signal_ends_a_process_that_cannot_announce_the_first(guards: int) -> None:
-    """The announcement comes last: a launcher may send the second signal as soon as it reads it,
-    and one that never reads must not take the second signal's effect away.
-    """
+    """A launcher that reads nothing must not take the second signal's effect away."""
     child = fork_with_blocked_stderr(guards)
     deadline = time.monotonic() + 30
     ended, status = 0, 0
@@ -208,6 +215,64 @@ def test_a_second_signal_ends_a_process_that_cannot_announce_the_first(guards: i
 
     assert ended
     assert os.waitstatus_to_exitcode(status) == -signal.SIGINT
+
+
+@pytest.mark.usefixtures("usual_handlers", "at_once")
+def test_a_run_that_cannot_announce_a_signal_goes_on_to_save() -> None:
+    """Writing the announcement to a pipe that nobody reads would keep the main thread for good."""
+    child = fork_with_blocked_stderr(guards=1)
+    os.kill(child, signal.SIGTERM)
+    deadline = time.monotonic() + 30
+    ended, status = 0, 0
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.05)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+    assert ended
+    assert os.waitstatus_to_exitcode(status) == GOES_ON
+
+
+@pytest.mark.usefixtures("usual_handlers", "at_once")
+def test_a_second_signal_can_be_sent_once_the_first_is_announced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever reads the announcement may send the second signal at once."""
+    handlers_then: list[list[object]] = []
+    monkeypatch.setattr(stop_module, "_announce", lambda *_: handlers_then.append(handlers()))
+    older, newer = StopRequest(HANDLED), StopRequest(HANDLED)
+    older.install()
+    newer.install()
+
+    os.kill(os.getpid(), signal.SIGTERM)
+
+    assert handlers_then == [[signal.SIG_DFL] * 4]
+    newer.uninstall()
+    older.uninstall()
+
+
+@pytest.mark.usefixtures("usual_handlers", "at_once")
+def test_an_evaluation_after_a_stopped_loop_runs(tmp_path: Path) -> None:
+    """The signal has ended the loop, and the code after it still runs."""
+    model = torch.nn.Linear(2, 1)
+    guard = holdfast.Guard(
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loader=[torch.ones(4, 2)] * 4,
+    )
+    for batch in guard.batches(max_epochs=2):
+        guard.step(batch, lambda x: model(x).square().mean())
+        if guard.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+    losses = []
+    with guard.evaluate():
+        losses.append(float(model(torch.ones(4, 2)).mean()))
+
+    assert (guard.stop_reason, guard.global_step) == ("SIGTERM", 2)
+    assert len(losses) == 1
 
 
 @pytest.mark.usefixtures("usual_handlers", "at_once")

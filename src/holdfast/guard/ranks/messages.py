@@ -29,6 +29,7 @@ from torch.distributed import DistStoreError, distributed_c10d
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.saver import Writers, on_all
 from holdfast.core.errors import HoldfastError, RankError
+from holdfast.core.standard_streams import write_to_stderr
 from holdfast.guard.ranks.waiting import collective_of_main_thread
 
 # The shortest and longest time between two checks for a key, in seconds. The store's own `wait` is
@@ -675,7 +676,7 @@ class SharedWriters(Writers):
 
 
 def _print(error: RankError) -> None:
-    os.write(2, f"holdfast: {error}\n".encode())
+    write_to_stderr(f"holdfast: {error}\n")
 
 
 def out_of_step(what: str) -> RankError:

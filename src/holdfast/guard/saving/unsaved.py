@@ -18,10 +18,11 @@ import os
 import sys
 import traceback
 import weakref
-from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol
+
+from holdfast.core.standard_streams import write_to_stderr
 
 # EX_IOERR of sysexits.h: "an error occurred while doing I/O on some file".
 EXIT_CODE = 74
@@ -140,8 +141,7 @@ def _report_left_steps() -> None:
             f"holdfast: {steps} of {run_dir} {verb} in no checkpoint; call guard.close() after the"
             " loop, or leave it with guard.request_stop()\n"
         )
-        with suppress(OSError):
-            os.write(2, text.encode(errors="backslashreplace"))
+        write_to_stderr(text)
 
 
 def _end_runs() -> None:
@@ -166,8 +166,7 @@ def _set_exit_code() -> None:
             f"holdfast: the newest state of {run_dir} is in no checkpoint: {why}. Exit code"
             f" {EXIT_CODE}.\n"
         )
-        with suppress(OSError):
-            os.write(2, text.encode(errors="backslashreplace"))
+        write_to_stderr(text)
     # Python has no way to change the exit code at this point: it runs the other atexit functions,
     # flushes its streams, frees its modules and then calls exit(0) of the C library. That calls the
     # function registered here, which calls exit again with our code; the second call continues the
