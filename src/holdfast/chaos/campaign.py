@@ -194,8 +194,8 @@ class Campaign:
     def _try_fault(self, fault: Fault, baseline: _Baseline) -> FaultResult:
         """Run one trial of a fault and return its result.
 
-        The trial is repeated if it damaged a file that no restart reads: it has shown which files
-        restarts do read.
+        If the trial damaged a file that restarts do not read, it is run a second time. By then it
+        is known which files restarts read, and one of those is damaged.
         """
         result = FaultResult(kind=fault.kind, fault=fault.description)
         if self._is_out_of_time():
@@ -212,6 +212,7 @@ class Campaign:
         result.failed = "".join(errors[:1])
         result.seconds = trial.seconds
         if trial.last.hung and self._is_out_of_time():
+            # The attempt was killed because the campaign had to end, so it proves nothing.
             return result
         result.seconds_lost = max(0.0, trial.seconds - baseline.first.last.seconds)
         result.attempts = len(trial.attempts)
