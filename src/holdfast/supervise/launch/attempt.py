@@ -144,7 +144,7 @@ class Attempt:
             self._act_on_hangs()
             self._check_hosts()
             self._enforce_deadlines()
-        # The signal that has ended the command may have arrived since the last look.
+        # The signal that has ended the command may have arrived since the last check.
         self._handle_signals()
         self.signals.detach()
         seconds = time.monotonic() - self._started_at
@@ -328,7 +328,7 @@ class Attempt:
     def _wait_for_notified_processes(self, status: int) -> None:
         """Give processes that are saving their grace period, although the command has ended.
 
-        They are not signalled again, because a second signal ends a guard at once. If the command
+        They are not signaled again, because a second signal ends a guard at once. If the command
         died of a signal that schedulers and terminals send to all processes, the trainers have
         received it too.
         """

@@ -55,7 +55,7 @@ class PastAttempt:
     Args:
         cause: Id of the cause in its verdict.
         kind: The verdict's kind, which decides whether a restart can help.
-        at_step: Step at which it failed, in the training's own count; None if unknown.
+        at_step: Step at which it failed, as the training script counts; None if unknown.
         steps: Number of steps made in this attempt; None if unknown.
         seconds: How long it ran.
     """
@@ -77,7 +77,7 @@ class EndedAttempt:
         history: All attempts of this run, newest last.
         budgets: How often the command may be restarted.
         environment: The command's environment.
-        stop_signal: Name of the signal on which the training itself stopped, according to its
+        stop_signal: Name of the signal on which the training script stopped, according to its
             events; None if it recorded no such stop.
         follows_other_host: Whether the attempt ended only because it had failed on another host.
     """
@@ -154,7 +154,7 @@ def user_or_scheduler_requested_the_end(attempt: EndedAttempt) -> RestartDecisio
 
 
 def training_stopped_on_a_signal(attempt: EndedAttempt) -> RestartDecision | None:
-    """A training process that was signalled directly records it; its exit code may be anything."""
+    """A training process that was signaled directly records it; its exit code may be anything."""
     if attempt.stop_signal is None or attempt.end.was_ended_by_supervisor:
         return None
     return EndRun(why=f"the training stopped on {attempt.stop_signal}")

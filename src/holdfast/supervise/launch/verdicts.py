@@ -29,7 +29,7 @@ class AttemptJudgement:
 
     Args:
         verdict: Why it ended.
-        stop_signal: Name of the signal on which the training itself stopped, according to its
+        stop_signal: Name of the signal on which the training script stopped, according to its
             events; None if it recorded no such stop.
         error: Why the attempt could not be judged, or None.
     """

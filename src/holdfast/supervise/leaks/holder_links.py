@@ -61,9 +61,9 @@ def links_of(chain: Chain) -> list[HolderLink]:
 
 def _first_link(chain: Chain) -> tuple[HolderLink, int]:
     """Return the link at the start of a chain, and how many holders it consists of."""
-    for recognise, holder_count in _RECOGNISERS.items():
+    for recognize, holder_count in _RECOGNIZERS.items():
         if len(chain) > holder_count:
-            link = recognise(*chain[: holder_count + 1])
+            link = recognize(*chain[: holder_count + 1])
             if link is not None:
                 return link, holder_count
     return _direct_link(chain[0], chain[1]), 1
@@ -111,8 +111,8 @@ def _cache_link(_held: Any, entry: Any, cache: Any) -> HolderLink | None:
 
 
 # What several references together are, and how many holders each consists of. The first one that
-# recognises a chain wins.
-_RECOGNISERS: dict[Callable[..., HolderLink | None], int] = {
+# recognizes a chain wins.
+_RECOGNIZERS: dict[Callable[..., HolderLink | None], int] = {
     _closure_link: 3,
     _default_link: 2,
     _attribute_link: 2,

@@ -23,7 +23,7 @@ class ObservedProcess(Protocol):
         """The board on which the process shows its progress."""
 
     def write_settings(self, settings: dict[str, Any]) -> None:
-        """Record the settings of the training."""
+        """Record the settings of the training run."""
 
     def open_samples(self) -> SampleRing:
         """Open the ring buffer in which steps are recorded."""

@@ -187,7 +187,7 @@ class ProcessObserver:
         return self._samples
 
     def write_settings(self, settings: dict[str, Any]) -> None:
-        """Record the settings of the training.
+        """Record the settings of the training run.
 
         Raises:
             OSError: If this process has no folder.

@@ -58,7 +58,7 @@ class TrainingThread:
         # Whether it waits for a loader.
         self.is_waiting = False
         # Whether it does something other than training, such as saving.
-        self.is_aside = False
+        self.is_interrupted = False
         self.in_backward = False
 
 
@@ -323,7 +323,7 @@ class StepTracker:
         ended.micro_steps = board.micro_step - ended.first_micro_step
         if ended.began_at:
             ended.seconds = (now - ended.began_at) / 1e9
-        if now >= self._memory.next_look:
+        if now >= self._memory.next_read:
             ended.memory = self._memory.read(now)
         self._writer.record(ended, optimizer)
         step.reads_values = board.steps_made < _STEPS_ALL_READ or now >= self._next_read
@@ -349,7 +349,7 @@ class StepTracker:
             self._optimizer_ids.add(id(optimizer))
 
     def _trace_if_requested(self, board: ProgressBoard) -> None:
-        """Let the leak tracer look, if the supervisor has requested a trace."""
+        """Let the leak tracer scan, if the supervisor has requested a trace."""
         request = board.trace_requested()
         if self._leak_tracer is None:
             if request == 0:
