@@ -210,8 +210,15 @@ class Bench:
         return observed
 
     def _start(self, traces: Path, mark: str) -> subprocess.Popen[bytes]:
+        """Start the command in the workplace, with the observer in each of its Python processes.
+
+        Args:
+            traces: The trace folder of the attempt.
+            mark: Identifies the processes of the command by their environment.
+        """
         environment = make_environment(os.environ, traces, 0, mark, observe=True)
-        # Not inherited from us: the command may be `holdfast run` itself, which sets it.
+        # Only the observer of chaos is wanted. The command may be `holdfast run`, which sets this
+        # variable again for its own processes.
         del environment[OBSERVE_VARIABLE]
         environment["OBSERVER_OF_HOLDFAST"] = f"holdfast.chaos.observation.observer:{traces}"
         environment["PWD"] = str(self.workplace.work)

@@ -168,18 +168,24 @@ def repeat_steps(trace: Trace, steps: int) -> tuple[npt.NDArray[np.int32], npt.N
     allocated_count = len(trace.size_bytes) - resident_count
     storage = np.abs(trace.events) - 1
     is_free = trace.events < 0
+    frees_resident = is_free & (storage < resident_count)
+    # Two columns: the new storages, and the resident ones that they replace.
     carried = np.array(trace.carried, dtype=np.int32).reshape(-1, 2)
-    # The storage that now replaces each resident one; -1 for none.
+    # For each resident storage of the trace, the storage that is in its place when the next step
+    # begins; -1 if it was freed and not replaced.
     current = np.arange(resident_count, dtype=np.int32)
     parts = [current + 1]
     for step in range(steps):
+        # The storages that this step allocates get numbers of their own.
         begin = resident_count + step * allocated_count
         allocated = np.arange(begin, begin + allocated_count, dtype=np.int32)
+        # The number in this step of each storage of the trace.
         renamed = np.concatenate([current, allocated])
         ids = renamed[storage] + 1
+        # An id of 0 belongs to a storage that no longer exists, so its event is left out.
         parts.append(np.where(is_free, -ids, ids)[ids > 0])
         current = current.copy()
-        current[storage[is_free & (storage < resident_count)]] = -1
+        current[storage[frees_resident]] = -1
         current[carried[:, 1]] = renamed[carried[:, 0]]
     resident_sizes = trace.size_bytes[:resident_count]
     allocated_sizes = trace.size_bytes[resident_count:]
@@ -198,11 +204,14 @@ def first_products(trace: Trace) -> tuple[int, int]:
 
 
 def _first_product(trace: Trace, phase: str) -> int:
+    """Return the number of events until the first matrix product of a phase; 0 for none."""
     is_product = np.array([name in _MATRIX_PRODUCTS for name in trace.names], dtype=bool)
     in_phase = trace.operation_phase == PHASES.index(phase)
     events = trace.operation_event[is_product[trace.operation_name] & in_phase]
     if not len(events):
         return 0
+    # `repeat_steps` allocates the resident storages first. The next event after those before the
+    # product is the allocation of its result.
     return len(trace.resident) + int(events[0]) + 1
 
 

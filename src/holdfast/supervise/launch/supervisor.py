@@ -403,10 +403,10 @@ class Supervisor:
         self._hosts.publish_stopped(obstacle, succeeded=False)
         raise RunDirectoryError(
             f"this host did not begin: {obstacle}",
-            limit=("the hosts of a run begin together, and exchange files in the run directory"),
+            limit="the hosts of a run begin together, and exchange files in the run directory",
             fix=(
-                "start the command on every host, with the same --run-dir on a disk that all of"
-                " them see."
+                "start the command on every host, with the same --run-dir on a disk that all hosts"
+                " share."
             ),
             rule="H725",
         )

@@ -268,7 +268,7 @@ def _describe_growth(kind: MemoryKind, growth: MemoryGrowth, minutes_left: float
     memory = "memory" if kind == "host" else "device memory"
     text = f"{memory} grows by {size(growth.bytes_per_step)} per step"
     if minutes_left is not None:
-        text += f", used up in about {duration(60 * minutes_left)}"
+        text += f", and will be used up in about {duration(60 * minutes_left)}"
     return text
 
 
@@ -276,7 +276,7 @@ def _describe_leak(event: Event) -> str:
     def fact(name: str) -> str:
         return str(event.data.get(name) or "")[:_MAX_TEXT_LENGTH]
 
-    text = f"what holds it: {fact('held_by') or fact('what') or 'something'}"
+    text = f"the memory is held by {fact('held_by') or fact('what') or 'something'}"
     # The location is followed by its function and its code.
     place, _, _ = fact("retained_at").partition(" in ")
     if place:

@@ -323,21 +323,23 @@ class Watchdog:
         if place in self._announced:
             return
         self._announced.add(place)
-        seems = "computes without progress"
+        seems = "is computing but makes no progress"
         if hang.hang_kind == "Python loop":
             seems = "seems to loop"
         where = f" at {hang.frame}" if hang.frame else ""
         text = (
-            f"process {hang.pid} {seems}{where}, for {hang.seconds:.0f} s so far; it is left alone"
+            f"process {hang.pid} {seems}{where}, for {hang.seconds:.0f} s so far; it is left"
+            " running"
         )
         if not is_starting:
             seconds = self._watch.limits.moving_seconds
             if seconds < math.inf:
                 text += f" for {seconds / 60:.3g} min"
-            text += "; --hang-limit moving=SECONDS changes that"
+            text += "; to change this, use --hang-limit moving=SECONDS"
         self._watch.say(text)
 
     def _make_hang(self, examination: _Examination, diagnosis: HangDiagnosis) -> Hang:
+        """Return the event that reports a hang, with the proposed remedy."""
         blamed = diagnosis.process
         dump = examination.dump
         # The stacks of the process to blame come first.
