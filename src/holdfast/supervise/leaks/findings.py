@@ -1,4 +1,4 @@
-"""Turn a census of what grows into leaks: what is kept, what holds it, and which line keeps it.
+"""Turn a census into leaks: which objects pile up, what holds them, and which line adds them.
 
 While references are followed, only one list of ours, `targets`, may hold objects of the script;
 otherwise the search would report us as a holder. The records here refer to objects by their index

@@ -60,7 +60,7 @@ def links_of(chain: Chain) -> list[HolderLink]:
 
 
 def _first_link(chain: Chain) -> tuple[HolderLink, int]:
-    """Return the link at the start of a chain, and how many holders it consists of."""
+    """Return the innermost link of a chain, and how many holders of the chain it covers."""
     for recognize, holder_count in _RECOGNIZERS.items():
         if len(chain) > holder_count:
             link = recognize(*chain[: holder_count + 1])
@@ -70,7 +70,7 @@ def _first_link(chain: Chain) -> tuple[HolderLink, int]:
 
 
 def _closure_link(_held: Any, cell: Any, _cells: Any, function: Any) -> HolderLink | None:
-    """Return the link of a variable that a function has from the function around it."""
+    """Return the link of a variable of an enclosing function that a closure uses."""
     if not (is_a(cell, types.CellType) and is_a(function, types.FunctionType)):
         return None
     code = function.__code__
@@ -110,8 +110,9 @@ def _cache_link(_held: Any, entry: Any, cache: Any) -> HolderLink | None:
     return _direct_link(entry, cache)
 
 
-# What several references together are, and how many holders each consists of. The first one that
-# recognizes a chain wins.
+# Functions that recognize several references which are one thing in Python, each with the number of
+# holders in its pattern: it is called with an object and this many holders. The first one that
+# returns a link wins.
 _RECOGNIZERS: dict[Callable[..., HolderLink | None], int] = {
     _closure_link: 3,
     _default_link: 2,

@@ -1,8 +1,9 @@
 """`LeakTracer`: find out inside the process what holds growing memory, on request.
 
 The supervisor requests a trace, which spans a few steps. After each step all objects are examined
-to see what has grown every time. What still grows at the end is followed to what holds it and to
-the line that makes it grow. Tracing only reads: it touches neither the random state nor gradients.
+to see what has grown every time. For what still grows at the end, references are followed to find
+out what holds it and which line makes it grow. Tracing only reads: it touches neither the random
+state nor gradients.
 """
 
 from __future__ import annotations

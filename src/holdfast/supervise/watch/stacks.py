@@ -250,6 +250,7 @@ def _add_waits(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tup
         only_other_tid = other_tids[0]
     complete = []
     for thread in [*main, *others]:
+        # The thread ID of a main thread is the PID.
         tid = pid if thread.main else only_other_tid or thread.tid
         wait = view.waits.get(tid, ThreadWait())
         complete.append(replace(thread, tid=tid, waits=wait.waits, target=wait.target))
