@@ -93,5 +93,5 @@ def _unknown(why: str) -> Verdict:
         summary="The command ended, but an error prevented holdfast from determining why.",
         fix="Read the end of output.log in the run directory.",
         confidence=0.0,
-        missing=(f"the judgement failed with {why}",),
+        missing=(f"determining the cause failed with {why}",),
     )
