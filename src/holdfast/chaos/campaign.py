@@ -79,7 +79,7 @@ class Campaign:
         origin: The working directory in which it is started; it is copied, not changed.
         writes: Paths that the command writes. If empty, all of `origin` is copied.
         only: Kinds of faults to try, of `fault_plans.KINDS`; all if empty.
-        seed: Seed from which the steps and bits of the faults are drawn.
+        seed: Seed for drawing the steps and bits of the faults.
         budget_seconds: Time after which the campaign ends.
         restarts: The most restarts of the command in one trial.
         say: Called with a line of progress for each fault.
@@ -194,8 +194,8 @@ class Campaign:
     def _try_fault(self, fault: Fault, baseline: _Baseline) -> FaultResult:
         """Run one trial of a fault and return its result.
 
-        The trial is repeated if it damaged a file that no restart reads: it has shown which files
-        restarts do read.
+        If the trial damaged a file that restarts do not read, it is run a second time. By then it
+        is known which files restarts read, and one of those is damaged.
         """
         result = FaultResult(kind=fault.kind, fault=fault.description)
         if self._is_out_of_time():
@@ -212,6 +212,7 @@ class Campaign:
         result.failed = "".join(errors[:1])
         result.seconds = trial.seconds
         if trial.last.hung and self._is_out_of_time():
+            # The attempt was killed because the campaign had to end, so it proves nothing.
             return result
         result.seconds_lost = max(0.0, trial.seconds - baseline.first.last.seconds)
         result.attempts = len(trial.attempts)
@@ -384,7 +385,7 @@ def _first_of_each_kind_first(faults: Sequence[Fault]) -> list[Fault]:
 
 
 def _remarks(baseline: _Baseline, rows: Sequence[FaultResult], estimate: str) -> list[str]:
-    """Return what the user should know besides the results."""
+    """Return notes for the user that are not the result of a fault."""
     remarks = []
     if not baseline.first.last.saves:
         remarks.append(NO_SAVE_REMARK)
@@ -396,7 +397,7 @@ def _remarks(baseline: _Baseline, rows: Sequence[FaultResult], estimate: str) ->
             f"observing the training run failed; please report this error: {min(errors)}"
         )
     if any(row.detail == "no time" for row in rows):
-        remarks.append(f"{estimate}: give a larger --budget")
+        remarks.append(f"{estimate}: increase --budget")
     return remarks
 
 

@@ -35,7 +35,7 @@ def check_command(attempt: TrialAttempt, workplace: Workplace, *, out_of_time: b
     if attempt.hung and out_of_time:
         raise _untestable(
             "did not end within the time budget",
-            fix="give a larger --budget, or make the command train for fewer steps.",
+            fix="increase --budget, or make the command train for fewer steps.",
         )
     if attempt.hung:
         raise _untestable("hangs", fix="run it under `holdfast run`, which reports where it hangs.")
@@ -43,19 +43,19 @@ def check_command(attempt: TrialAttempt, workplace: Workplace, *, out_of_time: b
         status = describe_status(attempt.status)
         output = attempt.output.strip()[-OUTPUT_CHARACTERS:]
         raise _untestable(
-            f"fails even without a fault, with {status}: {output}", fix="correct that first."
+            f"fails even without a fault, with {status}: {output}", fix="fix this error first."
         )
     if attempt.most_steps == 0:
         raise _untestable(
             "did not step any torch optimizer",
-            fix="name the command that trains. Not observed are `python -I`, `-E` and `-S`, CUDA"
-            " graphs, and scripts that update weights without an optimizer. If the working"
-            " directory holds a finished run that the command resumes, start without that run.",
+            fix="pass the command that trains. Steps cannot be observed under `python -I`, `-E` or"
+            " `-S`, in CUDA graphs, or if the script updates weights without an optimizer. If the"
+            " command resumes a finished run in the working directory, remove that run.",
         )
     if attempt.most_steps < MIN_STEPS:
         raise _untestable(
             f"made fewer than {MIN_STEPS} steps",
-            fix="let it train for more steps, with some saves among them.",
+            fix="let it train for more steps, and save checkpoints in between.",
         )
     # Files elsewhere would still exist in the next trial.
     paths_outside = [
@@ -66,8 +66,8 @@ def check_command(attempt: TrialAttempt, workplace: Workplace, *, out_of_time: b
     if paths_outside:
         raise _untestable(
             f"writes outside of the working directory: {', '.join(paths_outside[:MAX_PATHS])}",
-            fix="name these paths with --writes, so that each trial starts without them, or let the"
-            " command write into the working directory.",
+            fix="pass these paths as --writes, so that each trial starts without them, or let the"
+            " command write to the working directory.",
         )
 
 
@@ -75,7 +75,7 @@ def _untestable(reason: str, fix: str) -> PolicyError:
     """Return the error for a command; `reason` continues the sentence "the command ..."."""
     return PolicyError(
         f"the command {reason}",
-        limit="it must train without further input, and in the same way each time",
+        limit="it must train without input, and in the same way each time",
         fix=fix,
         rule="H729",
     )

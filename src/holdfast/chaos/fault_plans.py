@@ -117,6 +117,7 @@ class FaultDraw:
     # --- the process ----------------------------------------------------------------------------
 
     def _kill_or_terminate(self) -> Iterable[Fault]:
+        """Kill the process in the first step and at random steps; then ask it to exit."""
         yield Fault(
             kind="first", description="SIGKILL in the first step", injection=_kill_in_backward(0)
         )
@@ -136,6 +137,7 @@ class FaultDraw:
         yield _in_step("term", "SIGTERM in", injection)
 
     def _kill_in_evaluation(self) -> Iterable[Fault]:
+        """Kill the process in one of the later half of its evaluations."""
         evaluations = sum(1 for _ in self._segment.events("eval"))
         if evaluations == 0:
             return
@@ -161,6 +163,7 @@ class FaultDraw:
             yield self._disturb_rank("stopped", Injection(action=Action.SIGSTOP))
 
     def _slow_down_and_cut_off_rank(self) -> Iterable[Fault]:
+        """Stop a rank for some seconds; then shut down the network connections of a rank."""
         if self._segment.world_size > 1:
             slow = Injection(
                 action=Action.SIGSTOP,
@@ -199,20 +202,37 @@ class FaultDraw:
     # --- saves and checkpoints ------------------------------------------------------------------
 
     def _disturb_save(self) -> Iterable[Fault]:
+        """Kill at the end and in the middle of a save; then fill the disk, and fail a write."""
         # Prefer a later save to the first: the checkpoint that it replaces can then be checked.
         number = self._chance.randint(min(2, len(self._saves)), len(self._saves))
         save = self._saves[number - 1]
-        name = f"save {number} (step {save.steps_made})"
         yield Fault(
             kind="save",
-            description=f"SIGKILL after writing in {name}",
+            description=f"SIGKILL after writing in {_name_of_save(number, save)}",
             injection=Injection(action=Action.SIGKILL, moment=Moment.SAVE_ENDS, count=number),
         )
+        # No file that is larger than half of the largest checkpoint can be written completely.
         half_bytes = max(save.size_bytes for save in self._saves) // 2
         if half_bytes == 0:
             return
         yield from self._cut_writes(save)
+        yield self._fill_disk(half_bytes)
         yield Fault(
+            kind="io",
+            description=f"a write fails (EIO) in the middle of {_name_of_save(number, save)}",
+            injection=Injection(
+                action=Action.FAIL_WRITE,
+                moment=Moment.SAVE_BEGINS,
+                count=number,
+                size_bytes=half_bytes,
+                errno=errno.EIO,
+                refuse_once=True,
+            ),
+        )
+
+    def _fill_disk(self, size_bytes: int) -> Fault:
+        """Return a fault after which no file can grow beyond a size, as on a full disk."""
+        return Fault(
             kind="disk",
             description=(
                 f"disk full in the middle of a checkpoint, from step {self._first_save_step} on"
@@ -221,20 +241,8 @@ class FaultDraw:
                 action=Action.FILL_DISK,
                 moment=Moment.AFTER_STEP,
                 count=self._first_save_step,
-                size_bytes=half_bytes,
+                size_bytes=size_bytes,
                 errno=errno.ENOSPC,
-            ),
-        )
-        yield Fault(
-            kind="io",
-            description=f"a write fails (EIO) in the middle of {name}",
-            injection=Injection(
-                action=Action.FAIL_WRITE,
-                moment=Moment.SAVE_BEGINS,
-                count=number,
-                size_bytes=half_bytes,
-                errno=errno.EIO,
-                refuse_once=True,
             ),
         )
 
@@ -248,9 +256,7 @@ class FaultDraw:
         for number in sorted({numbers[0], numbers[-1]}):
             yield Fault(
                 kind="save",
-                description=(
-                    f"SIGKILL in the middle of writing save {number} (step {save.steps_made})"
-                ),
+                description=f"SIGKILL in the middle of writing {_name_of_save(number, save)}",
                 injection=Injection(
                     action=Action.CUT_WRITE,
                     moment=Moment.SAVE_BEGINS,
@@ -260,6 +266,7 @@ class FaultDraw:
             )
 
     def _damage_checkpoint(self, step: int) -> Iterable[Fault]:
+        """Kill the process in a step, and damage the newest checkpoint before it is restarted."""
         actions: tuple[tuple[str, DamageAction], ...] = (
             ("a bit of the newest checkpoint flipped", flip_random_bit),
             ("the newest checkpoint cut in half", truncate_to_half),
@@ -273,6 +280,10 @@ class FaultDraw:
             )
 
     def _fail_read(self) -> Fault:
+        """Kill the process in a step, and fail the first restart's read of the newest checkpoint.
+
+        The file itself is left intact, and later restarts can read it.
+        """
         step = self._draw_step()
         return Fault(
             kind="io",
@@ -327,7 +338,12 @@ class FaultDraw:
         return lowest + int((self._step_count - lowest) * position)
 
 
+def _name_of_save(number: int, save: RecordedSave) -> str:
+    return f"save {number} (step {save.steps_made})"
+
+
 def _in_step(kind: str, words: str, injection: Injection) -> Fault:
+    """Return a fault in the step that the injection counts; `words` precede "step N"."""
     description = f"{words} step {injection.count + 1}"
     return Fault(kind=kind, description=description, injection=injection)
 

@@ -40,8 +40,8 @@ from holdfast.supervise.process_tree import Tree, kill_all, marked_processes, si
 
 # How often a running command is checked.
 POLL_SECONDS = 0.02
-# Time within which other processes of the command must end after it; later they count as left
-# behind.
+# Time that other processes of the command have to end after it. Those that still run then count as
+# left behind.
 LEFTOVER_GRACE_SECONDS = 0.5
 # Time to wait for killed processes to disappear.
 KILL_SECONDS = 5.0
@@ -210,8 +210,15 @@ class Bench:
         return observed
 
     def _start(self, traces: Path, mark: str) -> subprocess.Popen[bytes]:
+        """Start the command in the workplace, with the observer in each of its Python processes.
+
+        Args:
+            traces: The trace folder of the attempt.
+            mark: Identifies the processes of the command by their environment.
+        """
         environment = make_environment(os.environ, traces, 0, mark, observe=True)
-        # Not inherited from us: the command may be `holdfast run` itself, which sets it.
+        # Only the observer of chaos is wanted. The command may be `holdfast run`, which sets this
+        # variable again for its own processes.
         del environment[OBSERVE_VARIABLE]
         environment["OBSERVER_OF_HOLDFAST"] = f"holdfast.chaos.observation.observer:{traces}"
         environment["PWD"] = str(self.workplace.work)
@@ -411,7 +418,7 @@ def _read_observer_error(traces: Path) -> str:
 
 
 def _saved_paths(attempt: TrialAttempt) -> list[Path]:
-    """Return the paths of an attempt's saves, including those after a rename."""
+    """Return the paths to which an attempt saved, and the paths to which it renamed saved files."""
     saved = [save.path for save in attempt.saves if save.path is not None]
     moved = [event.facts["path"] for event in attempt.events("moved")]
     return [Path(path) for path in (*saved, *moved)]

@@ -67,7 +67,7 @@ class Workplace:
                     f"{str(path)!r} exists",
                     limit="files that a script writes outside of the working directory are"
                     " removed between trials",
-                    fix="let the command write to a path that does not exist yet, or into the"
+                    fix="let the command write to a path that does not exist yet, or to the"
                     " working directory.",
                     rule="H730",
                 )
@@ -77,9 +77,9 @@ class Workplace:
             raise PolicyError(
                 f"the working directory {str(self.origin)!r} holds more than"
                 f" {MAX_COPIED_BYTES >> 20} MiB",
-                limit="each trial runs in a copy of it, so that nothing of yours is changed",
-                fix="name what the script writes, as in `--writes runs/`; other large files are"
-                " then linked.",
+                limit="each trial runs in a copy of it, so that your files are not changed",
+                fix="pass the paths that the script writes to, as in `--writes runs/`; other large"
+                " files are then linked.",
                 rule="H730",
             )
 

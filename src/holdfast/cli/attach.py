@@ -1,6 +1,6 @@
 """`holdfast attach PID`: inspect a training process that was started without holdfast.
 
-This module prints and serialises the result of ``supervise.watch.inspection``.
+This module prints and serializes the result of ``supervise.watch.inspection``.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _Pid = Annotated[
     int,
     typer.Argument(min=1, help="A running training process. Its child processes are shown too."),
 ]
-_Seconds = Annotated[float, typer.Option(min=1, max=600, help="Seconds between the two looks.")]
+_Seconds = Annotated[float, typer.Option(min=1, max=600, help="Seconds between two observations.")]
 
 
 def run(pid: _Pid, seconds: _Seconds = 3.0, as_json: Json = False) -> None:
     """Inspect a running training process: stack traces, memory and, if it hangs, the likely cause.
 
-    The process is only read, neither stopped nor changed. Exit code 1: it made no progress between
-    the two looks.
+    The process is only read, never stopped or changed. Exit code 1: it made no progress between two
+    observations.
     """
     with failing_clearly(as_json=as_json), tempfile.TemporaryDirectory() as folder:
-        with working(f"looking twice at process {pid}"):
+        with working(f"observing process {pid} for {seconds:g} s"):
             inspection = inspect_process(pid, seconds, Path(folder))
         rows = _rows(inspection)
     if as_json:
@@ -55,7 +55,7 @@ def run(pid: _Pid, seconds: _Seconds = 3.0, as_json: Json = False) -> None:
         _print_processes(inspection, rows)
         left_bytes = memory_available_bytes()
         left = "unknown" if left_bytes is None else size(left_bytes)
-        typer.echo(f"memory left on this machine or in this container: {left}")
+        typer.echo(f"memory available on this machine or in this container: {left}")
     raise typer.Exit(0 if inspection.is_moving else CHECK_FAILED)
 
 
@@ -117,7 +117,7 @@ def _print_conclusion(inspection: Inspection, seconds: float) -> None:
     certainty = f"[{diagnosis.kind}, {diagnosis.confidence:.0%}]"
     typer.echo(f"It is not making progress. {diagnosis.sentence} {certainty}")
     typer.echo(
-        f"A step that takes longer than {seconds:g} s looks the same: try --seconds"
+        f"A step that takes longer than {seconds:g} s looks like a hang: use --seconds"
         f" {10 * seconds:g} to be sure.\n"
     )
 

@@ -37,7 +37,7 @@ from holdfast.core.text import sanitise
 SECONDS_PER_UNIT = {"": 1, "s": 1, "m": 60, "h": 3600}
 # Exit code of a process ended by signal n is this + n.
 SIGNAL_EXIT_CODE = 128
-# How many left-behind files are shown per fault.
+# How many of the files left behind are shown per fault.
 MAX_SHOWN_FILES = 3
 
 
@@ -49,8 +49,8 @@ def run(
         list[Path] | None,
         typer.Option(
             help=(
-                "What the script writes, if the working directory is too large to copy. May"
-                " be repeated."
+                "A path that the script writes to, if the working directory is too large to copy."
+                " May be repeated."
             )
         ),
     ] = None,
@@ -95,7 +95,7 @@ def run(
                 say=_say,
             ).run()
         except KeyboardInterrupt:
-            _say("interrupted before anything was tried")
+            _say("interrupted before any fault was tried")
             raise typer.Exit(SIGNAL_EXIT_CODE + received[0]) from None
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -196,13 +196,13 @@ def _describe_tried(report: CampaignReport) -> str:
     """Return how the training run fared after the faults that were tried."""
     tried = [row for row in report.rows if row.tried]
     if not tried:
-        return "Nothing could be tried"
+        return "No fault could be tried"
     survivals = sum(1 for row in tried if not row.lost)
-    survived = f"It survives {survivals} of {len(tried)} faults"
+    survived = f"The run survives {survivals} of {len(tried)} faults"
     if report.unsteady is not None:
         return (
-            f"{survived}. Whether it is still the same run cannot be determined: two"
-            f" undisturbed runs differ already, first in {report.unsteady}"
+            f"{survived}. Whether it is still the same run cannot be determined: even two"
+            f" undisturbed runs differ, first in {report.unsteady}"
         )
     passed = sum(1 for row in tried if row.passed)
     if passed == len(tried):
@@ -231,7 +231,7 @@ def _print_report(report: CampaignReport) -> None:
             left_behind = [f"processes: {row.left_processes}", *left_behind]
         table.add_row(
             row.fault,
-            _coloured_result(row),
+            _colored_result(row),
             _plain(row.detail),
             starts,
             lost,
@@ -239,14 +239,14 @@ def _print_report(report: CampaignReport) -> None:
         )
     out = console()
     out.print(table)
-    out.print("Does it survive, and is it still the same run?", style="bold")
+    out.print("Does the run survive, and is it still the same run?", style="bold")
     out.print(_plain(f"{verdict(report)}."))
     for remark in report.remarks:
         out.print(_plain(f"Note: {remark}."))
     out.print(f"{report.seconds:.0f} s; repeat with --seed {report.seed}", style="dim")
 
 
-def _coloured_result(row: FaultResult) -> str:
+def _colored_result(row: FaultResult) -> str:
     if not row.tried:
         return f"[dim]{row.result}[/]"
     if row.passed:

@@ -50,13 +50,13 @@ def run(
     """List the checkpoints of a run, newest first, and verify or export them."""
     with failing_clearly(as_json=as_json):
         store = open_store(run_dir)
-        # It is listed first: an export may take long, and a run may remove checkpoints meanwhile.
+        # Listed before exporting, which may take long: a run may remove checkpoints meanwhile.
         entries = store.entries()
         best_step = best_in(run_dir)
         if step is not None and export is None and export_averaged is None:
             raise PolicyError(
                 "--step without --export",
-                limit="nothing is written",
+                limit="it selects the checkpoint to export",
                 fix="add --export.",
                 rule="H105",
             )
@@ -94,13 +94,13 @@ def _export(store: Store, step: int | None, path: Path, *, averaged: bool, quiet
 
 
 def _entry_to_export(store: Store, step: int | None) -> Entry:
-    """Return the checkpoint of a step, or for None the newest one, if it verifies.
+    """Return the checkpoint of a step, or the newest valid one if `step` is None.
 
     Raises:
         PolicyError: H105 if there is no such checkpoint.
         CheckpointError: If it does not verify.
     """
-    # Of several checkpoints of one step, the newest stays.
+    # `entries` starts with the newest, so the newest of several checkpoints of a step wins.
     entry_by_step = {entry.global_step: entry for entry in reversed(store.entries())}
     if step is None:
         entry = store.newest_good()
@@ -112,7 +112,7 @@ def _entry_to_export(store: Store, step: int | None) -> Entry:
         return entry
     missing = "checkpoint"
     if step == _UNKNOWN_BEST_STEP:
-        missing = "checkpoint that its best.json calls the best"
+        missing = "best checkpoint, because its best.json cannot be read"
     elif step is not None:
         missing = f"checkpoint of step {step}"
     steps = ", ".join(map(str, entry_by_step)) or "none"
@@ -128,7 +128,7 @@ def _entry_to_export(store: Store, step: int | None) -> Entry:
 
 
 def _rows(store: Store, entries: list[Entry], *, verify: bool) -> list[dict[str, Any]]:
-    """Return what is printed about each checkpoint: those in use, then those moved aside."""
+    """Return the row of each checkpoint: first those in use, then damaged ones moved aside."""
     row_by_path = {}
     with working("reading") as show:
         for number, entry in enumerate(entries, start=1):

@@ -1,7 +1,7 @@
-"""`holdfast doctor`: what this machine offers a training run, and what will go wrong on it.
+"""`holdfast doctor`: check whether this machine is ready for a training run.
 
-A table of checks, `CHECKS`, in the order in which they are printed. Each answers one question about
-the machine. No CUDA context is created, and torch is not imported.
+`CHECKS` lists the checks in the order in which they are printed. Each answers one question about
+the machine, which is its docstring. No CUDA context is created, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from holdfast.memory.host_memory import allocation_can_fail, available_bytes
 from holdfast.supervise.watch.py_spy import find_py_spy
 
 _GIB = 1 << 30
-# Where workers of torch's loader hand batches over.
+# Where the workers of torch's loader put batches for the training process.
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - no file is made there
-# Free shared memory that is worth a warning. Docker's default is 64 MiB in all.
+# Less free shared memory is worth a warning. Docker's default is 64 MiB in total.
 _LEAST_SHARED_MEMORY_BYTES = _GIB
-# Free disk space that is worth a warning: about three checkpoints of a model with 124 million
-# parameters and Adam's moments, of 1.5 GB each.
+# Less free disk space is worth a warning. This is about three checkpoints, of 1.5 GB each, of a
+# model with 124 million parameters and Adam's moments.
 _LEAST_DISK_BYTES = 5 * _GIB
 # A lower limit is worth a warning: torch's workers pass each tensor as an open file by default.
 _LEAST_OPEN_FILES = 4096
 # The bit of CAP_SYS_PTRACE in a set of capabilities, from linux/capability.h.
 _CAP_SYS_PTRACE = 1 << 19
-# What to do about file systems that lose a recording, by the beginning of their names.
+# What to do about file systems that may lose a recording, by the beginning of their type.
 _FIX_BY_FILE_SYSTEM = {
     "nfs": (
-        "renames and locks are only as good as the server: mount it with hard and without nolock,"
-        " or record elsewhere"
+        "its renames and locks are unreliable unless it is mounted with the option hard and without"
+        " nolock; mount it so, or record elsewhere"
     ),
-    "overlay": "it is deleted with the container: mount a volume there, or pass a --run-dir on one",
-    "tmpfs": "it is memory, and lost with the machine: pass a --run-dir on a disk",
+    "overlay": "it is deleted with the container; mount a volume there, or pass a --run-dir on one",
+    "tmpfs": "it is held in memory and lost on a reboot; pass a --run-dir on a disk",
 }
 
 
@@ -63,13 +63,13 @@ class CheckResult:
 
 def run(
     run_dir: Annotated[
-        Path, typer.Option(help="Where runs are recorded. The disk of this folder is checked.")
+        Path, typer.Option(help="Where runs are recorded. The disk of this directory is checked.")
     ] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Check what this machine offers a training run, and what will go wrong on it.
+    """Check whether this machine is ready for a training run.
 
-    Prints one line for each check, and the fix if something is wrong. Exit code 0.
+    Prints one line for each check, with a fix if there is a problem. The exit code is always 0.
     """
     results: list[CheckResult] = []
     for check in CHECKS:
@@ -98,7 +98,7 @@ def processors(_run_dir: Path) -> list[CheckResult]:
     quota = cpu_quota()
     usable = max(1, math.floor(quota))
     fix = ""
-    # torch counts the processors of the affinity, and knows no quota.
+    # torch counts the processors in the affinity mask, and ignores the quota of the container.
     if quota < len(os.sched_getaffinity(0)):
         fix = f"export OMP_NUM_THREADS={usable}, and use at most {usable} workers"
     value = f"{quota:g} of {os.cpu_count()}, by affinity and quota"
@@ -106,7 +106,7 @@ def processors(_run_dir: Path) -> list[CheckResult]:
 
 
 def memory(_run_dir: Path) -> list[CheckResult]:
-    """How much host memory is left, and can an allocation be refused before it is used up?"""
+    """How much host memory is available, and can an allocation be refused before it is used up?"""
     left_bytes = available_bytes()
     left = "unknown" if left_bytes is None else size(left_bytes)
     total_bytes = 1024 * read_fields(Path("/proc/meminfo")).get("MemTotal", 0)
@@ -119,7 +119,7 @@ def memory(_run_dir: Path) -> list[CheckResult]:
 
 
 def shared_memory(_run_dir: Path) -> list[CheckResult]:
-    """Is there room for the batches that workers hand over?"""
+    """Is there enough shared memory for the batches of loader workers?"""
     try:
         usage = os.statvfs(_SHARED_MEMORY)
     except OSError:
@@ -136,7 +136,7 @@ def shared_memory(_run_dir: Path) -> list[CheckResult]:
 
 
 def open_files(_run_dir: Path) -> list[CheckResult]:
-    """How many files may a process open, and could it be more?"""
+    """How many files may a process open, and can this limit be raised?"""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fix = ""
     if soft < min(hard, _LEAST_OPEN_FILES):
@@ -149,18 +149,18 @@ def clock(_run_dir: Path) -> list[CheckResult]:
     now = time.time()
     fix = ""
     if now < Path(__file__).stat().st_mtime:
-        fix = "it is behind: set it, or start a time service"
+        fix = "it is behind; set it, or start a time service"
     return [CheckResult(what="clock", value=f"{moment(now)} UTC", fix=fix)]
 
 
 def disk_of_runs(run_dir: Path) -> list[CheckResult]:
-    """Will recordings and checkpoints fit where runs are recorded, and stay there?"""
+    """Does the disk of the runs have space for checkpoints, and does it keep them?"""
     folder = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
     free_bytes = shutil.disk_usage(folder).free
     file_system = _file_system_of(folder)
     fix = ""
     if free_bytes < _LEAST_DISK_BYTES:
-        fix = "free some space: a checkpoint that does not fit is not written"
+        fix = "free some space; a checkpoint that does not fit is not written"
     else:
         for beginning, advice in _FIX_BY_FILE_SYSTEM.items():
             if file_system.startswith(beginning):
@@ -193,7 +193,7 @@ def gpus(_run_dir: Path) -> list[CheckResult]:
         if Path("/dev/nvidia0").exists():
             fix = "install the driver's nvidia-smi"
     elif "+cpu" in torch_version:
-        fix = "this torch is built for the CPU only: install one for CUDA (pytorch.org/get-started)"
+        fix = "this torch is built for CPUs only; install one for CUDA (pytorch.org/get-started)"
     return [
         CheckResult(what="GPU", value=f"{sanitise(line)}; torch {torch_version}", fix=fix)
         for line in lines
@@ -208,7 +208,7 @@ def stacks(_run_dir: Path) -> list[CheckResult]:
     if not has_py_spy:
         fix = 'pip install "torch-holdfast[stacks]"'
     if not _may_trace_others():
-        value = "not allowed: only processes of `holdfast run` show their stacks"
+        value = "not allowed; only processes under `holdfast run` can show their stacks"
         fix = "docker run --cap-add SYS_PTRACE, or sysctl kernel.yama.ptrace_scope=0"
     if not has_py_spy:
         value += "; py-spy is not installed"

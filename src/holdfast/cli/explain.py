@@ -113,7 +113,7 @@ def _refuse_options(subject: str, *, attempt: int | None = None, status: int | N
         raise PolicyError(
             f"{names} for {subject}",
             limit="--attempt is for a run directory, --status for a log",
-            fix=f"leave {names} out.",
+            fix=f"omit {names}.",
             rule="H105",
         )
 
@@ -128,7 +128,7 @@ def _list_rules(*, as_json: bool) -> None:
 
 
 def _print_rule(rule_id: str, *, as_json: bool) -> None:
-    # Imported late: it takes as long as starting a command.
+    # Imported here because it doubles the start time of a command.
     from rich.markdown import Markdown
 
     rule = find_rule(rule_id)
@@ -205,13 +205,13 @@ def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
     else:
         lost_steps = [words for words in verdict.missing if "not recorded any more" in words]
         _print_section(out, "Not recorded any more", lost_steps)
-    out.print(Text(f"\n`holdfast explain {verdict.cause}` says more.", style="dim"))
+    out.print(Text(f"\nFor details, run `holdfast explain {verdict.cause}`.", style="dim"))
 
 
 def _print_headline(out: Console, verdict: Verdict) -> None:
     """Print the title, and for readers who stop there, the key evidence and the fix."""
     title = f"{verdict.title[:1].upper()}{verdict.title[1:]}"
-    style = f"bold {_colour(verdict)}"
+    style = f"bold {_color(verdict)}"
     out.print(Text.assemble((title, style), f"  [{verdict.cause}, {verdict.family}]"))
     if _needs_no_action(verdict):
         return
@@ -230,8 +230,8 @@ def _needs_no_action(verdict: Verdict) -> bool:
     return verdict.fix == WELL.fix or verdict.cause == UNJUDGED.id
 
 
-def _colour(verdict: Verdict) -> str:
-    """Return the colour of a title: green only for a run that ended well without any doubt."""
+def _color(verdict: Verdict) -> str:
+    """Return the color of a title: green only for a run that ended well without any doubt."""
     if verdict.cause == UNJUDGED.id:
         return "default"
     if verdict.family == "ended well":

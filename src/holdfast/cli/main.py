@@ -18,7 +18,7 @@ from holdfast.core.version import __version__
 if TYPE_CHECKING:
     import typer
 
-# Of each command, the module in this package and the function. They are listed in this order.
+# The module (in this package) and the function of each command, in the order of ``--help``.
 COMMANDS = {
     "run": "run:run",
     "watch": "views:watch",
@@ -34,17 +34,17 @@ COMMANDS = {
     "doctor": "doctor:run",
     "chaos": "chaos:run",
 }
-# Commands that run another command. Options after its name belong to that one.
+# Commands that run another command. All options after its name are passed to it.
 _WRAPPING_COMMANDS = ("run", "chaos")
 # Environment variables in which a shell passes the words typed so far when it asks for completions.
 _COMPLETION_VARIABLES = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
-# Exit code if the reader of the output has closed it. Shells report it for SIGPIPE.
+# Exit code if the reader of the output has closed the pipe: what a shell reports for SIGPIPE.
 _READER_GONE = 141
 
 _HELP = (
     "Keeps PyTorch training alive, correct and inside its memory, and says why when it cannot.\n\n"
-    "Exit codes: 0 done, 1 a check failed, 2 wrong use or an error; `run` passes on that of its"
-    " command, and `explain` has one for each class of causes."
+    "Exit codes: 0 success, 1 a check failed, 2 incorrect usage or an error. `run` exits with the"
+    " exit code of its command, and `explain` with a code for the class of the cause."
 )
 
 
@@ -57,7 +57,7 @@ def main() -> None:
         if words[:1] == ["run"]:
             from holdfast.cli.supervised import run_if_called_plainly
 
-            # It exits, unless typer has to parse the options.
+            # Does not return, unless typer has to parse the options.
             run_if_called_plainly(words[1:])
         if as_json:
             from holdfast.cli import output
@@ -94,8 +94,8 @@ def make_app(*only: str) -> typer.Typer:
     """Return the command line.
 
     Args:
-        *only: The commands that it has. Without any, it has all of them, but to import them all
-            takes longer than to run most of them.
+        *only: The commands to include; all of them by default. Importing all of them takes longer
+            than running most of them.
     """
     import typer
 
@@ -128,13 +128,14 @@ def _print_version(requested: bool) -> None:
         raise SystemExit
 
 
-# --- A reader that leaves -------------------------------------------------------------------------
+# --- Closed pipes ---------------------------------------------------------------------------------
 
 
 def _exit_when_output_is_closed() -> None:
     """Let this process exit quietly once the reader of its output has closed the pipe.
 
-    SIGPIPE stays off: it would also end a command when a connection or a child process goes away.
+    SIGPIPE stays ignored, because it would also kill a command that writes to a closed connection
+    or to a child process that has exited.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -143,7 +144,10 @@ def _exit_when_output_is_closed() -> None:
 
 
 def _exiting_stream(stream: Any) -> io.TextIOWrapper:
-    """Return a text stream on the same descriptor, with the same settings."""
+    """Return a copy of a text stream that exits this process when its pipe is closed.
+
+    It has the descriptor, the encoding and the buffering of the original.
+    """
     stream.flush()
     raw = _ExitingFile(stream.fileno(), "w", closefd=False)
     buffer: Any = raw
@@ -159,7 +163,7 @@ def _exiting_stream(stream: Any) -> io.TextIOWrapper:
 
 
 class _ExitingFile(io.FileIO):
-    """A file that ends the process when nobody reads what is written to it."""
+    """A file that exits the process on a write to a pipe that its reader has closed."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -169,5 +173,5 @@ class _ExitingFile(io.FileIO):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
-            # Not an `Exception`, which many places catch.
+            # SystemExit, because code that catches every `Exception` does not catch it.
             raise SystemExit(_READER_GONE) from None

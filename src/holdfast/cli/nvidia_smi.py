@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-# Unless a process keeps the driver loaded, it is initialised first, which takes seconds per device.
+# Unless a process keeps the driver loaded, it is initialized first, which takes seconds per device.
 _TIMEOUT_SECONDS = 20
 
 

@@ -2,13 +2,13 @@
 
 The exit codes of all commands:
 
-- 0: done, and every check held.
-- 1: done, and a check failed, such as a damaged checkpoint or a broken promise.
-- 2: wrong use, or an error that kept the command from its work.
-- 141: whoever read the output has closed it (`| head`). Shells report this code for any program
-  that SIGPIPE ended.
+- 0: success, and every check passed.
+- 1: a check failed, for example because a checkpoint is damaged.
+- 2: incorrect usage, or an error because of which the command could not do its work.
+- 141: the reader of the output has closed the pipe, as `head` does. Shells report this code for a
+  program that was killed by SIGPIPE.
 
-`run` passes on the exit code of its command, and `explain` has one for each class of causes.
+`run` exits with the exit code of its command, and `explain` with a code for the class of the cause.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _json_descriptors: list[int] = []
 
 
 def keep_stdout_for_json() -> None:
-    """Let nothing but `print_json` write to stdout.
+    """Reserve stdout for `print_json`.
 
-    Whatever else this process or a child process prints goes to stderr.
+    Everything else that this process or a child process prints goes to stderr.
     """
     _json_descriptors.append(os.dup(_STDOUT))
     os.dup2(_STDERR, _STDOUT)
@@ -85,12 +85,12 @@ def console() -> Console:
 
 @contextlib.contextmanager
 def paged() -> Iterator[Console]:
-    """Return a context with a console for a long text, which on a terminal goes through a pager."""
+    """Return a context with a console for a long text. On a terminal, it is shown in a pager."""
     out = console()
     if not sys.stdout.isatty() or not sys.stdin.isatty():
         yield out
         return
-    # Keep colours, and do not page what fits the screen.
+    # Options of less: F exits if the text fits on one screen, R keeps colors, X keeps the screen.
     os.environ.setdefault("LESS", "FRX")
     with out.pager(styles=True):
         yield out
@@ -98,9 +98,10 @@ def paged() -> Iterator[Console]:
 
 @contextlib.contextmanager
 def working(words: str) -> Iterator[Callable[[str], None]]:
-    """Return a context in which a terminal shows, on stderr, what the command is doing.
+    """Return a context in which stderr shows what the command is doing, if it is a terminal.
 
-    It yields a function that changes the words.
+    Yields:
+        A function that replaces the text.
     """
     if not sys.stderr.isatty():
         yield lambda _words: None
@@ -189,7 +190,7 @@ def _error_fields(error: Exception) -> dict[str, str | None]:
 
 
 def _usage_error_fields(error: Any) -> dict[str, str | None]:
-    """Return the fields of an error that typer raises for wrong use."""
+    """Return the fields of an error that typer raises for incorrect usage."""
     context = getattr(error, "ctx", None)
     command = "holdfast"
     usage = "holdfast COMMAND"

@@ -47,7 +47,7 @@ _MIN_SHOWN_BYTES = GIB / 1000
 
 _LEGEND = (
     "micro-batch: the largest that fits, in samples. peak: device memory that the process takes,"
-    " including the CUDA context; the margin is kept free beyond it. time: per sample, as a"
+    " including the CUDA context but not the margin, which is kept free. time: per sample, as a"
     " multiple of the fastest plan, estimated from the device's compute and memory rates."
 )
 
@@ -308,20 +308,20 @@ def _print_recommendation(plan: DeviceForecast) -> None:
 
 
 def _about_margin(plan: DeviceForecast) -> str:
-    """Return what a default margin covers beyond measurements on the device, or ""."""
+    """Return why the default margin is larger than on a measured device, or ""."""
     if plan.target.margin_bytes is not None:
         return ""
     covered = []
     if not plan.target.device.is_measured:
         covered.append(
-            "no forecast was measured on this device, so its margin also covers the CUDA context"
-            " of other drivers and builds, cuDNN and fragmentation: a forecast that is up to"
-            f" {UNMEASURED_MARGIN_SHARE:.0%} too low still fits"
+            "no forecast was compared with a real run on this device, so the margin also covers"
+            " the CUDA context of other drivers and builds, cuDNN and fragmentation; the plan still"
+            f" fits if its forecast is up to {UNMEASURED_MARGIN_SHARE:.0%} too low"
         )
     if plan.trace.uncalibrated_bytes:
         covered.append(
-            f"{_size(plan.trace.uncalibrated_bytes)} of its margin is for scratch memory of"
-            " operators whose need is not known exactly"
+            f"{_size(plan.trace.uncalibrated_bytes)} of the margin is for operators whose scratch"
+            " memory is not known exactly"
         )
     if not covered:
         return ""
@@ -338,7 +338,7 @@ def _why_nothing_fits(plan: DeviceForecast) -> str:
     if row.fits:
         error = OutOfMemoryError(
             f"No plan fits {device.name} when traced",
-            limit="some plans seemed to fit, but none did when traced with its own settings",
+            limit="some plans fit by forecast, but none did when traced with its own settings",
             fix="keep more memory free with --margin.",
             rule="H420",
         )
@@ -372,7 +372,7 @@ def _assumption_texts(assumptions: Iterable[Assumption]) -> list[str]:
     return [
         *texts,
         "the step runs eagerly on one device; torch.compile would change how much memory it needs",
-        "no device was queried: its figures are those above, and nothing else runs on it",
+        "no device was queried: it has the figures above, and no other process uses its memory",
     ]
 
 

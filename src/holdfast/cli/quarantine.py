@@ -48,7 +48,7 @@ def run(
 
     The run reads released samples again.
 
-    Exit code 0: done. 2: it could not be done.
+    Exit code 0: success. 2: an error.
     """
     with failing_clearly(as_json=as_json):
         if not (run_dir / FILE_NAME).exists():
@@ -57,7 +57,7 @@ def run(
         with contextlib.ExitStack() as stack:
             if release or release_all:
                 stack.enter_context(_locked(run_dir))
-            # How many samples the run may quarantine does not matter here.
+            # Nothing is quarantined here, so the limit on quarantined samples does not matter.
             ledger = QuarantineLedger(sys.maxsize, None, time.time)
             ledger.keep_in(run_dir / FILE_NAME)
             held = [sample for sample in ledger if not sample.released]
@@ -77,7 +77,7 @@ def run(
 def _locked(run_dir: Path) -> Iterator[None]:
     """Return a context that holds the lock of a run directory.
 
-    A live run would write its own ledger over the one with the released samples.
+    A run that is still open would overwrite the ledger, and lose the releases.
 
     Raises:
         RunDirectoryError: H301 if a run holds it.

@@ -17,7 +17,7 @@ _Command = Annotated[
 ]
 _RunDir = Annotated[
     Path | None,
-    typer.Option(help="Where to record. Default: runs/<script>-<UTC time>.", show_default=False),
+    typer.Option(help="The run directory. Default: runs/<script>-<UTC time>.", show_default=False),
 ]
 _MaxRestarts = Annotated[
     int,
@@ -38,17 +38,15 @@ _HangLimits = Annotated[
         metavar="PHASE=SECONDS",
         help=(
             "How long a phase, or every phase (all=SECONDS), may go without progress; may be"
-            " repeated. moving=SECONDS: how long a process without progress is left alone while it"
-            " still computes. SECONDS may be 'off'."
+            " repeated. moving=SECONDS: how long a process that makes no progress but still"
+            " computes is left running. SECONDS may be 'off'."
         ),
     ),
 ]
-_NoWatchdog = Annotated[
-    bool, typer.Option("--no-watchdog", help="Do not look for hangs and leaks.")
-]
+_NoWatchdog = Annotated[bool, typer.Option("--no-watchdog", help="Do not detect hangs and leaks.")]
 _NoObserve = Annotated[
     bool,
-    typer.Option("--no-observe", help="Do not record or watch Python processes from inside."),
+    typer.Option("--no-observe", help="Do not record from inside the Python processes."),
 ]
 _GraceSeconds = Annotated[
     float,
@@ -58,9 +56,7 @@ _GraceSeconds = Annotated[
 ]
 _MaxLogBytes = Annotated[
     int,
-    typer.Option(
-        min=1 << 20, help="Size of output.log; beyond it, the head and the newest part are kept."
-    ),
+    typer.Option(min=1 << 20, help="Maximum size of output.log; beyond it, the middle is dropped."),
 ]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the command's own output.")]
 _AsJson = Annotated[

@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from holdfast.report.live.watching import Runs, Watched
     from holdfast.report.metrics.copying import CopySummary
 
-# The page has this many colours for runs.
+# The page has a color for each of this many runs.
 _MAX_COMPARED = 10
 
 
 def watch(
     run_dir: RunDirectory,
-    once: Annotated[bool, typer.Option("--once", help="Print one picture and exit.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the view once and exit.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show what each process of a run is doing, until the run ends.
@@ -118,7 +118,7 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write an HTML page that says why a run ended and how it went; it opens offline."""
+    """Write an HTML page that explains how a run went and why it ended; it opens offline."""
     with failing_clearly(as_json=as_json):
         from holdfast.report.page.gathering import gather
         from holdfast.report.page.run_page import render
@@ -169,7 +169,7 @@ def compare(
         paths = list(dict.fromkeys(check_run(path) for path in run_dirs))
         if not 2 <= len(paths) <= _MAX_COMPARED:
             raise PolicyError(
-                f"{len(paths)} different runs to compare",
+                f"cannot compare {len(paths)} different runs",
                 limit=f"a page compares 2 to {_MAX_COMPARED} runs",
                 fix="pass at least two, such as runs/a runs/b; `holdfast report` shows a single"
                 " run.",
@@ -209,7 +209,7 @@ def metrics(
         str | None, typer.Option(metavar="FILE|-", help="Append JSON lines to FILE; - prints them.")
     ] = None,
     wandb: Annotated[
-        str | None, typer.Option(metavar="PROJECT", help="Log to a project of W&B.")
+        str | None, typer.Option(metavar="PROJECT", help="Log to this Weights & Biases project.")
     ] = None,
     follow_run: Annotated[
         bool, typer.Option("--follow", help="Continue until the run ends.")
@@ -231,7 +231,7 @@ def metrics(
         if not targets:
             raise PolicyError(
                 "no target for the metrics",
-                limit="at least one is needed",
+                limit="at least one is required",
                 fix="pass one, such as --tensorboard DIR or --jsonl -.",
                 rule="H743",
             )

@@ -16,4 +16,12 @@ Read in this order:
 5. `trace`: how a step is recorded, scaled to another size, and cut into micro-batches.
 6. `allocator` and `devices`: the simulated allocator, and the catalogue of GPUs.
 7. `plan`: which micro-batch size fits, and which settings to recommend.
+
+Where to look first:
+
+- How the largest micro-batch is found: `_PlanSearch` in `plan.planning`.
+- Whether a step fits a device: `plan.fit`.
+- How large the default margin is, and why: `plan.fit.default_margin_bytes`.
+- How much scratch memory an operator needs: `kernels.scratch`.
+- The figures of a GPU: ``devices/devices.yaml``.
 """

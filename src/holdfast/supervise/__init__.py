@@ -15,10 +15,12 @@ Entry point: `launch.supervisor.Supervisor`, which ``holdfast run`` drives. Read
 
 Where to look first:
 
-- What happens on SIGTERM: the docstring of ``launch.shutdown``.
+- What happens on SIGTERM and on Ctrl-C: the docstring of ``launch.shutdown``.
 - Whether and how a run is restarted: `RULES` in ``launch.restarts``.
-- How long a phase may go without progress: ``watch.limits``.
+- How a hang is noticed: `Watchdog.check` in ``watch.watchdog``. How long a phase may go without
+  progress: ``watch.limits``. What kind of hang it is: ``holdfast.explain.hangs``.
 - What is done about a hang: `Watchdog._choose_remedy` proposes, ``launch.attempt`` acts.
-- When growing memory counts as a leak: ``leaks.growth``.
+- When growing memory counts as a leak: ``leaks.growth``. Which line keeps the memory:
+  ``leaks.source_lines``.
 - What a recorded step contains: `Step` in ``observe.step_writer``.
 """

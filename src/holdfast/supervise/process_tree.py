@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Not HOLDFAST_*: variables with that prefix are the fields of a policy.
 MARK_VARIABLE = "SUPERVISED_BY_HOLDFAST"
 # Pause between two listings of the processes while they are being killed.
-_LOOK_SECONDS = 0.01
+_LIST_SECONDS = 0.01
 # A process in an uninterruptible wait cannot be killed, so the sentinel gives up after this time.
 _SENTINEL_SECONDS = 20.0
 
@@ -255,7 +255,7 @@ def kill_all(find: Callable[[], set[int]], seconds: float) -> tuple[set[int], se
         killed |= left
         if time.monotonic() > deadline:
             return killed - left, left
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_LIST_SECONDS)
 
 
 # --- the sentinel ---

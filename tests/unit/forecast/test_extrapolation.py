@@ -96,8 +96,8 @@ def test_an_operation_that_only_one_batch_has_is_named_with_its_line() -> None:
     message = str(raised.value)
     assert raised.value.rule == "H425"
     assert "with 4 samples than with 2 samples" in message
-    assert "operation 2 is aten.gelu" in message
-    assert "there aten.index_put" in message
+    assert "operation 2 is aten.index_put" in message
+    assert "instead of aten.gelu" in message
     assert LINE in message
 
 

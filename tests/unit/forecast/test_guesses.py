@@ -37,7 +37,7 @@ def test_an_answer_is_listed_once_with_its_line_and_can_be_turned() -> None:
     assert line.startswith(f"{HERE}:")
     assert assumption.line == line
     assert "False was not" in assumption.what
-    guesses.turn(line)
+    guesses.answer_false(line)
     assert guesses.assumptions == ()
     assert ask() is False
     assert guesses.decide() is True

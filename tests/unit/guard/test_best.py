@@ -82,7 +82,7 @@ def test_the_best_checkpoints_stay(tmp_path: Path) -> None:
         assert torch.equal(load_file(tmp_path / "best.safetensors")["weight"], weights[step])
     assert "no checkpoint of step 7; steps there: 8, 12" in export("--step", "7")
     (store.directory.parent / "best.json").write_text("{}")
-    assert "no checkpoint that its best.json calls the best" in export()
+    assert "best.json cannot be read" in export()
 
 
 def test_what_is_measured_after_the_loop_is_recorded(tmp_path: Path) -> None:

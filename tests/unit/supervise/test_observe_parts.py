@@ -262,8 +262,8 @@ def test_the_phases_of_a_loop(seen: Seen) -> None:
         does(steps.backward_ends)
         does(steps.optimizer_begins, judge, (judge,), {})
         does(steps.optimizer_ends, judge, (judge,), {})
-    does(steps.phases.aside_begins, ProcessPhase.SAVING)
-    does(steps.phases.aside_ends)
+    does(steps.phases.interruption_begins, ProcessPhase.SAVING)
+    does(steps.phases.interruption_ends)
     does(steps.phases.evaluation_begins)
     does(steps.wait_begins)
     does(steps.wait_ends, ProcessPhase.EVALUATION)
@@ -388,10 +388,10 @@ def test_a_step_that_only_makes_state_is_none(seen: Seen) -> None:
     for _ in range(2):
         backward(steps)
         step(steps, sgd)
-        steps.phases.aside_begins(ProcessPhase.SAVING)
+        steps.phases.interruption_begins(ProcessPhase.SAVING)
         makes_state(sgd, 0.0)
         makes_state(sgd, torch.tensor(0.0))
-        steps.phases.aside_ends()
+        steps.phases.interruption_ends()
     model.weight.grad = torch.ones_like(model.weight)  # of a formula
     step(steps, sgd)
     first, second, _ = [

@@ -54,7 +54,7 @@ class _Run:
             )
             # Without the time, which the ring sets, and the optimizer.
             self.ring.write(*sample[:-2])
-        self.trends.look()
+        self.trends.update()
 
 
 def test_a_leak_is_told_once_and_traced(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_healthy_and_damaged_recordings_tell_nothing(tmp_path: Path) -> None:
     run.train(600, host_bytes=500 * _MIB, grows_bytes=0)
     write_process(tmp_path, ProcessInfo(pid=2, ticks=2, ppid=1, argv=[], role="trainer"))
     os.truncate(run.folder / SAMPLES_FILE, 5000)
-    run.trends.look()
+    run.trends.update()
     assert run.told == []
     assert run.board.trace_requested() == 0
 
@@ -135,8 +135,8 @@ def test_what_holds_the_memory_is_said_once_for_each_place(tmp_path: Path) -> No
         data = {"held_by": held, "retained_at": "leak.py:6 in <module>"}
         box.event(Event(kind="leak", global_step=3, unix_seconds=1.0, data=data))
         box.close()
-    run.trends.look()
-    run.trends.look()
+    run.trends.update()
+    run.trends.update()
     (line,) = run.said
     assert "losses[...]" in line
     assert "leak.py:6" in line

@@ -107,7 +107,7 @@ class Scene:
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + 0.5)
-            self.watchdog.look(self.now)
+            self.watchdog.check(self.now)
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events]

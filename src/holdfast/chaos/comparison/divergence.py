@@ -195,10 +195,10 @@ def another_optimizer_lost_state(divergence: Divergence) -> RunDifference | None
         first_step = divergence.index + 1
         resumed = f"the optimizer of step {number} resumed with"
         if step.before.parameters != saved_state.parameters:
-            detail = f"{resumed} weights that are not the saved ones"
+            detail = f"{resumed} weights other than the saved ones"
             return RunDifference(first_step, "weights", detail)
         if step.before.optimizer != saved_state.optimizer:
-            detail = f"{resumed} a state that is not the saved one"
+            detail = f"{resumed} a state other than the saved one"
             return RunDifference(first_step, "optimizer", detail)
     return None
 
@@ -224,7 +224,7 @@ def random_state_lost(divergence: Divergence) -> RunDifference | None:
         drawn = reference.random_states_drawn_before(index)
         drawn |= reference.random_states_drawn_before(index + 1)
         causes = differing & drawn
-        consequence = "or more is drawn from it"
+        consequence = "or the attempt draws more numbers from it"
     else:
         return None
     if not causes:
@@ -272,5 +272,5 @@ def _describe_settings(settings: str, expected: str) -> str:
 def _describe_batch(reference: Reference, step: RecordedStep) -> str:
     for index, other in enumerate(reference.steps):
         if share_data(other, step):
-            return f"that of step {index + 1}"
-    return "one that the undisturbed run never used"
+            return f"the batch of step {index + 1}"
+    return "a batch that the undisturbed run never used"

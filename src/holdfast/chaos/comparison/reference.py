@@ -91,7 +91,10 @@ class Reference:
         return self.boundaries[number - 1], self.boundaries[number]
 
     def locate(self, segment: Segment, reached: int) -> ResumePoint:
-        """Find out where an attempt continues.
+        """Return the place of the undisturbed run at which an attempt continues.
+
+        It is the place with the same weights, else the one with nearly the same weights, else the
+        one with the same data.
 
         Args:
             segment: The record of the attempt; it has steps.
@@ -116,7 +119,7 @@ class Reference:
             )
         else:
             place = self._place_with_data(first_step, reached)
-            detail = "the undisturbed run never had the weights of this start"
+            detail = "the attempt starts with weights that the undisturbed run never had"
         return ResumePoint(place, RunDifference(place + 1, "weights", detail))
 
     def start_fields_that_differ(self, place: int, start: ModelState) -> list[str]:

@@ -107,7 +107,7 @@ def _entries_that_differ(
         if entries.get(path) == expected_value:
             continue
         value = entries.get(path, "nothing")
-        detail = f"all steps are the same, but the last save into {file_name} differs in {path!r}"
+        detail = f"all steps are the same, but the last save to {file_name} differs in {path!r}"
         if len(expected_value) != DIGEST_LENGTH or is_text(expected_value):
             detail += f": {value} instead of {expected_value}"
         kind = TEXT if is_text(expected_value) and is_text(value) else SAVED

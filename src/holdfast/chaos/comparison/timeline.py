@@ -193,7 +193,7 @@ class Timeline:
             return None
         first_unmatched = min(unmatched)
         if last_attempt_made_steps:
-            detail = f"{len(self.steps)} steps lead to the end, not {expected_count}"
+            detail = f"the run consists of {len(self.steps)} steps instead of {expected_count}"
         else:
             # Steps after the last save were lost although they are in the trace.
             first_unmatched = min(

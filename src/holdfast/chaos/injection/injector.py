@@ -129,7 +129,7 @@ class Injector:
     def _terminate_command(self) -> None:
         """Ask the command to exit, as a scheduler does.
 
-        It decides which of its processes to signal.
+        Only the command itself is signaled. It decides which of its processes to notify.
         """
         command = int((self._folder / COMMAND_FILE).read_text())
         os.kill(command, signal.SIGTERM)
@@ -152,7 +152,10 @@ class Injector:
         torch.empty(IMPOSSIBLE_BYTES, dtype=torch.uint8, device=device)
 
     def _cut_write(self) -> None:
-        """Let the kernel kill this process in the middle of a file, past half of what it writes."""
+        """Let the kernel kill this process once it has written half of a file.
+
+        The kernel sends SIGXFSZ to a process that exceeds its limit on file sizes.
+        """
         self._will_cut_write = True
         _, hard_limit = resource.getrlimit(resource.RLIMIT_CORE)
         resource.setrlimit(resource.RLIMIT_CORE, (0, hard_limit))
@@ -163,7 +166,7 @@ class Injector:
         self._limit_file_size()
 
     def _refuse_writes(self) -> None:
-        """Let writes fail past half of a checkpoint, with the planned error.
+        """Let writes beyond half of a checkpoint fail with the planned error.
 
         The kernel cuts the first write short at the limit, and the filter refuses the next one.
         Without a filter, a full disk shows as EFBIG; a single failing write cannot be injected.
@@ -186,7 +189,7 @@ class Injector:
         try:
             ask_before(calls, self._folder)
         except OSError as error:
-            why = f"this system refuses a filter of system calls (seccomp): {error.strerror}"
+            why = f"this system does not allow filters for system calls (seccomp): {error.strerror}"
             self._write("missed", why=why)
             return False
         return True

@@ -153,10 +153,22 @@ class DigestMaker:
     # --- entries of a checkpoint ----------------------------------------------------------------
 
     def _add_entries(self, entries: dict[str, str], path: str, value: Any, *, depth: int) -> None:
+        """Add a value of a checkpoint to `entries`, or each of its fields separately.
+
+        Args:
+            entries: The entries so far, by path.
+            path: The path of the value within the checkpoint, empty for the checkpoint itself.
+            value: The value.
+            depth: How many fields the path consists of.
+        """
         if self._is_random_state(path.lower(), value):
             return
         fields = _named_fields(value)
-        if fields is None or depth >= MAX_ENTRY_DEPTH or (depth > 0 and self._are_tensors(fields)):
+        if fields is None or depth >= MAX_ENTRY_DEPTH:
+            entries[path] = self._describe(value)
+            return
+        is_model = depth > 0 and self._are_tensors(fields)
+        if is_model:
             entries[path] = self._describe(value)
             return
         for name, field in fields.items():

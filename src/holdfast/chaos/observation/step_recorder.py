@@ -129,7 +129,10 @@ class StepRecorder:
             self._losses.append(backward.loss)
 
     def facts(self) -> dict[str, Any]:
-        """Return the fields of `trace.RecordedStep` that describe the parts of the step."""
+        """Return the fields of `trace.RecordedStep` that describe the parts of the step.
+
+        A part is a model call that contributed to a loss.
+        """
         calls = list(self._calls.values())
         parts = [call for number, call in self._calls.items() if number in self._contributing]
         # If no call was found in the graph of a loss, all calls count.

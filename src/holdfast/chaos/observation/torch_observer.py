@@ -245,7 +245,8 @@ class TorchObserver:
         return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Checkpointed activations call backward within backward.
+        """Wrap `torch.autograd.backward`: record the loss, and inject a fault that is due now."""
+        # Activation checkpointing calls backward within backward.
         if self._progress.is_in_backward:
             return original(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors")
@@ -286,6 +287,7 @@ class TorchObserver:
             step.weights_at_begin = self._models.weights(optimizer)
 
     def _end_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """Record a step that `_begin_step` has begun, and inject a fault that is due after it."""
         step = self._progress.pending_step
         if step is None:
             return

@@ -11,7 +11,7 @@ from holdfast.chaos.observation.digests import DigestMaker
 from holdfast.chaos.trace import ModelState, SavedState
 
 # The sample of the weights by which the nearest state is found: the first numbers of the first
-# parameters. A few suffice, since a step of an optimizer changes nearly all weights.
+# parameters. A few suffice, since an optimizer step changes nearly all weights.
 SAMPLED_PARAMETERS = 8
 NUMBERS_PER_PARAMETER = 4
 
@@ -66,7 +66,7 @@ class TrainedModels:
         return replace(state, optimizer=digests["optimizer"], parameters=digests["parameters"])
 
     def state(self, optimizer: Any) -> ModelState:
-        """Return the state of the models that an optimizer trains, without its own state."""
+        """Return the state of the models that an optimizer trains, but not of the optimizer."""
         roots, parameters = self._trained_by(optimizer)
         return self._model_state(roots, parameters, self._buffers(roots))
 

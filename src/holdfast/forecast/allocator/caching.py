@@ -61,7 +61,7 @@ class Block:
         return self.previous is None and self.following is None
 
     def insert_between(self, before: Block | None, after: Block | None) -> None:
-        """Insert this block between two neighbours in a segment (Block::splice)."""
+        """Insert this block between two neighbors in a segment (Block::splice)."""
         self.previous = before
         self.following = after
         if before is not None:
@@ -69,18 +69,18 @@ class Block:
         if after is not None:
             after.previous = self
 
-    def merge_free_neighbours(self) -> None:
-        """Merge free neighbours into this block, which is in no free list (try_merge_blocks)."""
-        for neighbour in (self.previous, self.following):
-            if neighbour is None or neighbour.allocated:
+    def merge_free_neighbors(self) -> None:
+        """Merge free neighbors into this block, which is in no free list (try_merge_blocks)."""
+        for neighbor in (self.previous, self.following):
+            if neighbor is None or neighbor.allocated:
                 continue
-            neighbour.pool.remove(neighbour)
-            self.address = min(self.address, neighbour.address)
-            self.size += neighbour.size
-            if neighbour is self.previous:
-                self.insert_between(neighbour.previous, self.following)
+            neighbor.pool.remove(neighbor)
+            self.address = min(self.address, neighbor.address)
+            self.size += neighbor.size
+            if neighbor is self.previous:
+                self.insert_between(neighbor.previous, self.following)
             else:
-                self.insert_between(self.previous, neighbour.following)
+                self.insert_between(self.previous, neighbor.following)
 
 
 class Pool:
@@ -180,11 +180,11 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back, and merge it with its free neighbours (free_block)."""
+        """Take a block back, and merge it with its free neighbors (free_block)."""
         assert block.allocated
         self.allocated_bytes -= block.size
         block.allocated = False
-        block.merge_free_neighbours()
+        block.merge_free_neighbors()
         block.pool.add(block)
 
     def empty_cache(self) -> None:

@@ -120,10 +120,10 @@ def undecidable(func: Any) -> PolicyError:
     """Return the error for an operator that depends on values and has no rule for that (H424)."""
     return PolicyError(
         f"the result of {func.name()} depends on values{_at_running_line()}",
-        limit="a forecast has shapes only, and holdfast knows no worst case for this operator",
+        limit="a forecast knows shapes only, and has no rule for the worst case of this operator",
         fix=(
-            "compute it from host tensors of integers, whose values are known, or use a form with a"
-            " fixed size"
+            "compute it from integer tensors on the host, whose values are known, or use an"
+            " operator whose result has a fixed size"
         ),
         rule="H424",
     )
@@ -134,10 +134,10 @@ def missing_rule(func: Any) -> PolicyError:
     name = func.name().rsplit(".default", 1)[0]
     return PolicyError(
         f"operator {name} has no rule for the shapes of its results{_at_running_line()}",
-        limit="without one, its memory cannot be known unless it is run",
+        limit="without a rule, its memory can be known only by running it",
         fix=(
-            "register a rule where the operator is defined, which returns empty tensors of the"
-            f' right shapes: torch.library.register_fake("{name}")(lambda x: torch.empty_like(x))'
+            "where the operator is defined, register a rule that returns empty tensors of the right"
+            f' shapes: torch.library.register_fake("{name}")(lambda x: torch.empty_like(x))'
         ),
         rule="H422",
     )

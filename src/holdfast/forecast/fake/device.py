@@ -92,6 +92,11 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        """Run an operator on fake tensors.
+
+        The first of these that has an answer is used: an answer to a question about values
+        (`data_dependent`), the kernel that CUDA would choose (`kernels`), torch's fake kernel.
+        """
         # These operators receive a real tensor, a constant in the user's code.
         is_lift = func in self.lift_fns
         args = tuple(self._make_local(arg, is_lift=is_lift) for arg in args)

@@ -32,8 +32,8 @@ class Guesses:
         # The lines that asked for an unknown bool, in the order of their first question:
         # "model.py:31 in forward".
         self.asked: dict[str, None] = {}
-        # The lines of these that are answered with False.
-        self.turned: set[str] = set()
+        # Those of `asked` that are answered with False.
+        self.answered_false: set[str] = set()
         self._assumptions: dict[Assumption, None] = {}
         self._questions: Counter[str] = Counter()
 
@@ -48,9 +48,9 @@ class Guesses:
             line = running_line()
         self._assumptions.setdefault(Assumption(what=what, line=line))
 
-    def turn(self, line: str) -> None:
+    def answer_false(self, line: str) -> None:
         """Answer a line with False from now on, and drop what was assumed there."""
-        self.turned.add(line)
+        self.answered_false.add(line)
         self._assumptions = {
             assumption: None for assumption in self._assumptions if assumption.line != line
         }
@@ -70,22 +70,19 @@ class Guesses:
             PolicyError: H424, if a loop waits for the answer to change.
         """
         line = running_line()
-        if line not in self.turned and expected is not None:
+        if line not in self.answered_false and expected is not None:
             self.assume(why, line)
             return expected
         self.asked[line] = None
         self._questions[line] += 1
         if self._questions[line] > _MOST_ANSWERS:
             raise PolicyError(
-                f"a loop asked a tensor {_MOST_ANSWERS} times whether to end, at {line}",
-                limit="a forecast has shapes and no values, so such a loop never ends",
-                fix=(
-                    "give it a fixed number of iterations for the forecast, such as its largest"
-                    " number"
-                ),
+                f"a loop read its condition from a tensor {_MOST_ANSWERS} times, at {line}",
+                limit="tensors have no values in a forecast, so such a loop never ends",
+                fix="limit the loop to a fixed number of iterations, such as the largest possible",
                 rule="H424",
             )
-        answer = line not in self.turned
+        answer = line not in self.answered_false
         self.assume(f"bool(tensor) was assumed to be {answer}; {not answer} was not tried", line)
         return answer
 
@@ -96,7 +93,7 @@ class Guesses:
             at_most: Its upper bound (the worst case), if known.
         """
         if at_most is None:
-            self.assume("an integer read from a tensor was assumed to be 1 (it is unknown)")
+            self.assume("an integer read from a tensor was assumed to be 1 (its value is unknown)")
             return 1
         self.assume(f"an integer read from a tensor was assumed to be {at_most} (the worst case)")
         return at_most
@@ -116,8 +113,8 @@ class Guesses:
         # An optimizer asks for its step count, so this is no assumption about the user's code.
         if not module.startswith("torch.optim"):
             self.assume(
-                f"a number read from a tensor was assumed to be {answer:g}: it matters only if the"
-                " code branches on it"
+                f"a number read from a tensor was assumed to be {answer:g}; this matters only if"
+                " the code branches on it"
             )
         return answer
 

@@ -1,4 +1,4 @@
-"""Call the user's factory, check its result, and name the user's own line if that fails.
+"""Call the user's factory and check its result. Errors name the line of the user's code.
 
 A factory returns a dict::
 
@@ -216,7 +216,7 @@ class _Reader:
 def _wrong_kind(part: Any, key: str) -> str:
     text = f"a {type(part).__name__} as {key}"
     if isinstance(part, (list, tuple)):
-        text += f"; several go into a dict by name: {{'a': {key}_a, 'b': {key}_b}}"
+        text += f"; put several into a dict by name: {{'a': {key}_a, 'b': {key}_b}}"
     return text
 
 
@@ -267,27 +267,26 @@ def _failed(name: str, when: str, error: BaseException) -> PolicyError:
         return PolicyError(
             f"factory {name!r} needs CUDA {reason}",
             limit=(
-                "a forecast runs without a GPU; its stand-in only answers torch.cuda and"
+                "a forecast runs without a GPU, and simulates only torch.cuda and tensors on"
                 " device='cuda'"
             ),
             fix=(
-                "import what needs a real GPU inside the function that uses it, or leave it out of"
-                " build(): a plain torch module in its place needs about as much memory."
+                "import modules that need a real GPU inside the function that uses them, or replace"
+                " them in build() by plain torch modules, which need about as much memory."
             ),
             rule="H410",
         )
     return _unusable(
         name,
         reason,
-        "fix the error that the message names; in the module and the function, tensors have shapes"
-        " but no values.",
+        "fix this error; if it concerns the values of tensors: a forecast knows only their shapes.",
     )
 
 
 def _unusable(name: str, reason: str, fix: str) -> PolicyError:
     return PolicyError(
         f"factory {name!r} cannot be used {reason}",
-        limit=("it names a function, in a module or a .py file, that returns the job to trace"),
+        limit="it must name a function, in a module or a .py file, that returns the job to trace",
         fix=fix,
         rule="H411",
     )

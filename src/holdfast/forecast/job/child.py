@@ -158,8 +158,9 @@ def _with_growth_mentioned(trace: Trace) -> Trace:
     if trace.growth_bytes <= live_peak(trace) * _UNMENTIONED_GROWTH:
         return trace
     what = (
-        f"a step of {trace.micro_batch_size} samples leaves {trace.growth_bytes} bytes behind that"
-        " the next one does not free: a plan holds for one step, and a run needs more with each"
+        f"each step of {trace.micro_batch_size} samples leaves {trace.growth_bytes} bytes behind"
+        " that later steps do not free: the plan covers one step, and a run needs more memory with"
+        " each step"
     )
     return dataclasses.replace(trace, assumptions=(*trace.assumptions, Assumption(what=what)))
 

@@ -116,8 +116,8 @@ class SampleBatch:
         yield Assumption(
             what=(
                 f"the sample batch was assumed to have {self.size} samples:"
-                f" {_describe_shapes(self._leaves)}; in a batch of another size all are like its"
-                " longest"
+                f" {_describe_shapes(self._leaves)}; in a batch of another size, every"
+                " sample is like its longest one"
             )
         )
         fixed = [
@@ -127,7 +127,7 @@ class SampleBatch:
         ]
         if fixed:
             yield Assumption(
-                what=f"in a batch of any size these stay unchanged: {_describe_shapes(fixed)}"
+                what=f"these do not depend on the batch size: {_describe_shapes(fixed)}"
             )
 
     # Infer which parts depend on the batch size.
@@ -156,7 +156,7 @@ class SampleBatch:
         if not ranked:
             raise _unusable(
                 f"the sample batch has no batch dimension: {_describe_shapes(self._leaves)}",
-                "dimension 0 of its tensors must be the sample dimension",
+                "dimension 0 of its tensors must be the batch dimension",
                 _NAME_SIZE,
             )
         if len(ranked) == 2 and ranked[0][1] == ranked[1][1]:
@@ -164,7 +164,7 @@ class SampleBatch:
             raise _unusable(
                 f"the sample batch may have {' or '.join(map(str, sizes))} samples:"
                 f" {_describe_shapes(self._leaves)}",
-                "the batch is dimension 0 of its tensors, of the same size in most",
+                "the batch size is the most frequent size of dimension 0 of its tensors",
                 _NAME_SIZE,
             )
         return ranked[0][0]
@@ -211,7 +211,7 @@ class SampleBatch:
     # Making and splitting batches.
 
     def _how_to_split(self, node: Any, path: str) -> Any:
-        """Return how a batch like this one is split; see `Split`."""
+        """Return how the parts of a batch like this one are split; see `Split`."""
         if path in self._lists:
             return "items"
         children = _children(node)
@@ -222,7 +222,13 @@ class SampleBatch:
         }
 
     def _rebuild(self, node: Any, path: str, size: int) -> Any:
-        """Return a part of the batch in another size."""
+        """Return a copy of a part of the batch that has `size` samples.
+
+        Args:
+            node: The part: a container, or a leaf of one.
+            path: The path of the part in the batch.
+            size: Number of samples.
+        """
         if path in self._lists:
             items = itertools.islice(itertools.cycle(node), size)
             return _with_children(node, dict(enumerate(items)))
@@ -309,8 +315,8 @@ def _check_no_list_of_samples(nodes: Sequence[tuple[str, Any]]) -> None:
         if _is_list_of_dicts(node) or _is_list_of_ragged_arrays(node):
             raise _unusable(
                 f"the sample batch holds a list with a tensor or a dict for each sample: {path}",
-                "each size of it is a different program, which cannot be extrapolated",
-                f"let the loader collate it into one tensor, or {_OWN_BATCH}",
+                "the step differs with the length of a list, so it cannot be extrapolated",
+                f"let the loader collate the list into one tensor, or {_OWN_BATCH}",
             )
 
 

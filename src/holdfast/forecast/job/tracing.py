@@ -194,22 +194,22 @@ class _Exchange:
         Either the kernel killed it because memory ran out, or a person did.
         """
         return OutOfMemoryError(
-            f"the process that traces was killed while {self._stage}{self._last_lines()}",
+            f"the tracing process was killed while {self._stage}{self._last_lines()}",
             limit="it must run until the step is traced",
             fix=(
-                "free memory on this machine, or let build() create its model from a config instead"
-                " of loading its weights."
+                "free memory on this machine, or let build() create the model from a config instead"
+                " of loading weights."
             ),
             rule="H415",
         )
 
     def _died(self, how: str) -> HoldfastError:
         return PolicyError(
-            f"the process that traces {how} while {self._stage}{self._last_lines()}",
+            f"the tracing process {how} while {self._stage}{self._last_lines()}",
             limit="it must run until the step is traced",
             fix=(
-                "read its last lines, and run build() and one step in your own Python process;"
-                " with PYTHONFAULTHANDLER=1 a crash reports its location."
+                "read its last lines of output, and run build() and one step in a Python process of"
+                " your own; with PYTHONFAULTHANDLER=1 a crash reports its location."
             ),
             rule="H415",
         )

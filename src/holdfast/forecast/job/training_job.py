@@ -154,12 +154,12 @@ class TrainingJob:
                 if not self._may_try_next_placement(error):
                     raise
                 failed = error
-            # With torch 2.11 the hooks of an activation checkpoint, which the frames of the error
-            # hold, would see the next step.
+            # In torch 2.11 the frames of the error keep the hooks of activation checkpointing
+            # alive, which would then also act on the next step.
             clear_exception_frames(failed)
         missed = self.optimizers.keys() - self._stepped
         if missed:
-            raise _untrained(
+            raise _untrained_optimizer(
                 f"one call of the step{self._place_of_function} did not step {sorted(missed)}"
             )
         self.casts = bool(autocasts)
@@ -180,10 +180,14 @@ class TrainingJob:
         return self._placement is not _TensorPlacement.ALL_ON_DEVICE
 
     def _step_past_checks(self, size: int) -> None:
-        """Run a step so that its checks of values pass.
+        """Run a step so that the user's checks of values pass.
 
-        Most code that raises after reading a value from a tensor is a check. So if the step fails,
-        it is repeated with the other answer to the last question.
+        The values are guessed (see `Guesses`). If the step raises after ``if tensor:`` was
+        answered, that line is most likely a check. So the step is repeated with the other answer
+        to the newest such line, until the step runs or every line has been tried.
+
+        Raises:
+            PolicyError: The first error, if no combination of answers makes the step run.
         """
         guesses = self._device.guesses
         first_error: PolicyError | None = None
@@ -193,11 +197,11 @@ class TrainingJob:
                 return self.step(size)
             except PolicyError as error:
                 first_error = first_error or error
-                may_turn = [line for line in guesses.asked if line not in guesses.turned]
-                if error.rule not in ("H414", "H424") or not may_turn:
-                    guesses.turned.clear()
+                untried = [line for line in guesses.asked if line not in guesses.answered_false]
+                if error.rule not in ("H414", "H424") or not untried:
+                    guesses.answered_false.clear()
                     raise first_error from first_error.__cause__
-                guesses.turn(may_turn[-1])
+                guesses.answer_false(untried[-1])
                 failed = error
             clear_exception_frames(failed)
 
@@ -205,17 +209,17 @@ class TrainingJob:
         """Yield the assumptions about how the user's function is run."""
         precision = self._device.precision
         if self._kind is _FunctionKind.RUNS_BACKWARD:
-            yield "the function runs backward and steps no optimizer: all were stepped after it"
+            yield "the function runs backward but steps no optimizer: all were stepped after it"
         own_precision = self._own_precision()
         if own_precision and precision == "fp32":
             yield (
-                f"no autocast was added: the job has {' and '.join(own_precision)}, and is forecast"
-                " as its code has it"
+                f"no autocast was added: the job has {' and '.join(own_precision)}, which the"
+                " forecast leaves as they are"
             )
         if self._kind is _FunctionKind.MAKES_WHOLE_STEP and precision != "fp32":
             yield (
                 f"the part of the step before backward ran under autocast to {precision}; in"
-                " training, the step must do that itself"
+                " training, the step must enter autocast itself"
             )
         if self._placement is not _TensorPlacement.AS_BUILT:
             yield f"the step ran only with {self._placement.value} of the model"
@@ -291,6 +295,10 @@ class TrainingJob:
     ) -> torch.Tensor | None:
         """Run one step of the named optimizers.
 
+        Everything that the user's function does not do itself is done here (see `_FunctionKind`):
+        clearing the gradients, backward, and stepping the optimizers. What the function does is
+        known only once it has been called.
+
         Returns:
             The last loss, or None if the function runs backward itself.
         """
@@ -305,7 +313,9 @@ class TrainingJob:
                     returned = function(micro_batch)
                 if self._note_kind(observer) is _FunctionKind.RETURNS_LOSS:
                     loss = read_loss(returned, None).total()
-                    share = loss if len(micro_batches) == 1 else loss * (1 / len(micro_batches))
+                    share = loss
+                    if len(micro_batches) > 1:
+                        share = loss * (1 / len(micro_batches))
                     self._scaler.scale(share).backward(inputs=self._inputs(parameters))  # type: ignore[no-untyped-call]
         if loss is not None and not observer.stepped:
             self._check_trained(parameters, names)
@@ -316,9 +326,10 @@ class TrainingJob:
         return None if loss is None else loss.detach()
 
     def _note_kind(self, observer: CallObserver) -> _FunctionKind:
-        """Return which parts of the step the function was observed to perform, and remember it.
+        """Update `_kind` from the newest call of the function, and return it.
 
-        A function that ran backward in an earlier step is not asked for a loss when it skips that.
+        The kind never goes back to `RETURNS_LOSS`: a function that has run backward before may skip
+        it in some calls, and need not return a loss then.
         """
         ran_before = self._kind_is_observed and self._kind is not _FunctionKind.RETURNS_LOSS
         if observer.acted and observer.stepped:
@@ -336,7 +347,7 @@ class TrainingJob:
         A hook may have consumed a gradient.
         """
         if not any(p.grad is not None or is_hooked(p) for p in parameters):
-            raise _untrained(
+            raise _untrained_optimizer(
                 f"the loss{self._place_of_function} gives no gradient to the parameters of"
                 f" {sorted(names)}"
             )
@@ -428,12 +439,13 @@ class TrainingJob:
         return PolicyError(
             f"the step raised {building.first_line(error)}{where}",
             limit=(
-                f"a step of {size} samples must run on tensors that have shapes but no values"
-                f"{assumed}"
+                f"a forecast runs the step with {size} samples, on tensors that have a shape but no"
+                f" values{assumed}"
             ),
             fix=(
-                f"run such a step on real tensors with {size} samples, because any number is"
-                " planned for; if it works there, keep what reads values of tensors out of it."
+                f"run the step on real tensors with {size} samples, because a forecast needs a step"
+                " that works with any number; if it runs, move code that reads the values of"
+                " tensors out of the step."
             ),
             rule="H414",
         )
@@ -447,16 +459,16 @@ def _check_single_device(built: BuiltJob) -> None:
             )
 
 
-def _untrained(what: str) -> PolicyError:
+def _untrained_optimizer(what: str) -> PolicyError:
+    """Return the error for an optimizer that the step does not train with (H412)."""
     return PolicyError(
         what,
-        limit=(
-            "the state of an optimizer, and a step that trains its parameters, would not be counted"
-        ),
+        limit="the forecast would miss its state, and the memory for training its parameters",
         fix=(
-            "return only optimizers that are stepped, including those that hooks step, in a dict by"
-            " name; let one call of a step accumulate all gradients and step every optimizer, or"
-            " return a loss_fn, whose batch is split into micro-batches."
+            "return only optimizers that the step steps, in a dict by name; optimizers stepped by"
+            " hooks count too. One call of step() must accumulate all gradients and step every"
+            " optimizer; if yours does not, return a loss_fn instead, whose batch can be split into"
+            " micro-batches."
         ),
         rule="H412",
     )

@@ -269,7 +269,9 @@ class Forecaster:
         if not jobs:
             _raise_first(errors)
         for precision, reason in errors.items():
-            self._assume(f"{precision} was left out because its step fails: {_on_one_line(reason)}")
+            self._assume(
+                f"{precision} was left out because the step fails in it: {_on_one_line(reason)}"
+            )
         return jobs
 
     def _trace_recomputed(self, precision: str, plain: ScaledTrace) -> ScaledTrace | None:
@@ -281,7 +283,8 @@ class Forecaster:
             job = self._trace(precision, recompute=blocks)
         except HoldfastError as error:
             self._assume(
-                f"no plan in {precision} recomputes blocks, because then {_on_one_line(error)}"
+                f"no plan in {precision} recomputes blocks: with recomputation,"
+                f" {_on_one_line(error)}"
             )
             return None
         self.assumptions += job.result.assumptions
@@ -315,15 +318,15 @@ class Forecaster:
             if differences:
                 names = " and ".join(map(str, sizes))
                 what = (
-                    f"the forecast is made from {names} samples, because with fewer"
+                    f"the forecast is extrapolated from {names} samples and not from fewer:"
                     f" {differences[-1].what}"
                 )
                 assumed.append(Assumption(what=what))
             if self._request.global_batch_size is not None and not result.accumulates:
                 what = (
-                    "the step calls backward itself, so the global batch of"
-                    f" {self._request.global_batch_size} samples is not split for it: gradients of"
-                    " earlier micro-batches were not counted"
+                    "the step calls backward itself, so it receives the global batch of"
+                    f" {self._request.global_batch_size} samples unsplit: gradients of earlier"
+                    " micro-batches are not counted"
                 )
                 assumed.append(Assumption(what=what))
             return _TracedJob(
@@ -410,8 +413,8 @@ def _why_refused(plan: MemoryPlan, margin_bytes: int, device: Device) -> str:
     if plan.modules:
         settings += f" with {len(plan.modules)} modules recomputed"
     return (
-        f"left out for {device.name}: {settings} did not fit when it was traced, so"
-        f" {margin_bytes / GIB:.2f} GiB were kept free"
+        f"left out for {device.name}: {settings} did not fit when traced, so the margin was raised"
+        f" to {margin_bytes / GIB:.2f} GiB"
     )
 
 

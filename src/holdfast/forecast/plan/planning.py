@@ -208,7 +208,11 @@ def check_trace(trace: Trace, target: Target, steps: int = _STEPS) -> Fit:
 
 
 class _PlanSearch:
-    """Searches the largest micro-batch of the plans with one precision."""
+    """Finds the largest micro-batch of each plan in one precision.
+
+    `_plan` is the search: the live bytes give an upper bound quickly, and the simulated allocator
+    then decides by bisection.
+    """
 
     def __init__(self, step: TracedStep, precision: str, target: Target) -> None:
         self._step = step
@@ -234,7 +238,7 @@ class _PlanSearch:
         """
         fits: dict[int, Fit] = {}
 
-        def has_fit(samples: int) -> bool:
+        def fits_when_replayed(samples: int) -> bool:
             fit = self._find_fit(self._trace(samples, modules))
             if fit is not None:
                 fits[samples] = fit
@@ -245,7 +249,7 @@ class _PlanSearch:
             lambda samples: self._may_fit(self._trace(samples, modules)),
             at_most=self._target.most_samples,
         )
-        samples = _largest_that(has_fit, at_most=bound)
+        samples = _largest_that(fits_when_replayed, at_most=bound)
         if samples:
             return self._describe(modules, samples, fits[samples], missing_bytes=0)
         trace = self._trace(1, modules)
@@ -305,11 +309,16 @@ class _PlanSearch:
         if not fit.fits:
             return None
         if fit.replay.retries:
-            return self._settled(trace, fit)
+            return self._fit_without_more_retries(trace, fit)
         return fit
 
-    def _settled(self, trace: Trace, fit: Fit) -> Fit | None:
-        """Return how a step fits after more steps; None if the cache is released again."""
+    def _fit_without_more_retries(self, trace: Trace, fit: Fit) -> Fit | None:
+        """Return how a step fits after more steps, or None if the cache has to be released again.
+
+        Args:
+            trace: The step.
+            fit: The fit after fewer steps, in which the cache was released.
+        """
         later = self._replay(trace, _STEPS_TO_SETTLE)
         if later.fits and later.replay.retries == fit.replay.retries:
             return later
@@ -348,7 +357,8 @@ class _PlanSearch:
 def _largest_that(holds: Callable[[int], bool], *, at_most: int) -> int:
     """Return the largest number up to `at_most` for which a predicate holds, 0 if there is none.
 
-    `at_most` itself is tried first, then bisection.
+    `at_most` is tried first; if it does not hold, the number is found by bisection. So the
+    predicate must hold for all smaller numbers as well.
     """
     low = 0
     high = at_most + 1

@@ -68,13 +68,24 @@ def with_accumulation(trace: Trace, global_batch_size: int) -> Trace:
     )
 
 
+def _allocation_of(storage: int) -> int:
+    """Return the event that allocates a storage, as in `Trace.events`."""
+    return storage + 1
+
+
+def _free_of(storage: int) -> int:
+    """Return the event that frees a storage, as in `Trace.events`."""
+    return -(storage + 1)
+
+
 def _bytes_of_other_micro_batches(
     trace: Trace, storage: int, global_batch_size: int, *, most: int
 ) -> int:
-    """Return the size of a batch tensor in the first pass, which represents all others.
+    """Return the size of a batch tensor in the first pass, which stands for all other passes.
 
-    The whole batch is on the device. A batch that the loss function moves there itself is freed
-    with its backward pass, and does not come here.
+    The whole batch is on the device, so it is the size of all other micro-batches. A batch that
+    the loss function itself moves to the device is freed in the backward pass, so it is not one of
+    these tensors.
     """
     size_bytes = int(trace.size_bytes[storage])
     other_samples = global_batch_size - trace.micro_batch_size
@@ -84,8 +95,9 @@ def _bytes_of_other_micro_batches(
 class _FirstPass:
     """The pass of an earlier micro-batch: forward and backward without the optimizers.
 
-    Its gradients keep the numbers of the step's storages; everything else that it allocates gets
-    new ones.
+    It is a copy of the first part of the step. A storage that the step allocates exists twice then,
+    once for each pass, and needs two numbers. In this pass, gradients keep the number that they
+    have in the step, because they stay until the optimizers step. All others get a new number.
 
     Attributes:
         end: The position after the last backward event of the step, where this pass ends.
@@ -93,7 +105,7 @@ class _FirstPass:
         gradients: Storages of the step with the gradients that the pass computes and keeps.
         others: All other storages of the step that the pass allocates.
         left: Those of `others` that the pass does not free.
-        number: The numbers of `others` in this pass.
+        number: The new number of each storage in `others`.
         events: As in `Trace.events`.
         phases: The phase of each event.
     """
@@ -127,16 +139,17 @@ class _FirstPass:
 
     def _renamed(self, event: int) -> int:
         storage = abs(event) - 1
-        number = self.number.get(storage, storage) + 1
+        number = self.number.get(storage, storage)
         if event < 0:
-            return -number
-        return number
+            return _free_of(number)
+        return _allocation_of(number)
 
 
 class _SecondPass:
     """The pass of the last micro-batch: the step itself, edited where the first pass matters.
 
-    Its gradients get new numbers; everything else keeps those of the step.
+    Here it is the gradients that get new numbers; everything else keeps the number that it has in
+    the step.
 
     Attributes:
         events: As in `Trace.events`.
@@ -175,36 +188,44 @@ class _SecondPass:
             self._edited[position] = None
             replacement = replacement_of.get(storage)
             if replacement in left:
-                self._edited[position] = -self._first.number[replacement] - 1
+                self._edited[position] = _free_of(self._first.number[replacement])
                 del left[replacement]
         return list(left)
 
     def _add_gradients(self) -> None:
-        """Give the gradients of this pass their own storages, which are freed once added.
+        """Give each gradient of this pass a storage of its own, and free it once it is added.
 
-        A gradient is added before the next allocation of an operation that computes no gradient:
-        one operation may compute several, for a weight and a bias, before any of them is added.
+        One operation may compute several gradients, for example of a weight and a bias, before any
+        of them is added. So a gradient counts as added at the next allocation by an operation that
+        computes no gradient.
         """
         events = self._trace.events.tolist()
         gradients = set(self._first.gradients)
         operation_events = self._trace.operation_event.tolist()
-        # The position and the operation of each allocation until the backward pass ends.
-        allocations = {
+        # The operation of each allocation until the backward pass ends, by the allocation's
+        # position.
+        operation_at = {
             position: bisect_right(operation_events, position)
             for position in range(self._first.end)
             if events[position] > 0
         }
-        computed = [position for position in allocations if events[position] - 1 in gradients]
-        computing = {allocations[position] for position in computed}
-        added_before = [
-            position for position, operation in allocations.items() if operation not in computing
+        gradient_positions = [
+            position for position in operation_at if events[position] - 1 in gradients
         ]
-        added_before.append(self._first.end)
+        gradient_operations = {operation_at[position] for position in gradient_positions}
+        # Where all gradients that were computed before are freed, in ascending order.
+        free_positions = [
+            position
+            for position, operation in operation_at.items()
+            if operation not in gradient_operations
+        ]
+        free_positions.append(self._first.end)
+        # The new numbers follow those of the first pass.
         number = len(self._trace.size_bytes) + len(self._first.others)
-        for position in computed:
-            self._edited[position] = number + 1
-            next_operation = added_before[bisect_right(added_before, position)]
-            self._inserted[next_operation].append(-number - 1)
+        for position in gradient_positions:
+            self._edited[position] = _allocation_of(number)
+            free_position = free_positions[bisect_right(free_positions, position)]
+            self._inserted[free_position].append(_free_of(number))
             number += 1
 
     def _release(self, left: list[int]) -> None:
@@ -223,7 +244,7 @@ class _SecondPass:
             position = self._first.end
             if self._trace.owner[storage] == _BATCH:
                 position = max(position, freed_at.get(storage, event_count))
-            self._inserted[position].append(-self._first.number[storage] - 1)
+            self._inserted[position].append(_free_of(self._first.number[storage]))
 
     def _assemble(self) -> None:
         """Put the edited and the inserted events together."""

@@ -1,10 +1,12 @@
 """The effect of a training step on device memory: allocations and frees, with their owners.
 
-A `Trace` describes one *steady* step: what is resident when it begins, its events, and which
-storages that it leaves behind replace which of those that it found, as the next step finds the
-gradients of this one. So it can be repeated any number of times. Sizes are the requested ones in
-bytes; the allocator rounds them. `tracer` records traces, and `extrapolation` scales them to other
-sizes.
+A `Trace` describes one *steady* step, which can be repeated any number of times. It consists of the
+storages that are resident when the step begins, and of the step's events. A step may also replace
+resident storages: the gradients of this step, for example, take the place of those of the previous
+one, and the next step finds them there (`Trace.carried`).
+
+Sizes are the requested ones in bytes; the allocator rounds them. `tracer` records traces, and
+`extrapolation` scales them to other sizes.
 """
 
 from __future__ import annotations
@@ -70,8 +72,8 @@ class Trace:
         module: Shape ``(storages,)``, int32, index into `modules`: the module that was running.
         line: Shape ``(storages,)``, int32, index into `lines`: the user's line that was running.
         operation_name: Shape ``(operations,)``, int32, index into `names`.
-        operation_event: Shape ``(operations,)``, int32: number of events before the operation, and
-            so before its own allocations.
+        operation_event: Shape ``(operations,)``, int32: number of events before the operation,
+            which is the position of its first own event.
         operation_phase: Shape ``(operations,)``, int8, index into `PHASES`.
         flops: Shape ``(operations,)``, int64, floating-point operations.
         moved_bytes: Shape ``(operations,)``, int64: bytes that it reads and writes.
@@ -81,8 +83,8 @@ class Trace:
         names: Names of operations, such as ``"aten.mm"``.
         resident: Storages that are alive when the step begins, in the order of their allocation.
             They come before all storages that the step allocates.
-        carried: Pairs (left by the step, found by it): the next step finds the first in place of
-            the second.
+        carried: Pairs of storages (new, old): the step leaves the new one behind, and it takes the
+            place of the old one, which was resident, when the next step begins.
         growth_bytes: Bytes that a step leaves behind in addition: a leak, or a history that the
             user keeps.
         blocks: Paths of the modules that could be recomputed.
@@ -122,7 +124,7 @@ class Trace:
     uncalibrated_bytes: int = 0
 
     def save(self, path: Path) -> None:
-        """Write the trace into one file: numpy's ``.npz``, without pickles, whatever its suffix."""
+        """Write the trace to a file in numpy's ``.npz`` format, without pickles."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         arrays: dict[str, Any] = {
             name: value for name, value in values.items() if isinstance(value, np.ndarray)
@@ -166,18 +168,24 @@ def repeat_steps(trace: Trace, steps: int) -> tuple[npt.NDArray[np.int32], npt.N
     allocated_count = len(trace.size_bytes) - resident_count
     storage = np.abs(trace.events) - 1
     is_free = trace.events < 0
+    frees_resident = is_free & (storage < resident_count)
+    # Two columns: the new storages, and the resident ones that they replace.
     carried = np.array(trace.carried, dtype=np.int32).reshape(-1, 2)
-    # The storage that now replaces each resident one; -1 for none.
+    # For each resident storage of the trace, the storage that is in its place when the next step
+    # begins; -1 if it was freed and not replaced.
     current = np.arange(resident_count, dtype=np.int32)
     parts = [current + 1]
     for step in range(steps):
+        # The storages that this step allocates get numbers of their own.
         begin = resident_count + step * allocated_count
         allocated = np.arange(begin, begin + allocated_count, dtype=np.int32)
+        # The number in this step of each storage of the trace.
         renamed = np.concatenate([current, allocated])
         ids = renamed[storage] + 1
+        # An id of 0 belongs to a storage that no longer exists, so its event is left out.
         parts.append(np.where(is_free, -ids, ids)[ids > 0])
         current = current.copy()
-        current[storage[is_free & (storage < resident_count)]] = -1
+        current[storage[frees_resident]] = -1
         current[carried[:, 1]] = renamed[carried[:, 0]]
     resident_sizes = trace.size_bytes[:resident_count]
     allocated_sizes = trace.size_bytes[resident_count:]
@@ -196,11 +204,14 @@ def first_products(trace: Trace) -> tuple[int, int]:
 
 
 def _first_product(trace: Trace, phase: str) -> int:
+    """Return the number of events until the first matrix product of a phase; 0 for none."""
     is_product = np.array([name in _MATRIX_PRODUCTS for name in trace.names], dtype=bool)
     in_phase = trace.operation_phase == PHASES.index(phase)
     events = trace.operation_event[is_product[trace.operation_name] & in_phase]
     if not len(events):
         return 0
+    # `repeat_steps` allocates the resident storages first. The next event after those before the
+    # product is the allocation of its result.
     return len(trace.resident) + int(events[0]) + 1
 
 

@@ -114,8 +114,8 @@ class ScaledTrace:
         low, high = self.micro_batch_sizes
         if micro_batch_size < LEAST_MICRO_BATCH_SIZE:
             what = (
-                f"{micro_batch_size} sample is extrapolated from {low} and {high}, and may take"
-                " another path"
+                f"a step of {micro_batch_size} sample is extrapolated from steps of {low} and"
+                f" {high}, and may take another path through the model"
             )
             assumptions.append(Assumption(what=what))
         is_uneven = (self.size_bytes[1] - self.size_bytes[0]) % (high - low) != 0
@@ -147,9 +147,9 @@ def extrapolate(traces: Sequence[Trace]) -> ScaledTrace:
                 " model"
             ),
             fix=(
-                "remove the branch on the batch, or the state kept between steps; let the loader"
-                " collate a list of samples into one tensor, because each length of a list is a"
-                " different program"
+                "remove branches that depend on the batch, and state kept between steps; let the"
+                " loader collate a list of samples into one tensor, because the step is a different"
+                " program for each length of a list"
             ),
             rule="H425",
         )
@@ -196,11 +196,11 @@ def _find_difference(first: Trace, other: Trace) -> str | None:
     operation = _first_different_operation(first, other)
     if operation is not None:
         return (
-            f"operation {operation} is {_describe_operation(first, operation)}, there"
-            f" {_describe_operation(other, operation)}"
+            f"operation {operation} is {_describe_operation(other, operation)} instead of"
+            f" {_describe_operation(first, operation)}"
         )
     if _resident_sizes(first) != _resident_sizes(other):
-        return "the parameters and states that exist before it differ"
+        return "parameters or optimizer states that exist before the step differ"
     for field in _COMPARED_FIELDS:
         if getattr(first, field) != getattr(other, field):
             return f"their {field.replace('_', ' ')} differ"
@@ -223,7 +223,7 @@ def _first_different_operation(first: Trace, other: Trace) -> int | None:
 
 
 def _resident_sizes(trace: Trace) -> list[tuple[int, int, int]]:
-    """Return owner, module and size of storages from before the step that no batch changes."""
+    """Return owner, module and size of each resident storage that no batch size changes."""
     resident = np.array(trace.resident, dtype=np.int64)
     resident = resident[np.isin(trace.owner[resident], _BATCH_INDEPENDENT)]
     columns = (trace.owner, trace.module, trace.size_bytes)
@@ -240,14 +240,17 @@ def _first_unequal(first: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -
 
 
 def _describe_operation(trace: Trace, number: int) -> str:
-    """Return an operation's name, and the nearest line of user code before it."""
+    """Return an operation's name, and the last known line of user code up to it."""
     if number >= len(trace.operation_name):
         return "missing"
     name = trace.names[int(trace.operation_name[number])]
+    # The lines of all storages that were allocated until the operation had ended.
     is_last = number + 1 == len(trace.operation_event)
     end = len(trace.events) if is_last else trace.operation_event[number + 1]
     events = trace.events[:end]
-    lines = trace.line[events[events > 0] - 1]
+    allocated_storages = events[events > 0] - 1
+    lines = trace.line[allocated_storages]
+    # Line 0 stands for an unknown one.
     known_lines = lines[lines > 0]
     if not len(known_lines):
         return name

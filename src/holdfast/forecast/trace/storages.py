@@ -2,7 +2,7 @@
 
 Storages are watched by weak references. Owners are found by looking where training code keeps its
 tensors: in modules, in gradients and in optimizer state. Activations have no owner there;
-`recording` recognises them by their lifetime.
+`recording` recognizes them by their lifetime.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ ScratchOf = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Scratch | None
 
 
 class Tracer(TorchDispatchMode):
-    """Watches a device within the context. `recording` records one step.
+    """Watches the allocations on a device within the context. `recording` records one step.
 
     It must be the innermost mode, entered before the tensors of the job are created. Existing
     tensors are included if Python can find them.
@@ -81,7 +81,7 @@ class Tracer(TorchDispatchMode):
         self._cleanup = contextlib.ExitStack()
         # The phase when autograd's engine does not run.
         self._outer_phase = FORWARD
-        # Whether autograd's engine ran when we last looked.
+        # Whether autograd's engine ran at the last operation.
         self._backward_was_running = False
         # Whether the last operation computed gradients: it ran in a backward pass, and not in a
         # recomputation within that pass.
@@ -139,10 +139,10 @@ class Tracer(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the context as the template of a step.
+        """Record what happens within the context as one step.
 
-        The garbage collector is off, because it might run at any allocation: reference cycles are
-        kept until the end.
+        The garbage collector is off, because it might run at any allocation. So reference cycles
+        are kept until the end of the step.
         """
         gc.collect()
         self._reset()
@@ -221,7 +221,7 @@ class Tracer(TorchDispatchMode):
             and isinstance(args[0], FakeTensor)
             and not args[0].fake_mode.in_kernel_invocation
         ):
-            # torch asks this before most operations. The fake mode would say the same, slowly.
+            # torch asks this before most operations. The fake mode gives the same answer slowly.
             return args[0].fake_device
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
@@ -241,6 +241,7 @@ class Tracer(TorchDispatchMode):
         in_backward = phase == BACKWARD
         # In a backward pass, autograd records only the operations of a recomputation.
         records = torch.is_grad_enabled()
+        is_recomputation = in_backward and records
         self._storages.location = self._locator.locate(
             frame, in_backward=in_backward, records=records
         )
@@ -249,7 +250,8 @@ class Tracer(TorchDispatchMode):
         events_before = 0 if step is None else len(step.events)
         # The kernel of dropout allocates the mask first (Dropout.cu).
         results = out[::-1] if func is _DROPOUT else out
-        born = FORWARD if in_backward and records else phase
+        # Recomputed activations count as those of the forward pass.
+        born = FORWARD if is_recomputation else phase
         is_here = self._storages.watch_result(results, born)
         if is_here is None:
             is_here = any(map(self._storages.is_here, tensors_of((args, kwargs))))
@@ -268,6 +270,7 @@ class Tracer(TorchDispatchMode):
             self._claim_moved_batch(args, out)
 
     def _note_backward_start(self, *, computes_gradients: bool) -> None:
+        """Record where the computation of gradients begins, or continues after a recomputation."""
         step = self._storages.record
         if step is not None and computes_gradients and not self._gradients_were_running:
             step.backward_starts.append(len(step.events))
@@ -282,7 +285,7 @@ class Tracer(TorchDispatchMode):
     # The phase of the step.
 
     def _update_phase(self) -> int:
-        """Return the phase that is running; note the gradients when a backward pass has ended."""
+        """Return the phase that is running. Find the gradients once a backward pass has ended."""
         if torch._C._current_graph_task_id() != -1:
             self._backward_was_running = True
             return BACKWARD

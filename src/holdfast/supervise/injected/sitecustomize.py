@@ -1,7 +1,7 @@
 """Imported by Python when it starts, because this directory comes first on ``PYTHONPATH``.
 
 It starts observing the process, then imports the ``sitecustomize`` that Python would have imported
-without us, in the way that Python does. If anything of ours fails, the error is noted in the run
+without us, in the way that Python does. If our code fails, the error is noted in the run
 directory and the script runs as if we were not there.
 
 It must run under any Python 3, including one that cannot import holdfast.
@@ -45,7 +45,7 @@ def _start_observer(module_name: str, run: str) -> None:
         import importlib
 
         importlib.import_module(module_name).start(run)
-    except Exception:  # noqa: BLE001 - nothing of ours may stop the script
+    except Exception:  # noqa: BLE001 - our errors must not stop the script
         _note_error(run)
 
 

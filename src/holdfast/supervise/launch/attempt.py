@@ -144,7 +144,7 @@ class Attempt:
             self._act_on_hangs()
             self._check_hosts()
             self._enforce_deadlines()
-        # The signal that has ended the command may have arrived since the last look.
+        # The signal that has ended the command may have arrived since the last check.
         self._handle_signals()
         self.signals.detach()
         seconds = time.monotonic() - self._started_at
@@ -221,14 +221,17 @@ class Attempt:
                 self._plan_announcement(received)
 
     def _plan_announcement(self, received: ReceivedSignal) -> None:
-        """Let the grace period be announced as soon as everything in the announcement is true."""
+        """Schedule the message that announces the grace period.
+
+        After Ctrl-C it is delayed until a second Ctrl-C would count, because the message says that
+        it does.
+        """
         grace = f"{self.shutdown.grace_seconds:g} s"
         name = signal.Signals(received.number).name
-        text = f"forwarded {name} to the command; whatever still runs after {grace} will be killed"
+        text = f"forwarded {name} to the command; processes still running after {grace} are killed"
         self._announce_at = received.arrived_at
         if received.number == signal.SIGINT:
             text += ", or immediately after a second Ctrl-C"
-            # Whoever reads this may press Ctrl-C at once, and it has to count.
             self._announce_at += SAME_INTERRUPT_SECONDS
         self._announcement = text
 
@@ -284,7 +287,7 @@ class Attempt:
         self.shutdown.note_terminated(time.monotonic())
 
     def _enforce_deadlines(self) -> None:
-        """Ask the command to end, or kill it, once that is due."""
+        """Ask the command to end, or kill it, if it is time to."""
         shutdown = self.shutdown
         now = time.monotonic()
         if now >= shutdown.terminate_at and shutdown.signal_sent is None:
@@ -326,9 +329,9 @@ class Attempt:
         signal_all(leftovers, signal.SIGCONT)
 
     def _wait_for_notified_processes(self, status: int) -> None:
-        """Give processes that are saving their grace period, although the command has ended.
+        """Let processes that are saving finish, although the command has ended.
 
-        They are not signalled again, because a second signal ends a guard at once. If the command
+        They are not signaled again, because a second signal ends a guard at once. If the command
         died of a signal that schedulers and terminals send to all processes, the trainers have
         received it too.
         """

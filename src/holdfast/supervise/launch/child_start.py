@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
     supervisor = int(arguments[0])
     program = arguments[1]
     command = arguments[2:]
-    # From here on, Ctrl-C must not print a traceback of ours.
+    # From here on, Ctrl-C must not print our traceback.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     with suppress(OSError, AttributeError):

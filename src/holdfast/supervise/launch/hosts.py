@@ -165,7 +165,9 @@ class Hosts:
         }
 
     def _join(self, others: Mapping[int, HostState], ready: Mapping[str, str], ticket: str) -> bool:
-        """Begin the attempt if host 0 has given, or now gives, the start signal for this ticket.
+        """Begin the attempt if its start signal was given, and return whether it was.
+
+        Host 0 gives the signal here, once all hosts are ready.
 
         The start signal (``go``) of host 0 holds the ticket of every host that takes part.
         """
@@ -197,7 +199,7 @@ class Hosts:
             if host["state"] in _FINAL_STATES and took_part:
                 reasons = [host.get("title"), host.get("why", "")]
                 reason = "; ".join(str(reason) for reason in reasons if reason)
-                return f"host {number} has ended for good: {reason}"
+                return f"host {number} has ended its run: {reason}"
         return None
 
     # --- while an attempt runs, and after it ---
@@ -231,7 +233,7 @@ class Hosts:
             self._silent.discard(number)
         elif number not in self._silent:
             self._silent.add(number)
-            say(f"no sign of life from host {number} for {_SILENT_SECONDS:.0f} s")
+            say(f"host {number} has not responded for {_SILENT_SECONDS:.0f} s")
 
     def publish_ended(self, *, cause: str, title: str, follows: bool) -> None:
         """Publish that the attempt has ended on this host.

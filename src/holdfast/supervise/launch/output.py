@@ -190,6 +190,7 @@ class OutputCopier:
         return self._own_streams[descriptor]
 
     def _read(self, source: int) -> None:
+        """Copy what a source has to offer, or close it at its end."""
         try:
             data = os.read(source, _READ_BYTES)
         except BlockingIOError:
@@ -204,6 +205,7 @@ class OutputCopier:
         self._log.write(data)
         self._targets[source].add_and_write(data)
         if len(data) < _SMALL_READ_BYTES:
+            # Let more output accumulate, so that each line does not wake us separately.
             time.sleep(_REST_SECONDS)
 
 

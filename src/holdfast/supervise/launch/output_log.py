@@ -13,9 +13,10 @@ from pathlib import Path
 from holdfast.core.files import close_descriptor, create_file, open_file, open_to_read
 from holdfast.recorder.run_files import ATTEMPT_LINE
 
-# When a log gets too large, its first quarter and its newest half are kept.
-_HEAD_SHARE = 4
-_NEWEST_SHARE = 2
+# When a log exceeds its maximum size, a quarter of that size is kept at the beginning, and half of
+# it at the end.
+_HEAD_DIVISOR = 4
+_NEWEST_DIVISOR = 2
 # Written where output is missing because the disk was full.
 _GAP_LINE = b"\n--- holdfast: output is missing here ---\n"
 _COPY_BYTES = 1 << 20
@@ -72,7 +73,7 @@ class OutputLog:
                 self._drop_the_middle()
             except OSError:
                 # Let the file grow by a quarter, so that the next write does not try again.
-                self._max_bytes += self._max_bytes // _HEAD_SHARE
+                self._max_bytes += self._max_bytes // _HEAD_DIVISOR
         if self._is_failing:
             data = _GAP_LINE + data
         self._append(data)
@@ -100,8 +101,8 @@ class OutputLog:
         Raises:
             OSError: If the new file cannot be written; the old one is left unchanged.
         """
-        head_bytes = self._max_bytes // _HEAD_SHARE
-        newest_offset = self._size - self._max_bytes // _NEWEST_SHARE
+        head_bytes = self._max_bytes // _HEAD_DIVISOR
+        newest_offset = self._size - self._max_bytes // _NEWEST_DIVISOR
         if newest_offset <= head_bytes:
             return
         separator = b"\n--- holdfast: %d bytes left out ---\n" % (newest_offset - head_bytes)

@@ -55,7 +55,7 @@ class PastAttempt:
     Args:
         cause: Id of the cause in its verdict.
         kind: The verdict's kind, which decides whether a restart can help.
-        at_step: Step at which it failed, in the training's own count; None if unknown.
+        at_step: Step at which it failed, as the training script counts; None if unknown.
         steps: Number of steps made in this attempt; None if unknown.
         seconds: How long it ran.
     """
@@ -77,7 +77,7 @@ class EndedAttempt:
         history: All attempts of this run, newest last.
         budgets: How often the command may be restarted.
         environment: The command's environment.
-        stop_signal: Name of the signal on which the training itself stopped, according to its
+        stop_signal: Name of the signal on which the training script stopped, according to its
             events; None if it recorded no such stop.
         follows_other_host: Whether the attempt ended only because it had failed on another host.
     """
@@ -135,7 +135,7 @@ Rule: TypeAlias = Callable[[EndedAttempt], RestartDecision | None]
 
 
 def decide_restart(attempt: EndedAttempt) -> RestartDecision:
-    """Return the answer of the first rule in `RULES` that has one."""
+    """Return the answer of the first rule in `RULES` that has one, or `start_after_a_delay`."""
     for rule in RULES:
         decision = rule(attempt)
         if decision is not None:
@@ -154,10 +154,10 @@ def user_or_scheduler_requested_the_end(attempt: EndedAttempt) -> RestartDecisio
 
 
 def training_stopped_on_a_signal(attempt: EndedAttempt) -> RestartDecision | None:
-    """A training process that was signalled directly records it; its exit code may be anything."""
+    """A training process that was signaled directly records it; its exit code may be anything."""
     if attempt.stop_signal is None or attempt.end.was_ended_by_supervisor:
         return None
-    return EndRun(why=f"the training stopped on {attempt.stop_signal}")
+    return EndRun(why=f"the training script stopped on {attempt.stop_signal}")
 
 
 def command_succeeded(attempt: EndedAttempt) -> RestartDecision | None:
@@ -231,7 +231,7 @@ def nothing_left_to_change(attempt: EndedAttempt) -> RestartDecision | None:
 
 
 def same_failure_again(attempt: EndedAttempt) -> RestartDecision | None:
-    """A failure that recurred without progress will recur, unless a new setting changes."""
+    """A failure that has recurred without progress will recur, unless a setting is changed."""
     if attempt.changes:
         return None
     why = find_repetition(attempt.failures, attempt.budgets)
@@ -258,16 +258,17 @@ def start_with_changed_settings(attempt: EndedAttempt) -> RestartDecision | None
 
 
 def start_after_a_delay(attempt: EndedAttempt) -> StartAgain:
-    """If no rule objects, the cause may be temporary, so another attempt is worthwhile."""
+    """Restart because no rule speaks against it: the cause may be temporary."""
     return StartAgain(
         cause=attempt.verdict.cause,
-        why="the cause may have passed",
+        why="the cause may be temporary",
         delay_seconds=restart_delay_seconds(attempt.failures, attempt.budgets),
     )
 
 
-# The first rule that has an answer wins. The order is the argument: requests come before verdicts,
-# and restarts that cannot help are refused before they use up a budget.
+# The first rule that has an answer wins; without one, `start_after_a_delay` decides. The order
+# is the argument: requests come before verdicts, and restarts that cannot help are refused before
+# they use up a budget.
 RULES: tuple[Rule, ...] = (
     user_or_scheduler_requested_the_end,
     training_stopped_on_a_signal,

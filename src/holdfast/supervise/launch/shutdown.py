@@ -1,6 +1,6 @@
 """Decide when the command of an attempt has to end, and when it is killed.
 
-What happens on SIGTERM, in order:
+What happens on SIGTERM or Ctrl-C (SIGINT), in order:
 
 1. ``signals`` forwards it to the command, inside the signal handler.
 2. `Shutdown.note_signal` starts the grace period, `grace_seconds`. A second Ctrl-C, or any third
@@ -13,7 +13,7 @@ What happens on SIGTERM, in order:
 A hang and a failure on another host take the same path, except that the supervisor sends the
 SIGTERM itself and that another attempt may follow.
 
-Does not: send signals, or look at a clock (``attempt`` passes the time).
+Does not: send signals, or read a clock (``attempt`` passes the time).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import signal
 
 from holdfast.supervise.launch.signals import ASKING_TO_END, FORWARDED
 
-# A third request is meant seriously, and so is a second Ctrl-C.
+# The third request to end kills the command at once. So does a second Ctrl-C.
 _REQUESTS_TO_KILL = 3
 # A shell and a wrapper around us may both forward one Ctrl-C. Another SIGINT within this time after
 # the first does not count as a second Ctrl-C.

@@ -272,7 +272,7 @@ class Supervisor:
 
     @contextmanager
     def _watching(self, attempt: Attempt) -> Iterator[None]:
-        """Context manager that looks for hangs and leaks, in threads of their own."""
+        """Context manager that detects hangs and leaks, in threads of their own."""
         limits = self._options.hang_limits
         # Processes that do not record themselves cannot be watched.
         if limits is None or not self._options.observe:
@@ -403,10 +403,10 @@ class Supervisor:
         self._hosts.publish_stopped(obstacle, succeeded=False)
         raise RunDirectoryError(
             f"this host did not begin: {obstacle}",
-            limit=("the hosts of a run begin together, and exchange files in the run directory"),
+            limit="the hosts of a run begin together, and exchange files in the run directory",
             fix=(
-                "start the command on every host, with the same --run-dir on a disk that all of"
-                " them see."
+                "start the command on every host, with the same --run-dir on a disk that all hosts"
+                " share."
             ),
             rule="H725",
         )
@@ -418,7 +418,7 @@ class Supervisor:
         self._copier.begin_line(descriptor)
 
     def emit(self, data: EventData) -> None:
-        """Record an event, by default at the training's current step. Thread-safe."""
+        """Record an event, by default at the current step of the training. Thread-safe."""
         now = time.time()
         step = getattr(data, "step", None)
         if step is None:
@@ -442,7 +442,7 @@ class Supervisor:
             self._copier.print_message(f"{self._folder.supervisor.name}/{what}")
 
     def _step_of_training(self) -> int | None:
-        """Return the training's current step, in its own count; None without trainers."""
+        """Return the current step, as the training script counts; None without trainers."""
         return max((standing.step for standing in self._standings()), default=None)
 
     def _steps_of_attempt(self) -> int | None:

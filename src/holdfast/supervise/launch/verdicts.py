@@ -29,7 +29,7 @@ class AttemptJudgement:
 
     Args:
         verdict: Why it ended.
-        stop_signal: Name of the signal on which the training itself stopped, according to its
+        stop_signal: Name of the signal on which the training script stopped, according to its
             events; None if it recorded no such stop.
         error: Why the attempt could not be judged, or None.
     """
@@ -93,5 +93,5 @@ def _unknown(why: str) -> Verdict:
         summary="The command ended, but an error prevented holdfast from determining why.",
         fix="Read the end of output.log in the run directory.",
         confidence=0.0,
-        missing=(f"the judgement failed with {why}",),
+        missing=(f"determining the cause failed with {why}",),
     )

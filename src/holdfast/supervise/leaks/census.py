@@ -29,7 +29,7 @@ from holdfast.supervise.leaks.introspection import (
 #   ("number", class), for tensors also their shape and dtype
 #   ("size", id of the holder, name) of a named value
 #   ("nodes", id of the holder, name) of the graph behind a named tensor
-# A plain tuple, because one is created for each object at each look.
+# A plain tuple, because one is created for each object in each scan.
 Key: TypeAlias = tuple[Any, ...]
 Measure: TypeAlias = Literal["length", "number", "size", "nodes"]
 Frames: TypeAlias = list[types.FrameType]
@@ -71,7 +71,7 @@ class RetainedMemory:
 
 
 class Census:
-    """The sizes of all objects at several looks. Only what has grown at every look is kept."""
+    """The sizes of all objects in several scans. Only what has grown in every scan is kept."""
 
     def __init__(self) -> None:
         torch: Any = sys.modules["torch"]
@@ -79,16 +79,16 @@ class Census:
         self._array_types: tuple[type, ...] = (self._tensor_type,)
         if "numpy" in sys.modules:
             self._array_types += (sys.modules["numpy"].ndarray,)
-        self.looks = 0
-        # Size at the first and at the newest look of everything that has grown at every look.
+        self.scans = 0
+        # Size in the first and in the newest scan of everything that has grown in every scan.
         self.grown: dict[Key, tuple[int, int]] = {}
-        # For each growing class, the `id` of its objects at each look.
+        # For each growing class, the `id` of its objects in each scan.
         self.members: dict[Key, list[set[int]]] = {}
         # How objects of each class are measured; None if they are not.
         self._measurers: dict[type, Callable[[Any], Iterator[Measurement]] | None] = {}
 
-    def look(self, frames: Frames) -> None:
-        """Take the next look.
+    def scan(self, frames: Frames) -> None:
+        """Measure all objects once more.
 
         Raises:
             MemoryError: If there are too many objects.
@@ -102,7 +102,7 @@ class Census:
                 sizes[key] = size
         for key, ids in members.items():
             sizes[key] = len(ids)
-        if self.looks == 0:
+        if self.scans == 0:
             self.grown = {key: (size, size) for key, size in sizes.items()}
         else:
             self.grown = {
@@ -115,12 +115,12 @@ class Census:
             for key, ids in members.items()
             if key in self.grown
         }
-        self.looks += 1
+        self.scans += 1
 
     # --- measuring ---
 
     def measure(self, frames: Frames) -> Iterator[Measurement]:
-        """Yield key, size and object of everything at the first look, later of what has grown."""
+        """Yield key, size and object of everything in the first scan, later of what has grown."""
         for candidate in _all_objects():
             kind = type(candidate)
             if kind not in self._measurers:
@@ -133,7 +133,7 @@ class Census:
                 yield from self._measure_values(id(frame), locals_of(frame).items())
 
     def _is_wanted(self, key: Key) -> bool:
-        return self.looks == 0 or key in self.grown
+        return self.scans == 0 or key in self.grown
 
     def _choose_measurer(self, kind: type) -> Callable[[Any], Iterator[Measurement]] | None:
         """Return the method that measures objects of a class; None if they are not measured."""
@@ -285,7 +285,7 @@ def _all_objects() -> Iterator[Any]:
     """
     objects = gc.get_objects()
     if len(objects) > _MAX_OBJECTS:
-        raise MemoryError(f"{len(objects)} objects; a trace looks at {_MAX_OBJECTS} at most")
+        raise MemoryError(f"{len(objects)} objects; a trace examines {_MAX_OBJECTS} at most")
     yield from objects
     for holder in objects:
         for inner in gc.get_referents(holder):

@@ -1,4 +1,4 @@
-"""Turn a census of what grows into leaks: what is kept, what holds it, and which line keeps it.
+"""Turn a census into leaks: which objects pile up, what holds them, and which line adds them.
 
 While references are followed, only one list of ours, `targets`, may hold objects of the script;
 otherwise the search would report us as a holder. The records here refer to objects by their index
@@ -49,7 +49,7 @@ _MAX_TEXT_LENGTH = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GrowingObject:
-    """Something that has grown between all looks.
+    """Something that has grown between all scans.
 
     Args:
         target: Index of an object in the list of targets: the container or value that grows, or,
@@ -83,9 +83,9 @@ def find_leaks(census: Census, frames: Frames, steps: int) -> list[Leak]:
     """Return the leaks, largest last.
 
     Args:
-        census: The looks so far; this function takes one more.
+        census: The scans so far; this function makes one more.
         frames: Frames of running functions.
-        steps: Number of steps between the first look and the newest.
+        steps: Number of steps between the first scan and the newest.
     """
     search = HolderSearch(frames, time.thread_time() + _MAX_SECONDS)
     user_files = map(source_file_of, ["__main__", *sys.modules])
@@ -178,10 +178,10 @@ def _form_of(growing: _GrowingObject, path: HolderPath) -> str:
 def _find_growing_objects(
     census: Census, frames: Frames, steps: int, targets: list[Any]
 ) -> list[_GrowingObject]:
-    """Return what has kept growing since the last look, and append its objects to `targets`."""
-    # Of a growing class, the objects that are new at the second-to-last look and still exist.
+    """Return what has kept growing since the last scan, and append its objects to `targets`."""
+    # Of a growing class, the objects that are new at the second-to-last scan and still exist.
     recent_instances = {
-        key: looks[-1] & (looks[-2] - looks[-3]) for key, looks in census.members.items()
+        key: scans[-1] & (scans[-2] - scans[-3]) for key, scans in census.members.items()
     }
     growing_objects: list[_GrowingObject] = []
     reported: set[Key] = set()

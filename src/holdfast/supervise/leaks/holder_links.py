@@ -60,17 +60,17 @@ def links_of(chain: Chain) -> list[HolderLink]:
 
 
 def _first_link(chain: Chain) -> tuple[HolderLink, int]:
-    """Return the link at the start of a chain, and how many holders it consists of."""
-    for recognise, holder_count in _RECOGNISERS.items():
+    """Return the innermost link of a chain, and how many holders of the chain it covers."""
+    for recognize, holder_count in _RECOGNIZERS.items():
         if len(chain) > holder_count:
-            link = recognise(*chain[: holder_count + 1])
+            link = recognize(*chain[: holder_count + 1])
             if link is not None:
                 return link, holder_count
     return _direct_link(chain[0], chain[1]), 1
 
 
 def _closure_link(_held: Any, cell: Any, _cells: Any, function: Any) -> HolderLink | None:
-    """Return the link of a variable that a function has from the function around it."""
+    """Return the link of a variable of an enclosing function that a closure uses."""
     if not (is_a(cell, types.CellType) and is_a(function, types.FunctionType)):
         return None
     code = function.__code__
@@ -110,9 +110,10 @@ def _cache_link(_held: Any, entry: Any, cache: Any) -> HolderLink | None:
     return _direct_link(entry, cache)
 
 
-# What several references together are, and how many holders each consists of. The first one that
-# recognises a chain wins.
-_RECOGNISERS: dict[Callable[..., HolderLink | None], int] = {
+# Functions that recognize several references which are one thing in Python, each with the number of
+# holders in its pattern: it is called with an object and this many holders. The first one that
+# returns a link wins.
+_RECOGNIZERS: dict[Callable[..., HolderLink | None], int] = {
     _closure_link: 3,
     _default_link: 2,
     _attribute_link: 2,

@@ -40,7 +40,13 @@ _Effect: TypeAlias = Literal["extends", "binds"]
 
 @dataclass(frozen=True, slots=True)
 class _KeepingLine:
-    """A line that may make memory grow. The one with the largest `rank` is the most likely."""
+    """A line that may make memory grow.
+
+    Args:
+        rank: The larger, the more likely; see `SourceLines._lines_for`.
+        file: Its file.
+        line: Its number.
+    """
 
     rank: tuple[bool, bool, int, bool, int, int]
     file: str
@@ -91,7 +97,12 @@ class SourceLines:
         return self._describe(best.file, best.line)
 
     def _lines_for(self, link: HolderLink, distance: int) -> Iterator[_KeepingLine]:
-        """Yield lines that change what a name holds; `distance` is that from the object."""
+        """Yield lines that change what a name holds.
+
+        Args:
+            link: The link with the name.
+            distance: Number of links between the object and this one.
+        """
         files = [link.file]
         if link.kind not in ("local", "default"):
             files += self._user_files
@@ -102,6 +113,7 @@ class SourceLines:
                 # A name that a module binds only once does not grow.
                 if effect == "binds" and function == _MODULE:
                     continue
+                # From the most important criterion to the least; larger is better.
                 rank = (
                     is_users_file(file),
                     effect == "extends",
@@ -128,7 +140,7 @@ def _without_exceptions(links: Sequence[HolderLink]) -> Sequence[HolderLink]:
 
 
 class _ParsedFile:
-    """The statements and functions of a file; none if it cannot be read or is not Python."""
+    """The statements and functions of a file. It has none if it cannot be read or parsed."""
 
     def __init__(self, file: str) -> None:
         self._lines: list[str] = []

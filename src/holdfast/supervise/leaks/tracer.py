@@ -1,8 +1,9 @@
 """`LeakTracer`: find out inside the process what holds growing memory, on request.
 
 The supervisor requests a trace, which spans a few steps. After each step all objects are examined
-to see what has grown every time. What still grows at the end is followed to what holds it and to
-the line that makes it grow. Tracing only reads: it touches neither the random state nor gradients.
+to see what has grown every time. For what still grows at the end, references are followed to find
+out what holds it and which line makes it grow. Tracing only reads: it touches neither the random
+state nor gradients.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from holdfast.supervise.leaks.census import Census, Frames
 from holdfast.supervise.leaks.findings import find_leaks
 from holdfast.supervise.leaks.introspection import OWN_FOLDER
 
-# How many looks precede the one that follows references.
-_LOOKS = 4
+# How many scans precede the one that follows references.
+_SCANS = 4
 
 
 @dataclass(slots=True)
 class _TraceInProgress:
-    """A trace: its request, the steps since its first look, and the time it has taken."""
+    """A trace: its request, the steps since its first scan, and the time it has taken."""
 
     request: int
     census: Census = field(default_factory=Census)
@@ -60,14 +61,14 @@ class LeakTracer:
             return
         # Cleared first, so that an error leaves the trace ended.
         self._trace = None
-        if self._look(trace):
+        if self._scan(trace):
             self._trace = trace
 
-    def _look(self, trace: _TraceInProgress) -> bool:
-        """Take the next look and return whether the trace continues; if not, report the leaks."""
+    def _scan(self, trace: _TraceInProgress) -> bool:
+        """Scan all objects and return whether the trace continues; if not, report the leaks."""
         began_at = time.monotonic()
         census = trace.census
-        is_last = census.looks == _LOOKS
+        is_last = census.scans == _SCANS
         frames: Frames = []
         leaks: list[Leak] = []
         why = ""
@@ -75,16 +76,16 @@ class LeakTracer:
             with _script_code_disabled():
                 frames = _running_frames()
                 if is_last:
-                    leaks = find_leaks(census, frames, steps=_LOOKS - 1)
+                    leaks = find_leaks(census, frames, steps=_SCANS - 1)
                 else:
-                    census.look(frames)
+                    census.scan(frames)
         except MemoryError as error:
             why = str(error) or "no memory left"
         finally:
             # A stored frame would keep its locals alive.
             frames.clear()
         trace.seconds += time.monotonic() - began_at
-        nothing_grows = census.looks == _LOOKS and not census.grown
+        nothing_grows = census.scans == _SCANS and not census.grown
         if not (is_last or why or nothing_grows):
             return True
         for leak in leaks:

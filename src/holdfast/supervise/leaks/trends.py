@@ -1,7 +1,8 @@
 """Follow the memory of a run's trainers from the supervisor, and request a trace if it leaks.
 
-Each look applies the slope test of ``growth`` to the recorded steps. Growth is reported once it is
-certain, together with what the trainer's trace (``tracer``) has found to hold the memory.
+Every few seconds, the slope test of ``growth`` is applied to the recorded steps. Growth is reported
+once it is certain, together with what holds the memory, which the trainer itself has found by a
+trace (``tracer``).
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ _MAX_STEPS = 32_768
 # suspected: by then, most warm-ups have levelled off.
 _CERTAIN_AFTER = 1.25
 # In a run that has ended, smaller total growth is not worth reporting.
-_MIN_BYTES_LOOKING_BACK = 64 << 20
+_MIN_BYTES_AT_END = 64 << 20
 # Emit a prediction again once the remaining time has fallen to this share.
 _REPEAT_AT_SHARE = 0.5
 _MAX_TEXT_LENGTH = 200
 # Re-reading a whole ring takes a fifth of a second, so pause 100 times as long between reads to
 # spend at most 1 % of the time on it.
-_PAUSE_PER_LOOK = 100
+_PAUSE_PER_UPDATE = 100
 
 
 @dataclass(slots=True)
@@ -136,8 +137,8 @@ class MemoryTrends:
         # Whether the attempt is over; then nothing is printed and no trace can be requested.
         self._is_over = False
 
-    def look(self) -> None:
-        """Read the samples recorded since the last look, test them, and report changes."""
+    def update(self) -> None:
+        """Read the samples recorded since the last update, test them, and report changes."""
         began_at = self._clock()
         if began_at < self._pause_until:
             return
@@ -145,14 +146,14 @@ class MemoryTrends:
             if process.role == "trainer" and process.attempt == self._attempt:
                 # The files are still being created, or a newer holdfast wrote them.
                 with suppress(OSError, RunDirectoryError):
-                    self._look_at(self._trainer_in(folder, process.pid))
-        self._pause_until = began_at + _PAUSE_PER_LOOK * (self._clock() - began_at)
+                    self._update_trainer(self._trainer_in(folder, process.pid))
+        self._pause_until = began_at + _PAUSE_PER_UPDATE * (self._clock() - began_at)
 
-    def look_back(self) -> None:
-        """Take a last look, after the attempt has ended."""
+    def finish(self) -> None:
+        """Test the memory once more, after the attempt has ended."""
         self._pause_until = 0.0
         self._is_over = True
-        self.look()
+        self.update()
 
     def _trainer_in(self, folder: Path, pid: int) -> _Trainer:
         trainer = self._trainers.get(folder.name)
@@ -166,7 +167,7 @@ class MemoryTrends:
             self._trainers[folder.name] = trainer
         return trainer
 
-    def _look_at(self, trainer: _Trainer) -> None:
+    def _update_trainer(self, trainer: _Trainer) -> None:
         """Read the new events and samples of one trainer, and test its memory for growth."""
         for event in trainer.events.new():
             if event.kind == "leak":
@@ -200,7 +201,7 @@ class MemoryTrends:
         suspected_at = trainer.suspected_at.setdefault(kind, trainer.step)
         if trainer.step >= _CERTAIN_AFTER * suspected_at:
             return True
-        if not self._is_over or growth.grown_bytes < _MIN_BYTES_LOOKING_BACK:
+        if not self._is_over or growth.grown_bytes < _MIN_BYTES_AT_END:
             return False
         return trainer.history[kind].grew_early()
 
@@ -267,7 +268,7 @@ def _describe_growth(kind: MemoryKind, growth: MemoryGrowth, minutes_left: float
     memory = "memory" if kind == "host" else "device memory"
     text = f"{memory} grows by {size(growth.bytes_per_step)} per step"
     if minutes_left is not None:
-        text += f", used up in about {duration(60 * minutes_left)}"
+        text += f", and will be used up in about {duration(60 * minutes_left)}"
     return text
 
 
@@ -275,7 +276,7 @@ def _describe_leak(event: Event) -> str:
     def fact(name: str) -> str:
         return str(event.data.get(name) or "")[:_MAX_TEXT_LENGTH]
 
-    text = f"what holds it: {fact('held_by') or fact('what') or 'something'}"
+    text = f"the memory is held by {fact('held_by') or fact('what') or 'something'}"
     # The location is followed by its function and its code.
     place, _, _ = fact("retained_at").partition(" in ")
     if place:

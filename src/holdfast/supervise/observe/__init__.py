@@ -1,6 +1,6 @@
 """Run inside every Python process of a supervised command, and record what it does.
 
-Everything here keeps three promises: no error of ours reaches the script (it is noted in the run
+Everything here keeps three promises: our errors do not reach the script (they are noted in the run
 directory), torch is not imported before the script imports it, and the cost per step is a few
 microseconds.
 

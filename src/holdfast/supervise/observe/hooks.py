@@ -154,7 +154,7 @@ class _Hooks:
     def install_in_loader(self, module: Any) -> None:
         _wrap(module._BaseDataLoaderIter, "__next__", self._as_wait)
         # `__iter__` starts the workers.
-        _wrap(module.DataLoader, "__iter__", partial(self._as_aside, ProcessPhase.DATA_WAIT))
+        _wrap(module.DataLoader, "__iter__", partial(self._as_interruption, ProcessPhase.DATA_WAIT))
 
         def notice(_iterator: Any, loader: Any) -> None:
             if self._torch.is_grad_enabled() and self._is_training_thread():
@@ -176,7 +176,7 @@ class _Hooks:
         _wrap(module, "_worker_loop", make)
 
     def _as_wait(self, original: Function) -> Function:
-        """Return `__next__` of a loader, wrapped so that it shows as waiting for a batch."""
+        """Return `__next__` of a loader, wrapped so that the board shows the wait for a batch."""
         tracker = self._tracker
         is_grad_enabled = self._torch.is_grad_enabled
 
@@ -214,23 +214,26 @@ class _Hooks:
 
     def install_in_savers(self, functions: tuple[str, ...], module: ModuleType) -> None:
         for name in functions:
-            _wrap(module, name, partial(self._as_aside, ProcessPhase.SAVING))
+            _wrap(module, name, partial(self._as_interruption, ProcessPhase.SAVING))
 
-    def _as_aside(self, phase: ProcessPhase, original: Function) -> Function:
-        """Return a function that shows as a phase of its own when the training thread calls it."""
+    def _as_interruption(self, phase: ProcessPhase, original: Function) -> Function:
+        """Return a function that shows `phase` on the board while the training thread runs it.
+
+        The board returns to the previous phase afterwards. A nested call changes nothing.
+        """
         tracker = self._tracker
 
-        def aside(*args: Any, **kwargs: Any) -> Any:
+        def interruption(*args: Any, **kwargs: Any) -> Any:
             thread = tracker.thread
-            is_within_another = thread.is_aside or thread.is_waiting
+            is_within_another = thread.is_interrupted or thread.is_waiting
             if is_within_another or get_ident() != thread.identifier:
                 return original(*args, **kwargs)
-            thread.is_aside = True
-            tracker.phases.aside_begins(phase)
+            thread.is_interrupted = True
+            tracker.phases.interruption_begins(phase)
             try:
                 return original(*args, **kwargs)
             finally:
-                thread.is_aside = False
-                tracker.phases.aside_ends()
+                thread.is_interrupted = False
+                tracker.phases.interruption_ends()
 
-        return aside
+        return interruption

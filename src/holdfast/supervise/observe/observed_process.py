@@ -23,7 +23,7 @@ class ObservedProcess(Protocol):
         """The board on which the process shows its progress."""
 
     def write_settings(self, settings: dict[str, Any]) -> None:
-        """Record the settings of the training."""
+        """Record the settings of the training run."""
 
     def open_samples(self) -> SampleRing:
         """Open the ring buffer in which steps are recorded."""
@@ -53,7 +53,7 @@ def noted(method: Callable[[_Owner, *P], None]) -> Callable[[_Owner, *P], None]:
     def noting(owner: _Owner, *args: *P) -> None:
         try:
             method(owner, *args)
-        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
             owner.observer.note_error(error)
 
     return noting

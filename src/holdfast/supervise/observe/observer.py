@@ -1,6 +1,6 @@
 """The observer of one Python process: its folder in the run directory, its board, and forks.
 
-Until torch is imported, it costs no more than its own imports. No error of ours may reach the
+Until torch is imported, it costs no more than its own imports. No error of holdfast may reach the
 script: failures are noted in the run directory (`ProcessObserver.note_error`).
 """
 
@@ -187,7 +187,7 @@ class ProcessObserver:
         return self._samples
 
     def write_settings(self, settings: dict[str, Any]) -> None:
-        """Record the settings of the training.
+        """Record the settings of the training run.
 
         Raises:
             OSError: If this process has no folder.
@@ -213,7 +213,7 @@ class ProcessObserver:
                     data=data.facts(),
                 )
                 self._events.event(event)
-        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
             self.note_error(error)
 
     def log(self, values: CheckedScalars, step: int | None = None) -> None:
@@ -229,7 +229,7 @@ class ProcessObserver:
             if role != self._role:
                 self._role = role
                 self._write_description()
-        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
             self.note_error(error)
 
     def note_error(self, error: BaseException) -> None:
@@ -262,7 +262,7 @@ class ProcessObserver:
 
                 self.emit(process_events.Exiting(how=how, status=status, said=exit_text or None))
             self._has_exited = True
-        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
             self.note_error(error)
 
     def _on_guard(self, path: Path) -> None:
@@ -296,7 +296,7 @@ class ProcessObserver:
             self._process_end.after_fork()
             if self._steps is not None:
                 self._steps.reset_after_fork()
-        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
             self.note_error(error)
 
 

@@ -58,7 +58,7 @@ class TrainingThread:
         # Whether it waits for a loader.
         self.is_waiting = False
         # Whether it does something other than training, such as saving.
-        self.is_aside = False
+        self.is_interrupted = False
         self.in_backward = False
 
 
@@ -124,7 +124,7 @@ class StepTracker:
             step = self._step
             step.wait_began_at = now
             step.began_at = step.began_at or now
-        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
             self.observer.note_error(error)
 
     def wait_ends(self, phase: ProcessPhase | None) -> None:
@@ -137,7 +137,7 @@ class StepTracker:
             now = self.observer.board.enter(phase or self.phases.training)
             step = self._step
             step.waited += now - step.wait_began_at
-        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
             self.observer.note_error(error)
 
     @noted
@@ -178,7 +178,7 @@ class StepTracker:
                 if step.loss is not None:
                     self._keep_earlier_loss(step.loss)
                 step.loss = self._read(root)
-        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
             self.observer.note_error(error)
 
     def _take_unscaled_loss(self, root: Any) -> Any:
@@ -222,7 +222,7 @@ class StepTracker:
             else:
                 # Entering the same phase again shows progress.
                 board.enter(board.phase)
-        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
             self.observer.note_error(error)
 
     def norm_computed(self, norm: Any, *_: Any) -> None:
@@ -239,7 +239,7 @@ class StepTracker:
             if isinstance(step.norm, PendingValue):
                 self._values.release(step.norm)
             step.norm = value
-        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
             self.observer.note_error(error)
 
     # --- optimizer ---
@@ -255,7 +255,7 @@ class StepTracker:
             self._phase_before_optimizer = board.phase
             if board.steps_made > 0:
                 board.enter(_OPTIMIZER)
-        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
             self.observer.note_error(error)
 
     def optimizer_ends(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -275,7 +275,7 @@ class StepTracker:
             if isinstance(rate, (int, float)):
                 step.learning_rate = rate
             self._end_step(board, optimizer)
-        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
             self.observer.note_error(error)
 
     def _skips_step_without_backward(self, board: ProgressBoard, optimizer: Any) -> bool:
@@ -323,7 +323,7 @@ class StepTracker:
         ended.micro_steps = board.micro_step - ended.first_micro_step
         if ended.began_at:
             ended.seconds = (now - ended.began_at) / 1e9
-        if now >= self._memory.next_look:
+        if now >= self._memory.next_read:
             ended.memory = self._memory.read(now)
         self._writer.record(ended, optimizer)
         step.reads_values = board.steps_made < _STEPS_ALL_READ or now >= self._next_read
@@ -349,7 +349,7 @@ class StepTracker:
             self._optimizer_ids.add(id(optimizer))
 
     def _trace_if_requested(self, board: ProgressBoard) -> None:
-        """Let the leak tracer look, if the supervisor has requested a trace."""
+        """Let the leak tracer scan, if the supervisor has requested a trace."""
         request = board.trace_requested()
         if self._leak_tracer is None:
             if request == 0:

@@ -45,7 +45,7 @@ class Step:
     # Gradient norm.
     norm: _Value = None
 
-    # The following is set when the step ends: its number in the training's own count, its number of
+    # The following is set when the step ends: its number as the script counts, its number of
     # backward calls, its duration in seconds, the rate of the first parameter group, and the memory
     # in use.
     number = 0
@@ -86,7 +86,7 @@ class StepWriter:
         self.newest_sample = 0
         # Numbers of the optimizers in the ring, by `id`.
         self._optimizer_numbers: dict[int, int] = {}
-        # The settings of the training.
+        # The settings of the training run.
         self._settings: dict[str, Any] = {}
 
     def record(self, step: Step, optimizer: Any) -> None:
@@ -184,7 +184,7 @@ class StepWriter:
         return number
 
     def note_loader(self, loader: Any) -> None:
-        """Note the batch size of a loader, one of the settings of the training."""
+        """Note the batch size of a loader, one of the settings of the training run."""
         sampler = getattr(loader, "batch_sampler", None)
         batch_size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
         if batch_size is not None:

@@ -18,19 +18,19 @@ class TrainingPhases:
         # The phase that forward and backward belong to: the first step is a phase of its own.
         self.training = ProcessPhase.FIRST_STEP
         # The phases to return to afterwards.
-        self._before_aside = ProcessPhase.STARTING
+        self._before_interruption = ProcessPhase.STARTING
         self._before_compiling = ProcessPhase.STARTING
 
     @noted
-    def aside_begins(self, phase: ProcessPhase) -> None:
-        """Something other than training begins, such as saving."""
-        self._before_aside = self.observer.board.phase
+    def interruption_begins(self, phase: ProcessPhase) -> None:
+        """Show `phase`: something that interrupts training begins, such as a save."""
+        self._before_interruption = self.observer.board.phase
         self.observer.board.enter(phase)
 
     @noted
-    def aside_ends(self) -> None:
-        """Whatever `aside_begins` announced has ended, perhaps with an exception."""
-        self.observer.board.enter(self._before_aside)
+    def interruption_ends(self) -> None:
+        """Return to the phase before `interruption_begins`; it may have ended in an exception."""
+        self.observer.board.enter(self._before_interruption)
 
     @noted
     def evaluation_begins(self) -> None:

@@ -1,8 +1,8 @@
-"""Read numbers from one-element tensors, and memory use, without synchronising with the GPU.
+"""Read numbers from one-element tensors, and memory use, without synchronizing with the GPU.
 
 On the host, a number is read straight from memory, invisible to autograd and to any mode of the
 script. On a GPU it is copied to pinned memory in the script's stream, and read at a later step once
-it has arrived. Nothing waits for it, and we never initialise CUDA.
+it has arrived. Nothing waits for it, and we never initialize CUDA.
 
 Nothing here imports torch: the module is passed in.
 """
@@ -235,23 +235,23 @@ class MemoryReader:
         """Start over in this process, which may have been forked."""
         self._statm_descriptor: int | None = None
         # In monotonic nanoseconds; before this time `read` need not be called.
-        self.next_look = 0
-        self._next_device_look = 0
+        self.next_read = 0
+        self._next_device_read = 0
 
     def read(self, now: int) -> MemoryUse:
         """Return the memory use; device memory only if it was not read a moment ago.
 
         Args:
-            now: Monotonic nanoseconds, not before `next_look`.
+            now: Monotonic nanoseconds, not before `next_read`.
         """
-        self.next_look = now + _HOST_PAUSE_NANOSECONDS
+        self.next_read = now + _HOST_PAUSE_NANOSECONDS
         try:
             resident = self._read_resident_bytes()
         except (OSError, ValueError, IndexError):
-            # A script that daemonised itself has closed the file.
+            # A script that daemonized itself has closed the file.
             self._statm_descriptor = None
             return NOT_READ
-        if now < self._next_device_look or not self._cuda.is_initialized():
+        if now < self._next_device_read or not self._cuda.is_initialized():
             return MemoryUse(resident=resident)
         return self._read_devices(resident, now)
 
@@ -264,7 +264,7 @@ class MemoryReader:
     def _read_devices(self, resident: int, now: int) -> MemoryUse:
         """Return the memory use with the statistics of all devices added."""
         device_count = self._cuda.device_count()
-        self._next_device_look = now + device_count * _DEVICE_PAUSE_NANOSECONDS
+        self._next_device_read = now + device_count * _DEVICE_PAUSE_NANOSECONDS
         allocated = 0
         reserved = 0
         peak = 0

@@ -1,7 +1,7 @@
 """Inspect a training process started without holdfast: does it make progress, and if not, why?
 
-The process is only read, neither stopped nor changed. It has no progress board, so progress is
-inferred from its stacks and from what its threads do between two looks.
+The process is only read, never stopped or changed. It has no progress board, so progress is
+inferred from its stacks and from what its threads do between two observations.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ IMPORT_FILE = "<frozen importlib"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What two looks at a process and its descendants have shown.
+    """What two observations of a process and its descendants have shown.
 
     Args:
-        processes: The Python processes that still existed at the second look.
+        processes: The Python processes that still existed at the second one.
         diagnosis: What is to blame if there is no progress.
-        is_moving: Whether any process whose progress counts made progress between the looks.
+        is_moving: Whether any process whose progress counts made progress in between.
     """
 
     processes: tuple[Examined, ...]
@@ -64,11 +64,11 @@ class Inspection:
 
 
 def inspect_process(pid: int, seconds: float, folder: Path) -> Inspection:
-    """Look twice at a process and its descendants.
+    """Observe a process and its descendants twice.
 
     Args:
         pid: The process.
-        seconds: Time between the two looks.
+        seconds: Time between the two observations.
         folder: An empty directory for the stacks.
 
     Raises:
@@ -76,11 +76,11 @@ def inspect_process(pid: int, seconds: float, folder: Path) -> Inspection:
     """
     subjects = find_subjects(pid, seconds)
     judged_pids = [subject.about.pid for subject in subjects if subject.about.judged]
-    # Threads that did some work between the looks.
+    # Threads that did some work between the observations.
     working: set[int] = set()
 
     def observe_threads(_: float) -> None:
-        # Measure only during the pause, so that activity caused by the looks themselves does not
+        # Measure only during the pause, so that activity caused by the observations does not
         # count.
         before = _read_activities(judged_pids)
         time.sleep(seconds)
@@ -95,7 +95,7 @@ def inspect_process(pid: int, seconds: float, folder: Path) -> Inspection:
         raise _cannot_inspect(
             f"process {pid} has ended",
             limit="nothing is left to inspect",
-            fix="look at its own output.",
+            fix="read its output.",
         )
     diagnosis = diagnose_hang(processes, judged[0].pid)
     return Inspection(
@@ -113,7 +113,7 @@ def _is_moving(
 ) -> bool:
     """Return whether training makes progress.
 
-    A loop that mostly waits shows the same wait at both looks, so its stack alone is not
+    A loop that mostly waits shows the same wait both times, so its stack alone is not
     conclusive: what its threads and its loader workers did in between counts too.
     """
     training_threads = {process.pid for process in judged}
@@ -157,7 +157,7 @@ def find_subjects(pid: int, seconds: float) -> list[Subject]:
 
     Args:
         pid: The process.
-        seconds: Time between the two looks; assumed as the time without progress of a judged
+        seconds: Time between the two observations; assumed as the time without progress of a judged
             process.
 
     Raises:

@@ -3,7 +3,7 @@
 Only files are read that do not block if the process is stuck. The memory map, which may block, is
 read only if no thread is in an uninterruptible wait. What cannot be read is left out.
 
-Does not: look at Python frames (``py_spy`` and ``faulthandler_dumps`` do).
+Does not: read Python frames (``py_spy`` and ``faulthandler_dumps`` do).
 """
 
 from __future__ import annotations

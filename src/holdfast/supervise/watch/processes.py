@@ -30,7 +30,7 @@ from holdfast.recorder.run_files import (
 from holdfast.supervise.process_tree import read_process
 from holdfast.supervise.watch.limits import HangLimits, LearnedLimits, name_of
 
-# How often folders and process states are read; boards are read at every look.
+# How often folders and process states are read; boards are read at every update.
 _REFRESH_SECONDS = 0.5
 # How many folders of helpers that ended well are kept.
 _MAX_ENDED_FOLDERS = 64
@@ -84,7 +84,7 @@ class WatchedProcess:
     # --- reading ---
 
     def read_progress(self, now: float) -> None:
-        """Read the board, and learn from a phase that has ended since the last look."""
+        """Read the board, and learn from a phase that has ended since the last update."""
         standing = None
         # A newer holdfast wrote the board, so it cannot be read and the process is not judged.
         with suppress(RunDirectoryError):
@@ -98,12 +98,12 @@ class WatchedProcess:
         self._seen_at = now
 
     def _learn_duration(self, newer: Standing, now: float) -> None:
-        """Learn how long the phase took that was current at the last look."""
+        """Learn how long the phase took that was current at the last update."""
         before = self.standing
         if before is _UNKNOWN:
             return
         # If several phases have ended since, their ends are unknown, but the last known phase took
-        # at least until the last look.
+        # at least until the last update.
         ended_at = self._seen_at
         if newer.progress == before.progress + 1:
             ended_at = newer.since_seconds
@@ -218,7 +218,7 @@ class WatchedProcesses:
         self._seen_ranks: set[tuple[int, int]] = set()
         self._refreshed_at = float("-inf")
 
-    def look(self, now: float) -> None:
+    def update(self, now: float) -> None:
         """Read the boards of the judged processes; at intervals, list the processes again."""
         if now - self._refreshed_at >= _REFRESH_SECONDS:
             self._refreshed_at = now

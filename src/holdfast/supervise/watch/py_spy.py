@@ -22,8 +22,8 @@ _DUMP_SECONDS = 3.0
 _NATIVE_SECONDS = 10.0
 # How long to wait after SIGKILL: py-spy may hang together with the process that it reads.
 _KILL_SECONDS = 1.0
-# If a loop spends half its time in C, a single look finds it there as often as not.
-_NATIVE_LOOKS = 3
+# If a loop spends half its time in C, a single sample shows it there as often as not.
+_NATIVE_SAMPLES = 3
 MAX_FRAMES = 256
 # All Python code calls into these libraries (to allocate, copy or read clocks).
 _C_LIBRARY = re.compile(r"lib(?:c|m|pthread)[-.]|ld-|\[vdso\]")
@@ -42,7 +42,7 @@ class NativeFunction:
 
     Args:
         name: Name of the function, or of its library if the function has none.
-        home: What to compare between looks: the library, because not all functions have names and
+        home: What to compare between samples: the library, because not all functions have names and
             py-spy often finds only the innermost function of MKL. Within the interpreter it is the
             function itself.
     """
@@ -74,13 +74,13 @@ class PySpy:
         """Return the native functions in which the main thread stays, innermost first.
 
         A loop calls C functions too, for a moment each, so only libraries that appear in each of a
-        few looks count. The result is empty if Python's innermost line has changed: a thread that
+        few samples count. The result is empty if Python's innermost line has changed: a thread that
         makes progress is in no native function for long.
 
         Args:
             pid: The process.
-            python_line: Line of Python's innermost frame at the previous looks.
-            pause: Waits between two looks.
+            python_line: Line of Python's innermost frame in the previous samples.
+            pause: Waits between two samples.
 
         Returns:
             Names of functions, or of libraries if functions have no names; None if py-spy fails.
@@ -89,7 +89,7 @@ class PySpy:
             return None
         names: tuple[str, ...] | None = None
         common_homes: set[str] | None = None
-        for number in range(_NATIVE_LOOKS):
+        for number in range(_NATIVE_SAMPLES):
             if number > 0:
                 pause()
             main_thread = self._dump_main_thread(pid)

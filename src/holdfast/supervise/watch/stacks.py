@@ -33,18 +33,18 @@ from holdfast.supervise.watch.process_evidence import (
 )
 from holdfast.supervise.watch.py_spy import PySpy, find_py_spy
 
-# Time between the two looks. After a second, a blocked process (no CPU time, same frames) can be
+# Time between the two samples. After a second, a blocked process (no CPU time, same frames) can be
 # distinguished from a slow one.
 _APART_SECONDS = 1.0
-_PARALLEL_LOOKS = 8
-# Number of further looks at a process that computes. A loop that spends most of its time in a
-# helper function shows that function at many consecutive looks.
-_MORE_LOOKS = 3
-_MORE_LOOKS_IF_SAME = 24
-# Range for the time between these looks. It is drawn at random, since a loop of equal steps could
+_PARALLEL_SAMPLES = 8
+# Number of further samples of a process that computes. A loop that spends most of its time in a
+# helper function shows that function in many consecutive samples.
+_MORE_SAMPLES = 3
+_MORE_SAMPLES_IF_SAME = 24
+# Range for the time between these samples. It is drawn at random, since a loop of equal steps could
 # otherwise be caught at the same line every time.
 _MORE_APART_SECONDS = (0.01, 0.05)
-# Independent of the training's random state; nobody relies on its sequence.
+# Independent of the random state of the training script; nobody relies on its sequence.
 _RANDOM = random.SystemRandom()
 # A process computes if it uses at least this share of one processor.
 _BUSY_CPU_SHARE = 0.3
@@ -86,7 +86,7 @@ class StackSampler:
 
     Args:
         run_path: The run directory.
-        pause: Waits a number of seconds between the two looks.
+        pause: Waits a number of seconds between the two samples.
         py_spy: Path of py-spy, empty for none; by default the installed one.
     """
 
@@ -106,19 +106,19 @@ class StackSampler:
         self._number = max(numbers, default=0)
 
     def take(self, subjects: Sequence[Subject]) -> StackDump:
-        """Look at processes twice, about a second apart, and write both looks to files.
+        """Sample the stacks of processes twice, about a second apart, and write them to files.
 
         Never raises on account of a process.
         """
         began_at = time.monotonic()
         self._number += 1
         files: dict[int, list[str]] = {}
-        with ThreadPoolExecutor(_PARALLEL_LOOKS, thread_name_prefix="holdfast-stacks") as pool:
-            remaining = self._look_and_write(pool, subjects, "a", files)
+        with ThreadPoolExecutor(_PARALLEL_SAMPLES, thread_name_prefix="holdfast-stacks") as pool:
+            remaining = self._sample_all(pool, subjects, "a", files)
             elapsed_seconds = time.monotonic() - began_at
             self._pause(max(0.0, _APART_SECONDS - elapsed_seconds))
-            remaining = self._look_and_write(pool, remaining, "b", files)
-            processes = tuple(pool.map(self._look_closer, remaining))
+            remaining = self._sample_all(pool, remaining, "b", files)
+            processes = tuple(pool.map(self._sample_further, remaining))
         return StackDump(
             processes=processes,
             files={pid: tuple(names) for pid, names in files.items()},
@@ -134,26 +134,26 @@ class StackSampler:
 
     # --- files ---
 
-    def _look_and_write(
+    def _sample_all(
         self,
         pool: ThreadPoolExecutor,
         subjects: Sequence[Subject],
         letter: str,
         files: dict[int, list[str]],
     ) -> list[Subject]:
-        """Look once at each process, write the looks to files, and return the processes left.
+        """Sample each process once, write the samples to files, and return the processes left.
 
         Args:
-            pool: Runs the looks.
+            pool: Takes the samples.
             subjects: The processes.
-            letter: Distinguishes the files of the first look from those of the second.
+            letter: Distinguishes the files of the first sample from those of the second.
             files: Names of the files by PID; new ones are added.
         """
         remaining = []
-        for subject, look in zip(subjects, pool.map(self._look, subjects), strict=True):
-            if look is None:
+        for subject, sample in zip(subjects, pool.map(self._sample, subjects), strict=True):
+            if sample is None:
                 continue
-            about = replace(subject.about, looks=(*subject.about.looks, look))
+            about = replace(subject.about, looks=(*subject.about.looks, sample))
             remaining.append(replace(subject, about=about))
             name = f"{self._number:04d}-{about.pid}-{letter}.txt"
             # On a full disk, the event about the hang still contains the innermost frame.
@@ -167,10 +167,10 @@ class StackSampler:
         with create_file(self._folder / name) as file:
             file.write(describe(about).encode("utf-8", "replace"))
 
-    # --- looks ---
+    # --- samples ---
 
-    def _look(self, subject: Subject) -> ProcessLook | None:
-        """Return one look at a process; None if it has ended."""
+    def _sample(self, subject: Subject) -> ProcessLook | None:
+        """Return one sample of a process; None if it has ended."""
         pid = subject.about.pid
         view = read_kernel_view(pid)
         if view.state in ("", "Z", "X"):
@@ -204,8 +204,8 @@ class StackSampler:
                 return "faulthandler", threads
         return "/proc", ()
 
-    def _look_closer(self, subject: Subject) -> Examined:
-        """Look a few more times at a process that computes, and at its native code.
+    def _sample_further(self, subject: Subject) -> Examined:
+        """Sample a process that computes a few more times, and its native code too.
 
         The native code matters only if the Python stack does not change.
         """
@@ -213,17 +213,17 @@ class StackSampler:
         is_computing = about.cpu_share >= _BUSY_CPU_SHARE or about.last.main.waits == "running"
         if not is_computing:
             return about
-        for number in range(_MORE_LOOKS_IF_SAME):
+        for number in range(_MORE_SAMPLES_IF_SAME):
             # Compare functions, not lines: the innermost one may be the helper of a loop.
-            if number >= _MORE_LOOKS and not stays_in_same_functions(about):
+            if number >= _MORE_SAMPLES and not stays_in_same_functions(about):
                 break
-            # Without stacks, further looks are useless.
+            # Without stacks, further samples are useless.
             if about.last.source == "/proc":
                 break
             _pause_randomly()
-            look = self._look(subject)
-            if look is not None:
-                about = replace(about, looks=(*about.looks, look))
+            sample = self._sample(subject)
+            if sample is not None:
+                about = replace(about, looks=(*about.looks, sample))
         if not stays_at_same_lines(about):
             return about
         innermost_line = about.last.main.frames[-1].line
@@ -250,6 +250,7 @@ def _add_waits(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tup
         only_other_tid = other_tids[0]
     complete = []
     for thread in [*main, *others]:
+        # The thread ID of a main thread is the PID.
         tid = pid if thread.main else only_other_tid or thread.tid
         wait = view.waits.get(tid, ThreadWait())
         complete.append(replace(thread, tid=tid, waits=wait.waits, target=wait.target))
@@ -257,18 +258,18 @@ def _add_waits(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tup
 
 
 def stays_at_same_lines(about: Examined) -> bool:
-    """Return whether the main thread was at the same lines of the same functions at every look."""
+    """Return whether the main thread was at the same lines in every sample."""
     return _is_constant(about, lambda frame: frame)
 
 
 def stays_in_same_functions(about: Examined) -> bool:
-    """Return whether the main thread was in the same functions at every look."""
+    """Return whether the main thread was in the same functions in every sample."""
     return _is_constant(about, lambda frame: (frame.file, frame.function))
 
 
 def _is_constant(about: Examined, key: Callable[[Frame], Hashable]) -> bool:
-    """Return whether a fact about the main thread's frames is known and the same at every look."""
-    stacks = {tuple(key(frame) for frame in look.main.frames) for look in about.looks}
+    """Return whether the main thread had the same frames, compared by `key`, in every sample."""
+    stacks = {tuple(key(frame) for frame in sample.main.frames) for sample in about.looks}
     return bool(about.last.main.frames) and len(stacks) == 1
 
 
@@ -276,7 +277,7 @@ def _is_constant(about: Examined, key: Callable[[Frame], Hashable]) -> bool:
 
 
 def describe(about: Examined) -> str:
-    """Return the newest look at a process as text, innermost frames first."""
+    """Return the newest sample of a process as text, innermost frames first."""
     lines = [_describe_process(about)]
     if about.phase:
         lines.append(
@@ -292,14 +293,14 @@ def describe(about: Examined) -> str:
 
 
 def _describe_process(about: Examined) -> str:
-    look = about.last
+    sample = about.last
     rank = "" if about.rank is None else f", rank {about.rank}"
     text = (
-        f"process {about.pid} ({about.role}{rank}), state {look.state},"
-        f" {look.cpu_seconds:.2f} s of CPU time, {look.io_bytes} bytes read and written;"
-        f" stacks from {look.source}"
+        f"process {about.pid} ({about.role}{rank}), state {sample.state},"
+        f" {sample.cpu_seconds:.2f} s of CPU time, {sample.io_bytes} bytes read and written;"
+        f" stacks from {sample.source}"
     )
-    if look.main.frames:
+    if sample.main.frames:
         text += ", innermost call first"
     return text
 

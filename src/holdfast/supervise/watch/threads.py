@@ -48,15 +48,15 @@ def watch_for_hangs(watch: AttemptWatch, stop: threading.Event) -> None:
 
 
 def watch_memory(watch: AttemptWatch, stop: threading.Event) -> None:
-    """Follow the memory of the trainers until the event is set, then take a last look."""
+    """Follow the memory of the trainers until the event is set, then test it once more."""
     if stop.wait(_FIRST_SECONDS):
         return
     from holdfast.supervise.leaks.trends import MemoryTrends
 
     trends = MemoryTrends(watch.run_path, emit=watch.emit, say=watch.say, attempt=watch.attempt)
     while not stop.wait(_TREND_SECONDS):
-        trends.look()
-    trends.look_back()
+        trends.update()
+    trends.finish()
 
 
 def _start_thread(

@@ -94,7 +94,7 @@ class Watchdog:
             stacks = StackSampler(watch.run_path, pause=lambda seconds: self._stop.wait(seconds))
         self._stacks = stacks
         self._processes = WatchedProcesses(watch.run_path, watch.attempt, watch.limits)
-        self._last_look_at: float | None = None
+        self._last_check_at: float | None = None
         # Kind and place of hangs that were announced as left alone.
         self._announced: set[tuple[str, str]] = set()
         # PIDs that we continued after a signal had stopped them: that helps once or not at all.
@@ -110,7 +110,7 @@ class Watchdog:
         errors_in_a_row = 0
         while not stop.wait(self._pause_seconds()):
             try:
-                self.look(self._clock())
+                self.check(self._clock())
                 errors_in_a_row = 0
             except Exception as error:  # noqa: BLE001 - anything may fail here
                 errors_in_a_row += 1
@@ -139,14 +139,14 @@ class Watchdog:
             pause = min(pause, process.seconds_until_examination(now))
         return max(_POLL_SECONDS, pause)
 
-    def look(self, now: float) -> None:
-        """Look once at all processes, and examine at most one of them.
+    def check(self, now: float) -> None:
+        """Check all processes once, and examine at most one that exceeds its limit.
 
         Args:
             now: The time on the watchdog's clock.
         """
         self._ignore_suspension(now)
-        self._processes.look(now)
+        self._processes.update(now)
         self._report_stopped_processes(now)
         overdue = [
             process
@@ -160,18 +160,18 @@ class Watchdog:
                 self._examine(process, now)
             finally:
                 # An examination takes a while, which does not mean that the machine was suspended.
-                self._last_look_at = self._clock()
-            # The other processes may have changed in the meantime, so look again immediately.
+                self._last_check_at = self._clock()
+            # The other processes may have changed in the meantime, so check again immediately.
             return
-        self._last_look_at = now
+        self._last_check_at = now
 
     # --- what does not count as a hang ---
 
     def _ignore_suspension(self, now: float) -> None:
         """Do not count the time in which this machine was suspended, such as with a closed lid."""
-        if self._last_look_at is None or now - self._last_look_at <= _SUSPENDED_SECONDS:
+        if self._last_check_at is None or now - self._last_check_at <= _SUSPENDED_SECONDS:
             return
-        seconds = round(now - self._last_look_at, 1)
+        seconds = round(now - self._last_check_at, 1)
         self._emit(process_events.WatchdogSuspended(seconds=seconds))
         for process in self._processes.alive:
             process.count_from(now)
@@ -182,7 +182,7 @@ class Watchdog:
         for process in judged.values():
             if process.stopped_since is None or process.pid in self._stopped:
                 continue
-            # Report a stop only if it lasts until the next look.
+            # Report a stop only if it lasts until the next check.
             if now > process.stopped_since:
                 self._stopped[process.pid] = process.stopped_since
                 process.count_from(now)
@@ -257,7 +257,7 @@ class Watchdog:
             process.postpone_examination(until_age=2.0 * process.age(now))
         progress = suspect.standing.progress
         dump = self._stacks.take(self._subjects(suspect, now))
-        self._processes.look(self._clock())
+        self._processes.update(self._clock())
         examination = _Examination(
             suspect=suspect, suspicion=suspicion, progress=progress, dump=dump
         )
@@ -283,7 +283,7 @@ class Watchdog:
             suspect.pid,
             gone_ranks=self._processes.gone_ranks(suspect),
         )
-        # These may be ranks that were not recognised as such: one that waits for a slow rank is not
+        # These may be ranks that were not recognized as such: one that waits for a slow rank is not
         # stuck.
         if diagnosis.kind == "collective" and self._any_other_moves(suspect):
             self._dismiss(examination, "it waits for others, which make progress")
@@ -323,21 +323,23 @@ class Watchdog:
         if place in self._announced:
             return
         self._announced.add(place)
-        seems = "computes without progress"
+        seems = "is computing but makes no progress"
         if hang.hang_kind == "Python loop":
             seems = "seems to loop"
         where = f" at {hang.frame}" if hang.frame else ""
         text = (
-            f"process {hang.pid} {seems}{where}, for {hang.seconds:.0f} s so far; it is left alone"
+            f"process {hang.pid} {seems}{where}, for {hang.seconds:.0f} s so far; it is left"
+            " running"
         )
         if not is_starting:
             seconds = self._watch.limits.moving_seconds
             if seconds < math.inf:
                 text += f" for {seconds / 60:.3g} min"
-            text += "; --hang-limit moving=SECONDS changes that"
+            text += "; to change this, use --hang-limit moving=SECONDS"
         self._watch.say(text)
 
     def _make_hang(self, examination: _Examination, diagnosis: HangDiagnosis) -> Hang:
+        """Return the event that reports a hang, with the proposed remedy."""
         blamed = diagnosis.process
         dump = examination.dump
         # The stacks of the process to blame come first.
