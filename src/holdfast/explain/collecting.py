@@ -23,7 +23,7 @@ _NO_STATUS = (
     "no exit status: a log does not contain it (pass the exit status of the command, `--status 0`"
     " if it succeeded)"
 )
-_MOST_QUOTED = 300
+_MAX_QUOTED_CHARACTERS = 300
 # The first bytes of files compressed by gzip, zstd, zip, xz and bzip2.
 _MAGIC_OF_ARCHIVES = (b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"\xfd7zX", b"BZh")
 
@@ -95,7 +95,9 @@ def _missing_of_log(log: LogText, status: int | None) -> list[str]:
     if log.total_lines == 0:
         missing.append("the log is empty")
     if log.cut_off:
-        missing.append(f"the log ends inside a traceback, at {log.cut_off[:_MOST_QUOTED]}")
+        missing.append(
+            f"the log ends inside a traceback, at {log.cut_off[:_MAX_QUOTED_CHARACTERS]}"
+        )
     return missing
 
 

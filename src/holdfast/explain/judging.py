@@ -29,11 +29,11 @@ from holdfast.explain.wording.judgement import Judgement
 from holdfast.explain.wording.verdict_words import in_words
 
 # The highest confidence in a good end that is in doubt.
-_MOST_IN_DOUBT = 0.7
+_MAX_CONFIDENCE_IN_DOUBT = 0.7
 # No verdict is certain.
-_MOST_CONFIDENCE = 0.99
+_MAX_CONFIDENCE = 0.99
 # The lowest confidence at which a runner-up is shown.
-_LEAST_SHOWN = 0.02
+_MIN_SHOWN_CONFIDENCE = 0.02
 # The confidence of a cause that was not chosen is multiplied by this.
 _SHARE_OF_OTHERS = 0.5
 # The choice leaves some probability to other causes. These are the shares of it that go to a
@@ -69,7 +69,7 @@ def reach_judgement(evidence: Evidence) -> Judgement:
 def _examine_good_end(case: Case, choice: Choice, doubt: Doubt | None) -> Choice:
     """Return the choice for a good end, adjusted for doubts and shortfalls."""
     if doubt is not None:
-        choice = replace(choice, confidence=min(choice.confidence, _MOST_IN_DOUBT))
+        choice = replace(choice, confidence=min(choice.confidence, _MAX_CONFIDENCE_IN_DOUBT))
         if doubt.candidate is not None:
             signature = replace(WELL, fix=doubt.candidate.signature.fix)
             return replace(choice, signature=signature)
@@ -98,7 +98,7 @@ def _class_confidence(choice: Choice) -> float:
 
 
 def _rounded(confidence: float) -> float:
-    return round(min(max(confidence, 0.0), _MOST_CONFIDENCE), 2)
+    return round(min(max(confidence, 0.0), _MAX_CONFIDENCE), 2)
 
 
 # --- The next likely cause ------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def _runner_up(case: Case, choice: Choice) -> tuple[str, str, float] | None:
         shown = round(min(confidence, left), 2)
         if likely is None or shown > likely[2]:
             likely = (signature.id, signature.title, shown)
-    if likely is None or likely[2] < _LEAST_SHOWN:
+    if likely is None or likely[2] < _MIN_SHOWN_CONFIDENCE:
         return None
     return likely
 

@@ -14,7 +14,7 @@ from holdfast.core.text import sanitise
 from holdfast.explain.signatures import WELL
 from holdfast.explain.signatures.signature import FAMILIES, Family, Restart
 
-_MOST_CHARACTERS = 20_000
+_MAX_CHARACTERS = 20_000
 # Fields that keep their line breaks; in all others, line breaks become spaces.
 _FIELDS_WITH_LINES = frozenset({"text", "summary", "fix"})
 # Causes that quote an exception: one that matches no signature (`endings.UNCAUGHT`), or a holdfast
@@ -125,7 +125,7 @@ def _sanitise_fields(record: Exhibit | Verdict) -> None:
 
 def _sanitised(value: Any, *, lines: bool) -> Any:
     if isinstance(value, str):
-        return sanitise(value, most=_MOST_CHARACTERS, lines=lines)
+        return sanitise(value, most=_MAX_CHARACTERS, lines=lines)
     if isinstance(value, tuple):
         return tuple(_sanitised(item, lines=lines) for item in value)
     return value

@@ -24,13 +24,13 @@ Counts = NDArray[Any]
 
 # Screens have at most about 4,000 pixel columns. With a band around each point, this many points
 # look like the whole curve.
-MOST_POINTS = 2000
+MAX_POINTS = 2000
 # Curves that must not be mixed across optimizers: loss, gradient norm and learning rate.
 CURVES_OF_AN_OPTIMIZER = NAMES[:3]
 # Prefix of the names of curves that the script logged.
 LOGGED = "logged: "
 # More logged names than this are not drawn: each takes a panel, and the page would be unusable.
-MOST_LOGGED = 24
+MAX_LOGGED = 24
 # The steps that a script logs are assumed to be optimizer steps if they are within a factor of 2,
 # or this many steps, of the steps that were trained. Otherwise they count something else, such as
 # epochs or samples.
@@ -133,7 +133,7 @@ def rows_of_ring(path: Path) -> Rows:
     return rows
 
 
-def thinned(history: Rows, ring: Rows, most: int = MOST_POINTS) -> Rows:
+def thinned(history: Rows, ring: Rows, most: int = MAX_POINTS) -> Rows:
     """Return at most `most` rows to draw: half from the ring, half from the history before it.
 
     Args:
@@ -155,9 +155,9 @@ def curves_of_steps(rows: Rows) -> dict[str, Curve]:
 
 
 def curves_of_scalars(
-    scalars: Sequence[Scalar], times: StepTimes, most: int = MOST_POINTS
+    scalars: Sequence[Scalar], times: StepTimes, most: int = MAX_POINTS
 ) -> dict[str, Curve]:
-    """Return the curves of the first `MOST_LOGGED` names that a script logged.
+    """Return the curves of the first `MAX_LOGGED` names that a script logged.
 
     Args:
         scalars: The values, oldest first.
@@ -173,7 +173,7 @@ def curves_of_scalars(
         by_name.setdefault(scalar.name, []).append(scalar)
 
     curves = {}
-    for name in list(by_name)[:MOST_LOGGED]:
+    for name in list(by_name)[:MAX_LOGGED]:
         rows = merge_rows(_rows_of_scalars(by_name[name]), most // 2, finest=2)
         curve = _curve(_stretches_of(rows, 0))
         if curve is not None:

@@ -21,7 +21,7 @@ from holdfast.explain.signatures.signature import Signature
 from holdfast.explain.verdict import Exhibit
 
 # The largest share of step time that a run may spend waiting for its loader.
-_MOST_WAITING = 0.5
+_MAX_LOADER_WAIT_SHARE = 0.5
 # Confidence in measured facts: loss, time and memory.
 _CONFIDENCE_IN_MEASUREMENTS = 0.9
 
@@ -119,7 +119,7 @@ def memory_grew(evidence: Evidence) -> Shortfall | None:
 def waited_for_loader(evidence: Evidence) -> Shortfall | None:
     """The steps spent most of their time waiting for batches."""
     wait = evidence.loader_wait
-    if wait is None or wait.share < _MOST_WAITING:
+    if wait is None or wait.share < _MAX_LOADER_WAIT_SHARE:
         return None
     words = f"its steps spent {wait.share:.0%} of their time waiting for the loader"
     text = f"{words}: {duration(wait.seconds)} in {wait.steps:,} steps"

@@ -31,8 +31,8 @@ _LINES_AFTER = 12
 _LINES_AFTER_TRACEBACK = 300
 # Lines that differ only in digits count as hits at most this many times. At most this many distinct
 # lines are remembered; beyond that, every line counts.
-_MOST_REPEATS = 40
-_MOST_DISTINCT_LINES = 10_000
+_MAX_REPEATS = 40
+_MAX_DISTINCT_LINES = 10_000
 _COMPARED_BYTES = 120
 
 # The error words in lower case. A block without any of them is skipped at the speed of
@@ -199,9 +199,9 @@ class _Hits:
             return True
         without_digits = _DIGITS.sub(b"", line.lower()[:_COMPARED_BYTES])
         count = self._counts.get(without_digits, 0)
-        if len(self._counts) < _MOST_DISTINCT_LINES:
+        if len(self._counts) < _MAX_DISTINCT_LINES:
             self._counts[without_digits] = count + 1
-        return count < _MOST_REPEATS
+        return count < _MAX_REPEATS
 
     def _keep(self, line: LogLine) -> None:
         size = len(line.data) + _OVERHEAD_OF_A_LINE_BYTES

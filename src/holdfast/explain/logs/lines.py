@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from holdfast.explain.logs.keeping import LogLine
 from holdfast.explain.logs.progress import is_progress_bar
 
-_MOST_CHARACTERS = 8_192
+_MAX_CHARACTERS = 8_192
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]"
 )
@@ -37,8 +37,8 @@ _SRUN_RANK = re.compile(r"\s{0,4}(\d{1,5}): ")
 _RANKS = (_TORCH_RANK, _TEE_RANK, _MPI_RANK)
 # Leading numbers count as srun ranks only if at least this share of the lines, and at least this
 # many lines, begin with one.
-_SHARE_LABELLED = 0.6
-_LEAST_LABELLED = 3
+_MIN_LABELLED_SHARE = 0.6
+_MIN_LABELLED_LINES = 3
 
 # Ray writes "(RayTrainWorker pid=4711, ip=10.0.0.2) ", SkyPilot "(task, rank=1, pid=4711) "; pytest
 # puts "E" in the margin.
@@ -55,7 +55,7 @@ _AMERICAN_TIME = re.compile(r"\[?(\d\d/\d\d/\d{4} \d\d:\d\d:\d\d)\]?(?:\s*[-|:,]
 _TIMES = (_KUBERNETES_TIME, _TIME, _AMERICAN_TIME)
 _CLOCK = re.compile(r"\[?\d\d:\d\d:\d\d(?:[.,]\d{1,6})?\]?[ \t]{1,2}(?=\S|[ \t]+\S)")
 # At most this many prefixes are removed from a line.
-_MOST_PREFIXES = 6
+_MAX_PREFIXES = 6
 
 _GLOG = re.compile(r"([IWEFVC])(\d\d)(\d\d) (\d\d:\d\d:\d\d\.\d+) +\d+ [^\]\s]{1,300}\] ?")
 _GLOG_LEVELS = {
@@ -117,7 +117,7 @@ def plain_text(text: str) -> str:
 
 def _are_labelled_by_srun(texts: list[str]) -> bool:
     labelled = sum(1 for text in texts if _SRUN_RANK.match(text))
-    return labelled >= max(_LEAST_LABELLED, _SHARE_LABELLED * len(texts))
+    return labelled >= max(_MIN_LABELLED_LINES, _MIN_LABELLED_SHARE * len(texts))
 
 
 def _parts(data: bytes) -> list[str]:
@@ -162,9 +162,9 @@ def _text_inside_json(text: str) -> str | None:
 
 
 def _shortened(text: str) -> str:
-    if len(text) <= _MOST_CHARACTERS:
+    if len(text) <= _MAX_CHARACTERS:
         return text
-    half = _MOST_CHARACTERS // 2
+    half = _MAX_CHARACTERS // 2
     return f"{text[:half]} ... {text[-half:]}"
 
 
@@ -191,7 +191,7 @@ def _without_prefixes(number: int, text: str, *, labelled: bool) -> CleanLine:
         text = text[printed_by.end() :]
     rank: int | None = None
     seconds: float | None = None
-    for _ in range(_MOST_PREFIXES):
+    for _ in range(_MAX_PREFIXES):
         # An indented line is part of a message.
         if not text or (text[0] in " \t" and not labelled):
             break

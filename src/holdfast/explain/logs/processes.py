@@ -32,7 +32,7 @@ _CONTINUED = 2
 _BUFFERED = 12
 # The same after a scheduler's message: many ranks may each have 8 KiB of buffered lines.
 _BUFFERED_BY_RANKS = 400
-_MOST_OF_A_MESSAGE = 20_000  # characters
+_MAX_MESSAGE_CHARACTERS = 20_000
 # The length of the table in which torchrun describes the first failure, in lines.
 _LINES_OF_TABLE = 15
 
@@ -300,7 +300,7 @@ class _ProcessReader:
         fate = self._fate_after(raised, first, next_index)
         return [
             Statement(
-                text=exception.message[:_MOST_OF_A_MESSAGE],
+                text=exception.message[:_MAX_MESSAGE_CHARACTERS],
                 kind="exception",
                 exception=exception.exception,
                 frames=exception.frames,

@@ -55,7 +55,7 @@ _NUMBER_MARK = "#"
 # "Error: 72.0" is a metric rather than an error.
 _ERROR_METRIC = re.compile(r"\berr(?:or)?(?:_?rate)?\W{0,3}#", re.IGNORECASE)
 _FRAME = re.compile(r'\s*File "|frame #|\S{1,300}:\d+: ')
-_MOST_TEMPLATE_CHARACTERS = 300
+_MAX_TEMPLATE_CHARACTERS = 300
 # A template seen this often before a statement counts as progress if it recurs afterwards.
 _RECURRENCES = 3
 # How many lines after a statement are examined for recurring templates.
@@ -176,7 +176,7 @@ def _line_templates(texts: Sequence[str]) -> list[str]:
         template = (
             ""
             if follows_frame
-            else _NUMBER.sub(_NUMBER_MARK, text[:_MOST_TEMPLATE_CHARACTERS]).strip()
+            else _NUMBER.sub(_NUMBER_MARK, text[:_MAX_TEMPLATE_CHARACTERS]).strip()
         )
         is_frame = _FRAME.match(text) is not None
         if template not in counts:

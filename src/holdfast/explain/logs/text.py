@@ -21,12 +21,12 @@ from holdfast.explain.logs.progress import is_progress_bar, printed_losses, prin
 from holdfast.explain.logs.tracebacks import HEADER
 
 # At most this many lines and this many exceptions are kept: the first third and the newest.
-_MOST_OF_A_KIND = 900
+_MAX_STATEMENTS_OF_A_KIND = 900
 # A log of at most this many lines was probably pasted into a bug report.
 _SHORT_LOG = 100
 # How many of the last lines may say that the training is done.
 _LAST_LINES = 15
-_MOST_OF_LAST_LINE = 300  # characters
+_MAX_LAST_LINE_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +114,10 @@ def _without_middle(statements: list[Statement]) -> list[Statement]:
     left_out: set[int] = set()
     for kind in ("line", "exception"):
         indices = [index for index, statement in enumerate(statements) if statement.kind == kind]
-        if len(indices) > _MOST_OF_A_KIND:
-            left_out |= set(indices[_MOST_OF_A_KIND // 3 : -2 * _MOST_OF_A_KIND // 3])
+        if len(indices) > _MAX_STATEMENTS_OF_A_KIND:
+            left_out |= set(
+                indices[_MAX_STATEMENTS_OF_A_KIND // 3 : -2 * _MAX_STATEMENTS_OF_A_KIND // 3]
+            )
     kept = []
     chain_is_kept = True
     for index, statement in enumerate(statements):
@@ -148,5 +150,5 @@ def _last_line(lines: Sequence[CleanLine]) -> str:
         text = line.shown.strip()
         is_own = text.startswith("--- holdfast: ")
         if text and not is_own and not is_progress_bar(line.text):
-            return text[:_MOST_OF_LAST_LINE]
+            return text[:_MAX_LAST_LINE_CHARACTERS]
     return ""

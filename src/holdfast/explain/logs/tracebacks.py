@@ -17,18 +17,18 @@ from holdfast.explain.evidence import Frame
 from holdfast.explain.logs.lines import CleanLine
 from holdfast.explain.logs.progress import is_progress
 
-_MOST_MESSAGE_LINES = 60
+_MAX_MESSAGE_LINES = 60
 # Only lines of at least this many characters are assumed to have been wrapped when pasted.
-_LEAST_WRAPPED = 40
+_MIN_WRAPPED_CHARACTERS = 40
 # At most this many causes of an exception are kept: a recursion inside handlers links a thousand.
-_MOST_CAUSES = 40
+_MAX_CAUSES = 40
 # How deeply tracebacks may be nested in the messages of other tracebacks.
-_MOST_NESTED = 16
+_MAX_NESTING = 16
 # At most this many frames of a traceback are kept: half from each end.
-_MOST_FRAMES = 60
-_MOST_OF_A_CODE_LINE = 200  # characters
+_MAX_FRAMES = 60
+_MAX_CODE_LINE_CHARACTERS = 200
 # The maximum length of a faulthandler dump, in lines.
-_MOST_LINES_OF_DUMP = 400
+_MAX_DUMP_LINES = 400
 # The line with the exception's class is at most this many lines after the last frame.
 _LINES_TO_CLASS = 4
 
@@ -102,8 +102,8 @@ class Raised:
         """
         causes = [*other.causes, other, *self.causes]
         other.causes = []
-        half = _MOST_CAUSES // 2
-        if len(causes) > _MOST_CAUSES:
+        half = _MAX_CAUSES // 2
+        if len(causes) > _MAX_CAUSES:
             causes = causes[:half] + causes[-half:]
         self.causes = causes
 
@@ -209,7 +209,7 @@ class TracebackReader:
         lines = [first]
         nested: Raised | None = None
         index = at + 1
-        while index < len(self._text) and index <= at + _MOST_MESSAGE_LINES:
+        while index < len(self._text) and index <= at + _MAX_MESSAGE_LINES:
             exception_and_next = self._nested_exception(index, lines[-1])
             if exception_and_next is not None:
                 nested, index = exception_and_next
@@ -229,7 +229,7 @@ class TracebackReader:
         frames: list[Frame] = []
         in_current_thread = False
         index = at + 1
-        while index < len(self._text) and index < at + _MOST_LINES_OF_DUMP:
+        while index < len(self._text) and index < at + _MAX_DUMP_LINES:
             text = self._text[index]
             # In faulthandler's frames, there is no comma before the function.
             frame = _FRAME.match(re.sub(r"line (\d+) in ", r"line \1, in ", text))
@@ -301,7 +301,7 @@ class TracebackReader:
     def _nested_traceback(self, index: int) -> int | None:
         """Return the index of the traceback nested in a message at this line, or None."""
         text = self._text[index]
-        if not _NESTED.match(text) or self._depth > _MOST_NESTED:
+        if not _NESTED.match(text) or self._depth > _MAX_NESTING:
             return None
         if HEADER.search(text):
             return index
@@ -332,7 +332,7 @@ class TracebackReader:
         text = self._text[index]
         if text[:1] in (" ", "\t", ""):
             return True
-        return text[0].islower() and len(self._text[index - 1]) >= _LEAST_WRAPPED
+        return text[0].islower() and len(self._text[index - 1]) >= _MIN_WRAPPED_CHARACTERS
 
     def _ends_message(self, index: int) -> bool:
         """Return whether the message before a line has ended."""
@@ -406,13 +406,13 @@ def _with_code(frame: Frame, code: str) -> Frame:
     """Return a frame with its source line, unless it has one or the line is only ``~~^^``."""
     if frame.code or not code.strip("~^ "):
         return frame
-    return replace(frame, code=code[:_MOST_OF_A_CODE_LINE])
+    return replace(frame, code=code[:_MAX_CODE_LINE_CHARACTERS])
 
 
 def _without_middle(frames: list[Frame]) -> tuple[Frame, ...]:
-    if len(frames) <= _MOST_FRAMES:
+    if len(frames) <= _MAX_FRAMES:
         return tuple(frames)
-    half = _MOST_FRAMES // 2
+    half = _MAX_FRAMES // 2
     return tuple(frames[:half] + frames[-half:])
 
 

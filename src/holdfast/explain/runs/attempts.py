@@ -52,7 +52,7 @@ from holdfast.recorder.progress import Standing
 from holdfast.recorder.run_files import OUTPUT_FILE, process_lives
 
 # Sixteen times what `holdfast run` keeps. A sparse file can claim any size.
-_MOST_OUTPUT_BYTES = 4 << 30
+_MAX_OUTPUT_BYTES = 4 << 30
 # Exit codes from here on come from a shell rather than from the script.
 _FIRST_STATUS_OF_SHELL = 126
 
@@ -143,7 +143,7 @@ class _Collector:
     def _read_log(self) -> LogText | None:
         """Return the output of this attempt; if it cannot be read, note why and return None."""
         try:
-            with open_to_read(self._recordings.run / OUTPUT_FILE, _MOST_OUTPUT_BYTES) as stream:
+            with open_to_read(self._recordings.run / OUTPUT_FILE, _MAX_OUTPUT_BYTES) as stream:
                 section = find_section(stream, self._record.number)
                 return read_log(
                     SectionReader(stream, section),

@@ -22,10 +22,10 @@ Point = tuple[int, float]
 
 # At least this many bad losses at the end, if there were good ones before. A single bad loss may be
 # a batch that was skipped.
-_FEWEST_LOSSES = 2
+_MIN_BAD_LOSSES = 2
 # The same for gradient norms. While a loss scaler searches for its scale, some of the first norms
 # are infinite.
-_FEWEST_NORMS = 3
+_MIN_BAD_NORMS = 3
 # A loss that rose by this factor above its best level has exploded. Manual loss scales reach 2**16,
 # and unscaled rewards 1e4.
 _EXPLODED = 1e6
@@ -37,14 +37,14 @@ _BLOCK = 10
 # How many losses determine the level at the beginning.
 _BEGINNING = 5
 # A loss counts as at least this level: a loss that begins at 0 has no scale of its own.
-_LEAST_LEVEL = 1.0
+_MIN_LEVEL = 1.0
 # A rise from the first to the last losses that is worth mentioning. Single losses of healthy runs
 # rise 40-fold.
 _FAR = 100.0
 # The same for a loss that stays high, and the level that smaller losses are raised to. The losses
 # of 91 healthy programs rose at most 2-fold.
 _RISEN = 10.0
-_LEAST_RISEN_LEVEL = 0.1
+_MIN_RISEN_LEVEL = 0.1
 
 
 def find_lost_training(
@@ -113,9 +113,9 @@ def find_lost(
         log: The name of the log that the values come from; empty for recorded steps.
     """
     lost = (
-        _not_finite(losses, "loss", _FEWEST_LOSSES)
+        _not_finite(losses, "loss", _MIN_BAD_LOSSES)
         or _exploded(losses)
-        or _not_finite(norms, "gradients", _FEWEST_NORMS)
+        or _not_finite(norms, "gradients", _MIN_BAD_NORMS)
     )
     return replace(lost, log=log) if lost is not None else None
 
@@ -137,13 +137,13 @@ def _not_finite(
 def _exploded(points: Sequence[Point]) -> LostTraining | None:
     """Return the divergence if the loss rose far above its best level and stayed there."""
     finite = [abs(value) for _, value in points if math.isfinite(value)]
-    if len(points) <= _FEWEST_LOSSES or not finite:
+    if len(points) <= _MIN_BAD_LOSSES or not finite:
         return None
     level = _best_level(finite)
-    limit = _EXPLODED * max(level, _LEAST_LEVEL)
+    limit = _EXPLODED * max(level, _MIN_LEVEL)
     # NaN counts as above the limit.
     count = _count_at_end(points, lambda value: not value < limit)
-    if count < max(_FEWEST_LOSSES, len(points) // _SHARE_AT_END):
+    if count < max(_MIN_BAD_LOSSES, len(points) // _SHARE_AT_END):
         return None
     return LostTraining(what="loss", since=points[-count][0], rose=(level, points[-1][1]))
 
@@ -172,7 +172,7 @@ def find_risen_loss(points: Sequence[Point], *, log: str = "") -> LostTraining |
         log: The name of the log that the values come from; empty for recorded steps.
     """
     finite = [(at, value) for at, value in points if math.isfinite(value)]
-    if len(finite) <= _FEWEST_LOSSES:
+    if len(finite) <= _MIN_BAD_LOSSES:
         return None
     values = [value for _, value in finite]
     size = max(len(values) // 10, 1)
@@ -183,11 +183,11 @@ def find_risen_loss(points: Sequence[Point], *, log: str = "") -> LostTraining |
     first = max(tenths[0])
     last = statistics.median(values[-size:])
     best = min(statistics.median(tenth) for tenth in tenths)
-    lowest_of_last_quarter = min(values[-max(len(values) // 4, _FEWEST_LOSSES) :])
-    is_far_above = last >= _FAR * max(first, _LEAST_LEVEL)
+    lowest_of_last_quarter = min(values[-max(len(values) // 4, _MIN_BAD_LOSSES) :])
+    is_far_above = last >= _FAR * max(first, _MIN_LEVEL)
     stays_above = last > _RISEN * max(
-        first, _LEAST_RISEN_LEVEL
-    ) and lowest_of_last_quarter > _RISEN * max(best, _LEAST_RISEN_LEVEL)
+        first, _MIN_RISEN_LEVEL
+    ) and lowest_of_last_quarter > _RISEN * max(best, _MIN_RISEN_LEVEL)
     if not is_far_above and not stays_above:
         return None
     return LostTraining(

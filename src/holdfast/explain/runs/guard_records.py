@@ -17,9 +17,9 @@ from holdfast.explain.logs.lines import plain_text
 from holdfast.explain.observations import stop_request
 from holdfast.explain.runs.statements import event_text, exception_chain
 
-_MOST_OF_A_SAMPLE = 120  # characters
-_MOST_OF_ALL_SAMPLES = 20_000  # characters
-_MOST_OF_A_REASON = 400  # characters
+_MAX_SAMPLE_CHARACTERS = 120
+_MAX_SAMPLES_CHARACTERS = 20_000
+_MAX_REASON_CHARACTERS = 400
 
 
 class _AppliedRemedy(NamedTuple):
@@ -82,7 +82,7 @@ def already_tried(events: Iterable[Event]) -> list[str]:
         counts[event.kind] += 1
         newest_reason[event.kind] = event_text(event.data.get(remedy.reason_key)).strip()
         if event.kind == "sample_quarantined" and "sample" in event.data:
-            quarantined[plain_text(str(event.data["sample"]))[:_MOST_OF_A_SAMPLE]] = None
+            quarantined[plain_text(str(event.data["sample"]))[:_MAX_SAMPLE_CHARACTERS]] = None
     sentences = []
     for kind, remedy in _REMEDIES.items():
         if not counts[kind]:
@@ -91,10 +91,10 @@ def already_tried(events: Iterable[Event]) -> list[str]:
         if counts[kind] > 1:
             sentence += f", {counts[kind]} times"
         if kind == "sample_quarantined" and quarantined:
-            sentence += f" ({', '.join(quarantined)[:_MOST_OF_ALL_SAMPLES]})"
+            sentence += f" ({', '.join(quarantined)[:_MAX_SAMPLES_CHARACTERS]})"
         if newest_reason[kind]:
             last_line = newest_reason[kind].splitlines()[-1]
-            sentence += f": {last_line[:_MOST_OF_A_REASON]}"
+            sentence += f": {last_line[:_MAX_REASON_CHARACTERS]}"
         sentences.append(sentence)
     return sentences
 

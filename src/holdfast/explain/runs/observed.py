@@ -12,7 +12,7 @@ from holdfast.explain.runs.statements import event_text
 from holdfast.recorder.progress import ProcessPhase, Standing
 from holdfast.recorder.run_files import ProcessInfo
 
-_MOST_EXIT_MESSAGE = 300  # characters
+_MAX_EXIT_MESSAGE_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class ObservedProcess:
             newest = exits[-1].data
             return ProcessExit(
                 call=event_text(newest.get("how")) or None,
-                message=event_text(newest.get("said"))[:_MOST_EXIT_MESSAGE],
+                message=event_text(newest.get("said"))[:_MAX_EXIT_MESSAGE_CHARACTERS],
             )
         if any(event.kind == "torch_imported" for event in self.events):
             return ProcessExit(call="os._exit")

@@ -40,10 +40,10 @@ PANELS = ("all", "processes", "training", "events")
 REFRESH_SECONDS = 0.5
 
 # The maximum number of rows of each table, so that everything fits on a screen.
-_MOST_PROCESSES = 16
-_MOST_EVENTS = 8
-_MOST_SCALARS = 6
-_MOST_PROBLEMS = 3
+_MAX_PROCESSES = 16
+_MAX_EVENTS = 8
+_MAX_SCALARS = 6
+_MAX_PROBLEMS = 3
 _TONE_STYLES = {"well": "green", "unjudged": "bright_black", "unknown": "yellow", "failed": "red"}
 
 
@@ -122,7 +122,7 @@ class _View:
     def processes(self) -> Sequence[ProcessSnapshot]:
         """Return the processes that are shown."""
         if self.panel in ("", "all"):
-            return self.present_processes[:_MOST_PROCESSES]
+            return self.present_processes[:_MAX_PROCESSES]
         return self.present_processes
 
 
@@ -189,7 +189,7 @@ def _scalar_table(view: _View) -> list[RenderableType]:
         return []
     newest_first = view.run.scalars[::-1]
     if view.panel != "training":
-        newest_first = newest_first[:_MOST_SCALARS]
+        newest_first = newest_first[:_MAX_SCALARS]
     return [make_table(newest_first, SCALAR_COLUMNS)]
 
 
@@ -198,7 +198,7 @@ def _event_table(view: _View) -> list[RenderableType]:
     if not events or not view.shows("events"):
         return []
     # In their own panel, whose end the screen may cut off, the newest events come first.
-    shown = events[::-1] if view.panel == "events" else events[-_MOST_EVENTS:]
+    shown = events[::-1] if view.panel == "events" else events[-_MAX_EVENTS:]
     return [make_table(shown, EVENT_COLUMNS)]
 
 
@@ -225,7 +225,7 @@ def _verdict_panel(view: _View) -> list[RenderableType]:
 def _problem_lines(view: _View) -> list[RenderableType]:
     return [
         Text(f"note: {sanitise(problem, most=200)}", style="yellow")
-        for problem in view.run.problems[:_MOST_PROBLEMS]
+        for problem in view.run.problems[:_MAX_PROBLEMS]
     ]
 
 

@@ -43,7 +43,7 @@ from holdfast.report.sources import RunSource, ran_here, read_json, runs_in
 from holdfast.report.verdicts import verdict_from, verdict_of
 
 # How many runs of a directory are shown.
-_MOST_RUNS = 40
+_MAX_RUNS = 40
 # The lock file in a supervisor's folder, and in a guard's run directory.
 LOCK_FILE = "lock"
 
@@ -290,7 +290,7 @@ class Runs:
 
     def look(self) -> tuple[LiveRun, ...]:
         """Return the runs that have not ended, then those that have, each newest first."""
-        paths = runs_in(self._folder)[:_MOST_RUNS]
+        paths = runs_in(self._folder)[:_MAX_RUNS]
         for path in paths:
             if self._may_have_changed(path):
                 self._look_at(path)

@@ -23,7 +23,7 @@ from holdfast.report.run_follower import News, events_in_time_order
 from holdfast.report.sources import RecordedEvent, RunSource
 
 POLL_SECONDS = 1.0
-_MOST_ERROR_CHARACTERS = 300
+_MAX_ERROR_CHARACTERS = 300
 _log = logging.getLogger("holdfast")
 
 
@@ -179,7 +179,7 @@ class _Output:
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {sanitise(error, most=_MOST_ERROR_CHARACTERS)}"
+    return f"{type(error).__name__}: {sanitise(error, most=_MAX_ERROR_CHARACTERS)}"
 
 
 class _Naming:

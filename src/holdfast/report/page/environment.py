@@ -24,7 +24,7 @@ _POLICY_PREFIX = "policy."
 # rates that schedulers keep for internal use.
 _NO_HYPERPARAMETER = re.compile(r"^policy\.|\._|\.(initial_lr|base_lrs)$")
 # An optimizer may have many parameter groups, each with settings of its own.
-_MOST_ROWS = 200
+_MAX_ROWS = 200
 
 
 def environment(run: GatheredRun) -> Environment:
@@ -42,7 +42,7 @@ def environment(run: GatheredRun) -> Environment:
         "hyperparameters": _hyperparameters(run),
     }
     return {
-        title: {str(name): _shown(value) for name, value in islice(rows.items(), _MOST_ROWS)}
+        title: {str(name): _shown(value) for name, value in islice(rows.items(), _MAX_ROWS)}
         for title, rows in groups.items()
         if isinstance(rows, dict) and rows
     }

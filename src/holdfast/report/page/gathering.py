@@ -20,7 +20,7 @@ from holdfast.report.page.attachments import read_checkpoints, read_output, read
 from holdfast.report.page.gathered_run import GatheredRun
 from holdfast.report.page.images import read_images
 from holdfast.report.page.lanes import (
-    MOST_LANES,
+    MAX_LANES,
     LaneReader,
     points_per_lane,
     validations,
@@ -33,8 +33,8 @@ from holdfast.report.sources import RecordedEvent, RunSource, find_sources, read
 from holdfast.report.verdicts import verdict_of
 
 # If there are more events of a kind, only the first half and the last half of this many are shown.
-_MOST_EVENTS_OF_A_KIND = 100
-_MOST_KINDS = 100
+_MAX_EVENTS_OF_A_KIND = 100
+_MAX_KINDS = 100
 
 
 def gather(run: Path) -> GatheredRun:
@@ -63,9 +63,9 @@ def gather(run: Path) -> GatheredRun:
         _process(source, lanes_of_process[source.directory], newest_events, problems)
         for source in observed
     ]
-    if len(lanes) > MOST_LANES:
+    if len(lanes) > MAX_LANES:
         problems.add(
-            f"only the curves of the newest {MOST_LANES} of {len(lanes)} training processes are"
+            f"only the curves of the newest {MAX_LANES} of {len(lanes)} training processes are"
             " drawn"
         )
 
@@ -79,7 +79,7 @@ def gather(run: Path) -> GatheredRun:
         settings=_settings([*sources, *guards]),
         attempt=_newest_attempt(sources, events, is_supervised=bool(supervised)),
         verdict=verdict_of(run, problems.sentences),
-        lanes=tuple(lanes[-MOST_LANES:]),
+        lanes=tuple(lanes[-MAX_LANES:]),
         processes=tuple(_ended_with_their_attempts(processes, events)),
         events=tuple(shown_events),
         left_out_events=left_out_events,
@@ -225,7 +225,7 @@ def _limit_events(
     left_out: dict[str, int] = {}
     for number, kind in enumerate(rarest_first):
         places = places_by_kind[kind]
-        shown_of_kind = _first_and_last(places) if number < _MOST_KINDS else []
+        shown_of_kind = _first_and_last(places) if number < _MAX_KINDS else []
         shown += shown_of_kind
         if len(shown_of_kind) < len(places):
             left_out[kind] = len(places) - len(shown_of_kind)
@@ -233,7 +233,7 @@ def _limit_events(
 
 
 def _first_and_last(places: list[int]) -> list[int]:
-    if len(places) <= _MOST_EVENTS_OF_A_KIND:
+    if len(places) <= _MAX_EVENTS_OF_A_KIND:
         return places
-    half = _MOST_EVENTS_OF_A_KIND // 2
+    half = _MAX_EVENTS_OF_A_KIND // 2
     return places[:half] + places[-half:]

@@ -18,7 +18,7 @@ from holdfast.recorder.scalars import SCALARS_FILE, Scalar, scalars_of
 from holdfast.report.curves import (
     CURVES_OF_AN_OPTIMIZER,
     LOGGED,
-    MOST_POINTS,
+    MAX_POINTS,
     Curve,
     StepTimes,
     curves_of_scalars,
@@ -31,9 +31,9 @@ from holdfast.report.run_snapshot import Lane
 from holdfast.report.sources import RecordedEvent, RunSource
 
 # Lanes of a page: 48 curves of 2,000 points in each of seven panels are about 10 MB of JSON.
-MOST_LANES = 48
-_MOST_POINTS_IN_ALL = MOST_LANES * MOST_POINTS // 2
-_FEWEST_POINTS = 200
+MAX_LANES = 48
+_MAX_TOTAL_POINTS = MAX_LANES * MAX_POINTS // 2
+_MIN_POINTS = 200
 # A third of a year. A longer step duration can only be damage.
 _LONGEST_STEP_SECONDS = 1e7
 _SECONDS = NAMES.index("seconds")
@@ -52,7 +52,7 @@ class LaneReader:
         self._problems = problems
         self._validated = validated
 
-    def lanes_of(self, source: RunSource, most_points: int = MOST_POINTS) -> list[Lane]:
+    def lanes_of(self, source: RunSource, most_points: int = MAX_POINTS) -> list[Lane]:
         """Return the lane of a source, plus one per optimizer if it has several.
 
         Args:
@@ -132,8 +132,8 @@ class LaneReader:
 
 def points_per_lane(processes: int) -> int:
     """Return how many points each curve may have, given the number of processes with curves."""
-    share = _MOST_POINTS_IN_ALL // max(processes, 1)
-    return max(_FEWEST_POINTS, min(MOST_POINTS, share))
+    share = _MAX_TOTAL_POINTS // max(processes, 1)
+    return max(_MIN_POINTS, min(MAX_POINTS, share))
 
 
 def without_observed_curves(lanes: Sequence[Lane], observed: Sequence[Lane]) -> list[Lane]:

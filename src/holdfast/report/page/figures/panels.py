@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from holdfast.report.curves import LOGGED, MOST_LOGGED, Band, Curve, FloatArray
+from holdfast.report.curves import LOGGED, MAX_LOGGED, Band, Curve, FloatArray
 from holdfast.report.page.figures.plotly_values import Figure, json_numbers, label
 from holdfast.report.run_snapshot import Lane
 
@@ -41,9 +41,9 @@ _FACTOR_FOR_LOGARITHMIC_AXIS = 100.0
 _FACTOR_FOR_FEW_TICKS = 1e8
 # Values with a smaller relative difference count as constant.
 _CONSTANT = 1e-9
-_MOST_MARKS = 200
+_MAX_MARKS = 200
 # A line through fewer points than this is hardly visible, so its points are marked.
-_FEWEST_POINTS_OF_A_LINE = 3
+_MIN_POINTS_OF_A_LINE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ def _logged_panels(lanes: Sequence[Lane]) -> list[Panel]:
     """
     names = dict.fromkeys(name for lane in lanes for name in lane.curves if name.startswith(LOGGED))
     panels = []
-    for name in list(names)[:MOST_LOGGED]:
+    for name in list(names)[:MAX_LOGGED]:
         curves = [lane.curves[name] for lane in lanes if name in lane.curves]
         own_scale = any(curve.own_scale for curve in curves)
         title = label(name.removeprefix(LOGGED))
@@ -268,7 +268,7 @@ class PanelDrawing:
             trace_name += f" {name_in_panel}"
         return {
             "type": "scatter",
-            "mode": "lines" if finite_points >= _FEWEST_POINTS_OF_A_LINE else "lines+markers",
+            "mode": "lines" if finite_points >= _MIN_POINTS_OF_A_LINE else "lines+markers",
             "x": json_numbers(drawn.curve.steps),
             "y": json_numbers(drawn.curve.values),
             "yaxis": self.y_axis,
@@ -295,7 +295,7 @@ class PanelDrawing:
     def _nonfinite_marks(self, drawn: _DrawnCurve) -> Figure:
         """Return crosses at the panel's least finite value, since an axis has no place for NaN."""
         steps = drawn.curve.nonfinite
-        steps = steps[:: len(steps) // _MOST_MARKS + 1]
+        steps = steps[:: len(steps) // _MAX_MARKS + 1]
         least = float(self._finite.min()) if len(self._finite) else 0.0
         return {
             "type": "scatter",
