@@ -16,7 +16,7 @@ _MAX_FAULTS = 3
 _MAX_LOADER_WARNINGS = 3
 _MAX_MEMORY_EVENTS = 4
 _MAX_QUOTED_LINES = 6
-# Of one line of a quotation.
+# The maximum length of one line of a quotation.
 _MAX_CHARACTERS = 300
 
 
@@ -57,7 +57,7 @@ def exhibits_of_end(
     """Yield exit statuses, the kernel's counter of kills, and what else was seen at the end.
 
     Args:
-        evidence: Everything that is known.
+        evidence: Everything that is known about the attempt.
         command: How the command ended.
         first_failure: How the first process that failed ended.
     """
@@ -95,7 +95,7 @@ def _exhibit_of_status(name: str, ending: Ending) -> Exhibit:
 
 
 def exhibit_of_hang(hang: Event) -> Exhibit:
-    """Return how long nothing moved, and where, as the watchdog recorded it."""
+    """Return how long there was no progress, and where, as the watchdog recorded it."""
     data = hang.data
     words = f"no progress for {data.get('seconds')} s in phase {data.get('phase')}"
     words += f" (limit {data.get('limit')} s)"

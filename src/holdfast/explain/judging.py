@@ -7,8 +7,9 @@
 4. This module computes how certain the cause and its class are, and finds the runner-up.
 5. `wording` puts all of it into words.
 
-A confidence is how often verdicts on the same grounds were right (`causes.candidate.SHARES`),
-reduced by contradicting evidence. If counters, signals or a hang decide, `causes.ends` provides it.
+The confidence in a cause found in a statement is the share of verdicts on the same grounds that
+were right (`causes.candidate.SHARES`), reduced by contradicting evidence. If an exit status, a
+signal, a counter or a hang decides instead, the confidence comes from the rules in `causes.ends`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _SHARE_OF_LOST_TRAINING = 0.9
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Return why a run ended."""
+    """Return the verdict on why a run ended."""
     return in_words(reach_judgement(evidence))
 
 
@@ -142,7 +143,7 @@ def _other_causes(case: Case, choice: Choice) -> Iterator[tuple[Signature, float
 
 
 def _other_killers(case: Case, choice: Choice) -> Iterator[tuple[Signature, float]]:
-    """Yield the other possible sender of a SIGKILL: a person is as likely as the kernel."""
+    """Yield the other possible sender of a SIGKILL: the kernel, or a person or scheduler."""
     left = 1.0 - choice.confidence
     if choice.candidate is not None and choice.signature.id == endings.KILLED_UNCOUNTED:
         yield all_signatures()[endings.KILLED], left

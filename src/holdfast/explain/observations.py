@@ -15,7 +15,7 @@ from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Ending, Evidence, Statement
 from holdfast.explain.exit_status import is_signal_name
 
-# How a save can end.
+# Events that say how a save ended.
 _EVENTS_OF_SAVES = ("checkpoint_saved", "save_failed", "save_refused")
 # Events that tell whether a Guard's newest state is in a checkpoint.
 _EVENTS_ABOUT_SAVING = ("not_saved", "checkpoint_saved", "saved", "loop")

@@ -1,7 +1,7 @@
 """`Verdict`: why a run ended, in plain words, with the evidence and the confidence.
 
-A verdict quotes logs and recordings, which may be hostile. All texts are sanitised here, and only
-here, so code that prints a verdict need not sanitise them again.
+A verdict quotes logs and recordings, whose contents may be hostile. This module sanitises all
+texts, so code that prints a verdict need not do so again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Verdict:
     cause: str
     # Class of the cause.
     family: Family
-    # A few words, in lower case unless it quotes an exception.
+    # The cause in a few words, in lower case unless it quotes an exception.
     title: str
     # One paragraph: what ended the run, when and where.
     summary: str
@@ -62,13 +62,13 @@ class Verdict:
     confidence: float
     # The probability that the cause is of this class.
     class_confidence: float = 0.0
-    # The strongest first.
+    # The evidence, the strongest first.
     evidence: tuple[Exhibit, ...] = ()
     # Id, title and confidence of the second most likely cause.
     runner_up: tuple[str, str, float] | None = None
-    # What was tried already, one clause each.
+    # The remedies that were already tried, one clause each.
     tried: tuple[str, ...] = ()
-    # What would have made the verdict more certain, one clause each.
+    # Missing evidence that would have made the verdict more certain, one clause each.
     missing: tuple[str, ...] = ()
     # What a supervisor may do.
     restart: Restart = "stop"

@@ -1,4 +1,4 @@
-"""Collect the parts of a run that could not be read, as sentences for the foot of a page."""
+"""Collect sentences about the parts of a run that could not be read, for the foot of a page."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Log lines without their decoration.
+"""Clean log lines: separate each message from the prefixes that launchers and loggers add.
 
-Escape sequences are removed. Ranks, times and levels that launchers and loggers put before the
-message become fields. ``tracebacks`` joins lines into messages.
+Escape sequences are removed; the rank, time and level in a prefix become fields. ``tracebacks``
+joins lines into messages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_CHARACTERS = 8_192
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]"
 )
-# Control characters, and those that change the direction of writing: a log line may be hostile.
+# Control characters, and characters that change the writing direction: a log line may be hostile.
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"
 )
@@ -95,7 +95,7 @@ class CleanLine:
     number: int
     # The message.
     text: str
-    # The message including the level and the logger's name.
+    # The message with the level and the logger's name, for display.
     shown: str
     rank: int | None = None
     unix_seconds: float | None = None
@@ -169,7 +169,7 @@ def _shortened(text: str) -> str:
 
 
 class _Prefix(NamedTuple):
-    """Something before the message of a line."""
+    """A prefix of a line."""
 
     length: int
     rank: int | None = None

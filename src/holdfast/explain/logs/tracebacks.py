@@ -1,4 +1,4 @@
-"""Read tracebacks from lines, as printed by Python, rich and launchers.
+"""Read the tracebacks that Python, rich and launchers print.
 
 Chains ("During handling of ..."), tracebacks that loader workers and spawned processes nest in a
 message, exception groups, syntax errors and faulthandler dumps are understood. ``processes`` judges
@@ -20,7 +20,7 @@ from holdfast.explain.logs.progress import is_progress
 _MAX_MESSAGE_LINES = 60
 # Only lines of at least this many characters are assumed to have been wrapped when pasted.
 _MIN_WRAPPED_CHARACTERS = 40
-# At most this many causes of an exception are kept: a recursion inside handlers links a thousand.
+# At most this many causes of an exception are kept; recursive handlers may chain a thousand.
 _MAX_CAUSES = 40
 # How deeply tracebacks may be nested in the messages of other tracebacks.
 _MAX_NESTING = 16
@@ -83,16 +83,16 @@ class Raised:
 
     # The bare name of its class.
     exception: str
-    # It may have several lines.
+    # The message, which may have several lines.
     message: str
-    # Innermost last.
+    # The frames, innermost last.
     frames: tuple[Frame, ...]
     # The number of the log line with the class name.
     number: int
     # The exceptions that it repeats or that led to it, the root first. Their own `causes` are
     # empty.
     causes: list[Raised] = field(default_factory=list)
-    # When that line was written, if the log says so.
+    # The Unix time at which that line was written, if the log says so.
     unix_seconds: float | None = None
 
     def add_causes(self, other: Raised) -> None:
@@ -108,7 +108,7 @@ class Raised:
         self.causes = causes
 
     def from_the_root(self) -> list[Raised]:
-        """Return the causes of this exception, the root first, followed by the exception itself."""
+        """Return the causes of this exception, the root first, and then the exception itself."""
         return [*self.causes, self]
 
 

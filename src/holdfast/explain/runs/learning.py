@@ -20,13 +20,13 @@ from holdfast.explain.evidence import Learning
 from holdfast.explain.logs.text import LogText
 from holdfast.explain.runs.recorded_steps import LossReading
 
-# Fewer losses show no trend.
+# At least this many losses are needed to show a trend.
 MIN_LOSSES = 10
-# A loss must fall by this share of its level. Adam with a learning rate of 1e-6 takes a few hundred
-# steps to do so.
+# A loss must fall by this share of its level to count as fallen. With Adam at a learning rate of
+# 1e-6 that takes a few hundred steps.
 _MIN_FALL = 0.01
-# A certain fall exceeds this many standard errors; 2 would be too few, because several beginnings
-# are tried.
+# A fall is certain if it exceeds this many standard errors. 2 would be too few, because several
+# beginnings are tried.
 _SURE = 4.0
 # A loss that fell by more than this many standard errors is not called flat.
 _LIKELY = 2.0
@@ -48,7 +48,8 @@ _SPIKE = 1000.0
 _MIN_LEVEL = 1.0
 # The beginning and the end consist of at least this many losses.
 _FIRST = 3
-# Slow noise is measured between the medians of this many blocks, if each has enough losses.
+# Slow noise is estimated from the spread of the medians of this many blocks, if they are long
+# enough.
 _BLOCKS = 8
 _MIN_BLOCK_LOSSES = 4
 # The median of ``|a - 2 b + c|`` of normal values of standard deviation 1.
@@ -151,7 +152,7 @@ class _LossCurve:
         self.size_of_end = max(len(self.losses) // 4, _FIRST)
         self.beginning = self.losses[: self.size_of_end]
         self.end = self.losses[-self.size_of_end :]
-        # Their medians, and the standard error of the difference between them.
+        # The medians of both quarters, and the standard error of the difference between them.
         self.first = statistics.median(self.beginning)
         self.last = statistics.median(self.end)
         self.error_of_fall = math.hypot(_error(self.beginning), _error(self.end))
@@ -171,7 +172,7 @@ class _LossCurve:
 
 
 def _changes_sign_all_the_time(curve: _LossCurve) -> Learning | None:
-    """A loss with both signs at both ends, such as that of a critic, does not measure progress."""
+    """A loss with both signs from beginning to end, such as a critic's, measures no progress."""
     if _has_both_signs(curve.beginning) and _has_both_signs(curve.end):
         reason = "the loss keeps changing sign, so it does not measure progress"
         return Learning(outcome="unclear", reason=reason)
@@ -193,9 +194,9 @@ def _spiked(curve: _LossCurve) -> Learning | None:
 
 
 def _only_came_back_down(curve: _LossCurve) -> Learning | None:
-    """A loss that soon rose and then fell, but not below its first value, has not fallen.
+    """A loss that rose early and then returned, but not below its first value, has not fallen.
 
-    It rises within its first quarter if the learning rate is too high.
+    A learning rate that is too high causes such an early rise.
     """
     first = curve.losses[0]
     rose_first = curve.first - first > _CLEAR_RISE * _noise(curve.end)
@@ -211,7 +212,7 @@ def _fell(curve: _LossCurve) -> Learning | None:
 
 
 def _changes_sign(curve: _LossCurve) -> Learning | None:
-    """A loss with both signs is only called flat or rising if it has them at neither end."""
+    """A loss that has both signs at its beginning or end is never called flat or rising."""
     if _has_both_signs(curve.beginning) or _has_both_signs(curve.end):
         reason = "the loss changes sign and does not fall by more than its noise"
         return Learning(outcome="unclear", reason=reason)
@@ -219,7 +220,7 @@ def _changes_sign(curve: _LossCurve) -> Learning | None:
 
 
 def _fell_by_little_more_than_noise(curve: _LossCurve) -> Learning | None:
-    """A fall that noise could nearly explain is neither certain nor clearly absent."""
+    """A fall that is hardly larger than the noise is uncertain."""
     if _level_it_fell_from(curve, _LIKELY) is not None:
         reason = "the loss is lower at the end, but by little more than its noise"
         return Learning(outcome="unclear", reason=reason)
@@ -233,7 +234,7 @@ def _rose(curve: _LossCurve) -> Learning | None:
 
 
 def _noise_would_hide_a_fall(curve: _LossCurve) -> Learning | None:
-    """A loss is only called flat if a fall that matters would show in it."""
+    """A loss is not called flat if its noise could hide a meaningful fall."""
     largest_fall = curve.first - curve.last + _LIKELY * curve.error_of_fall
     if largest_fall > _MAX_HIDDEN_FALL * max(abs(curve.first), abs(curve.last)):
         return Learning(outcome="unclear", reason="the loss is too noisy to show a fall")
@@ -241,7 +242,7 @@ def _noise_would_hide_a_fall(curve: _LossCurve) -> Learning | None:
 
 
 def _was_low_from_the_beginning(curve: _LossCurve) -> Learning | None:
-    """A low loss that still varies may belong to an already trained model."""
+    """A low loss that varies may be that of a model that was already trained."""
     if 0 < curve.first < _LOW and not curve.is_constant:
         reason = (
             f"the loss was low from the beginning: {curve.first:.3g} there, {curve.last:.3g} at"

@@ -23,11 +23,11 @@ _MAX_CHAIN_EXHIBITS = 3
 _MAX_CONFIRMATION_EXHIBITS = 3
 _MAX_CASCADE_EXHIBITS = 3
 
-# A disk that is full would be the wrong place to look at.
+# A save that was refused for NaN or Inf needs another fix than one that failed.
 _FIX_OF_NONFINITE_STATE = (
-    "Find out where the NaN or Inf comes from: `holdfast events RUN --kind nonfinite_origin`, and"
-    " the loss before it. Then resume from the newest checkpoint, with a lower learning rate or"
-    " without the samples to blame."
+    "Find the origin of the NaN or Inf with `holdfast events RUN --kind nonfinite_origin`, and"
+    " check the loss before it. Then resume from the newest checkpoint with a lower learning rate,"
+    " or without the samples that caused it."
 )
 
 
@@ -37,7 +37,7 @@ def in_words(judgement: Judgement) -> Verdict:
     rank = judgement.end.first_rank
     if judgement.candidate is not None:
         rank = judgement.candidate.statement.rank
-    # Changes that were already applied to this attempt did not help.
+    # Changes that this attempt already had are not suggested again: they did not help.
     applied = judgement.evidence.applied_changes
     changes = signature.changes.items()
     return Verdict(

@@ -1,8 +1,8 @@
-"""Poll runs: every look returns a `LiveRun` of what can be seen.
+"""Poll runs: every look returns a `LiveRun`.
 
-This works on directories that are half written, that a killed run left behind, or that another
-machine writes. ``run_follower`` reads the records, ``run_state`` decides whether a run has ended,
-and ``outlook`` describes how far along it is.
+This works even if a directory is half written, was left behind by a killed run, or is being written
+by another machine. ``run_follower`` reads the records, ``run_state`` decides whether a run has
+ended, and ``outlook`` describes how far along it is.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Watched:
     def _note_signs_of_life(self, all_news: Sequence[News]) -> None:
         if not all_news:
             return
-        # Records that are new to us may have been written last week.
+        # Records that have just been read may have been written long ago.
         newest = max(newest_time(news) for news in all_news)
         age = max(0.0, self._clock.unix_seconds() - newest)
         recorded_at = self._clock.monotonic_seconds() - age

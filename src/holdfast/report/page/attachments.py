@@ -1,4 +1,4 @@
-"""Read what a page shows besides curves and events: checkpoints, stacks, and recent output."""
+"""Read what a page shows apart from curves and events: checkpoints, stacks and output."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from holdfast.report.page.run_page import key_figures
 from holdfast.report.run_snapshot import Lane
 from holdfast.report.verdicts import how_sure
 
-# Rows by name; each row has one value per run, in the order of the runs.
+# Rows of a table by name. Each row has one value per run, in the order of the runs.
 Table = Mapping[str, Sequence[str]]
-# Settings that always differ between runs, so the difference is not worth showing.
+# Settings that differ between any two runs, so showing the difference would not help.
 _ALWAYS_DIFFERENT = frozenset({"run directory", "started", "supervisor_pid"})
 # Options such as ``--lr`` and ``-n``, but not negative numbers.
 _OPTION = re.compile(r"--?[A-Za-z]")

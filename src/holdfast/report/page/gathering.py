@@ -1,8 +1,8 @@
 """Gather everything that a run recorded into one `GatheredRun`, for the page.
 
 Gathering tolerates damage: a damaged, missing or unreadable file adds a sentence to
-`GatheredRun.problems`, and everything else is still shown. It is also bounded: events are limited
-here, curves in ``lanes``, and texts in ``attachments``.
+`GatheredRun.problems`, and everything else is still shown. The amount of data is limited: that of
+events here, of curves in ``lanes``, and of texts in ``attachments``.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def gather(run: Path) -> GatheredRun:
         images=tuple(read_images(run_directories, problems.sentences)),
         stacks=tuple(read_stacks(run, [source.info for source in observed if source.info])),
         output=problems.read(read_output, run) or "",
-        # Read last: everything above may have added a sentence.
+        # Read last, because everything above may have added a sentence.
         problems=tuple(dict.fromkeys(problems.sentences)),
     )
 

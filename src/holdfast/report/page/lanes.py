@@ -1,4 +1,4 @@
-"""Turn rings of steps and scalars into lanes: the steps and curves of each process and guard.
+"""Turn rings of steps and scalars into lanes: the steps and curves of one process or guard each.
 
 Curves are thinned one process at a time, so that a run of many processes fits into memory.
 """
@@ -30,11 +30,12 @@ from holdfast.report.problems import Problems
 from holdfast.report.run_snapshot import Lane
 from holdfast.report.sources import RecordedEvent, RunSource
 
-# Lanes of a page: 48 curves of 2,000 points in each of seven panels are about 10 MB of JSON.
+# The maximum number of lanes on a page: 48 curves of 2,000 points in each of seven panels make
+# about 10 MB of JSON.
 MAX_LANES = 48
 _MAX_TOTAL_POINTS = MAX_LANES * MAX_POINTS // 2
 _MIN_POINTS = 200
-# A third of a year. A longer step duration can only be damage.
+# A third of a year. A longer step duration can only be corrupt data.
 _LONGEST_STEP_SECONDS = 1e7
 _SECONDS = NAMES.index("seconds")
 

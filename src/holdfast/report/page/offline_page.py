@@ -25,7 +25,7 @@ from holdfast.core.text import as_json_value, duration, moment, sanitise, size
 from holdfast.core.version import __version__
 
 _TEMPLATES = Path(__file__).with_name("templates")
-# Characters that could end a script element or a line, even inside a JSON string.
+# Characters that could end a script element or a line of script, even inside a JSON string.
 _ESCAPES_IN_SCRIPT = str.maketrans(
     {
         "<": "\\u003c",

@@ -1,4 +1,4 @@
-"""Events as marks on a figure: one trace for each severity, and one for resumed runs."""
+"""Draw events as marks on a figure: one trace for each severity, and one for resumes."""
 
 from __future__ import annotations
 

@@ -323,7 +323,7 @@ def _byte_unit(finite: FloatArray) -> tuple[str, float]:
 
 
 def _spans_decades(finite: FloatArray) -> bool:
-    """Return whether a linear axis would hide the smaller ones of positive values."""
+    """Return whether values are positive and a linear axis would hide the smaller ones."""
     return bool(0 < finite.min() < finite.max() / _FACTOR_FOR_LOGARITHMIC_AXIS)
 
 
@@ -355,7 +355,7 @@ def _band_trace(line: Figure, band: Band) -> Figure:
 
 
 def _curve_in_legend(lane: Lane) -> str:
-    """Return the name of the curve that stands for all curves of a lane in the legend."""
+    """Return the name of the curve that represents the lane in the legend."""
     for panel in _PANELS:
         for name in panel.curves:
             if name in lane.curves:

@@ -1,4 +1,4 @@
-"""The timeline figure: when each process started, trained and ended, with event marks, in UTC."""
+"""Draw the timeline: when each process started, trained and ended, with event marks, in UTC."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLOURS = {"starting": "#8fa3b8", "training": "#45a95a", "ending": "#b8a26b"}
 _MAX_ROWS = 40
 _ROW_PIXELS = 34
 _MARGIN_PIXELS = 144
-# Space for row names: per character, and the maximum.
+# Width of the space for row names: per character, and at most.
 _CHARACTER_PIXELS = 8
 _MAX_NAME_PIXELS = 230
 
@@ -104,7 +104,7 @@ def _last_phase(process: ProcessSnapshot) -> str:
 
 
 def _bars_of_guard(run: GatheredRun, lane: Lane) -> Iterator[_Bar]:
-    """Yield when a guard trained, with one bar for each process that continued the run."""
+    """Yield one bar for each process in which a guard trained: the first, and those that resumed."""
     if lane.begun is None or lane.ended is None:
         return
     gaps = breaks(run, lane)
