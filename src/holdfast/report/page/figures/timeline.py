@@ -104,7 +104,7 @@ def _last_phase(process: ProcessSnapshot) -> str:
 
 
 def _bars_of_guard(run: GatheredRun, lane: Lane) -> Iterator[_Bar]:
-    """Yield one bar for each process in which a guard trained: the first, and those that resumed."""
+    """Yield a bar for each process in which a guard trained: the first, and those that resumed."""
     if lane.begun is None or lane.ended is None:
         return
     gaps = breaks(run, lane)
