@@ -1,4 +1,4 @@
-"""`Finding`: one thing that is wrong with a run; and the order of findings in a report.
+"""`Finding`: one thing that is wrong with a run. Also the order of findings in a report.
 
 Causes come before symptoms. A symptom that another finding explains is reported last, as a note,
 so that one mistake is reported once: a run that learns nothing looks the same whatever the reason.
@@ -88,7 +88,7 @@ class Finding:
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings, most important first, with those that others explain turned into notes.
+    """Return findings, most important first; those explained by others become notes.
 
     If a rule reports the same place several times, only the first finding is kept.
     """

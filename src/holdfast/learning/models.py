@@ -1,4 +1,4 @@
-"""Observe a model: which weights learn and change, and in which mode it runs."""
+"""Observe a model: which of its weights learn, and in which mode it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.learning.observations import ObservedLayer, ObservedModel
 
 # How many names a finding lists.
 MAX_NAMES = 5
-# After this many sampled steps without a gradient, a parameter counts as never getting one.
+# After this many sampled steps without a gradient, a parameter counts as one that never gets any.
 ENOUGH_STEPS_WITHOUT_GRADIENT = 10
 
 NamedParameters = Mapping[str, nn.Parameter]
@@ -54,7 +54,8 @@ class ModelObserver:
         # Ids of the parameters that had a gradient at a step. A guard drops the gradients of
         # parameters that are in no optimizer, so gradients must be noted before the step.
         self._had_gradient: set[int] = set()
-        # Forward passes without an autograd graph since the last step, keyed by `module.training`.
+        # Number of forward passes without an autograd graph since the last step, by
+        # `module.training`.
         self._passes_without_graph = {True: 0, False: 0}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:

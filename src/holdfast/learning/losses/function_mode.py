@@ -1,7 +1,7 @@
 """`FunctionMode`: observes calls of loss functions, layers, clipping and ``backward``.
 
-It changes nothing: it draws no random numbers, and every function returns what it would return
-without the mode. What it learns about losses is stored in `losses`; the rules judge it.
+It draws no random numbers, and every function returns what it would return without the mode.
+`LossSites` stores what is observed about losses; the rules judge it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`LossProgress`: judge from its losses whether a run makes progress.
+"""`LossProgress`: judge from the losses of a run whether it makes progress.
 
 The level of a loss means something only where the objective is to minimise one loss; otherwise the
 answer is ``"unknown"``. Thresholds alone fire on healthy runs (all but one of the published ones
@@ -131,7 +131,7 @@ def newest_quarter(values: Sequence[float]) -> Sequence[float]:
 
 
 def best_against_constant(run: Observations) -> AgainstConstant | None:
-    """Return the site that beats its constant by most; None if no constant is known."""
+    """Return the loss site that beats its constant prediction by most, or None if none is known."""
     calls = [
         AgainstConstant(loss=median(newest_quarter(loss.values)), baseline=loss.baseline)
         for loss in run.losses.values()

@@ -11,7 +11,7 @@ from holdfast.learning.observations import Observations, ObservedOptimizer
 from holdfast.learning.rules.loss_progress import measure_progress
 from holdfast.learning.rules.registry import LearningRule, rule
 
-# How many steps are needed before a run can be said to learn nothing.
+# The minimum number of steps after which a run can be said to learn nothing.
 MIN_STEPS = 200
 # How many evaluations are needed to judge overfitting, and how many after the best one must all be
 # worse.

@@ -37,16 +37,17 @@ SHRUNKEN = 0.2
 @rule("H825", tier="window", severity="advice", kind="cause", confidence=0.8)
 def learning_rate_too_high(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """Steps were so large that the loss blew up."""
-    steps = [
+    # The largest early update of each matrix, relative to the norm of the matrix.
+    update_ratios = [
         layer.largest_ratio
         for layer in run.layers.values()
         if layer.dims > 1 and layer.largest_ratio is not None
     ]
-    largest = median(steps) if steps else 0.0
+    largest = median(update_ratios) if update_ratios else 0.0
     if largest <= LARGE_STEP:
         return
-    bad_data = any(inputs.nonfinite for inputs in run.inputs.values())
-    destroyed = run.had_nonfinite and largest > DESTRUCTIVE_STEP and not bad_data
+    has_bad_data = any(inputs.nonfinite for inputs in run.inputs.values())
+    destroyed = run.had_nonfinite and largest > DESTRUCTIVE_STEP and not has_bad_data
     if destroyed or has_blown_up(run, measure_progress(run)):
         yield rule.finding(
             f"in the first steps the weights moved by up to {largest:.2g} of their norm at once,"
@@ -71,8 +72,8 @@ def has_blown_up(run: Observations, progress: LossProgress) -> bool:
 def is_worse_than_constant(progress: LossProgress) -> bool:
     """Return whether the loss is above that of the best constant prediction.
 
-    A model that cannot learn a task ends up predicting the constant; only one that is thrown about
-    by its steps does worse.
+    A model that cannot learn a task ends up predicting the constant; only one whose steps are too
+    large does worse.
     """
     if progress.baseline is None or progress.best is None:
         return False

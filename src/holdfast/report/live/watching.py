@@ -74,7 +74,7 @@ class Watched:
         return tuple(self._follower.lost_steps.values())
 
     def look(self, *, hold_back: bool = True) -> LiveRun:
-        """Return what can be seen of the run now.
+        """Read what is new, and return a snapshot of the run.
 
         Args:
             hold_back: Whether the newest samples may be held back, as in `SampleFollower.new`.
@@ -110,6 +110,7 @@ class Watched:
         )
 
     def _note_signs_of_life(self, all_news: Sequence[News]) -> None:
+        """Remember when the newest of these records was written."""
         if not all_news:
             return
         # Records that have just been read may have been written long ago.
@@ -215,7 +216,7 @@ class Watched:
         return not Path(f"/proc/{pid}").exists()
 
     def _verdict(self, state: RunState, *, supervisor_is_lost: bool) -> Verdict | None:
-        """Return the written verdict; without one, judge the run if its supervisor was killed."""
+        """Return the verdict in the run directory, or judge the run if its supervisor was killed."""
         if state == "running":
             return self._judged
         values = read_json(self._run / VERDICT_FILE)

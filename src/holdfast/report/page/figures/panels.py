@@ -261,6 +261,7 @@ class PanelDrawing:
         return traces
 
     def _line(self, drawn: _DrawnCurve) -> Figure:
+        """Return the trace of a curve, without its band."""
         finite_points = int(np.isfinite(drawn.curve.values).sum())
         name_in_panel = _NAMES_IN_PANEL.get(drawn.name)
         trace_name = label(drawn.lane.label)
@@ -293,7 +294,7 @@ class PanelDrawing:
         return " ".join(part for part in parts if part)
 
     def _nonfinite_marks(self, drawn: _DrawnCurve) -> Figure:
-        """Return crosses at the panel's least finite value, since an axis has no place for NaN."""
+        """Return crosses at the lowest finite value of the panel, since no axis can show NaN."""
         steps = drawn.curve.nonfinite
         steps = steps[:: len(steps) // _MAX_MARKS + 1]
         least = float(self._finite.min()) if len(self._finite) else 0.0
