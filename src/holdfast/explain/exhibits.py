@@ -54,7 +54,7 @@ def _first_lines(statement: Statement, most: int) -> list[str]:
 def exhibits_of_end(
     evidence: Evidence, command: Ending | None, first_failure: Ending | None
 ) -> Iterator[Exhibit]:
-    """Yield exit statuses, the kernel's counter of kills, and what else was seen at the end.
+    """Yield the evidence about the end: exit statuses, the kernel's kill counter, memory, a hang.
 
     Args:
         evidence: Everything that is known about the attempt.
@@ -63,9 +63,9 @@ def exhibits_of_end(
     """
     if command is not None and command.status is not None:
         yield _exhibit_of_status("the command", command)
-    # If the command only passed on the status of that process, it is not quoted twice.
-    passed_on = None if command is None else command.status
-    if first_failure is not None and first_failure.status not in (None, passed_on):
+    # If the command exited with the same status, it only passed it on.
+    status_of_command = None if command is None else command.status
+    if first_failure is not None and first_failure.status not in (None, status_of_command):
         yield _exhibit_of_status("the process that failed first", first_failure)
     kills = observations.count_kernel_kills(evidence.endings)
     if kills is not None:

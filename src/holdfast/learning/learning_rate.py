@@ -119,8 +119,8 @@ def _linear(ratio: float) -> Advice:
         factor=ratio,
         reason=(
             f"with {ratio:g} times as many samples per update, there are 1/{ratio:g} as many"
-            f" updates, so each one has to move {ratio:g} times as far; leave the momentum alone. The"
-            " rule no longer holds if steps are large compared with the curvature (above 8192"
+            f" updates, so each one has to move {ratio:g} times as far; leave the momentum alone."
+            " The rule no longer holds if steps are large compared with the curvature (above 8192"
             " images in the source), and a high learning rate needs a warm-up"
         ),
         source=GOYAL,

@@ -132,7 +132,8 @@ class LossSites:
         position = min(self._calls_in_pass[function], MAX_SITES)
         site = self._sites.setdefault(f"{function}#{position}", LossSite(function))
         site.observed.calls += 1
-        site.observed.examined += examine
+        if examine:
+            site.observed.examined += 1
         return site
 
     def observations(self) -> dict[str, ObservedLoss]:

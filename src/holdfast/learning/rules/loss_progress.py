@@ -132,14 +132,14 @@ def newest_quarter(values: Sequence[float]) -> Sequence[float]:
 
 def best_against_constant(run: Observations) -> AgainstConstant | None:
     """Return the loss site that beats its constant prediction by most, or None if none is known."""
-    calls = [
+    sites = [
         AgainstConstant(loss=median(newest_quarter(loss.values)), baseline=loss.baseline)
         for loss in run.losses.values()
         if loss.baseline is not None
         and loss.baseline > MIN_BASELINE
         and len(loss.values) >= MIN_LOSSES
     ]
-    return min(calls, key=lambda call: call.loss / call.baseline, default=None)
+    return min(sites, key=lambda site: site.loss / site.baseline, default=None)
 
 
 def has_learnt(
@@ -150,23 +150,28 @@ def has_learnt(
         return True
     if against.loss < NO_BETTER_ALTHOUGH_FALLING * against.baseline and still_falls(losses, noise):
         return True
-    least = MIN_GAIN * against.baseline
-    return any(gains_over_constant(loss, least) for loss in run.losses.values())
+    min_gain = MIN_GAIN * against.baseline
+    return any(gains_over_constant(loss, min_gain) for loss in run.losses.values())
 
 
 def still_falls(losses: list[float], noise: float) -> bool:
     """Return whether the loss fell over its last half by more than its standard error."""
-    half = losses[len(losses) // 2 :]
-    size = len(half) // 2
-    before = statistics.fmean(half[:size])
-    after = statistics.fmean(half[-size:])
+    last_half = losses[len(losses) // 2 :]
+    size = len(last_half) // 2
+    before = statistics.fmean(last_half[:size])
+    after = statistics.fmean(last_half[-size:])
     return before - after > noise / math.sqrt(size)
 
 
-def gains_over_constant(loss: ObservedLoss, least: float) -> bool:
-    """Return whether the last half of the losses beats the constant on the same batches."""
-    late = loss.gains[len(loss.gains) // 2 :]
-    if len(late) < MIN_GAINS:
+def gains_over_constant(loss: ObservedLoss, min_gain: float) -> bool:
+    """Return whether the last half of the losses beats the constant on the same batches.
+
+    Args:
+        loss: The observations of one loss site.
+        min_gain: The smallest mean gain that counts.
+    """
+    last_half = loss.gains[len(loss.gains) // 2 :]
+    if len(last_half) < MIN_GAINS:
         return False
-    error = statistics.stdev(late) / math.sqrt(len(late))
-    return statistics.fmean(late) > max(least, GAIN_IN_ERRORS * error)
+    standard_error = statistics.stdev(last_half) / math.sqrt(len(last_half))
+    return statistics.fmean(last_half) > max(min_gain, GAIN_IN_ERRORS * standard_error)

@@ -216,7 +216,7 @@ class Watched:
         return not Path(f"/proc/{pid}").exists()
 
     def _verdict(self, state: RunState, *, supervisor_is_lost: bool) -> Verdict | None:
-        """Return the verdict in the run directory, or judge the run if its supervisor was killed."""
+        """Return the recorded verdict, or judge the run if its supervisor was killed."""
         if state == "running":
             return self._judged
         values = read_json(self._run / VERDICT_FILE)
