@@ -233,11 +233,11 @@ def _lines_with_words(lowered: bytes, lines: list[bytes]) -> set[int]:
     for word in _WORDS:
         if len(indices) == len(lines):
             break
-        at = lowered.find(word)
-        while at >= 0:
-            index = bisect.bisect_right(starts, at) - 1
+        position = lowered.find(word)
+        while position >= 0:
+            index = bisect.bisect_right(starts, position) - 1
             indices.add(index)
-            at = lowered.find(word, starts[index + 1])
+            position = lowered.find(word, starts[index + 1])
     return indices
 
 

@@ -171,7 +171,8 @@ def signal_vanishes_or_explodes(run: Observations, rule: LearningRule) -> Iterat
 def find_exploding(run: Observations) -> LostSignal | None:
     """Return where a signal explodes, judged by the first loss and the gradient norms."""
     if any(is_far_from_unit_scale(inputs) for inputs in run.inputs.values()):
-        return None  # the scale of the inputs explains it
+        # The scale of the inputs already explains large losses and gradients.
+        return None
     for name, loss in run.losses.items():
         usual = usual_first_loss(loss)
         if loss.first is not None and usual and loss.first > EXPLODING_LOSS * usual:
@@ -197,7 +198,7 @@ def find_exploding(run: Observations) -> LostSignal | None:
 
 
 def usual_first_loss(loss: ObservedLoss) -> float | None:
-    """Return roughly what a first loss should be: that of predicting 0, or of the best constant."""
+    """Return the loss of predicting 0 or the best constant; a first loss should be close to it."""
     if loss.target_scale:
         return loss.target_scale
     if loss.function == "mse_loss":
@@ -208,7 +209,7 @@ def usual_first_loss(loss: ObservedLoss) -> float | None:
 def find_uneven_gradients(run: Observations) -> LostSignal | None:
     """Return where gradients vanish or explode between the last layer and the first one."""
     for model in run.models:
-        # The layers of several models do not form a chain.
+        # Compare layers only within a model: those of several models do not form a chain.
         prefix = f"{model}." if len(run.models) > 1 else ""
         signal = _find_uneven_gradients_within(run, prefix)
         if signal is not None:

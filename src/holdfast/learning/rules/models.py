@@ -114,7 +114,8 @@ def parameters_without_gradient(run: Observations, rule: LearningRule) -> Iterat
     if any(
         optimizer.no_gradient_steps >= NO_GRADIENT_STEPS for optimizer in run.optimizers.values()
     ):
-        return  # H813 reports that nothing gets a gradient
+        # Rule H813 reports that no parameter gets a gradient.
+        return
     for name, model in run.models.items():
         if not model.never_gradient_count:
             continue

@@ -137,6 +137,7 @@ def _losses_of(optimizer: ObservedOptimizer) -> list[float]:
 
 
 def _has_won(player: ObservedOptimizer) -> bool:
+    """Return whether the loss of an adversary has dropped to nearly 0."""
     losses = _losses_of(player)
     if len(losses) < MIN_PLAYED or losses[0] < OPENING_LOSS:
         return False
@@ -144,12 +145,13 @@ def _has_won(player: ObservedOptimizer) -> bool:
 
 
 def _has_lost(player: ObservedOptimizer) -> bool:
+    """Return whether the gradient of an adversary has vanished, or its loss has risen far."""
     losses = _losses_of(player)
     if min(len(losses), len(player.gradient_norms)) < MIN_PLAYED:
         return False
     if _remaining_gradient(player) < LOST_GRADIENT:
         return True
-    # With the non-saturating loss, the loser's gradient stays and its loss keeps rising.
+    # With the non-saturating loss, the loser's gradient does not shrink, but its loss keeps rising.
     first = median(losses[:FIRST_PLAYED])
     return median(losses[-NEWEST_PLAYED:]) > LOST_RISE * abs(first)
 

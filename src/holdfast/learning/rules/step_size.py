@@ -86,7 +86,8 @@ def learning_rate_too_low(run: Observations, rule: LearningRule) -> Iterator[Fin
     if run.steps < MIN_STEPS or measure_progress(run).state not in ("flat", "constant"):
         return
     if not all_matrices_have_gradients(run):
-        return  # the learning rate is not to blame for missing gradients
+        # Then missing gradients are to blame, not the learning rate.
+        return
     step = longest_step(run)
     if step is None or all(optimizer.largest_lr == 0 for optimizer in run.optimizers.values()):
         return
@@ -114,7 +115,7 @@ def longest_step(run: Observations) -> float | None:
 
 
 def all_matrices_have_gradients(run: Observations) -> bool:
-    """Return whether every matrix mostly has a gradient that is not exactly 0."""
+    """Return whether every matrix has a nonzero gradient in at least half of its steps."""
     return all(
         layer.zero_gradient <= 0.5 * layer.with_gradient
         for layer in run.layers.values()
@@ -128,9 +129,11 @@ def weights_decay_away(run: Observations, rule: LearningRule) -> Iterator[Findin
     remaining = remaining_share(run)
     for name, optimizer in run.optimizers.items():
         decay = optimizer.weight_decay
-        # The share that one step removes. Adam (not AdamW) divides the decay by the gradient's size
-        # too, so for Adam this share means nothing.
-        taken = decay * optimizer.largest_lr if optimizer.kind in ("AdamW", "SGD") else 0.0
+        # The share of the weights that one step removes. It is unknown for Adam, which also divides
+        # the decay by the size of the gradient.
+        taken = 0.0
+        if optimizer.kind in ("AdamW", "SGD"):
+            taken = decay * optimizer.largest_lr
         shrunken = decay > 0 and remaining < SHRUNKEN
         if taken > LARGE_DECAY or (shrunken and measure_progress(run).is_poor):
             yield rule.finding(
