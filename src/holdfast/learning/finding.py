@@ -65,8 +65,8 @@ class Finding:
         severity: ``"error"``: a contract is violated, so the run cannot be correct. ``"advice"``:
             very likely a fault. ``"note"``: worth knowing, often intended.
         kind: Whether the rule names a cause, or only a symptom that may have several.
-        confidence: Between 0 and 1: how often a report of this rule is right, as measured where
-            data exists.
+        confidence: The share of reports of this rule that are right, from 0 to 1; measured where
+            there are data, otherwise estimated.
         what: What is wrong, in one sentence.
         fix: What to do, in one sentence.
         where: The parameter, module, optimizer or call concerned, if there is one.

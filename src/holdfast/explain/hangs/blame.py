@@ -312,7 +312,10 @@ def _describe(blame: _Blame) -> str:
     sentences = [_lack_of_progress(blame.noticed)]
     if blame.gone_ranks:
         ranks = ", ".join(str(rank) for rank in blame.gone_ranks)
-        sentences.append(f"Rank {ranks} has ended, and the others are waiting for it.")
+        if len(blame.gone_ranks) == 1:
+            sentences.append(f"Rank {ranks} has ended, and the others are waiting for it.")
+        else:
+            sentences.append(f"Ranks {ranks} have ended, and the others are waiting for them.")
     elif blame.odd_one_out is not None:
         sentences.append(f"Rank {blame.odd_one_out} is the odd one out: the others wait for it.")
         if _steps_differ(blame.group):

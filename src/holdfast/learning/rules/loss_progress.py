@@ -18,11 +18,11 @@ from holdfast.learning.observations import Observations, ObservedLoss
 
 ProgressState = Literal["unknown", "learning", "flat", "constant", "diverged"]
 
-# How many losses are needed to judge a run.
+# The minimum number of losses to judge a run.
 MIN_LOSSES = 24
 # A run whose loss is at least this share of the best constant prediction's has learnt nothing from
-# its inputs. For regression, 0.9 of the variance has been proposed; but tasks with little to learn
-# are healthy at 0.95, hence 0.97.
+# its inputs. For regression, 0.9 of the variance has been proposed, but healthy runs of tasks with
+# little to learn reach only 0.95.
 NO_BETTER_THAN_CONSTANT = 0.97
 # The same threshold for a run whose loss is still falling.
 NO_BETTER_ALTHOUGH_FALLING = 0.995
@@ -38,9 +38,9 @@ DEVIATION_OF_NORMAL = 1.4826
 # as a multiple of the gain's standard error.
 MIN_GAIN = 0.005
 GAIN_IN_ERRORS = 3
-# How many gains are needed to estimate their standard error.
+# The minimum number of gains to estimate their standard error.
 MIN_GAINS = 10
-# With a baseline below this there is nothing to learn.
+# If the loss of the best constant prediction is below this, there is nothing to learn.
 MIN_BASELINE = 1e-6
 
 

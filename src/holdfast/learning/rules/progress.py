@@ -13,18 +13,19 @@ from holdfast.learning.rules.registry import LearningRule, rule
 
 # The minimum number of steps after which a run can be said to learn nothing.
 MIN_STEPS = 200
-# How many evaluations are needed to judge overfitting, and how many after the best one must all be
-# worse.
+# Overfitting is reported after at least this many evaluations, if this many after the best one are
+# all worse.
 MIN_VALIDATIONS = 4
 WORSE_VALIDATIONS = 3
-# The validation loss must rise by at least this, relative to the best one.
+# The minimum rise of the validation loss, relative to the best one.
 MIN_RISE = 0.05
 # Thresholds for acceptable attention, see `alignment.alignment_facts`.
 MIN_UTTERANCES = 8
 MIN_DIAGONALITY = 0.5
 MIN_SHARPNESS = 0.2
 MAX_AT_DECODER_LIMIT = 0.2
-# How many losses and gradient norms of each adversary are needed to judge.
+# The minimum number of losses and gradient norms of each adversary, and how many of the first and
+# the newest ones are compared.
 MIN_PLAYED = 30
 FIRST_PLAYED = 8
 NEWEST_PLAYED = 15

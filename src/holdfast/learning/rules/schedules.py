@@ -8,7 +8,7 @@ from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations, ObservedOptimizer, ObservedScheduler
 from holdfast.learning.rules.registry import LearningRule, rule
 
-# How many steps are needed to judge how a scheduler is stepped.
+# The minimum number of steps to judge how a scheduler is stepped.
 MIN_STEPS = 20
 # A schedule as a whole is judged only in runs with at least this many steps.
 MIN_STEPS_OF_A_RUN = 50
@@ -16,11 +16,11 @@ MIN_STEPS_OF_A_RUN = 50
 INTENDED_END = 0.9
 # Before that point, this many consecutive steps at a learning rate of 0 are too many.
 STEPS_WITHOUT_RATE = 10
-# Shares of a run's steps, up to its end, that may not be spent at a learning rate of 0, and below a
-# thousandth of the largest.
+# The largest shares of a run's steps, at its end, that may have a learning rate of 0, and one below
+# a thousandth of the largest.
 LOST_WITHOUT_RATE = 0.15
 LOST_WITH_LOW_RATE = 0.5
-# The limit of the second share if the scheduler's period explains the low rate.
+# The same limit for low rates, if the period of the scheduler explains them.
 LOST_BY_PERIOD = 0.2
 # A scheduler that passes through this many periods in a run is stepped in the wrong unit.
 MAX_PERIODS = 3

@@ -10,27 +10,28 @@ from holdfast.learning.observations import Observations
 from holdfast.learning.rules.loss_progress import LossProgress, driving_losses, measure_progress
 from holdfast.learning.rules.registry import LearningRule, rule
 
-# Training seldom survives an update that is larger than this relative to the weights:
-# TheDeepChecker's upper limit.
+# A run seldom recovers from an update that is larger than this, relative to the weights. It is the
+# upper limit of TheDeepChecker.
 LARGE_STEP = 0.1
-# The same limit if NaN or Inf followed.
+# An update larger than this explains NaN or Inf.
 DESTRUCTIVE_STEP = 1.0
-# A loss that reaches this multiple of the first loss, within the first steps, has blown up.
+# A loss has blown up if it reaches this multiple of its first value within this many losses.
 BLOWN_UP = 10
 EARLY_LOSSES = 30
-# Below this share of the best constant prediction's loss, a run has recovered from that.
+# A run whose loss has blown up has recovered once its loss is below this share of the best constant
+# prediction's.
 RECOVERED = 0.3
-# Above this multiple of the best constant prediction's loss, a loss is worse and not merely equal
-# up to noise.
+# A loss is worse than the best constant prediction's if it is above this multiple of it; smaller
+# differences may be noise.
 WORSE_THAN_CONSTANT = 1.02
-# How many steps are needed to call a learning rate too low.
+# The minimum number of steps after which a learning rate can be called too low.
 MIN_STEPS = 100
-# All steps together must be able to move the weights by this share of their norm. The sum is an
-# upper bound of the real distance, since steps rarely point in the same direction.
+# A learning rate is too low if all steps together cannot move the weights by this share of their
+# norm. The sum of the steps is an upper bound, since they rarely point in the same direction.
 MIN_PATH = 1e-2
 # Weight decay that removes this share of the weights in one step is suspicious.
 LARGE_DECAY = 0.02
-# Decay has destroyed weights that have shrunk to this share of their initial size.
+# Weights that have shrunk to this share of their initial size were destroyed by the decay.
 SHRUNKEN = 0.2
 
 

@@ -216,24 +216,24 @@ def _limit_events(
     That way, frequent kinds do not crowd out rare ones. If there are too many kinds, the rarest are
     shown.
     """
-    places_by_kind: dict[str, list[int]] = {}
-    for place, recorded in enumerate(events):
-        places_by_kind.setdefault(recorded.event.kind, []).append(place)
-    rarest_first = sorted(places_by_kind, key=lambda kind: len(places_by_kind[kind]))
+    indices_by_kind: dict[str, list[int]] = {}
+    for index, recorded in enumerate(events):
+        indices_by_kind.setdefault(recorded.event.kind, []).append(index)
+    rarest_first = sorted(indices_by_kind, key=lambda kind: len(indices_by_kind[kind]))
 
     shown: list[int] = []
     left_out: dict[str, int] = {}
     for number, kind in enumerate(rarest_first):
-        places = places_by_kind[kind]
-        shown_of_kind = _first_and_last(places) if number < _MAX_KINDS else []
+        indices = indices_by_kind[kind]
+        shown_of_kind = _first_and_last(indices) if number < _MAX_KINDS else []
         shown += shown_of_kind
-        if len(shown_of_kind) < len(places):
-            left_out[kind] = len(places) - len(shown_of_kind)
-    return [events[place] for place in sorted(shown)], left_out
+        if len(shown_of_kind) < len(indices):
+            left_out[kind] = len(indices) - len(shown_of_kind)
+    return [events[index] for index in sorted(shown)], left_out
 
 
-def _first_and_last(places: list[int]) -> list[int]:
-    if len(places) <= _MAX_EVENTS_OF_A_KIND:
-        return places
+def _first_and_last(indices: list[int]) -> list[int]:
+    if len(indices) <= _MAX_EVENTS_OF_A_KIND:
+        return indices
     half = _MAX_EVENTS_OF_A_KIND // 2
-    return places[:half] + places[-half:]
+    return indices[:half] + indices[-half:]

@@ -124,7 +124,7 @@ def plotly_script() -> str:
     except ImportError as error:
         raise PolicyError(
             "plotly is not installed",
-            limit="the page draws its curves with it",
+            limit="the page needs it to draw its curves",
             fix=(
                 'install the extra: pip install "torch-holdfast[report]"; `holdfast watch RUN'
                 " --once` needs nothing."

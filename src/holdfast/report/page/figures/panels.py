@@ -153,7 +153,7 @@ class _DrawnCurve:
     colour: str
 
     def divided_by(self, divisor: float) -> _DrawnCurve:
-        """Return the curve with all values divided."""
+        """Return the curve with all values divided by `divisor`."""
         band = self.curve.band
         if band is not None:
             band = Band(steps=band.steps, low=band.low / divisor, high=band.high / divisor)
