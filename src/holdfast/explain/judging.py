@@ -76,7 +76,7 @@ def _examine_good_end(case: Case, choice: Choice, doubt: Doubt | None) -> Choice
             return replace(choice, signature=signature)
     evidence = case.evidence
     if observations.unsaved_steps(evidence) is not None or observations.training_faults(evidence):
-        # A Guard's findings are more telling than the loss.
+        # The verdict reports these instead of a shortfall: they say more than the loss does.
         return choice
     shortfalls = find_shortfalls(evidence)
     if shortfalls:

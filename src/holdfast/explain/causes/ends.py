@@ -69,7 +69,7 @@ _DEFAULT_CONFIDENCE_IN_A_HANG = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How the attempt ended, as far as known."""
+    """How the attempt ended, as far as that is known."""
 
     # The id of the signature that this suggests, or None.
     cause: str | None = None

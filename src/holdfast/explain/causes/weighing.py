@@ -180,10 +180,10 @@ def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
     exception in the chain.
     """
     matches_of_chain = [match_all(statement) for statement in chain]
-    known = [
+    best_matches = [
         (index, matches[0].signature) for index, matches in enumerate(matches_of_chain) if matches
     ]
-    if not known:
+    if not best_matches:
         return None
 
     def precedence(entry: tuple[int, Signature]) -> tuple[float, ...]:
@@ -197,7 +197,7 @@ def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
             index,
         )
 
-    index, signature = min(known, key=precedence)
+    index, signature = min(best_matches, key=precedence)
     first = _first_original(chain)
     follows_from_another = first is not None and first < index
     if signature.role != "root" and follows_from_another:

@@ -138,8 +138,8 @@ def _parts(data: bytes) -> list[str]:
 def _without_overwritten(pieces: list[str]) -> list[str]:
     """Return the pieces between carriage returns, without progress bars that were overwritten."""
     last = pieces[-1:] if pieces[-1].strip() else []
-    kept = [piece for piece in pieces[:-1] if piece.strip() and not is_progress_bar(piece)]
-    return [*kept, *last] or [""]
+    visible = [piece for piece in pieces[:-1] if piece.strip() and not is_progress_bar(piece)]
+    return [*visible, *last] or [""]
 
 
 def _text_inside_json(text: str) -> str | None:

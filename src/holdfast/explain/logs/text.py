@@ -62,8 +62,8 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1, alone: bool 
         alone: Whether the log is all that is known about the run. If so, every line of a short log
             becomes a statement, because bug reports often quote messages without any error word.
     """
-    kept = keep_lines(stream, first_number=first_number)
-    lines = clean_lines(kept.lines)
+    kept_log = keep_lines(stream, first_number=first_number)
+    lines = clean_lines(kept_log.lines)
     context = LogContext(
         name=name,
         says_done=_log_says_done(lines),
@@ -77,8 +77,8 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1, alone: bool 
         statements=tuple(_without_middle(statements)),
         endings=tuple(ending for process in processes for ending in process.endings),
         says_done=context.says_done,
-        total_lines=kept.total_lines,
-        complete=kept.complete,
+        total_lines=kept_log.total_lines,
+        complete=kept_log.complete,
         losses=printed_losses(numbered),
         norms=printed_norms(numbered),
         cut_off=cut_offs[0] if cut_offs else "",
@@ -120,15 +120,15 @@ def _without_middle(statements: list[Statement]) -> list[Statement]:
             left_out |= set(
                 indices[_MAX_STATEMENTS_OF_A_KIND // 3 : -2 * _MAX_STATEMENTS_OF_A_KIND // 3]
             )
-    kept = []
+    remaining = []
     chain_is_kept = True
     for index, statement in enumerate(statements):
         begins_chain = index == 0 or not statements[index - 1].cause
         if begins_chain:
             chain_is_kept = index not in left_out
         if chain_is_kept:
-            kept.append(statement)
-    return kept
+            remaining.append(statement)
+    return remaining
 
 
 def _log_says_done(lines: Sequence[CleanLine]) -> bool:

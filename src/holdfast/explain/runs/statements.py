@@ -156,16 +156,16 @@ def _completed(logged: Statement, recorded: Statement) -> Statement:
     )
 
 
-def is_same_exception(one: Statement, other: Statement) -> bool:
+def is_same_exception(first: Statement, second: Statement) -> bool:
     """Return whether two statements show the same exception.
 
     The class, the rank (if both have one) and the beginning of the message must agree.
     """
-    if one.exception != other.exception:
+    if first.exception != second.exception:
         return False
-    if one.rank is not None and other.rank is not None and one.rank != other.rank:
+    if first.rank is not None and second.rank is not None and first.rank != second.rank:
         return False
-    return _compared_text(one) == _compared_text(other)
+    return _compared_text(first) == _compared_text(second)
 
 
 def _compared_text(statement: Statement) -> str:

@@ -297,12 +297,12 @@ class PanelDrawing:
         """Return crosses at the lowest finite value of the panel, since no axis can show NaN."""
         steps = drawn.curve.nonfinite
         steps = steps[:: len(steps) // _MAX_MARKS + 1]
-        least = float(self._finite.min()) if len(self._finite) else 0.0
+        lowest = float(self._finite.min()) if len(self._finite) else 0.0
         return {
             "type": "scatter",
             "mode": "markers",
             "x": json_numbers(steps),
-            "y": [least] * len(steps),
+            "y": [lowest] * len(steps),
             "yaxis": self.y_axis,
             "name": "not finite",
             "legendgroup": label(drawn.lane.label),
