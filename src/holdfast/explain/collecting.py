@@ -1,7 +1,7 @@
 """Collect the evidence for a verdict, from a run directory or from a bare log.
 
-Whatever cannot be read is listed in `Evidence.missing`; collecting continues without it. Nothing
-here judges. Attempts of supervised runs are collected in `attempts`.
+What cannot be read is listed in `Evidence.missing`, and the rest is collected nevertheless. Nothing
+is judged here. `runs.attempts` collects the attempts of supervised runs.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _NO_STATUS = (
     "no exit status: a log does not contain it (pass the exit status of the command, `--status 0`"
     " if it succeeded)"
 )
-_MOST_QUOTED = 300
+_MAX_QUOTED_CHARACTERS = 300
 # The first bytes of files compressed by gzip, zstd, zip, xz and bzip2.
 _MAGIC_OF_ARCHIVES = (b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"\xfd7zX", b"BZh")
 
 
 def collect_log(path: Path, *, status: int | None = None) -> Evidence:
-    """Return what a log file says.
+    """Return the evidence in a log file.
 
     Args:
         path: A text file or a pipe.
-        status: Exit status of the command that wrote it, if it is known.
+        status: Exit status of the command that wrote the log, if it is known.
 
     Raises:
         RunDirectoryError: H733 if it cannot be read or is not text.
@@ -42,10 +42,12 @@ def collect_log(path: Path, *, status: int | None = None) -> Evidence:
         if not (path.is_file() or path.is_fifo()):
             # Raises an OSError with the system's reason if the path does not exist.
             path.stat()
-            raise _no_log(path, "is a device or a socket", "name a file, or - for standard input.")
+            raise _not_a_log_error(
+                path, "is a device or a socket", "name a file, or - for standard input."
+            )
         with path.open("rb") as stream:
             if stream.peek(4).startswith(_MAGIC_OF_ARCHIVES):
-                raise _no_log(
+                raise _not_a_log_error(
                     path, "is compressed", "decompress it: zcat LOG | holdfast explain -."
                 )
             return collect_stream(stream, name=path.name, status=status)
@@ -53,19 +55,19 @@ def collect_log(path: Path, *, status: int | None = None) -> Evidence:
         raise unreadable_error(path, error) from error
 
 
-def _no_log(path: Path, what: str, fix: str) -> RunDirectoryError:
+def _not_a_log_error(path: Path, problem: str, fix: str) -> RunDirectoryError:
     return RunDirectoryError(
-        f"{path} {what}", limit="an explanation needs the text of a log", fix=fix, rule="H733"
+        f"{path} {problem}", limit="an explanation needs the text of a log", fix=fix, rule="H733"
     )
 
 
 def collect_stream(stream: Readable, *, name: str, status: int | None = None) -> Evidence:
-    """Return what a log says.
+    """Return the evidence in a log.
 
     Args:
         stream: The bytes of the log, of any size.
         name: The name of the log in `Statement.source`.
-        status: Exit status of the command that wrote it, if it is known.
+        status: Exit status of the command that wrote the log, if it is known.
     """
     log = read_log(stream, name=name, alone=True)
     endings = list(log.endings)
@@ -95,16 +97,18 @@ def _missing_of_log(log: LogText, status: int | None) -> list[str]:
     if log.total_lines == 0:
         missing.append("the log is empty")
     if log.cut_off:
-        missing.append(f"the log ends inside a traceback, at {log.cut_off[:_MOST_QUOTED]}")
+        missing.append(
+            f"the log ends inside a traceback, at {log.cut_off[:_MAX_QUOTED_CHARACTERS]}"
+        )
     return missing
 
 
 def collect(run: Path, attempt: int | None = None) -> Evidence:
-    """Return all that is known about one attempt of a run.
+    """Return the evidence about one attempt of a run.
 
     Args:
-        run: A directory that ``holdfast run`` made, or one that was given to a Guard.
-        attempt: The number of the attempt, from 0. None: the newest.
+        run: A directory created by ``holdfast run``, or one that was given to a Guard.
+        attempt: The number of the attempt, counted from 0; None for the newest.
 
     Raises:
         RunDirectoryError: H731 if it holds no recording, H733 if it cannot be read, H734 if a newer

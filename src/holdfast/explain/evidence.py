@@ -1,4 +1,4 @@
-"""The evidence for a verdict: texts, endings of processes and events, each with its source.
+"""The evidence for a verdict: statements, endings of processes, and events, with their sources.
 
 `collecting` gathers an `Evidence` from a run directory or from a bare log; `judging` turns it into
 a verdict. Nothing in this module judges.
@@ -37,7 +37,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """One text that a process printed or raised."""
+    """A text that a process printed, or an exception that it raised."""
 
     # The message of an exception, which may have several lines, or one line of a log. Escape
     # sequences are removed.
@@ -55,14 +55,15 @@ class Statement:
     unix_seconds: float | None = None
     rank: int | None = None
     pid: int | None = None
-    # Whether it ended its process. False: it was caught or logged. None: unknown.
+    # Whether the exception, or what the line reports, ended the process. False: it was caught or
+    # logged. None: unknown.
     fatal: bool | None = None
-    # Whether another exception was raised from it, so that it is closer to the root cause.
+    # Whether it led to another exception, so that it is closer to the root cause.
     cause: bool = False
-    # Whether a logger printed it, which means that some code had caught it, at least temporarily.
+    # Whether a logger printed it: some code caught it, although it may have been raised again.
     logged: bool = False
-    # Whether lines of progress follow it. They may have waited in a buffer, or belong to another
-    # process.
+    # Whether it is followed by lines of progress that may have waited in a buffer, or may belong to
+    # another process.
     overtaken: bool = False
     # Whether a retry or progress was printed between it and the next exception of its process.
     resumed: bool = False
@@ -79,33 +80,33 @@ class Ending:
 
     # Exit code, or the negated number of a signal. None: still running, or unknown.
     status: int | None
-    # None for the whole command.
+    # The process; None for the whole command.
     pid: int | None = None
     rank: int | None = None
     # A `ProcessInfo.role`, or "command" for what the supervisor started.
     role: str = "other"
     unix_seconds: float | None = None
-    # By how much the control group's ``oom_kill`` counter rose meanwhile; None if unknown.
+    # By how much the ``oom_kill`` counter of the control group rose while it ran; None if unknown.
     oom_kills: int | None = None
     # Who sent the signal that ended it: "user", "supervisor", "scheduler", or None if unknown.
     sent_by: str | None = None
     # Last phase of the process, in lower case.
     phase: str | None = None
-    # Steps that the process had made.
+    # Number of steps that the process had completed.
     step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostTraining:
-    """A training run that diverged: its loss or gradients became bad and never recovered."""
+    """A training run that diverged: its loss or gradients exploded or became NaN, and stayed so."""
 
-    # Which values show it.
+    # Which values show that it diverged.
     what: Literal["loss", "gradients"]
     # Step of the first bad value, or its line if `log` is set.
     since: int
     # Whether every value was bad.
     always: bool = False
-    # Best level and newest value of a finite loss that exploded.
+    # For a finite loss that exploded, its best level and its newest value.
     rose: tuple[float, float] | None = None
     # False for a loss that only ended far above where it began, which may be legitimate.
     exploded: bool = True
@@ -113,7 +114,7 @@ class LostTraining:
     log: str = ""
 
     def sentence(self) -> str:
-        """Return this as a clause without a capital letter and without a full stop."""
+        """Return a clause for use within a sentence, without a capital letter or a full stop."""
         since = f"since step {self.since}"
         if self.log:
             since = f"since line {self.since} of {self.log}"
@@ -140,7 +141,7 @@ class Learning:
         last: The level at the end, or the peak of a spike.
         step: The step of the spike.
         constant: For a flat loss, whether it never changed.
-        reason: Why the outcome is unclear, as a clause without a capital letter and full stop.
+        reason: Why the outcome is unclear, as a clause for use within a sentence.
     """
 
     outcome: Literal["fell", "flat", "rose", "spiked", "unclear"]
@@ -151,7 +152,7 @@ class Learning:
     reason: str = ""
 
     def sentence(self) -> str:
-        """Return this as a clause without a capital letter and without a full stop."""
+        """Return a clause for use within a sentence, without a capital letter or a full stop."""
         if self.outcome == "unclear":
             return self.reason
         if self.outcome == "spiked":
@@ -180,7 +181,7 @@ class LoaderWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardClosing:
-    """How a Guard closed, for runs whose end nothing else recorded.
+    """How a Guard closed. It shows how a run ended if nothing else recorded the end.
 
     Attributes:
         how: ``"finished"``; ``"stopped"`` on request; or ``"left"``, if the loop was left early.
@@ -206,11 +207,11 @@ class SupervisorLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Everything that is known about one attempt of a run, or about the run of a bare log."""
+    """Everything that is known about one attempt of a run, or about a run with only a log."""
 
-    # What it was collected from, such as ``"runs/last"`` or ``"train.log"``.
+    # The directory or log from which it was collected, such as ``"runs/last"`` or ``"train.log"``.
     source: str = ""
-    # What is missing, one clause each, such as "no exit status: only a log".
+    # What could not be read or was not recorded, one clause each.
     missing: tuple[str, ...] = ()
 
     # Exceptions and lines from all sources, in the order in which they were seen.
@@ -219,7 +220,7 @@ class Evidence:
     endings: tuple[Ending, ...] = ()
     # Events of the supervisor, the processes and the guards, by time.
     events: tuple[Event, ...] = ()
-    # Restarts of earlier attempts and remedies that guards applied, one clause each.
+    # The restarts that led to this attempt and the remedies that guards applied, one clause each.
     tried: tuple[str, ...] = ()
     # Environment variables that restarts set for this attempt.
     applied_changes: Mapping[str, Any] = field(default_factory=dict)
@@ -230,10 +231,10 @@ class Evidence:
     learning: Learning | None = None
     # Only for runs that ended with status 0. None: unknown.
     loader_wait: LoaderWait | None = None
-    # How many losses its output shows; counted in a bare log only.
+    # Number of losses in the output; counted only if a log is all that exists.
     printed_losses: int = 0
 
-    # Steps that the training process had completed, and its last phase in lower case.
+    # Number of steps that the training process had completed, and its last phase in lower case.
     steps: int | None = None
     phase: str | None = None
     # Whether a process of a supervised run could be observed. None: it was not supervised.
@@ -243,13 +244,14 @@ class Evidence:
 
     # Signal with which the user asked `holdfast run` to stop.
     stop_signal: int | None = None
-    # How the trainer exited, if with its own exit code: "sys.exit" or "os._exit".
+    # The call with which the trainer exited, if the exit code was its own: "sys.exit" or
+    # "os._exit".
     exit_call: str | None = None
     # The message that it passed to `sys.exit`.
     exit_message: str = ""
     # The last output line of a command that failed, ignoring progress bars.
     last_output_line: str = ""
-    # Whether the last lines of the output say that the training is done.
+    # Whether one of the last lines of the output says that the training is done.
     output_says_done: bool = False
 
     # Processes of the run that are still alive.

@@ -12,18 +12,18 @@ from holdfast.explain.evidence import Ending, Evidence, Statement
 from holdfast.explain.exit_status import status_text
 from holdfast.explain.verdict import Exhibit
 
-_MOST_FAULTS = 3
-_MOST_LOADER_WARNINGS = 3
-_MOST_MEMORY_EVENTS = 4
-_MOST_LINES = 6
-# Of one line of a quotation.
-_MOST_CHARACTERS = 300
+_MAX_FAULTS = 3
+_MAX_LOADER_WARNINGS = 3
+_MAX_MEMORY_EVENTS = 4
+_MAX_QUOTED_LINES = 6
+# The maximum length of one line of a quotation.
+_MAX_CHARACTERS = 300
 
 
 def quote(statement: Statement, role: str) -> Exhibit:
     """Return the first lines of a statement as evidence; for `role`, see `Exhibit.role`."""
     return Exhibit(
-        text="\n".join(_first_lines(statement, _MOST_LINES)),
+        text="\n".join(_first_lines(statement, _MAX_QUOTED_LINES)),
         source=statement.source,
         role=role,
         unix_seconds=statement.unix_seconds,
@@ -43,7 +43,7 @@ def _first_lines(statement: Statement, most: int) -> list[str]:
         head += ": "
     lines = (head + statement.text).strip().splitlines() or [""]
     return [
-        line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}..."
+        line if len(line) <= _MAX_CHARACTERS else f"{line[: _MAX_CHARACTERS - 3]}..."
         for line in lines[:most]
     ]
 
@@ -54,18 +54,18 @@ def _first_lines(statement: Statement, most: int) -> list[str]:
 def exhibits_of_end(
     evidence: Evidence, command: Ending | None, first_failure: Ending | None
 ) -> Iterator[Exhibit]:
-    """Yield exit statuses, the kernel's counter of kills, and what else was seen at the end.
+    """Yield the evidence about the end: exit statuses, the kernel's kill counter, memory, a hang.
 
     Args:
-        evidence: Everything that is known.
+        evidence: Everything that is known about the attempt.
         command: How the command ended.
         first_failure: How the first process that failed ended.
     """
     if command is not None and command.status is not None:
         yield _exhibit_of_status("the command", command)
-    # If the command only passed on the status of that process, it is not quoted twice.
-    passed_on = None if command is None else command.status
-    if first_failure is not None and first_failure.status not in (None, passed_on):
+    # If the command exited with the same status, it only passed it on.
+    status_of_command = None if command is None else command.status
+    if first_failure is not None and first_failure.status not in (None, status_of_command):
         yield _exhibit_of_status("the process that failed first", first_failure)
     kills = observations.count_kernel_kills(evidence.endings)
     if kills is not None:
@@ -95,7 +95,7 @@ def _exhibit_of_status(name: str, ending: Ending) -> Exhibit:
 
 
 def exhibit_of_hang(hang: Event) -> Exhibit:
-    """Return how long nothing moved, and where, as the watchdog recorded it."""
+    """Return how long there was no progress, and where, as the watchdog recorded it."""
     data = hang.data
     words = f"no progress for {data.get('seconds')} s in phase {data.get('phase')}"
     words += f" (limit {data.get('limit')} s)"
@@ -122,7 +122,7 @@ def _memory_exhibits(evidence: Evidence) -> list[Exhibit]:
             exhibits.append(exhibit_of_memory_trend(event))
         elif event.kind == "leak":
             exhibits.append(exhibit_of_leak(event))
-    return exhibits[-_MOST_MEMORY_EVENTS:]
+    return exhibits[-_MAX_MEMORY_EVENTS:]
 
 
 def exhibit_of_memory_trend(trend: Event) -> Exhibit:
@@ -157,14 +157,14 @@ def exhibit_of_leak(leak: Event) -> Exhibit:
 
 def exhibits_of_training(evidence: Evidence) -> Iterator[Exhibit]:
     """Yield the faults that a Guard found, then its warnings about the loader's settings."""
-    for fault in observations.training_faults(evidence)[:_MOST_FAULTS]:
+    for fault in observations.training_faults(evidence)[:_MAX_FAULTS]:
         yield _exhibit_of_finding(fault)
     warnings = [
         event
         for event in evidence.events
         if event.kind == "preflight" and isinstance(event.data.get("rule"), str)
     ]
-    for warning in warnings[:_MOST_LOADER_WARNINGS]:
+    for warning in warnings[:_MAX_LOADER_WARNINGS]:
         yield _exhibit_of_finding(warning)
 
 
@@ -189,4 +189,4 @@ def finding_text(finding: Event, key: str) -> str:
     if not isinstance(value, str):
         return ""
     first, _, _ = value.strip().partition("\n")
-    return first[:_MOST_CHARACTERS].rstrip(".")
+    return first[:_MAX_CHARACTERS].rstrip(".")

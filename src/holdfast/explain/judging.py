@@ -7,8 +7,9 @@
 4. This module computes how certain the cause and its class are, and finds the runner-up.
 5. `wording` puts all of it into words.
 
-A confidence is how often verdicts on the same grounds were right (`causes.candidate.SHARES`),
-reduced by contradicting evidence. If counters, signals or a hang decide, `causes.ends` provides it.
+The confidence in a cause found in a statement is the share of verdicts on the same grounds that
+were right (`causes.candidate.SHARES`), reduced by contradicting evidence. If an exit status, a
+signal, a counter or a hang decides instead, the confidence comes from the rules in `causes.ends`.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from holdfast.explain.wording.judgement import Judgement
 from holdfast.explain.wording.verdict_words import in_words
 
 # The highest confidence in a good end that is in doubt.
-_MOST_IN_DOUBT = 0.7
+_MAX_CONFIDENCE_IN_DOUBT = 0.7
 # No verdict is certain.
-_MOST_CONFIDENCE = 0.99
+_MAX_CONFIDENCE = 0.99
 # The lowest confidence at which a runner-up is shown.
-_LEAST_SHOWN = 0.02
+_MIN_SHOWN_CONFIDENCE = 0.02
 # The confidence of a cause that was not chosen is multiplied by this.
 _SHARE_OF_OTHERS = 0.5
 # The choice leaves some probability to other causes. These are the shares of it that go to a
@@ -43,7 +44,7 @@ _SHARE_OF_LOST_TRAINING = 0.9
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Return why a run ended."""
+    """Return the verdict on why a run ended."""
     return in_words(reach_judgement(evidence))
 
 
@@ -69,13 +70,13 @@ def reach_judgement(evidence: Evidence) -> Judgement:
 def _examine_good_end(case: Case, choice: Choice, doubt: Doubt | None) -> Choice:
     """Return the choice for a good end, adjusted for doubts and shortfalls."""
     if doubt is not None:
-        choice = replace(choice, confidence=min(choice.confidence, _MOST_IN_DOUBT))
+        choice = replace(choice, confidence=min(choice.confidence, _MAX_CONFIDENCE_IN_DOUBT))
         if doubt.candidate is not None:
             signature = replace(WELL, fix=doubt.candidate.signature.fix)
             return replace(choice, signature=signature)
     evidence = case.evidence
     if observations.unsaved_steps(evidence) is not None or observations.training_faults(evidence):
-        # A Guard's findings are more telling than the loss.
+        # The verdict reports these instead of a shortfall: they say more than the loss does.
         return choice
     shortfalls = find_shortfalls(evidence)
     if shortfalls:
@@ -98,7 +99,7 @@ def _class_confidence(choice: Choice) -> float:
 
 
 def _rounded(confidence: float) -> float:
-    return round(min(max(confidence, 0.0), _MOST_CONFIDENCE), 2)
+    return round(min(max(confidence, 0.0), _MAX_CONFIDENCE), 2)
 
 
 # --- The next likely cause ------------------------------------------------------------------------
@@ -116,7 +117,7 @@ def _runner_up(case: Case, choice: Choice) -> tuple[str, str, float] | None:
         shown = round(min(confidence, left), 2)
         if likely is None or shown > likely[2]:
             likely = (signature.id, signature.title, shown)
-    if likely is None or likely[2] < _LEAST_SHOWN:
+    if likely is None or likely[2] < _MIN_SHOWN_CONFIDENCE:
         return None
     return likely
 
@@ -142,7 +143,7 @@ def _other_causes(case: Case, choice: Choice) -> Iterator[tuple[Signature, float
 
 
 def _other_killers(case: Case, choice: Choice) -> Iterator[tuple[Signature, float]]:
-    """Yield the other possible sender of a SIGKILL: a person is as likely as the kernel."""
+    """Yield the other possible sender of a SIGKILL: the kernel, or a person or scheduler."""
     left = 1.0 - choice.confidence
     if choice.candidate is not None and choice.signature.id == endings.KILLED_UNCOUNTED:
         yield all_signatures()[endings.KILLED], left

@@ -1,4 +1,4 @@
-"""What a run's events show apart from the cause of its end, one question per function.
+"""Find out what the events of a run show apart from the cause of its end, one fact per function.
 
 Examples are growing memory, training faults that a Guard found, and failed saves. `remarks` turns
 these observations into sentences, `exhibits` into pieces of evidence. Nothing here chooses a cause
@@ -15,7 +15,7 @@ from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Ending, Evidence, Statement
 from holdfast.explain.exit_status import is_signal_name
 
-# How a save can end.
+# Events that say how a save ended.
 _EVENTS_OF_SAVES = ("checkpoint_saved", "save_failed", "save_refused")
 # Events that tell whether a Guard's newest state is in a checkpoint.
 _EVENTS_ABOUT_SAVING = ("not_saved", "checkpoint_saved", "saved", "loop")
@@ -119,7 +119,7 @@ class UnsavedSteps:
         return f"{self.state()} ({self.reason})" if self.reason else self.state()
 
     def sentence(self) -> str:
-        """Return this as a clause without a capital letter and without a full stop."""
+        """Return a clause for use within a sentence, without a capital letter or a full stop."""
         return (
             f"{self.state()}, although it had reached step {self.step}"
             f" (failed saves: {self.failed_saves})"
@@ -148,11 +148,11 @@ def unsaved_steps(evidence: Evidence) -> UnsavedSteps | None:
 
 def _reason_of_failed_save(error: object) -> str:
     if not isinstance(error, str):
-        # Recordings of older versions have no text.
+        # Older versions did not record a text.
         return ""
     if any(message in error for message in _FULL_DISK_MESSAGES):
         return "the disk is full"
-    # Without the class of the exception.
+    # Drop the class of the exception.
     return error.partition(": ")[2] or error
 
 
@@ -208,13 +208,9 @@ def ignored_hang(evidence: Evidence) -> Event | None:
     if not hangs:
         return None
     step_of_hang = hangs[-1].data.get("step")
-    if (
-        evidence.steps is not None
-        and isinstance(step_of_hang, int)
-        and evidence.steps > step_of_hang
-    ):
-        return None
-    return hangs[-1]
+    if evidence.steps is None or not isinstance(step_of_hang, int):
+        return hangs[-1]
+    return hangs[-1] if evidence.steps <= step_of_hang else None
 
 
 def final_traceback(evidence: Evidence) -> Statement | None:
@@ -229,7 +225,7 @@ def final_traceback(evidence: Evidence) -> Statement | None:
 
 
 def was_not_observed(evidence: Evidence) -> bool:
-    """Return whether nothing but the exit status of a supervised run is known."""
+    """Return whether only the exit status of a supervised run is known."""
     return evidence.observed is False and not evidence.output_says_done
 
 

@@ -19,7 +19,7 @@ from holdfast.explain.signatures.signature import Signature
 PAGES = ("rules.md", "learning_rules.md")
 _SECTION = re.compile(r"^## (H\d{3,4}): ([^\n]+)\n\n(.+?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 # For ids of four characters: a missing character is tolerated, a different one is not.
-_LEAST_LIKENESS = 0.85
+_MIN_SIMILARITY = 0.85
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def find_rule(rule_id: str) -> RulePage:
     if rule is not None:
         return rule
     fix = "`holdfast explain` without an id lists all rules."
-    near = nearest(rule_id, rules, least=_LEAST_LIKENESS)
+    near = nearest(rule_id, rules, least=_MIN_SIMILARITY)
     if near is not None:
         fix = f"did you mean {near!r}?"
     raise PolicyError(

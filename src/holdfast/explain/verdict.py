@@ -1,7 +1,7 @@
 """`Verdict`: why a run ended, in plain words, with the evidence and the confidence.
 
-A verdict quotes logs and recordings, which may be hostile. All texts are sanitised here, and only
-here, so code that prints a verdict need not sanitise them again.
+A verdict quotes logs and recordings, whose contents may be hostile. This module sanitises all
+texts, so code that prints a verdict need not do so again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from holdfast.core.text import sanitise
 from holdfast.explain.signatures import WELL
 from holdfast.explain.signatures.signature import FAMILIES, Family, Restart
 
-_MOST_CHARACTERS = 20_000
+_MAX_CHARACTERS = 20_000
 # Fields that keep their line breaks; in all others, line breaks become spaces.
 _FIELDS_WITH_LINES = frozenset({"text", "summary", "fix"})
 # Causes that quote an exception: one that matches no signature (`endings.UNCAUGHT`), or a holdfast
@@ -52,7 +52,7 @@ class Verdict:
     cause: str
     # Class of the cause.
     family: Family
-    # A few words, in lower case unless it quotes an exception.
+    # The cause in a few words, in lower case unless it quotes an exception.
     title: str
     # One paragraph: what ended the run, when and where.
     summary: str
@@ -62,13 +62,13 @@ class Verdict:
     confidence: float
     # The probability that the cause is of this class.
     class_confidence: float = 0.0
-    # The strongest first.
+    # The evidence, the strongest first.
     evidence: tuple[Exhibit, ...] = ()
     # Id, title and confidence of the second most likely cause.
     runner_up: tuple[str, str, float] | None = None
-    # What was tried already, one clause each.
+    # The remedies that were already tried, one clause each.
     tried: tuple[str, ...] = ()
-    # What would have made the verdict more certain, one clause each.
+    # Missing evidence that would have made the verdict more certain, one clause each.
     missing: tuple[str, ...] = ()
     # What a supervisor may do.
     restart: Restart = "stop"
@@ -125,7 +125,7 @@ def _sanitise_fields(record: Exhibit | Verdict) -> None:
 
 def _sanitised(value: Any, *, lines: bool) -> Any:
     if isinstance(value, str):
-        return sanitise(value, most=_MOST_CHARACTERS, lines=lines)
+        return sanitise(value, most=_MAX_CHARACTERS, lines=lines)
     if isinstance(value, tuple):
         return tuple(_sanitised(item, lines=lines) for item in value)
     return value

@@ -1,4 +1,4 @@
-"""`AccumulationCheck`: do gradients start from zero and reach the optimizer step unchanged?"""
+"""`AccumulationCheck`: check that gradients start from zero and reach the optimizer unchanged."""
 
 from __future__ import annotations
 
@@ -50,12 +50,14 @@ class AccumulationCheck:
             ]
 
     def _before_accumulation(self, parameter: Tensor, _gradient: Tensor) -> None:
+        """Note whether ``.grad`` is None or zero before backward adds to it."""
         if self._started_from_zero or is_symbolic():
             return
-        present = dense_gradient(parameter)
-        self._started_from_zero = present is None or not bool(present.any())
+        gradient = dense_gradient(parameter)
+        self._started_from_zero = gradient is None or not bool(gradient.any())
 
     def _after_accumulation(self, parameter: Tensor) -> None:
+        """Copy the gradient that backward has accumulated."""
         if is_symbolic():
             return
         gradient = dense_gradient(parameter)
@@ -67,25 +69,27 @@ class AccumulationCheck:
         if self._accumulated:
             observed.checked += 1
             observed.leaks = streak(observed.leaks, continues=not self._started_from_zero)
-            factors = self._factors()
-            observed.reversed += bool(factors) and all(factor < 0 for factor in factors)
-            observed.zeroed += bool(factors) and all(factor == 0 for factor in factors)
+            factors = self._factors_since_backward()
+            if factors and all(factor < 0 for factor in factors):
+                observed.reversed += 1
+            if factors and all(factor == 0 for factor in factors):
+                observed.zeroed += 1
         self._accumulated.clear()
         self._started_from_zero = False
 
-    def _factors(self) -> list[float]:
+    def _factors_since_backward(self) -> list[float]:
         """Return the factor by which each watched gradient has been scaled since backward.
 
         The gradient is projected onto its copy from backward: 1 if untouched, below 0 if reversed.
         """
         factors = []
         for parameter in self._watched:
-            then = self._accumulated.get(id(parameter))
-            now = dense_gradient(parameter)
-            if then is None or now is None or then.shape != now.shape:
+            accumulated = self._accumulated.get(id(parameter))
+            current = dense_gradient(parameter)
+            if accumulated is None or current is None or accumulated.shape != current.shape:
                 continue
-            projection = float((then * now).sum())
-            squared_length = float(then.square().sum())
+            projection = float((accumulated * current).sum())
+            squared_length = float(accumulated.square().sum())
             if math.isfinite(projection) and 0 < squared_length < math.inf:
                 factors.append(projection / squared_length)
         return factors

@@ -1,8 +1,8 @@
 """Measure how well attention aligns decoder steps with encoder positions.
 
-For models whose input and output run in the same order, such as speech synthesisers. Under teacher
-forcing the loss can look fine although free-running synthesis fails; the attention shows the
-failure. Rule H852 holds the thresholds.
+This is for models whose input and output have the same order, such as speech synthesisers. Under
+teacher forcing the loss can look fine although free-running synthesis fails; the attention shows
+the failure. The thresholds are in rule H852.
 """
 
 from __future__ import annotations

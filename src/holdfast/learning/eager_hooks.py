@@ -52,7 +52,7 @@ class EagerHooks:
     def __init__(self, mode: TorchFunctionMode, *, disabled: bool) -> None:
         self._mode = mode
         self._disabled = disabled
-        # True once the user was told that compilation hides most of the run.
+        # True once the user has been notified that compilation hides most of the run.
         self._notice_taken = False
         self._handles: list[RemovableHandle] = []
         self._step_handles: list[RemovableHandle] = []
@@ -88,7 +88,7 @@ class EagerHooks:
         """Register hooks, and make sure that the first compilation removes them."""
         if self.disabled:
             return
-        # Not an expensive import: torch.optim has already imported this module.
+        # This import is cheap, because torch.optim has already imported the module.
         from torch._dynamo.callback import callback_handler
 
         # torch.compiler.reset() drops callbacks, so check every time.

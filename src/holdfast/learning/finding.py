@@ -1,4 +1,4 @@
-"""`Finding`: one thing that is wrong with a run; and the order of findings in a report.
+"""`Finding`: one thing that is wrong with a run. Also the order of findings in a report.
 
 Causes come before symptoms. A symptom that another finding explains is reported last, as a note,
 so that one mistake is reported once: a run that learns nothing looks the same whatever the reason.
@@ -65,8 +65,8 @@ class Finding:
         severity: ``"error"``: a contract is violated, so the run cannot be correct. ``"advice"``:
             very likely a fault. ``"note"``: worth knowing, often intended.
         kind: Whether the rule names a cause, or only a symptom that may have several.
-        confidence: Between 0 and 1: how often a report of this rule is right, as measured where
-            data exists.
+        confidence: The share of reports of this rule that are right, from 0 to 1; measured where
+            there are data, otherwise estimated.
         what: What is wrong, in one sentence.
         fix: What to do, in one sentence.
         where: The parameter, module, optimizer or call concerned, if there is one.
@@ -88,7 +88,7 @@ class Finding:
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings, most important first, with those that others explain turned into notes.
+    """Return findings, most important first; those explained by others become notes.
 
     If a rule reports the same place several times, only the first finding is kept.
     """

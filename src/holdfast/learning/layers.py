@@ -20,8 +20,8 @@ from holdfast.learning.measures import (
 )
 from holdfast.learning.observations import ObservedLayer
 
-# How many elements of a parameter are compared before and after a step. Each touches a cache line
-# of its own, so more would be slow.
+# How many elements of a parameter are compared before and after a step. More would be slow, because
+# each one is on a different cache line.
 COMPARED_ELEMENTS = 1024
 # How many compared steps count as the start of training.
 FIRST_STEPS = 12

@@ -99,7 +99,7 @@ def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *
     if _divides_by_mean_square(optimizer):
         return _square_root(optimizer, ratio)
     name = type(optimizer).__name__
-    return _no_change(f"no published rule is known for {name}; try the old rate first")
+    return _no_change(f"no published rule is known for {name}; try the previous rate first")
 
 
 def _divides_by_mean_square(optimizer: Optimizer) -> bool:
@@ -118,10 +118,10 @@ def _linear(ratio: float) -> Advice:
         rule="linear",
         factor=ratio,
         reason=(
-            f"with {ratio:g} x the samples per update there are 1/{ratio:g} x the updates, so each"
-            f" has to move {ratio:g} x as far; leave the momentum alone. The rule stops holding"
-            " when a step is no longer small compared with the curvature (above 8192 images in the"
-            " source), and a large rate needs a warm-up"
+            f"with {ratio:g} times as many samples per update, there are 1/{ratio:g} as many"
+            f" updates, so each one has to move {ratio:g} times as far; leave the momentum alone."
+            " The rule no longer holds if steps are large compared with the curvature (above 8192"
+            " images in the source), and a high learning rate needs a warm-up"
         ),
         source=GOYAL,
     )

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Dtypes whose values can be measured. torch stores others but hardly computes with them.
+# Dtypes whose values can be measured. torch can store other dtypes but supports few operations on
+# them.
 MEASURABLE_DTYPES = frozenset(
     {
         torch.float64,

@@ -1,4 +1,4 @@
-"""Observe a model: which weights learn and change, and in which mode it runs."""
+"""Observe a model: which of its weights learn, and in which mode it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.learning.observations import ObservedLayer, ObservedModel
 
 # How many names a finding lists.
 MAX_NAMES = 5
-# After this many sampled steps without a gradient, a parameter counts as never getting one.
+# After this many sampled steps without a gradient, a parameter counts as one that never gets any.
 ENOUGH_STEPS_WITHOUT_GRADIENT = 10
 
 NamedParameters = Mapping[str, nn.Parameter]
@@ -54,7 +54,8 @@ class ModelObserver:
         # Ids of the parameters that had a gradient at a step. A guard drops the gradients of
         # parameters that are in no optimizer, so gradients must be noted before the step.
         self._had_gradient: set[int] = set()
-        # Forward passes without an autograd graph since the last step, keyed by `module.training`.
+        # Number of forward passes without an autograd graph since the last step, by
+        # `module.training`.
         self._passes_without_graph = {True: 0, False: 0}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -76,16 +77,19 @@ class ModelObserver:
         self._had_gradient.update(
             id(parameter) for parameter in self.module.parameters() if parameter.grad is not None
         )
-        if not self.module.training:
-            in_eval = any(not module.training for module in self._mode_dependent().values())
-            self._observed.eval_steps += in_eval
+        is_in_eval_mode = not self.module.training and any(
+            not module.training for module in self._mode_dependent().values()
+        )
+        if is_in_eval_mode:
+            self._observed.eval_steps += 1
 
     def note_validation(self) -> None:
         """Count a validation, and note whether all of it ran in training mode."""
         passes = self._passes_without_graph
-        only_training = passes[True] > 0 and passes[False] == 0
+        ran_in_training_mode = passes[True] > 0 and passes[False] == 0
         self._observed.validations += 1
-        self._observed.train_mode_validations += only_training and bool(self._mode_dependent())
+        if ran_in_training_mode and self._mode_dependent():
+            self._observed.train_mode_validations += 1
         self._passes_without_graph = {True: 0, False: 0}
 
     def observations(
@@ -112,6 +116,7 @@ class ModelObserver:
         return self._observed
 
     def _parameters_meant_to_learn(self) -> NamedParameters:
+        """Return the parameters that require a gradient and were not declared frozen."""
         return {
             name: parameter
             for name, parameter in self.named_parameters().items()
@@ -155,6 +160,7 @@ class ModelObserver:
         ]
 
     def _mode_dependent(self) -> dict[str, nn.Module]:
+        """Return the modules that behave differently in training mode, by name."""
         return {
             name: module
             for name, module in self.module.named_modules()

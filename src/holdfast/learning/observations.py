@@ -1,7 +1,7 @@
 """`Observations`: everything measured about a run, as plain counters and short histories.
 
-Observers fill them in, and rules read them. Everything here can be written as JSON, so that each
-rule can be tested on a recording. No tensors and no decisions live here.
+Observers fill them in, and rules read them. Everything can be written as JSON, so a rule can be
+tested on a recording. There are no tensors and no decisions here.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ MIN_CALLS = 3
 class ObservedOptimizer:
     """One optimizer: its settings, its steps and its gradients."""
 
+    # The name of its class.
     kind: str = ""
-    # All steps, and how many of them were sampled.
+    # The number of steps, and how many of them were sampled.
     steps: int = 0
     observed: int = 0
     # Whether `step` is called with a closure, so that the loss is computed inside the step.
     uses_closure: bool = False
     # Pairs of step and loss, thinned out in long runs.
     losses: list[tuple[int, float]] = field(default_factory=list)
+    # The number of losses that were NaN or Inf, and the step of the first one.
     nonfinite_losses: int = 0
     first_nonfinite_loss: int | None = None
+    # Norms of all gradients together in sampled steps: the first ones and the newest ones.
     gradient_norms: list[float] = field(default_factory=list)
 
     # Number of parameters in the optimizer, and how many of them have ``requires_grad=False``.
@@ -37,6 +40,7 @@ class ObservedOptimizer:
     foreign_with_gradient: int = 0
     replaced: int = 0
 
+    # The largest learning rate of any parameter group: in the newest step, and in any step.
     lr: float = 0.0
     largest_lr: float = 0.0
     # Consecutive steps, up to the newest, with a learning rate of practically 0.
@@ -52,13 +56,15 @@ class ObservedOptimizer:
     no_gradient_steps: int = 0
     # Consecutive sampled steps, up to the newest, in which all gradients were exactly 0.
     zero_gradient_steps: int = 0
+    # Sampled steps with NaN or Inf in a gradient; the names of some such parameters in the first
+    # such step, and the number of that step.
     nonfinite_gradients: int = 0
     nonfinite_names: list[str] = field(default_factory=list)
     first_nonfinite_gradient: int | None = None
     # Sampled steps that changed any weight.
     moved: int = 0
 
-    # Steps in which the check saw gradients arrive; the three counts below refer to these.
+    # Steps in which `AccumulationCheck` saw a backward pass; the three counts below refer to these.
     checked: int = 0
     # Consecutive steps, up to the newest, whose gradients were added to those of the previous step.
     leaks: int = 0
@@ -83,15 +89,15 @@ class ObservedModel:
 
     # Number of elements of all parameters that are meant to learn.
     weights: int = 0
-    # Trainable parameters that are in no optimizer: the first names, how many there are, how many
-    # elements they have, how many had a gradient, and whether any has changed.
+    # Trainable parameters that are in no optimizer: the names of the first ones, their number,
+    # their total number of elements, how many had a gradient, and whether any has changed.
     outside: list[str] = field(default_factory=list)
     outside_count: int = 0
     outside_weights: int = 0
     outside_with_gradient: int = 0
     outside_changed: bool = False
-    # Parameters that had no gradient in any sampled step: the same figures, and whether the model's
-    # first trainable parameter is one of them.
+    # Parameters that had no gradient in any sampled step: names, number and elements as above, and
+    # whether the model's first trainable parameter is one of them.
     never_gradient: list[str] = field(default_factory=list)
     never_gradient_count: int = 0
     never_gradient_weights: int = 0
@@ -102,10 +108,13 @@ class ObservedModel:
     changed: bool = False
     # Running statistics, such as those of batch norm, that hold NaN or Inf.
     nonfinite_buffers: list[str] = field(default_factory=list)
+    # The number of sampled steps.
     observed: int = 0
     # Modules that behave differently in training: dropout and batch norm.
     mode_dependent: list[str] = field(default_factory=list)
+    # Sampled steps that were made in evaluation mode.
     eval_steps: int = 0
+    # All validations, and those made entirely in training mode.
     validations: int = 0
     train_mode_validations: int = 0
     # Whether the first layer normalises the input.
@@ -118,14 +127,16 @@ class ObservedScheduler:
 
     kind: str = ""
     optimizer_steps: int = 0
-    # All advances, and those before the first optimizer step.
+    # How often it was advanced in total, and before the first optimizer step.
     advanced: int = 0
     before_first: int = 0
-    # Optimizer steps for which the scheduler was advanced once since the previous one, and more
-    # than once.
+    # How many optimizer steps had exactly one advance of the scheduler since the previous step, and
+    # how many had several.
     advanced_once: int = 0
     advanced_several: int = 0
+    # The patience of a ReduceLROnPlateau.
     patience: int | None = None
+    # The number of advances to the end of a cycle or to the next milestone.
     period: int | None = None
 
 
@@ -133,7 +144,9 @@ class ObservedScheduler:
 class ObservedLayer:
     """One parameter, in the sampled steps of its optimizer."""
 
+    # The number of dimensions of the parameter.
     dims: int = 0
+    # Sampled steps, and how many of them had a gradient, and a gradient of exactly 0.
     steps: int = 0
     with_gradient: int = 0
     zero_gradient: int = 0
@@ -164,12 +177,12 @@ class ObservedLoss:
     values: list[float] = field(default_factory=list)
     # Loss of the best constant prediction.
     baseline: float | None = None
-    # Loss of that constant on a batch minus the loss of the model, newest last.
+    # By how much the model's loss on a batch was below that of the constant, newest last.
     gains: list[float] = field(default_factory=list)
-    # 1 or -1 for each call: the sign with which it enters the minimised objective.
+    # For each call, 1 or -1: the sign with which the loss enters the minimised objective.
     signs: list[int] = field(default_factory=list)
     labelled_calls: int = 0
-    # Number of distinct labels in a batch: the mean, and the expectation for shuffled data.
+    # Number of distinct labels in a batch: the mean, and the number expected if data are shuffled.
     distinct_labels: float | None = None
     expected_labels: float | None = None
     # Mean squared target: the loss of predicting 0.
@@ -195,7 +208,7 @@ class ObservedInput:
     flat: int = 0
     # Batches with NaN or plus infinity.
     nonfinite: int = 0
-    # Medians over the examined batches: the largest magnitude, and the mean relative to the
+    # Medians over the examined batches: of the largest magnitude, and of the mean relative to the
     # standard deviation.
     largest: float | None = None
     offset: float | None = None
@@ -205,11 +218,12 @@ class ObservedInput:
 class Observations:
     """Everything measured about a run; models, optimizers and so on by name."""
 
-    # Steps of the optimizer with the most steps, and the planned steps of the run.
+    # The steps of the optimizer that has made the most, and the planned steps of the run.
     steps: int = 0
     total_steps: int | None = None
     ended: bool = False
     objective: str = "minimize"
+    # The number of backward passes, in total and since the newest optimizer step.
     backwards: int = 0
     backwards_since_step: int = 0
     # Consecutive sampled steps in which gradients were clipped only before backward computed them.

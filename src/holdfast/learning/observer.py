@@ -1,7 +1,7 @@
-"""`Observer`: collects `Observations` of a run and judges them; `watch` or the guard drives it.
+"""`Observer`: collects `Observations` of a run and applies the rules; `watch` or a guard drives it.
 
-It observes through torch's public hooks and, in sampled steps, through a ``TorchFunctionMode``, and
-changes nothing. Not here: what the numbers mean (`rules`).
+It uses torch's public hooks and, in sampled steps, a ``TorchFunctionMode``, and changes nothing.
+What the numbers mean is defined in `rules`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from holdfast.memory.oom import find_out_of_memory
 
 # How many model calls per step have their arguments examined.
 MAX_CALLS_PER_STEP = 4
-# After this many backward passes without an optimizer step, sampling stops.
+# After this many backward passes without an optimizer step, no more steps are sampled.
 MAX_BACKWARDS_WITHOUT_STEP = 400
 # How many losses of backward passes are kept until the optimizer step.
 MAX_PENDING_LOSSES = 64
@@ -55,7 +55,7 @@ _Rest = ParamSpec("_Rest")
 def _contain_errors(
     method: Callable[Concatenate[Observer, _Rest], None],
 ) -> Callable[Concatenate[Observer, _Rest], None]:
-    """Keep a failure of the diagnosis away from the training script.
+    """Decorate a method so that its failures never reach the training script.
 
     The failure is logged, and observation stops for good. Out of memory only skips this
     observation: the guard retries the step with less memory, and the retry is observed.
@@ -86,11 +86,11 @@ def _unobserved() -> Iterator[None]:
 
 
 class Observer:
-    """Observes models and optimizers, and judges the observations.
+    """Observes models and optimizers, and applies the rules to the observations.
 
     Args:
         subjects: What is observed.
-        intent: What the owner of the run says is intended.
+        intent: What the user says is intended.
         guided: Whether every training pass runs inside `begin_step` and `end_step` receives the
             losses, as under a guard.
 
@@ -139,8 +139,8 @@ class Observer:
         self._calls = 0
         # True while the forward method of a model runs.
         self._in_forward = False
-        # Ids of the parameters that belong to a model or an optimizer, and of those that take part
-        # in a forward pass but belong to neither.
+        # Ids of the parameters in a model or an optimizer, and of those that are used in a forward
+        # pass but are in neither.
         self._owned: set[int] = set()
         self._strays: set[int] = set()
 
@@ -241,12 +241,13 @@ class Observer:
 
     @_contain_errors
     def _after_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        """Note that the forward method of a model has returned."""
         if torch.is_grad_enabled() and not self.mode.in_backward:
             self._in_forward = False
 
     @_contain_errors
     def _on_weight(self, weight: nn.Parameter) -> None:
-        """Note a trainable parameter that a forward pass uses although nobody owns it."""
+        """Note a trainable parameter that a forward pass uses, but no model or optimizer holds."""
         if not self._in_forward or id(weight) in self._owned:
             return
         if weight.requires_grad and weight.is_leaf:
@@ -340,6 +341,7 @@ class Observer:
 
     @_contain_errors
     def _judge_step(self, *, windows: bool) -> None:
+        """Complete the step if it was sampled, and apply the rules if they are due."""
         due = windows
         if self.sampled:
             self.sampled = False
@@ -351,6 +353,7 @@ class Observer:
             self._judge(windows=windows)
 
     def _note_clipping(self) -> None:
+        """Count consecutive sampled steps that clipped gradients only before backward."""
         too_early = self.mode.clipped_too_early()
         if too_early is not None:
             self._run.early_clips = streak(self._run.early_clips, continues=too_early)
@@ -434,7 +437,7 @@ class Observer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; optimizers that are not in it start afresh."""
+        """Restore the result of `state_dict`; optimizers that are not in it start from scratch."""
         for name, optimizer in self._optimizers.items():
             if name in state["optimizers"]:
                 optimizer.load_state_dict(state["optimizers"][name])

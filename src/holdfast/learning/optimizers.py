@@ -17,12 +17,13 @@ from holdfast.learning.observations import ObservedOptimizer, ObservedScheduler
 
 # In how many sampled steps of each optimizer `AccumulationCheck` runs.
 CHECKED_STEPS = 8
-# How many losses are kept. When the list is full, every second one is dropped.
+# The maximum number of losses that are kept. When there are more, every second one is dropped.
 MAX_LOSSES = 800
 # How many gradient norms are kept: the first, for the start of training, and the newest.
 FIRST_NORMS = 30
 MAX_NORMS = 400
-# Fractions of the largest learning rate so far that count as practically 0, and as tiny.
+# Below these fractions of the largest learning rate so far, a rate counts as practically 0, and as
+# low.
 NO_RATE = 1e-7
 LOW_RATE = 1e-3
 
@@ -76,7 +77,8 @@ class OptimizerObserver:
         lr = self._learning_rate()
         observed.steps += 1
         observed.uses_closure = observed.uses_closure or closure
-        # A rate that lasted for a single step was an accident, or the step was rolled back.
+        # Take the smaller of this rate and the previous one: a rate that was used in a single step
+        # was an accident, or the step was rolled back.
         observed.largest_lr = max(observed.largest_lr, min(lr, observed.lr))
         is_zero = lr <= NO_RATE * observed.largest_lr
         is_low = lr < LOW_RATE * observed.largest_lr
@@ -90,7 +92,8 @@ class OptimizerObserver:
         observed.observed += 1
         has_gradient = gradients.tensors > 0
         is_zero = has_gradient and gradients.total_norm == 0
-        observed.with_gradient_steps += has_gradient
+        if has_gradient:
+            observed.with_gradient_steps += 1
         observed.no_gradient_steps = streak(observed.no_gradient_steps, continues=not has_gradient)
         observed.zero_gradient_steps = streak(observed.zero_gradient_steps, continues=is_zero)
         append_bounded(
@@ -98,8 +101,10 @@ class OptimizerObserver:
         )
         if gradients.nonfinite:
             observed.nonfinite_gradients += 1
-            observed.first_nonfinite_gradient = observed.first_nonfinite_gradient or observed.steps
-            observed.nonfinite_names = observed.nonfinite_names or gradients.nonfinite
+            if observed.first_nonfinite_gradient is None:
+                observed.first_nonfinite_gradient = observed.steps
+            if not observed.nonfinite_names:
+                observed.nonfinite_names = gradients.nonfinite
         if self._accumulation is not None:
             self._accumulation.note_step(observed)
 
@@ -107,11 +112,12 @@ class OptimizerObserver:
         """End a step.
 
         Args:
-            moved: Whether a comparison showed that it changed weights.
-            has_loss: Whether the caller adds the loss; otherwise that of the newest backward pass
-                is used.
+            moved: Whether the step is known to have changed weights.
+            has_loss: Whether the caller records the loss with `add_loss`; otherwise the loss of the
+                newest backward pass is recorded.
         """
-        self.observed.moved += moved
+        if moved:
+            self.observed.moved += 1
         if self.pending_losses and not has_loss:
             self.add_loss(self.pending_losses[-1])
         self.pending_losses.clear()
@@ -123,7 +129,8 @@ class OptimizerObserver:
         observed = self.observed
         if not math.isfinite(value):
             observed.nonfinite_losses += 1
-            observed.first_nonfinite_loss = observed.first_nonfinite_loss or observed.steps
+            if observed.first_nonfinite_loss is None:
+                observed.first_nonfinite_loss = observed.steps
             return
         self._losses_added += 1
         if self._losses_added % self._loss_stride == 0:

@@ -1,15 +1,16 @@
-"""Decide which steps are sampled, which of them are examined closely, and when a run is judged."""
+"""Decide which steps are sampled, which are examined closely, and when rules are applied."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# After this many steps a run is judged as a whole for the first time.
+# Window rules are first applied after this many steps.
 FIRST_WINDOW_STEPS = 400
-# A run of known length is judged as a whole this many times, but not before this many steps.
+# In a run of known length, window rules are applied this many times, but not before this many
+# steps.
 WINDOWS_PER_RUN = 5
 MIN_STEPS_FOR_A_WINDOW = 200
-# Contracts are judged after these sampled rounds, and then once every this many.
+# Contract rules are applied after these sampled rounds, and then once in this many.
 JUDGED_ROUNDS = (1, 3, 8, 10)
 JUDGED_EVERY_ROUNDS = 20
 # Multiplicative hashing, Knuth, The Art of Computer Programming, volume 3, section 6.4.
@@ -19,7 +20,7 @@ HASH_RANGE = 2**32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDensity:
-    """How densely steps are selected.
+    """How often steps are selected.
 
     Args:
         first_rounds: The first rounds, all of which are selected. In a round every optimizer steps
@@ -61,9 +62,9 @@ def is_selected(step: int, optimizers: int, density: SamplingDensity) -> bool:
 
 
 def is_end_of_window(steps: int, total_steps: int | None) -> bool:
-    """Return whether a run should be judged as a whole after a step.
+    """Return whether window rules should be applied after a step.
 
-    Without a known length that is after 400, 800, 1600, ... steps.
+    In a run of unknown length they are applied after 400, 800, 1600, ... steps.
     """
     if total_steps is not None:
         between = max(1, total_steps // WINDOWS_PER_RUN)
@@ -73,6 +74,6 @@ def is_end_of_window(steps: int, total_steps: int | None) -> bool:
 
 
 def is_judged_after(sampled_steps: int, optimizers: int) -> bool:
-    """Return whether contracts should be judged after this number of sampled steps."""
+    """Return whether contract rules should be applied after this number of sampled steps."""
     rounds = sampled_steps / max(1, optimizers)
     return rounds in JUDGED_ROUNDS or rounds % JUDGED_EVERY_ROUNDS == 0

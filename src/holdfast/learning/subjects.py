@@ -1,4 +1,4 @@
-"""`Subjects`: what is observed; `Intent`: what the owner of the run says is intended."""
+"""`Subjects`: the objects that are observed; `Intent`: what the user says is intended."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Subjects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
-    """What the owner of a run says is intended.
+    """What the user says about a run: its length, its objective, and what is intended.
 
     Args:
         total_steps: Planned number of optimizer steps.
         objective: What the loss means: ``"minimize"``, ``"adversarial"`` or ``"reinforcement"``.
         frozen: Patterns of parameters that are frozen on purpose, see `models.matches`.
-        ignore: Rules that stay silent.
+        ignore: Ids of rules that are not applied.
     """
 
     total_steps: int | None = None

@@ -1,4 +1,4 @@
-"""`watch`: the diagnosis for any training loop, without a guard and without changing the loop."""
+"""`watch`: diagnose any training loop, without a guard and without changing the loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("holdfast")
 
 
 class Watch:
-    """A running observation; created by `watch` and used as a context manager."""
+    """An observation in progress, created by `watch` and used as a context manager."""
 
     def __init__(self, observer: Observer, optimizers: Mapping[str, Optimizer]) -> None:
         self._observer = observer
@@ -72,8 +72,8 @@ class Watch:
     def diagnose(self) -> list[Finding]:
         """Return the findings so far, including those reported only on request.
 
-        That a run learns nothing (H828) or that its loss has risen (H826) is often right, but not
-        often enough to be reported for every run.
+        Examples are that a run learns nothing (H828) or that its loss has risen (H826). Such
+        findings are often right, but not often enough to be reported for every run.
         """
         self._observer.judge_now()
         return self._observer.findings.all()
@@ -166,7 +166,7 @@ def watch(
         total_steps: Planned number of optimizer steps.
         objective: What the loss means: ``"minimize"``, ``"adversarial"`` or ``"reinforcement"``.
         frozen: Shell patterns for the names of parameters that are frozen on purpose.
-        ignore: Rules that stay silent, such as ``"H808"``.
+        ignore: Ids of rules whose findings are not reported, such as ``"H808"``.
 
     Returns:
         A context manager. Its ``findings()`` returns what was found; each finding is also logged

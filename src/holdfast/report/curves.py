@@ -1,7 +1,7 @@
-"""Curves over steps, thinned to what a screen can show.
+"""Curves over steps, thinned to the resolution of a screen.
 
-A curve has the mean of each stretch of steps and a band from its least to its greatest value, so
-that every peak stays visible however long the run was. ``page.figures.steps`` draws them.
+A curve consists of the mean of each stretch of steps and a band from the least to the greatest
+value, so every peak stays visible, however long the run was. ``page.figures.steps`` draws them.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from holdfast.recorder.ring import read_ring, slot_struct
 from holdfast.recorder.scalars import Scalar
 
 FloatArray = NDArray[np.float64]
-# How many values each stretch has, as 32-bit integers; or whether it has a value, as booleans.
+# The number of values in each stretch; or, as booleans, whether there is one at all.
 Counts = NDArray[Any]
 
-# Screens have at most about 4,000 pixel columns. With a band around each point, this many points
-# look like the whole curve.
-MOST_POINTS = 2000
+# Screens are at most about 4,000 pixels wide. Because each point has a band, this many points look
+# like the whole curve.
+MAX_POINTS = 2000
 # Curves that must not be mixed across optimizers: loss, gradient norm and learning rate.
 CURVES_OF_AN_OPTIMIZER = NAMES[:3]
 # Prefix of the names of curves that the script logged.
 LOGGED = "logged: "
-# More logged names than this are not drawn: each takes a panel, and the page would be unusable.
-MOST_LOGGED = 24
+# At most this many logged names are drawn: each takes a panel, and more would make the page
+# unusable.
+MAX_LOGGED = 24
 # The steps that a script logs are assumed to be optimizer steps if they are within a factor of 2,
 # or this many steps, of the steps that were trained. Otherwise they count something else, such as
 # epochs or samples.
 _NEAR_STEPS = 10
 
 _INDEX_OF = {name: index for index, name in enumerate(NAMES)}
-# Like a row of ``recorder.history``, but for a single number instead of all of `NAMES`.
+# The type of a row of ``recorder.history``, but for a single number instead of all of `NAMES`.
 _SCALAR_ROW = np.dtype(
     [
         ("number", "<u8"),
@@ -63,7 +64,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One number over steps, in the order in which the steps were made.
+    """One quantity over steps, in the order in which the steps were made.
 
     Args:
         steps: First step of each stretch; NaN in a gap, such as where the run returned to an
@@ -133,7 +134,7 @@ def rows_of_ring(path: Path) -> Rows:
     return rows
 
 
-def thinned(history: Rows, ring: Rows, most: int = MOST_POINTS) -> Rows:
+def thinned(history: Rows, ring: Rows, most: int = MAX_POINTS) -> Rows:
     """Return at most `most` rows to draw: half from the ring, half from the history before it.
 
     Args:
@@ -155,9 +156,9 @@ def curves_of_steps(rows: Rows) -> dict[str, Curve]:
 
 
 def curves_of_scalars(
-    scalars: Sequence[Scalar], times: StepTimes, most: int = MOST_POINTS
+    scalars: Sequence[Scalar], times: StepTimes, most: int = MAX_POINTS
 ) -> dict[str, Curve]:
-    """Return the curves of the first `MOST_LOGGED` names that a script logged.
+    """Return the curves of the first `MAX_LOGGED` names that a script logged.
 
     Args:
         scalars: The values, oldest first.
@@ -173,7 +174,7 @@ def curves_of_scalars(
         by_name.setdefault(scalar.name, []).append(scalar)
 
     curves = {}
-    for name in list(by_name)[:MOST_LOGGED]:
+    for name in list(by_name)[:MAX_LOGGED]:
         rows = merge_rows(_rows_of_scalars(by_name[name]), most // 2, finest=2)
         curve = _curve(_stretches_of(rows, 0))
         if curve is not None:
@@ -208,12 +209,12 @@ def _rows_of_scalars(scalars: Sequence[Scalar]) -> Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stretches:
-    """One number over stretches of steps: the columns of rows of ``recorder.history``.
+    """One quantity over stretches of steps: the columns of rows of ``recorder.history``.
 
     Args:
         steps: First step of each stretch.
-        finite: How many values are finite; where it is 0, `mean`, `low` and `high` are undefined.
-        odd: How many values are infinite or NaN.
+        finite: How many values are finite; if it is 0, `mean`, `low` and `high` are undefined.
+        nonfinite: How many values are infinite or NaN.
         mean: Mean of the finite values.
         low: The least of them.
         high: The greatest of them.
@@ -221,18 +222,18 @@ class _Stretches:
 
     steps: FloatArray
     finite: Counts
-    odd: Counts
+    nonfinite: Counts
     mean: FloatArray
     low: FloatArray
     high: FloatArray
 
 
 def _stretches_of(rows: Rows, index: int) -> _Stretches:
-    """Return one number of the rows."""
+    """Return one of the quantities in the rows, given its index in `NAMES`."""
     return _Stretches(
         steps=rows["step"].astype(np.float64),
         finite=rows["finite"][:, index],
-        odd=rows["odd"][:, index],
+        nonfinite=rows["odd"][:, index],
         mean=rows["mean"][:, index],
         low=rows["low"][:, index],
         high=rows["high"][:, index],
@@ -249,7 +250,7 @@ def _wait_shares(rows: Rows) -> _Stretches:
     return _Stretches(
         steps=rows["step"].astype(np.float64),
         finite=is_known,
-        odd=np.zeros_like(is_known),
+        nonfinite=np.zeros_like(is_known),
         mean=share,
         low=share,
         high=share,
@@ -257,9 +258,9 @@ def _wait_shares(rows: Rows) -> _Stretches:
 
 
 def _curve(stretches: _Stretches) -> Curve | None:
-    """Return the curve of a number, or None if it was never recorded."""
+    """Return the curve of a quantity, or None if it was never recorded."""
     has_finite = stretches.finite > 0
-    has_nonfinite = stretches.odd > 0
+    has_nonfinite = stretches.nonfinite > 0
     is_recorded = has_finite | has_nonfinite
     if not is_recorded.any():
         return None
@@ -273,7 +274,8 @@ def _curve(stretches: _Stretches) -> Curve | None:
         )
     steps = stretches.steps[is_recorded]
     values = np.where(has_finite, stretches.mean, np.nan)[is_recorded]
-    # Where the run returned to an earlier step, a line would show training that never happened.
+    # Leave a gap where the run returned to an earlier step: a line would show training that never
+    # happened.
     returns = np.flatnonzero(np.diff(steps) < 0) + 1
     return Curve(
         steps=np.insert(steps, returns, np.nan),

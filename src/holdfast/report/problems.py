@@ -1,4 +1,4 @@
-"""Collect the parts of a run that could not be read, as sentences for the foot of a page."""
+"""Collect sentences about the parts of a run that could not be read, for the foot of a page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 # What reading a damaged, missing or foreign file may raise.
 READING_ERRORS = (HoldfastError, OSError, ValueError, KeyError, TypeError, struct.error)
-_MOST_CHARACTERS = 300
+_MAX_CHARACTERS = 300
 
 
 class Problems:
@@ -44,6 +44,6 @@ class Problems:
             return None
 
 
-def reason(error: Exception, most: int = _MOST_CHARACTERS) -> str:
+def reason(error: Exception, most: int = _MAX_CHARACTERS) -> str:
     """Return why something could not be read, as one sanitised sentence."""
     return sanitise(error.what if isinstance(error, HoldfastError) else error, most=most)

@@ -1,8 +1,8 @@
 """Follow a run: return what each process has recorded since the previous look.
 
 Processes and guards may appear at any time. In a run of many epochs, most process folders belong to
-loader workers that ended long ago; these are read to their end and then dropped.
-``page.gathering`` and ``live.watching`` turn the records into views.
+loader workers that ended long ago; these are read to their end and then dropped. ``page.gathering``
+and ``live.watching`` use the records to build their views.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class News:
         samples: Steps. Steps that were overwritten before they could be read are replaced by means
             over many steps. A guard records only loss, gradient norm and duration.
         events: Events with a valid time and step.
-        scalars: FloatArray that the script logged.
+        scalars: Numbers that the script logged.
     """
 
     source: RunSource
@@ -82,7 +82,7 @@ class RunFollower:
     def __init__(self, run: Path, *, steps: bool = True) -> None:
         self._run = run
         self._steps = steps
-        # Folder names of finished loader workers that were read to their end.
+        # The folder names of finished loader workers whose records have all been read.
         self._finished_workers: set[str] = set()
         self._followers: dict[Path, _SourceFollower] = {}
         # Guards that the run's processes opened elsewhere, by recording directory.
@@ -92,9 +92,9 @@ class RunFollower:
         self.lost_steps: dict[str, str] = {}
 
     def new(self, *, hold_back: bool = True) -> list[News]:
-        """Return the news of every source that has any.
+        """Return what the sources have recorded since the previous call; empty if nothing.
 
-        What cannot be read is described in `problems`.
+        What cannot be read is added to `problems`.
 
         Args:
             hold_back: As in `SampleFollower.new`.
@@ -103,9 +103,10 @@ class RunFollower:
         runs_here = ran_here(read_json(self._run / SUPERVISED_FILE))
         all_news: list[News] = []
         finished: set[Path] = set()
-        # The list grows during the loop, because events may name further guards.
+        # `_add_guards` appends to the list during the loop, because events may name further guards.
         for source in self.sources:
-            # Check this before reading: a worker that has already ended will write nothing more.
+            # Check this before reading: only if a worker had already ended has everything been
+            # read.
             if runs_here and _is_finished_worker(source):
                 finished.add(source.directory)
             news = self._read(source, hold_back=hold_back and source.directory not in finished)

@@ -1,6 +1,6 @@
 """Records of what is known about a run at one moment; nothing is read here.
 
-``page.gathered_run`` and ``live.live_run`` extend `RunSnapshot` by what only one view knows.
+``page.gathered_run`` and ``live.live_run`` extend `RunSnapshot` with what only one view knows.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class ProcessSnapshot:
         role: A role of ``recorder.run_files``, or "guard".
         info: The process's self-description.
         alive: None if that cannot be determined on this machine.
-        stopped: Whether a signal such as SIGSTOP suspends it.
-        phase: What it is doing.
+        stopped: Whether it is suspended by a signal such as SIGSTOP.
+        phase: What the process is doing.
         since_seconds: How long it has been in this phase.
         step: Number of its newest step.
         ended: Unix time of its last record.

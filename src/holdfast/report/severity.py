@@ -1,4 +1,4 @@
-"""How severe an event is, in one place, so that curves, timeline and live view agree."""
+"""Define how severe each kind of event is, so that curves, timeline and live view agree."""
 
 from __future__ import annotations
 

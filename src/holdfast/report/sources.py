@@ -1,4 +1,4 @@
-"""Find the recordings of a run: those of the supervisor, of each process, and of guards.
+"""Find the recordings of a run: those of the supervisor, its processes and its guards.
 
 This module finds the directories and gives them display names. Their contents are read by
 ``run_follower``, and for a page by ``page.gathering`` and ``page.lanes``.
@@ -35,9 +35,9 @@ CHECKPOINTS_FOLDER = "checkpoints"
 _NAMES_IN_A_RUN = frozenset(
     {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER, RECORDER_FOLDER, CHECKPOINTS_FOLDER}
 )
-# A run's JSON files have a few KiB; a larger file is not holdfast's.
-_MOST_JSON_BYTES = 4 << 20
-# The year 5138. A later time can only be damage.
+# The JSON files of a run are a few KiB long; a larger file was not written by holdfast.
+_MAX_JSON_BYTES = 4 << 20
+# The year 5138. A later time can only be corrupt data.
 _LATEST_UNIX_SECONDS = 1e11
 
 
@@ -226,7 +226,7 @@ def ran_here(supervised: Mapping[str, Any]) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if it is missing, huge, damaged or not an object."""
     try:
-        value = json.loads(read_file(path, _MOST_JSON_BYTES))
+        value = json.loads(read_file(path, _MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

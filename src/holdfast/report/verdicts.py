@@ -1,6 +1,6 @@
-"""The verdict of a run for reports: read from ``verdict.json``, or judged on demand.
+"""The verdict on a run, for reports: read from ``verdict.json``, or judged on demand.
 
-Verdicts are made by ``explain``; this module reads them and describes their confidence.
+This module reads verdicts and puts their confidence into words; ``explain`` makes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.report.sources import read_json
 
 Tone: TypeAlias = Literal["well", "unjudged", "unknown", "failed"]
 
-# Words for confidences, each with the least confidence it applies to.
+# Words for confidences, each with the lowest confidence to which it applies.
 _CONFIDENCE_WORDS = (
     (0.9, "almost certain"),
     (0.75, "very likely"),
@@ -120,7 +120,7 @@ def _share(value: object) -> float:
 
 
 def how_sure(verdict: Verdict) -> str:
-    """Return how certain a verdict is of its cause, and of the cause's class if that differs.
+    """Return how certain the cause is and, if that differs, how certain its class is.
 
     Empty if the verdict names no cause, or if the cause is an observed exception, which is a fact.
     """
@@ -143,7 +143,7 @@ def _in_words(share: float) -> str:
 
 
 def tone(verdict: Verdict) -> Tone:
-    """Return how a run should be presented.
+    """Return the tone in which a run is presented.
 
     Returns:
         "well" if it ended well without reservations; "unjudged" if learning could not be judged;

@@ -81,7 +81,7 @@ def test_the_page_stays_bounded(tmp_path, monkeypatch):
     """
     run = make_run(tmp_path)
     size = max(len(add(run, tag, step)) for tag in ("a", "b") for step in (1, 2, 3))
-    monkeypatch.setattr(images, "_MOST_BYTES_IN_ALL", 3 * size)
+    monkeypatch.setattr(images, "_MAX_TOTAL_BYTES", 3 * size)
     assert shown(run) == [("a", 3), ("a", 2), ("b", 3)]
     (problem,) = [problem for problem in gather(run).problems if "images" in problem]
     assert problem.startswith("3 ")

@@ -1,4 +1,4 @@
-"""`CandidateCause`: one possible cause of a failure, its grounds, and how certain they make it.
+"""`CandidateCause`: a possible cause of a failure, what it is based on, and how certain it is.
 
 `weighing` finds candidates, `choosing` picks one of them.
 """
@@ -32,16 +32,16 @@ class Tier(IntEnum):
     CAUGHT = 4
 
 
-# What a candidate rests on.
-#   own words    an error of holdfast, which says what was found
-#   signature    a signature
-#   symptom      a signature of a family whose failures mostly have their cause elsewhere
-#   cascade      a signature of what follows from a failure elsewhere
-#   words        an exception that no signature knows, with words that show its class
-#   type         the same, with a type that only suggests a class
-#   open words   the same, without a class
-#   line         a line that no signature knows, with words that show its class
-#   open line    the same, without a class
+# What a candidate is based on.
+#   own words    a holdfast error, which states its own cause
+#   signature    any other signature of an original failure
+#   symptom      a signature of a family whose failures are mostly caused by something else
+#   cascade      a signature of a failure that follows from one elsewhere
+#   words        an exception that matches no signature; its message shows the class
+#   type         the same, but only the type of the exception suggests a class
+#   open words   the same, but nothing suggests a class
+#   line         a log line that matches no signature; its words show the class
+#   open line    the same, but nothing suggests a class
 Grounds = Literal[
     "own words",
     "signature",
@@ -53,9 +53,9 @@ Grounds = Literal[
     "line",
     "open line",
 ]
-# By grounds: how often the cause and how often its class was right on failures that the rules had
-# never seen. ``python -m evals.world.calibrate`` prints the figures. The first entry is an
-# estimate.
+# For each kind of grounds, how often the cause and how often its class was right, measured on
+# failures that were not used to write the rules. ``python -m evals.world.calibrate`` prints the
+# figures. The first entry is an estimate.
 SHARES: dict[Grounds, tuple[float, float]] = {
     "own words": (0.97, 0.97),
     "signature": (0.88, 0.98),
@@ -80,7 +80,7 @@ GENERIC_RANK = 90
 # Rank of kinds that are suggested only by an exception's type or by the library that raised it.
 TYPE_RANK = 97
 # Signatures that only quote an exception or a line that no real signature matches. They carry no
-# advice, because advice that only a class suggests is as often wrong as right.
+# advice, because advice derived from a class alone is wrong as often as right.
 FALLBACKS = frozenset({endings.UNCAUGHT, endings.ERROR_LINE})
 
 
@@ -89,7 +89,7 @@ class CandidateCause:
     """One possible cause."""
 
     signature: Signature
-    # What it was seen in.
+    # The text in which it was found.
     statement: Statement
     tier: Tier
     # All exceptions of its chain, the root first. A line is a chain of one.
@@ -98,7 +98,7 @@ class CandidateCause:
     also: tuple[Signature, ...] = ()
 
     @property
-    def generic(self) -> bool:
+    def is_generic(self) -> bool:
         """Return whether its signature is so general that nearly every failure could match."""
         return self.signature.rank >= GENERIC_RANK
 
@@ -109,13 +109,16 @@ class CandidateCause:
 
     @property
     def reports_a_kill(self) -> bool:
-        """Return whether it is a line about a fatal event, with no progress after it."""
+        """Return whether it is a log line about an event that no process survives.
+
+        Not if the line is followed by progress.
+        """
         kills = self.signature.family in _DEADLY or self.signature.id == endings.BUS_ERROR
         return kills and self.tier == Tier.OTHER_LINE and self.signature.role == "root"
 
     @property
     def grounds(self) -> Grounds:
-        """Return its grounds."""
+        """Return what it is based on."""
         signature = self.signature
         if signature.id in all_rules():
             return "own words"

@@ -21,10 +21,10 @@ from holdfast.explain.observations import count_kernel_kills
 from holdfast.explain.signatures import WELL, all_signatures, endings
 from holdfast.explain.signatures.signature import Family, Signature
 
-# How often a kill counted by the kernel was the cause, among the recorded failures.
+# The share of recorded failures with a kill counted by the kernel in which that kill was the cause.
 _KERNEL_KILL_CONFIDENCE = 0.93
-# Subtracted from the confidence: if a signal from outside, or a failure of another family, would
-# also explain the end; and if an out-of-memory error is attributed to a traced leak.
+# Subtracted from the confidence if a signal from outside would also explain the end, if a failure
+# of another family would, and if an out-of-memory error is attributed to a traced leak.
 _PENALTY_FOR_A_SIGNAL = 0.15
 _PENALTY_FOR_A_RIVAL = 0.1
 _PENALTY_FOR_A_LEAK = 0.05
@@ -36,7 +36,7 @@ _UNEXPLAINED_ENDS = frozenset(
 )
 # Causes that blame the kernel although its counter was not read.
 _SUSPECTED_KERNEL_KILLS = frozenset({endings.WORKER_KILLED, endings.KILLED_UNCOUNTED})
-# Families whose texts can explain that a signal ended the process.
+# Families of failures after which a process may end by a signal.
 _FAMILIES_EXPLAINING_A_SIGNAL: frozenset[Family] = frozenset(
     {
         "out of memory",
@@ -49,7 +49,8 @@ _FAMILIES_EXPLAINING_A_SIGNAL: frozenset[Family] = frozenset(
         "hang",
     }
 )
-# A text of one of these families may only report that a process died, which these words reveal.
+# A statement of one of these families that contains one of these words may only report that a
+# process died, not why.
 _FAMILIES_OF_LOST_PROCESSES: frozenset[Family] = frozenset(
     {"loader", "distributed", "unknown", "preempted", "crash", "host out of memory"}
 )
@@ -61,13 +62,16 @@ _WORDS_OF_LOST_PROCESSES = (
     "connection",
     "exit code",
 )
-# Families of the failures that other ranks show after one rank was killed.
+# Families of the failures that the other ranks report after one rank was killed.
 _FAMILIES_AFTER_A_KILL: frozenset[Family] = frozenset({"crash", "distributed"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The chosen cause; without a candidate, it follows from how the process ended."""
+    """The chosen cause, and the candidate that shows it.
+
+    `candidate` is None if the cause follows from how the process ended.
+    """
 
     signature: Signature
     confidence: float
@@ -133,7 +137,10 @@ def _drop_aborts_after_a_failure(case: Case) -> Case:
 
 
 def ended_well(case: Case) -> Choice | None:
-    """Exit code 0 means a good end, whatever was printed before."""
+    """If the attempt ended well, ignore what was printed before.
+
+    `ends` decides what counts as a good end; usually it is an exit code of 0.
+    """
     if not case.end.well or case.end.cause is None:
         return None
     if case.end.cause == WELL.id:
@@ -170,9 +177,10 @@ def hung_or_was_stopped(case: Case) -> Choice | None:
 
 
 def killed_by_the_kernel_for_memory(case: Case) -> Choice | None:
-    """A kill counted by the kernel explains the end, unless a text says more.
+    """A kill counted by the kernel is the cause, unless a statement explains the end better.
 
-    A text that only reports a dead process, or whose link to the end is uncertain, does not.
+    A statement does not if it only reports that a process died, or if it is uncertain whether it
+    has to do with the end.
     """
     if case.end.well or case.end.status is None:
         return None
@@ -188,7 +196,7 @@ def killed_by_the_kernel_for_memory(case: Case) -> Choice | None:
     )
 
 
-def failure_in_the_text(case: Case) -> Choice | None:
+def failure_in_a_statement(case: Case) -> Choice | None:
     """Choose the most likely root, if it explains the end better than the exit status does.
 
     If this root only repeats another root of the same process with less detail, the detailed one is
@@ -206,7 +214,7 @@ def failure_in_the_text(case: Case) -> Choice | None:
     return Choice(signature=chosen.signature, confidence=confidence, candidate=chosen)
 
 
-def consequence_in_the_text(case: Case) -> Choice | None:
+def consequence_in_a_statement(case: Case) -> Choice | None:
     """If no original failure is known, name the consequence that ended the process."""
     cascade = case.cascade
     if cascade is None or cascade.is_caught:
@@ -217,10 +225,10 @@ def consequence_in_the_text(case: Case) -> Choice | None:
 
 
 def signal_that_ended_it(case: Case) -> Choice | None:
-    """If no text explains the end, name the signal.
+    """If no statement explains the end, name the signal.
 
-    A person or a scheduler usually kills the command itself. If a text says that only one of its
-    processes was killed, the kernel is the more likely sender.
+    A person or a scheduler usually kills the command itself. If a statement says that only one of
+    its processes was killed, the kernel is the more likely sender.
     """
     if case.end.cause in (None, endings.STATUS_ONLY):
         return None
@@ -240,7 +248,7 @@ def weak_statement(case: Case) -> Choice | None:
     candidate = case.root or case.cascade
     if candidate is None:
         return None
-    may_have_ended_it = candidate.statement.fatal is None and not candidate.generic
+    may_have_ended_it = candidate.statement.fatal is None and not candidate.is_generic
     if case.end.status is None and not may_have_ended_it:
         return None
     return Choice(
@@ -264,8 +272,8 @@ RULES_ON_ALL_EVIDENCE: tuple[ChoiceRule, ...] = (
 RULES_ON_RELEVANT_EVIDENCE: tuple[ChoiceRule, ...] = (
     hung_or_was_stopped,
     killed_by_the_kernel_for_memory,
-    failure_in_the_text,
-    consequence_in_the_text,
+    failure_in_a_statement,
+    consequence_in_a_statement,
     signal_that_ended_it,
     weak_statement,
     how_it_ended,
@@ -313,22 +321,26 @@ def _detailed_root(root: CandidateCause, roots: Iterable[CandidateCause]) -> Can
 
 
 def _explains_end(root: CandidateCause, end: End) -> bool:
-    """Return whether a root from a text explains the end better than the exit status alone."""
+    """Return whether a root explains the end better than the exit status alone."""
     if root.is_caught or _follows_from_a_kill(root, end):
         return False
     if end.signal is None:
+        # Without a signal, the status says nothing about the cause, so any failure explains more.
         return True
     if root.tier <= Tier.NOT_CONTINUED:
-        # Its exception ended the process. A signal from outside came later or hit another process.
-        return not (end.signal in SIGNALS_FROM_OUTSIDE and root.generic)
+        # The failure itself ended the process, and the signal came later or hit another process. A
+        # generic failure is not specific enough to be preferred to a signal from outside.
+        return not (root.is_generic and end.signal in SIGNALS_FROM_OUTSIDE)
     if root.signature.id in _UNEXPLAINED_ENDS:
+        # A line such as "Killed" only repeats the signal, so it must not replace a better cause.
         return end.cause in _UNEXPLAINED_ENDS
-    is_exception = root.statement.kind == "exception"
-    return is_exception or root.signature.family in _FAMILIES_EXPLAINING_A_SIGNAL
+    if root.statement.kind == "exception":
+        return True
+    return root.signature.family in _FAMILIES_EXPLAINING_A_SIGNAL
 
 
 def _follows_from_a_kill(root: CandidateCause, end: End) -> bool:
-    """Return whether a root is the failure of another rank after one rank was killed."""
+    """Return whether a root is what another rank reported after one rank was killed."""
     if end.signal not in SIGNALS_FROM_OUTSIDE or end.first_rank is None:
         return False
     is_of_another_rank = root.statement.rank != end.first_rank
@@ -349,12 +361,15 @@ def _confidence_given_rivals(
 
 
 def _is_rival(other: CandidateCause, root: CandidateCause) -> bool:
-    """Return whether another root is at least as certain, specific, and of another family."""
+    """Return whether another root could be the cause instead.
+
+    It must be at least as certain, of another family, and not generic.
+    """
     return (
         other.tier <= root.tier
         and other.signature.id != root.signature.id
         and other.signature.family != root.signature.family
-        and not other.generic
+        and not other.is_generic
     )
 
 
@@ -362,7 +377,7 @@ def _is_rival(other: CandidateCause, root: CandidateCause) -> bool:
 
 
 def _prefer_traced_leak(case: Case, choice: Choice) -> Choice:
-    """Replace an out-of-memory choice by the leak that was traced, if there was one."""
+    """If memory ran out and a leak was traced, name the leak as the cause."""
     if "memory" not in choice.signature.family:
         return choice
     for kind in ("leak", "memory_trend"):

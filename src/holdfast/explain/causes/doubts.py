@@ -1,7 +1,7 @@
 """Doubts about an exit status of 0: signs that the run did not do what it was meant to do.
 
-The verdict names the doubt of the first rule that applies. Problems of a run whose good end is not
-in doubt are found by `good_ends`.
+The verdict names the doubt of the first rule that applies. `good_ends` finds problems such as a
+loss that did not fall, whether or not the exit status is in doubt.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from holdfast.explain.causes.case import Case
 from holdfast.explain.exhibits import first_line
 from holdfast.explain.signatures import endings
 
-# Scripts may skip single samples and print an error for each. Up to this many error lines raise no
-# doubt about a run without steps.
+# Scripts may skip single samples and print an error line for each one. Up to this many error lines
+# are no reason to doubt a run without steps.
 _LINES_OF_SKIPPED_SAMPLES = 2
 
 
@@ -26,7 +26,7 @@ class Doubt:
     """A reason to doubt that the run ended well.
 
     Attributes:
-        words: The doubt, for the title after "ended with status 0".
+        words: The doubt, as the title has it after "ended with status 0".
         candidate: The candidate that raises it, if one does.
     """
 
@@ -93,8 +93,8 @@ def was_not_observed(case: Case) -> Doubt | None:
     return Doubt(words="and none of its processes were observed")
 
 
-def printed_nothing_telling(case: Case) -> Doubt | None:
-    """A bare log shows neither losses nor that the training is done."""
+def log_does_not_show_training(case: Case) -> Doubt | None:
+    """A bare log contains neither losses nor a message that the training is done."""
     evidence = case.evidence
     if evidence.observed is not None or evidence.output_says_done or evidence.printed_losses:
         return None
@@ -106,11 +106,11 @@ RULES: tuple[DoubtRule, ...] = (
     reports_a_kill,
     made_no_step,
     was_not_observed,
-    printed_nothing_telling,
+    log_does_not_show_training,
 )
 
 
 def _candidates(case: Case) -> Iterator[CandidateCause]:
-    """Yield the candidates that can be causes, the most likely first."""
+    """Yield all candidates, roots before cascades, the most likely of each first."""
     yield from case.roots
     yield from case.cascades

@@ -1,12 +1,12 @@
-"""How an attempt ended, and the cause that this suggests if no text says more.
+"""Decide how an attempt ended, and which cause that suggests if no statement explains it better.
 
 The signs are exit statuses, signals, kernel counters, hangs, and what a Guard recorded while
 closing. There are three tables of rules, chosen by what is known about the exit status; in each,
-the first rule that applies wins. Texts are not read here (see `weighing`).
+the first rule that applies wins. Statements are judged elsewhere (see `weighing`).
 
-The confidences are estimates of how many other explanations a sign leaves open. Unlike those in
-`candidate` they were not measured, because few of the recorded failures are explained by their end
-alone.
+The confidences are estimates: a sign that leaves few other explanations open has a high confidence.
+Unlike those in `candidate` they were not measured, because few of the recorded failures are
+explained by their end alone.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _CAUSE_BY_SIGNAL: dict[int, str] = {
     signal.SIGABRT: endings.ABORTED,
     signal.SIGBUS: endings.BUS_ERROR,
 }
-# Signals with which schedulers warn or end a job.
+# Signals that schedulers send to warn or end a job.
 _SIGNALS_OF_SCHEDULERS = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGQUIT})
 # A shell's exit codes for a command that it cannot execute or cannot find.
 _COMMAND_NOT_EXECUTED = (126, 127)
-# Exceptions with which scripts and launchers end after a request to stop.
+# Exceptions that scripts and launchers raise when they are asked to stop.
 _EXCEPTIONS_OF_A_STOP = frozenset(
     {
         "CalledProcessError",
@@ -57,30 +57,31 @@ _EXCEPTIONS_OF_A_STOP = frozenset(
         "SystemExit",
     }
 )
-# When the supervisor is killed, its pipes close before the sentinel notices. Failures of the script
-# in between, such as while printing, are a consequence.
+# When the supervisor is killed, its pipes close before the sentinel notices. If the script fails in
+# between, for instance because it cannot print, that is a consequence.
 _SENTINEL_DELAY_SECONDS = 1.0
 # Confidence that training diverged: recorded steps are more reliable than printed losses.
 _CONFIDENCE_IN_RECORDED_LOSS = 0.95
 _CONFIDENCE_IN_PRINTED_LOSS = 0.8
-_CONFIDENCE_BY_DEFAULT_OF_A_HANG = 0.7
+# Confidence in a hang for which the watchdog recorded none.
+_DEFAULT_CONFIDENCE_IN_A_HANG = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How the attempt ended, as far as known."""
+    """How the attempt ended, as far as that is known."""
 
     # The id of the signature that this suggests, or None.
     cause: str | None = None
-    # The confidence in this cause, if no text says more.
+    # The confidence in this cause, if no statement explains the end better.
     confidence: float = 0.0
     # The decisive status: the command's, or that of the rank that failed first.
     status: int | None = None
     # Whether the command ended with status 0 and none of its processes failed.
     well: bool = False
-    # A clause for the summary.
+    # How it ended, as a clause for the summary.
     why: str = ""
-    # The evidence for it.
+    # The evidence for how it ended.
     exhibits: tuple[Exhibit, ...] = ()
     # The hang for which the supervisor ended the attempt.
     hang: Event | None = None
@@ -239,7 +240,10 @@ def _stopped_by_user_with_status_0(signs: ExitSigns) -> End | None:
 
 
 def _hidden_failure(signs: ExitSigns) -> End | None:
-    """A training process died, but its shell or parent still ended with status 0."""
+    """A training process died, although its shell or parent then ended with status 0.
+
+    The empty `End` leaves the choice of a cause to the statements.
+    """
     for statement in signs.evidence.statements:
         if statement.fatal and statement.pid is not None:
             return End()
@@ -260,7 +264,7 @@ _RULES_AFTER_SUCCESS: tuple[_EndRule, ...] = (
 
 
 def _unless_result_is_lost(end: End, evidence: Evidence) -> End:
-    """Return a good end, corrected if its result was not saved or its training diverged."""
+    """Return a good end, or a failure if the result was not saved or the training diverged."""
     if observations.unsaved_steps(evidence) is not None:
         return replace(end, cause=endings.NOT_SAVED)
     lost = evidence.lost
@@ -288,7 +292,7 @@ def _hung(signs: ExitSigns) -> End | None:
         cause = endings.STUCK
     confidence = hang.data.get("confidence")
     if not isinstance(confidence, (int, float)):
-        confidence = _CONFIDENCE_BY_DEFAULT_OF_A_HANG
+        confidence = _DEFAULT_CONFIDENCE_IN_A_HANG
     why = hang.data.get("sentence")
     if not isinstance(why, str):
         why = f"no progress in phase {hang.data.get('phase')}"
@@ -344,7 +348,7 @@ def _could_not_save(signs: ExitSigns) -> End | None:
 
 
 def _stopped_by_user(signs: ExitSigns) -> End | None:
-    """The user sent a signal, which is the cause however the command ended after it."""
+    """The user sent a signal. That is the cause, whatever status the command ended with."""
     number = signs.evidence.stop_signal
     if number is None:
         return None
@@ -361,7 +365,7 @@ def _stopped_by_user(signs: ExitSigns) -> End | None:
 
 
 def _exit_code(signs: ExitSigns) -> End | None:
-    """An exit code does not say why the command failed, unless it was never started."""
+    """The command exited with a code, which says why it failed only if it was never started."""
     status = signs.status
     if status is None or status < 0:
         return None
@@ -372,7 +376,7 @@ def _exit_code(signs: ExitSigns) -> End | None:
 
 
 def _killed(signs: ExitSigns) -> End | None:
-    """SIGKILL ended the process: the kernel sent it for memory, or a person or scheduler did."""
+    """SIGKILL ended the process, sent by the kernel for lack of memory, a person or a scheduler."""
     if signs.status != -signal.SIGKILL:
         return None
     why = _which_signal_ended_it(signs)
@@ -441,7 +445,10 @@ def _end_of_stop(request: Event, *, status: int) -> End:
 
 
 def _crashed(signs: ExitSigns) -> bool:
-    """Return whether the process caused its own signal, or the kernel killed it for memory."""
+    """Return whether the process ended by a signal that is not a request to stop.
+
+    Such a signal is caused by the process itself, or sent by the kernel for lack of memory.
+    """
     status = signs.status
     if status is None or status >= 0:
         return False

@@ -48,11 +48,11 @@ _NO_ERROR = re.compile(
 _WARNING = re.compile(r"\bWARN(?:ING)?\b")
 # The only message that torch prints before it continues without a GPU.
 _NO_CUDA = re.compile(r"Warning: CUDA initialization: ")
-# This many lines that differ only in numbers are a metric whose name contains "error".
-_LINES_OF_A_MEASURE = 4
+# If this many lines differ only in their numbers, they report a metric whose name contains "error".
+_REPEATS_OF_A_METRIC = 4
 # Only lines this close to the newest one belong to the end of the run.
 _CLOSE_LINES = 150
-# The highest rank of kinds that a single line can establish by its wording.
+# Kinds of unknown failures up to this `Signature.rank` can be recognised from a single line.
 _LAST_SPECIFIC_RANK = 91
 
 
@@ -65,7 +65,7 @@ def find_error_line(statements: Sequence[Statement], *, only_certain: bool) -> S
         statements: All statements of a log.
         only_certain: Consider only the most certain words, and no line that a logger printed.
     """
-    # Each error line with its sort key: the most telling line has the smallest.
+    # Each error line with its sort key; the line that reads most like an error has the smallest.
     error_lines: list[tuple[tuple[bool, bool, int], Statement]] = []
     for line in _possible_errors(statements, only_certain=only_certain):
         certainty = _certainty(line.text, only_certain=only_certain)
@@ -91,11 +91,11 @@ def _possible_errors(statements: Sequence[Statement], *, only_certain: bool) -> 
         if line.position <= newest_exception or line.fatal is not None:
             continue
         if line.logged:
-            # Of the lines that a logger printed, only that CUDA is unavailable may be the cause.
+            # A logged line is not the cause, unless it says that CUDA is unavailable.
             says_no_cuda = _NO_CUDA.search(line.text) and not match_all(line)
             if only_certain or not says_no_cuda:
                 continue
-        if frequencies[_without_numbers(line.text)] < _LINES_OF_A_MEASURE:
+        if frequencies[_without_numbers(line.text)] < _REPEATS_OF_A_METRIC:
             yield line
 
 

@@ -1,6 +1,6 @@
-"""The signs of how an attempt ended: statuses, signals, a hang and the kernel's counter.
+"""Signs of how an attempt ended: statuses, signals, a hang and the kernel's kill counter.
 
-What they mean is decided by the rules in ``ends``.
+The rules in ``ends`` decide what they mean.
 """
 
 from __future__ import annotations
@@ -48,27 +48,39 @@ class ExitSigns:
 
 def collect_signs(evidence: Evidence) -> ExitSigns:
     """Return the signs of how an attempt ended."""
-    command = None
-    for ending in evidence.endings:
-        if ending.pid is None and ending.role != "trainer":
-            command = ending
-    failed = [ending for ending in evidence.endings if ending.role == "trainer" and ending.status]
-    first_failure = min(failed, key=lambda ending: ending.unix_seconds or 0.0, default=None)
+    command = _ending_of_command(evidence.endings)
+    first_failure = _first_failure(evidence.endings)
     return ExitSigns(
         evidence=evidence,
         command=command,
         first_failure=first_failure,
-        status=_deciding_status(command, first_failure),
+        status=_decisive_status(command, first_failure),
         hang=_hang_that_ended_it(evidence.events, command),
         kernel_kills=observations.count_kernel_kills(evidence.endings),
     )
 
 
-def _deciding_status(command: Ending | None, first_failure: Ending | None) -> int | None:
+def _ending_of_command(endings: Iterable[Ending]) -> Ending | None:
+    """Return how the whole command ended, or None if unknown; the newest of several answers."""
+    command = None
+    for ending in endings:
+        # A launcher's table may describe a trainer without naming its PID.
+        if ending.pid is None and ending.role != "trainer":
+            command = ending
+    return command
+
+
+def _first_failure(endings: Iterable[Ending]) -> Ending | None:
+    """Return how the trainer that failed first ended, or None if none failed."""
+    failed = [ending for ending in endings if ending.role == "trainer" and ending.status]
+    return min(failed, key=lambda ending: ending.unix_seconds or 0.0, default=None)
+
+
+def _decisive_status(command: Ending | None, first_failure: Ending | None) -> int | None:
     """Return the status of the command, or of the trainer that failed first.
 
-    The trainer's status takes precedence if the command's is unknown or an exit code, since that
-    may come from a launcher.
+    The trainer's status takes precedence if the command's is unknown, or if it is an exit code,
+    because the exit code may be the launcher's own.
     """
     status = as_signal(command.status) if command is not None else None
     if first_failure is not None and (status is None or status > 0):

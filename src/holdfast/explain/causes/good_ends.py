@@ -1,7 +1,7 @@
 """Find what is wrong with a run that ended with status 0.
 
-Status 0 only says that the command came to its end, not that the run learned. The verdict is "ended
-well" only if the loss fell and none of the `RULES` applies.
+Status 0 only says that the command completed, not that the run learned. The verdict is "ended well"
+only if the loss fell and none of the `RULES` applies.
 
 Causes of failures are chosen in `choosing`; `doubts` decides whether a status of 0 can be trusted
 at all.
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from holdfast.core.events.event import Event
 from holdfast.core.text import duration
 from holdfast.explain import observations
 from holdfast.explain.evidence import Evidence
@@ -21,7 +22,7 @@ from holdfast.explain.signatures.signature import Signature
 from holdfast.explain.verdict import Exhibit
 
 # The largest share of step time that a run may spend waiting for its loader.
-_MOST_WAITING = 0.5
+_MAX_LOADER_WAIT_SHARE = 0.5
 # Confidence in measured facts: loss, time and memory.
 _CONFIDENCE_IN_MEASUREMENTS = 0.9
 
@@ -71,7 +72,7 @@ def loss_diverged(evidence: Evidence) -> Shortfall | None:
 
 
 def loss_did_not_fall(evidence: Evidence) -> Shortfall | None:
-    """The loss is not lower at the end, or it rose a thousandfold on the way."""
+    """The loss is not lower at the end, or it rose a thousandfold in between."""
     learning = evidence.learning
     if learning is None or learning.outcome not in ("flat", "spiked"):
         return None
@@ -88,38 +89,45 @@ def memory_grew(evidence: Evidence) -> Shortfall | None:
     """Memory was still growing at a steady pace when the run ended."""
     leak = observations.newest_leak(evidence)
     trend = observations.newest_memory_trend(evidence)
+    # A traced leak says why memory grew; a trend says how fast.
     event = leak or trend
     if event is None:
         return None
     cause = event.data.get("signature")
     if not isinstance(cause, str) or cause not in all_signatures():
         cause = endings.MEMORY_GREW
-    if leak is None:
-        sentence = f"But {event.data.get('what', 'host')} memory grew from step to step."
+    sentence = f"But {event.data.get('what', 'host')} memory grew from step to step."
+    if leak is not None:
+        sentence = _sentence_about_leak(leak)
+    if trend is not None:
+        title = _title_about_trend(trend)
+        exhibit = exhibit_of_memory_trend(trend)
     else:
-        place = observations.leak_place(leak)
-        where = f" at {place}" if place else ""
-        sentence = f"But memory leaked: {leak.data.get('what', 'objects')} are kept alive{where}."
-    if trend is None:
-        return Shortfall(
-            id=cause,
-            title="finished, but memory leaked",
-            sentence=sentence,
-            exhibits=(exhibit_of_leak(event),),
-        )
-    kind = "memory of the device" if trend.data.get("what") == "device" else "memory"
+        title = "finished, but memory leaked"
+        exhibit = exhibit_of_leak(event)
+    return Shortfall(id=cause, title=title, sentence=sentence, exhibits=(exhibit,))
+
+
+def _sentence_about_leak(leak: Event) -> str:
+    place = observations.leak_place(leak)
+    where = f" at {place}" if place else ""
+    return f"But memory leaked: {leak.data.get('what', 'objects')} are kept alive{where}."
+
+
+def _title_about_trend(trend: Event) -> str:
+    kind = "memory"
+    if trend.data.get("what") == "device":
+        kind = "device memory"
     title = f"finished, but its {kind} grew until the end"
     if isinstance(trend.data["bytes_per_step"], (int, float)):
         title += f", by {growth_text(trend)}"
-    return Shortfall(
-        id=cause, title=title, sentence=sentence, exhibits=(exhibit_of_memory_trend(trend),)
-    )
+    return title
 
 
 def waited_for_loader(evidence: Evidence) -> Shortfall | None:
     """The steps spent most of their time waiting for batches."""
     wait = evidence.loader_wait
-    if wait is None or wait.share < _MOST_WAITING:
+    if wait is None or wait.share < _MAX_LOADER_WAIT_SHARE:
         return None
     words = f"its steps spent {wait.share:.0%} of their time waiting for the loader"
     text = f"{words}: {duration(wait.seconds)} in {wait.steps:,} steps"

@@ -1,6 +1,6 @@
 """Recognise holdfast's own errors in logs and recordings by the rule id that each one names.
 
-Such an error states what was found and how to fix it, so its text replaces a signature's.
+Such an error states what is wrong and how to fix it, so no signature from the catalogue is needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast.explain.signatures.signature import Family, Signature
 _NAMED_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
 _FIX_OF_ERROR = re.compile(r"^Fix: (.+?)(?=\n\[H\d|\n\n|\Z)", re.MULTILINE | re.DOTALL)
 _FIX_OF_PAGE = re.compile(r"\*\*Fix\.\*\* (.+?)(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
-# Another rank failed. Its own failure may have been recorded in more detail than this error.
+# This error says that another rank failed, whose own error may have been recorded in more detail.
 _OTHER_RANK_FAILED = "H114"
 # Families of holdfast's errors by the prefix of the rule id. The first match counts.
 _FAMILY_BY_PREFIX: tuple[tuple[str, Family], ...] = (
@@ -27,8 +27,8 @@ _FAMILY_BY_PREFIX: tuple[tuple[str, Family], ...] = (
     ("H5", "numerics"),
     ("H6", "loader"),
 )
-# Between the specific signatures (70) and those of checkpoints.
-_RANK = 60
+# The `Signature.rank` of these errors: before all specific signatures (70).
+_SIGNATURE_RANK = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +62,17 @@ def _rule_id_in(statement: Statement) -> str:
 
 
 def _signature_of(rule: RulePage, statement: Statement) -> Signature:
+    """Return a signature for the error that a statement quotes.
+
+    Title and meaning come from the page of its rule. The fix is the one in the error itself, or
+    that of the page if the error has been cut off.
+    """
     is_cascade = rule.id == _OTHER_RANK_FAILED
     return Signature(
         id=rule.id,
         title=rule.title,
         family=_family_of(rule.id),
-        rank=_RANK,
+        rank=_SIGNATURE_RANK,
         role="cascade" if is_cascade else "root",
         restart="retry" if is_cascade else "stop",
         means=_in_one_line(rule.text.split("\n\n")[0]),

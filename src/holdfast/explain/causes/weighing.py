@@ -1,8 +1,8 @@
 """Find candidates for the cause of a failure in statements, and order them.
 
 Every statement that matches a signature is a candidate, and so is every exception that matches
-none. A chain of exceptions yields one candidate. Its `Tier` says how certain it is that the
-candidate ended its process.
+none. A chain of exceptions yields one candidate. A candidate's `Tier` says how certain it is that
+the statement ended its process.
 
 This module does not look at how processes ended (see `ends`), and it does not choose
 (see `choosing`).
@@ -25,11 +25,11 @@ from holdfast.explain.signatures import all_signatures, endings
 from holdfast.explain.signatures.matching import SignatureMatch, best_kind, match_all
 from holdfast.explain.signatures.signature import Signature
 
-# Up to this rank (hardware, memory, device asserts), a failure is the root even if it wraps another
-# one.
+# Signatures up to this `Signature.rank` (hardware, memory, device asserts) count as the root even
+# if the exception wraps another one.
 _STRONG_RANK = 30
-# Up to this rank, a line comes from the kernel, a driver or a scheduler and reports a hardware or
-# memory failure that no process survives.
+# Lines that match a signature up to this `Signature.rank` come from the kernel, a driver or a
+# scheduler, and report a hardware or memory failure that no process survives.
 _LOUD_RANK = 20
 # Tracebacks at most this many lines apart belong to one failure: a child's, then its parent's.
 _BURST_LINES = 150
@@ -46,7 +46,7 @@ def find_candidates(evidence: Evidence) -> list[CandidateCause]:
         candidate = _candidate_of(chain)
         if candidate is not None:
             candidates.append(candidate)
-    candidates += _candidates_that_no_signature_knows(evidence, candidates)
+    candidates += _unknown_error_lines(evidence, candidates)
     return _demote_earlier_tracebacks(candidates)
 
 
@@ -76,11 +76,11 @@ def order_candidates(
         )
         if candidate.is_caught:
             # Among candidates that did not end the run, the newest is the most informative.
-            return (candidate.tier, candidate.generic, elsewhere, 0.0, -statement.position)
+            return (candidate.tier, candidate.is_generic, elsewhere, 0.0, -statement.position)
         time = 0.0
         if times_are_known and statement.unix_seconds is not None:
             time = statement.unix_seconds
-        return (candidate.tier, candidate.generic, elsewhere, time, statement.position)
+        return (candidate.tier, candidate.is_generic, elsewhere, time, statement.position)
 
     return sorted(remaining, key=precedence)
 
@@ -110,11 +110,7 @@ def _candidate_of(chain: tuple[Statement, ...]) -> CandidateCause | None:
         return _candidate_of_own_error(own_error, chain)
     if chain[0].kind == "line":
         return _candidate_of_line(chain[0])
-    return (
-        _shadowed_module(chain)
-        or _known_exception(chain)
-        or _exception_that_no_signature_knows(chain)
-    )
+    return _shadowed_module(chain) or _known_exception(chain) or _unknown_exception(chain)
 
 
 def _candidate_of_own_error(error: OwnError, chain: tuple[Statement, ...]) -> CandidateCause:
@@ -184,10 +180,10 @@ def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
     exception in the chain.
     """
     matches_of_chain = [match_all(statement) for statement in chain]
-    known = [
+    best_matches = [
         (index, matches[0].signature) for index, matches in enumerate(matches_of_chain) if matches
     ]
-    if not known:
+    if not best_matches:
         return None
 
     def precedence(entry: tuple[int, Signature]) -> tuple[float, ...]:
@@ -201,7 +197,7 @@ def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
             index,
         )
 
-    index, signature = min(known, key=precedence)
+    index, signature = min(best_matches, key=precedence)
     first = _first_original(chain)
     follows_from_another = first is not None and first < index
     if signature.role != "root" and follows_from_another:
@@ -226,7 +222,7 @@ def _other_signatures(
     return tuple(signatures.values())
 
 
-def _exception_that_no_signature_knows(chain: tuple[Statement, ...]) -> CandidateCause | None:
+def _unknown_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
     first = _first_original(chain)
     if first is None:
         return None
@@ -250,20 +246,21 @@ def _first_original(chain: Sequence[Statement]) -> int | None:
 # --- Failures without a signature -----------------------------------------------------------------
 
 
-def _candidates_that_no_signature_knows(
+def _unknown_error_lines(
     evidence: Evidence, candidates: Sequence[CandidateCause]
 ) -> list[CandidateCause]:
-    """Return a candidate for an error line, if signatures found nothing informative."""
+    """Return a candidate for an error line that matches no signature.
+
+    Empty if there is no such line, or if the other candidates already say why a process failed.
+    """
     line = None
     relevant = [candidate for candidate in candidates if not candidate.is_caught]
     if all(candidate.signature.id == endings.ABORTED for candidate in relevant):
         # Either nothing was found, or only that a process aborted, which does not say why.
         line = find_error_line(evidence.statements, only_certain=bool(relevant))
     elif any(candidate.signature.id == endings.NCCL_FAILED for candidate in candidates):
-        for statement in evidence.statements:
-            if "NCCL WARN" in statement.text and not match_all(statement):
-                line = statement
-                break
+        # The exception only says that NCCL failed; its warning says why.
+        line = _unknown_nccl_warning(evidence.statements)
     if line is None:
         return []
     signature = _fallback_signature(line)
@@ -272,12 +269,20 @@ def _candidates_that_no_signature_knows(
     ]
 
 
+def _unknown_nccl_warning(statements: Iterable[Statement]) -> Statement | None:
+    """Return the first warning of NCCL that matches no signature, or None."""
+    for statement in statements:
+        if "NCCL WARN" in statement.text and not match_all(statement):
+            return statement
+    return None
+
+
 def _fallback_signature(statement: Statement) -> Signature:
     """Return a signature that quotes an exception or a line as the cause.
 
-    Its class is that of the matching kind of failure. Without one, it is "user code" if the
-    exception was raised there, and "unknown" otherwise. There is no fix, because advice that only a
-    class suggests is as often wrong as right.
+    Its class is that of the kind of unknown failure that matches. If none does, the class is "user
+    code" if the exception was raised there, and "unknown" otherwise. There is no fix, because
+    advice derived from a class alone is wrong as often as right.
     """
     is_exception = statement.kind == "exception"
     signature = all_signatures()[endings.UNCAUGHT if is_exception else endings.ERROR_LINE]

@@ -1,4 +1,4 @@
-"""Which process and which line are to blame for a hang.
+"""Find the process and the line that are to blame for a hang.
 
 Three questions are answered in turn: which of several ranks is the odd one out; whether that rank
 is waiting for a loader worker; and how the blamed process hangs (``classification``). The functions
@@ -42,12 +42,13 @@ Remedy = Literal["wait", "continue", "restart", "end"]
 KINDS: tuple[HangKind, ...] = get_args(HangKind)
 SIGNATURES_OF: dict[HangKind, str] = {kind: f"H{1401 + index}" for index, kind in enumerate(KINDS)}
 
-# A child process that transfers more than this counts as using one whole processor.
+# A child process that transfers more than this counts as using one whole CPU.
 _BUSY_BYTES_PER_SECOND = 65_536
-# A process that waits wakes up a few times a second and uses below 1 % of a processor; a fifth of a
-# processor is work.
+# A waiting process wakes up a few times a second and uses less than 1 % of a CPU. A process that
+# uses this share of a CPU is working.
 _WORKING_SHARE = 0.2
-# Waiting for another process in one of these ways is excused if that process works.
+# A process that waits for another one in one of these ways is not to blame while the other one
+# works.
 _WAITS_FOR_PROCESSES = ("process", "queue", "pipe", "socket")
 # What an idle loader worker waits for, according to the kernel.
 _IDLE_WAITS = ("futex", "poll", "pipe read", "socket", "")
@@ -59,7 +60,7 @@ class HangDiagnosis:
 
     # How the blamed process hangs.
     kind: HangKind
-    # Between 0 and 1.
+    # The confidence in the diagnosis, from 0 to 1.
     confidence: float
     # The process to blame.
     process: Examined
@@ -67,7 +68,7 @@ class HangDiagnosis:
     frame: Frame | None
     # The rank that the others wait for, if there is one.
     odd_one_out: int | None
-    # Whether the blamed process uses a processor or moves bytes.
+    # Whether the blamed process uses CPU time or transfers data, so that it may still finish.
     moving: bool
     # Whether it waits for holdfast's own loader, which replaces stuck workers itself.
     heals: bool
@@ -79,7 +80,7 @@ class HangDiagnosis:
 class _Blame:
     """The blamed process, and the processes that it was compared with."""
 
-    # The process whose lack of progress was noticed.
+    # The process that was noticed because it made no progress.
     noticed: Examined
     # The processes that train together and still exist.
     group: tuple[Examined, ...]
@@ -101,7 +102,7 @@ def diagnose_hang(
     Args:
         processes: All processes of the run that were inspected.
         suspect: The PID of the process that exceeded its limit.
-        gone_ranks: The ranks that have ended.
+        gone_ranks: The ranks whose processes have ended.
     """
     noticed = next(process for process in processes if process.pid == suspect)
     group = tuple(process for process in processes if process.judged)
@@ -173,7 +174,7 @@ def _split_by_collective(
 
 
 def _odd_one_among_collectives(group: Sequence[Examined]) -> Examined | None:
-    """All wait in collectives: return the process that is behind or in a different collective."""
+    """Return the process that is behind or in another collective, if all wait in collectives."""
     in_guard = [process for process in group if call_of_guard(process) is not None]
     if 0 < len(in_guard) <= len(group) / 2:
         return in_guard[0]
@@ -189,7 +190,7 @@ def _odd_one_among_collectives(group: Sequence[Examined]) -> Examined | None:
 
 
 def _odd_one_by_phase(group: Sequence[Examined]) -> Examined | None:
-    """If no stacks are known, return a process in the rarest phase, provided the phases differ."""
+    """Return a process in the rarest phase, if no stacks are known and the phases differ."""
     if any(process.last.main.frames for process in group):
         return None
     counts = Counter(process.phase for process in group)
@@ -233,7 +234,7 @@ def _blame_loader_worker(blame: _Blame, processes: Sequence[Examined]) -> _Blame
 
 
 def _find_stuck_worker(processes: Sequence[Examined], trainer: Examined) -> Examined | None:
-    """Return the busy loader worker to blame; a blocked one comes before one that computes."""
+    """Return the busy loader worker to blame, preferring a blocked one to one that computes."""
     workers = [process for process in processes if _is_worker_of(process, trainer)]
     busy = [worker for worker in workers if _is_busy(worker)]
     if not busy and not any(worker.last.main.frames for worker in workers):
@@ -262,7 +263,7 @@ def _order_of_suspicion(worker: Examined) -> tuple[int, float]:
 
 
 def _excuse_wait_for_busy_child(blame: _Blame, processes: Sequence[Examined]) -> _Blame:
-    """A process that waits for a working child is slow, not stuck."""
+    """Call a process slow rather than stuck if it waits for a child that is working."""
     if blame.hang.kind not in _WAITS_FOR_PROCESSES:
         return blame
     if _work_of_descendants(processes, blame.process) < _WORKING_SHARE:
@@ -278,9 +279,9 @@ def _excuse_wait_for_busy_child(blame: _Blame, processes: Sequence[Examined]) ->
 
 
 def _work_of_descendants(processes: Iterable[Examined], ancestor: Examined) -> float:
-    """Return how many processors all descendants of a process use.
+    """Return how many CPUs all descendants of a process use together.
 
-    A descendant that transfers data counts as using one more processor.
+    A descendant that transfers data counts as using one more CPU.
     """
     children: dict[int, list[Examined]] = {}
     for process in processes:
@@ -311,7 +312,10 @@ def _describe(blame: _Blame) -> str:
     sentences = [_lack_of_progress(blame.noticed)]
     if blame.gone_ranks:
         ranks = ", ".join(str(rank) for rank in blame.gone_ranks)
-        sentences.append(f"Rank {ranks} has ended, and the others are waiting for it.")
+        if len(blame.gone_ranks) == 1:
+            sentences.append(f"Rank {ranks} has ended, and the others are waiting for it.")
+        else:
+            sentences.append(f"Ranks {ranks} have ended, and the others are waiting for them.")
     elif blame.odd_one_out is not None:
         sentences.append(f"Rank {blame.odd_one_out} is the odd one out: the others wait for it.")
         if _steps_differ(blame.group):
@@ -356,7 +360,7 @@ def _different_calls(group: Sequence[Examined]) -> str:
 
 
 def _subject(blame: _Blame) -> str:
-    """Return how the last sentence names the blamed process."""
+    """Return the name of the blamed process in the last sentence."""
     process = blame.process
     is_noticed = process.pid == blame.noticed.pid
     is_odd_one = (

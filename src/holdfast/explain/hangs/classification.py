@@ -1,4 +1,4 @@
-"""How one process hangs: what it waits for, or what it computes instead of making progress.
+"""Classify how one process hangs: what it waits for, or what it computes without making progress.
 
 The signs are its stack frames, the kernel's view of what it waits for, and its CPU time. ``blame``
 compares processes with each other.
@@ -52,11 +52,11 @@ HangKind = Literal[
     "unknown",
 ]
 
-# A waiting process uses less than 1 % of a processor; a computing process that shares the machine
-# with another one uses half of a processor.
+# A waiting process uses less than 1 % of a CPU; a computing process that shares a CPU with another
+# one uses half of it.
 _COMPUTING_SHARE = 0.5
-# A lower threshold for a thread that was running at every look: it may be competing for a
-# processor.
+# A lower threshold for a thread that was running at every look, because it may be competing with
+# others for a CPU.
 _STARVED_SHARE = 0.05
 # Above these, a mostly waiting process still makes progress, for instance reading from a slow disk.
 _SLOW_SHARE = 0.02
@@ -75,13 +75,13 @@ class ProcessHang:
     """How one process hangs."""
 
     kind: HangKind
-    # Between 0 and 1.
+    # The confidence in `kind`, from 0 to 1.
     confidence: float
     # The frame to blame, if any is known.
     frame: Frame | None
-    # The rest of a sentence that begins with the process, such as "waits for a file".
+    # A predicate for a sentence whose subject is the process, such as "waits for a file".
     activity: str
-    # Whether it uses a processor or transfers data, so that it may still finish.
+    # Whether it uses CPU time or transfers data, so that it may still finish.
     moving: bool = False
 
 
@@ -102,7 +102,7 @@ def classify_process(process: Examined, *, group_size: int) -> ProcessHang:
         )
     call = call_of_guard(process)
     if call is not None:
-        # The guard's wait polls, which would look like work.
+        # While it waits, the guard polls, which would look like work.
         return ProcessHang(
             kind="collective",
             confidence=0.9,
@@ -221,7 +221,7 @@ def _has_function_at(stack: Sequence[Frame], depth: int, frame: Frame) -> bool:
 
 
 def _computing(thread: _BlamedThread) -> ProcessHang:
-    """Return how a process hangs whose thread computes, or polls, which looks the same."""
+    """Return the hang of a thread that computes, or that polls, which looks the same."""
     stacks = thread.stacks
     native = thread.process.native
     if not stacks:
@@ -272,6 +272,7 @@ def _may_poll_the_gpu(thread: _BlamedThread) -> bool:
 
 
 def _waiting_for_the_gpu(thread: _BlamedThread) -> ProcessHang:
+    """Return the hang of a thread that waits for the GPU, perhaps for a collective on it."""
     if thread.group_size > 1:
         return ProcessHang(
             kind="collective",
@@ -324,6 +325,7 @@ def _merely_slow(thread: _BlamedThread) -> ProcessHang | None:
 
 
 def _blocked(thread: _BlamedThread) -> ProcessHang:
+    """Return the hang of a thread that waits and does nothing else."""
     way = next(way for way in _WAYS_OF_WAITING if way.fits(thread))
     where = ""
     if not thread.newest.main:
@@ -338,19 +340,19 @@ def _blocked(thread: _BlamedThread) -> ProcessHang:
 
 @dataclass(frozen=True, slots=True)
 class _WayOfWaiting:
-    """How a thread waits, and what shows it: all conditions that are given must hold."""
+    """A way of waiting, and the conditions that show it. All conditions that are set must hold."""
 
     kind: HangKind
     confidence: float
     activity: str
-    # The user's code has called a function in such a file.
+    # The user's code has called a function in a file that matches.
     calls: re.Pattern[str] | None = None
     # According to the kernel, it waits for this, or for anything but this.
     waits: Waits | None = None
     waits_not: Waits | None = None
     holds_interpreter_lock: bool = False
     uses_gpu: bool = False
-    # Several processes train together.
+    # Whether several processes must train together.
     in_group: bool = False
 
     def fits(self, thread: _BlamedThread) -> bool:
@@ -368,8 +370,8 @@ class _WayOfWaiting:
         return not self.in_group or thread.group_size > 1
 
 
-# The first that fits wins. Frames take precedence over the kernel's view if both are clear; the
-# last ones are for systems that hide the kernel's view.
+# The first entry that fits wins. Where both are clear, frames take precedence over the kernel's
+# view. The last entries are for systems that hide the kernel's view.
 _WAYS_OF_WAITING: tuple[_WayOfWaiting, ...] = (
     _WayOfWaiting("collective", 0.9, "waits in a collective", calls=COLLECTIVE),
     _WayOfWaiting("collective", 0.9, "waits in a collective", calls=BACKWARD, in_group=True),

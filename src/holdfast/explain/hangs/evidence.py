@@ -1,7 +1,7 @@
 """Observations of a process that makes no progress: its stacks and the kernel's view of it.
 
 A process is usually looked at twice, about a second apart, to tell what moves from what does not.
-The looks are taken by ``supervise`` and judged by ``classification`` and ``blame``.
+``supervise`` takes these looks; ``classification`` and ``blame`` judge them.
 
 The names in these records come from an untrusted process. Control characters are removed here; code
 that displays the names must escape them.
@@ -17,7 +17,7 @@ from typing import Literal
 from holdfast.core.text import sanitise
 from holdfast.explain.evidence import Frame
 
-# What a thread waits for; "" if that is unknown.
+# What a thread waits for; "" if unknown.
 Waits = Literal[
     "",
     "running",
@@ -154,7 +154,7 @@ class ProcessLook:
     source: str = "/proc"
     # The state letter in ``/proc/<pid>/stat``.
     state: str = "S"
-    # Processor time used so far.
+    # CPU time used so far.
     cpu_seconds: float = 0.0
     # Bytes read and written so far; 0 if unknown.
     io_bytes: int = 0
@@ -202,7 +202,7 @@ class Examined:
 
     @property
     def cpu_share(self) -> float:
-        """Return the share of one processor that it used between the first and the last look."""
+        """Return the share of one CPU that it used between the first and the last look."""
         return self._rate(lambda look: look.cpu_seconds)
 
     @property

@@ -1,4 +1,4 @@
-"""What one stack says: whose code it is in, and what that code has called.
+"""Read one stack: whose code the process is in, and what that code has called.
 
 Frames are ordered from outermost to innermost. The kernel's view and CPU time are considered in
 ``classification``.
@@ -106,7 +106,7 @@ def shortened(frame: Frame) -> str:
 
 
 def is_idle_worker(process: Examined) -> bool:
-    """Return whether a loader worker waits for something to do."""
+    """Return whether a process is a loader worker that is waiting for work."""
     frames = frames_since_fork(process.last.main.frames)
     if not is_in_worker_loop(frames) or _makes_a_batch(frames):
         return False
@@ -143,7 +143,7 @@ def has_own_loader(process: Examined) -> bool:
 def is_in_backward(process: Examined) -> bool:
     """Return whether the main thread waits in autograd.
 
-    DDP averages gradients there, without a call of a collective in the user's code.
+    DDP averages gradients there, so the user's code contains no call of a collective.
     """
     return any_file_matches(BACKWARD, called_by_user(process.last.main.frames))
 

@@ -1,8 +1,8 @@
 """Decide which lines of a log to keep, reading a log of any size in one pass and bounded memory.
 
-The beginning and the end are kept, and in between each line with an error word (``words.txt``)
-together with the lines around it. Line numbers start at 1, as in an editor. ``text`` interprets the
-lines.
+The beginning and the end are kept. Of the lines in between, each line with an error word
+(``words.txt``) is kept, together with the lines around it. Line numbers start at 1, as in an
+editor. ``text`` interprets the lines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TAIL_BYTES = 1 << 20
 _FIRST_HITS_BYTES = 1 << 19
 _NEWEST_HITS_BYTES = 1 << 20
 _OVERHEAD_OF_A_LINE_BYTES = 64
-# Of a line longer than twice this, only the beginning and the end are kept.
+# Of a line longer than twice this, only the first and the last bytes are kept, this many of each.
 _HALF_LINE_BYTES = 1 << 14
 # How many lines around a hit are kept, since a message may have several lines.
 _LINES_BEFORE = 2
@@ -31,8 +31,8 @@ _LINES_AFTER = 12
 _LINES_AFTER_TRACEBACK = 300
 # Lines that differ only in digits count as hits at most this many times. At most this many distinct
 # lines are remembered; beyond that, every line counts.
-_MOST_REPEATS = 40
-_MOST_DISTINCT_LINES = 10_000
+_MAX_REPEATS = 40
+_MAX_DISTINCT_LINES = 10_000
 _COMPARED_BYTES = 120
 
 # The error words in lower case. A block without any of them is skipped at the speed of
@@ -45,28 +45,27 @@ _DIGITS = re.compile(rb"\d+")
 
 
 class Readable(Protocol):
-    """What can be read as bytes."""
+    """A stream of bytes that can be read."""
 
     def read(self, size: int = -1, /) -> bytes:
-        """Return up to `size` bytes, none at the end."""
+        """Return up to `size` bytes; empty at the end."""
         ...
 
 
 class LogLine(NamedTuple):
     """One line as it was written, without its line end."""
 
-    # The first line is 1.
-
+    # The number of the line; the first line of a log is 1.
     number: int
-    # Cut in its middle if it is very long.
+    # The bytes of the line; the middle of a very long line is left out.
     data: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLog:
-    """What was kept of a log."""
+    """The lines that were kept of a log."""
 
-    # In order.
+    # In the order of the log.
     lines: tuple[LogLine, ...]
     # How many lines the whole log has.
     total_lines: int
@@ -106,7 +105,7 @@ def keep_lines(stream: Readable, *, first_number: int = 1) -> KeptLog:
 
 
 def _blocks(stream: Readable) -> Iterator[bytes]:
-    """Yield blocks of whole lines. An endless line is cut in its middle."""
+    """Yield blocks of whole lines. The middle of an extremely long line is left out."""
     rest = b""
     while chunk := stream.read(_CHUNK_BYTES):
         whole, newline, after = chunk.rpartition(b"\n")
@@ -194,14 +193,14 @@ class _Hits:
             kept_to = index
 
     def _counts_as_hit(self, line: bytes) -> bool:
-        """Return whether a line counts as a hit: not if it was seen too often, ignoring digits."""
+        """Return whether a line counts as a hit, unless it was seen too often, ignoring digits."""
         if _TRACEBACK in line:
             return True
         without_digits = _DIGITS.sub(b"", line.lower()[:_COMPARED_BYTES])
         count = self._counts.get(without_digits, 0)
-        if len(self._counts) < _MOST_DISTINCT_LINES:
+        if len(self._counts) < _MAX_DISTINCT_LINES:
             self._counts[without_digits] = count + 1
-        return count < _MOST_REPEATS
+        return count < _MAX_REPEATS
 
     def _keep(self, line: LogLine) -> None:
         size = len(line.data) + _OVERHEAD_OF_A_LINE_BYTES
@@ -234,11 +233,11 @@ def _lines_with_words(lowered: bytes, lines: list[bytes]) -> set[int]:
     for word in _WORDS:
         if len(indices) == len(lines):
             break
-        at = lowered.find(word)
-        while at >= 0:
-            index = bisect.bisect_right(starts, at) - 1
+        position = lowered.find(word)
+        while position >= 0:
+            index = bisect.bisect_right(starts, position) - 1
             indices.add(index)
-            at = lowered.find(word, starts[index + 1])
+            position = lowered.find(word, starts[index + 1])
     return indices
 
 

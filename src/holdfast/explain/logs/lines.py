@@ -1,7 +1,7 @@
-"""Log lines without their decoration.
+"""Clean log lines: separate each message from the prefixes that launchers and loggers add.
 
-Escape sequences are removed. Ranks, times and levels that launchers and loggers put before the
-message become fields. ``tracebacks`` joins lines into messages.
+Escape sequences are removed; the rank, time and level in a prefix become fields. ``tracebacks``
+joins lines into messages.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from holdfast.explain.logs.keeping import LogLine
 from holdfast.explain.logs.progress import is_progress_bar
 
-_MOST_CHARACTERS = 8_192
+_MAX_CHARACTERS = 8_192
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]"
 )
-# Control characters, and those that change the direction of writing: a log line may be hostile.
+# Control characters, and characters that change the writing direction: a log line may be hostile.
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"
 )
@@ -37,8 +37,8 @@ _SRUN_RANK = re.compile(r"\s{0,4}(\d{1,5}): ")
 _RANKS = (_TORCH_RANK, _TEE_RANK, _MPI_RANK)
 # Leading numbers count as srun ranks only if at least this share of the lines, and at least this
 # many lines, begin with one.
-_SHARE_LABELLED = 0.6
-_LEAST_LABELLED = 3
+_MIN_LABELLED_SHARE = 0.6
+_MIN_LABELLED_LINES = 3
 
 # Ray writes "(RayTrainWorker pid=4711, ip=10.0.0.2) ", SkyPilot "(task, rank=1, pid=4711) "; pytest
 # puts "E" in the margin.
@@ -55,7 +55,7 @@ _AMERICAN_TIME = re.compile(r"\[?(\d\d/\d\d/\d{4} \d\d:\d\d:\d\d)\]?(?:\s*[-|:,]
 _TIMES = (_KUBERNETES_TIME, _TIME, _AMERICAN_TIME)
 _CLOCK = re.compile(r"\[?\d\d:\d\d:\d\d(?:[.,]\d{1,6})?\]?[ \t]{1,2}(?=\S|[ \t]+\S)")
 # At most this many prefixes are removed from a line.
-_MOST_PREFIXES = 6
+_MAX_PREFIXES = 6
 
 _GLOG = re.compile(r"([IWEFVC])(\d\d)(\d\d) (\d\d:\d\d:\d\d\.\d+) +\d+ [^\]\s]{1,300}\] ?")
 _GLOG_LEVELS = {
@@ -95,7 +95,7 @@ class CleanLine:
     number: int
     # The message.
     text: str
-    # The message including the level and the logger's name.
+    # The message with the level and the logger's name, for display.
     shown: str
     rank: int | None = None
     unix_seconds: float | None = None
@@ -117,7 +117,7 @@ def plain_text(text: str) -> str:
 
 def _are_labelled_by_srun(texts: list[str]) -> bool:
     labelled = sum(1 for text in texts if _SRUN_RANK.match(text))
-    return labelled >= max(_LEAST_LABELLED, _SHARE_LABELLED * len(texts))
+    return labelled >= max(_MIN_LABELLED_LINES, _MIN_LABELLED_SHARE * len(texts))
 
 
 def _parts(data: bytes) -> list[str]:
@@ -138,8 +138,8 @@ def _parts(data: bytes) -> list[str]:
 def _without_overwritten(pieces: list[str]) -> list[str]:
     """Return the pieces between carriage returns, without progress bars that were overwritten."""
     last = pieces[-1:] if pieces[-1].strip() else []
-    kept = [piece for piece in pieces[:-1] if piece.strip() and not is_progress_bar(piece)]
-    return [*kept, *last] or [""]
+    visible = [piece for piece in pieces[:-1] if piece.strip() and not is_progress_bar(piece)]
+    return [*visible, *last] or [""]
 
 
 def _text_inside_json(text: str) -> str | None:
@@ -162,14 +162,14 @@ def _text_inside_json(text: str) -> str | None:
 
 
 def _shortened(text: str) -> str:
-    if len(text) <= _MOST_CHARACTERS:
+    if len(text) <= _MAX_CHARACTERS:
         return text
-    half = _MOST_CHARACTERS // 2
+    half = _MAX_CHARACTERS // 2
     return f"{text[:half]} ... {text[-half:]}"
 
 
 class _Prefix(NamedTuple):
-    """Something before the message of a line."""
+    """A prefix of a line."""
 
     length: int
     rank: int | None = None
@@ -191,7 +191,7 @@ def _without_prefixes(number: int, text: str, *, labelled: bool) -> CleanLine:
         text = text[printed_by.end() :]
     rank: int | None = None
     seconds: float | None = None
-    for _ in range(_MOST_PREFIXES):
+    for _ in range(_MAX_PREFIXES):
         # An indented line is part of a message.
         if not text or (text[0] in " \t" and not labelled):
             break

@@ -1,4 +1,4 @@
-"""Read the lines of one process into statements, and infer whether the process survived each one.
+"""Turn the lines of one process into statements, and infer whether the process survived each one.
 
 A log without ranks is treated as that of one process. A log does not say whether an exception ended
 its process; that is inferred from what is printed afterwards.
@@ -27,12 +27,12 @@ from holdfast.explain.logs.tracebacks import (
 )
 
 # This many progress lines after a statement show that the process continued.
-_CONTINUED = 2
+_PROGRESS_OF_SURVIVOR = 2
 # Fewer progress lines than this may have been buffered before the process failed.
-_BUFFERED = 12
+_MAX_BUFFERED_LINES = 12
 # The same after a scheduler's message: many ranks may each have 8 KiB of buffered lines.
-_BUFFERED_BY_RANKS = 400
-_MOST_OF_A_MESSAGE = 20_000  # characters
+_MAX_BUFFERED_LINES_OF_RANKS = 400
+_MAX_MESSAGE_CHARACTERS = 20_000
 # The length of the table in which torchrun describes the first failure, in lines.
 _LINES_OF_TABLE = 15
 
@@ -71,7 +71,7 @@ _EXIT_CODE = re.compile(r"(-?\d{1,4})\b(?:\s*\(pid:\s*(\d{1,10})\))?")
 class LogContext:
     """Properties of the whole log."""
 
-    # Its name, for `Statement.source`.
+    # The name of the log, for `Statement.source`.
     name: str
     # Whether its last lines say that the training is done.
     says_done: bool
@@ -117,6 +117,8 @@ class _Fate:
 
 
 class _ProcessReader:
+    """Reads the lines of one process from top to bottom, with the first of `_READERS` that fits."""
+
     def __init__(self, lines: Sequence[CleanLine], context: LogContext) -> None:
         self._context = context
         self._lines = without_margins(lines)
@@ -166,7 +168,7 @@ class _ProcessReader:
 
         Args:
             number: The line number.
-            index: An index at or behind the result; the message may have included more lines.
+            index: The index of that line or of a later one, from which to search backwards.
         """
         while index > 0 and self._lines[index - 1].number > number:
             index -= 1
@@ -202,7 +204,7 @@ class _ProcessReader:
         return frames[-1] if frames else texts[0]
 
     def _read_fatal_python_error(self, index: int) -> _Passage | None:
-        """Read a dump of faulthandler."""
+        """Read a faulthandler dump."""
         line = self._lines[index]
         if not line.text.startswith(_FATAL_PYTHON_ERROR):
             return None
@@ -286,8 +288,8 @@ class _ProcessReader:
         """Return how many progress lines are needed to show that the process continued."""
         of_scheduler = _SCHEDULER.search(line.text, line.text.lower()) is not None
         if of_scheduler and not self._context.says_done:
-            return _BUFFERED_BY_RANKS
-        return _CONTINUED
+            return _MAX_BUFFERED_LINES_OF_RANKS
+        return _PROGRESS_OF_SURVIVOR
 
     def _statements_of_chain(self, raised: Raised, first: int, next_index: int) -> list[Statement]:
         """Return a chain of exceptions as statements with one position, the root first.
@@ -300,7 +302,7 @@ class _ProcessReader:
         fate = self._fate_after(raised, first, next_index)
         return [
             Statement(
-                text=exception.message[:_MOST_OF_A_MESSAGE],
+                text=exception.message[:_MAX_MESSAGE_CHARACTERS],
                 kind="exception",
                 exception=exception.exception,
                 frames=exception.frames,
@@ -318,7 +320,7 @@ class _ProcessReader:
         ]
 
     def _fate_after(self, raised: Raised, first: int, next_index: int) -> _Fate:
-        """Return what happened to the process after an exception.
+        """Return whether the process survived an exception, judged by what it printed afterwards.
 
         The arguments are those of `_statements_of_chain`.
         """
@@ -335,14 +337,14 @@ class _ProcessReader:
         if not only_end_follows:
             progress = self._progress.count_after(next_index - 1)
             # Code that logs an exception has caught it, so one line of progress is convincing.
-            if progress >= (1 if logged else _CONTINUED):
+            if progress >= (1 if logged else _PROGRESS_OF_SURVIVOR):
                 overtaken = looks_uncaught and self._progress_may_be_buffered(first, progress)
                 return _Fate(fatal=False, logged=logged, overtaken=overtaken)
         no_sign_of_life = only_end_follows or class_index > self._newest_sign
         return _Fate(fatal=None, logged=logged, last=bool(raised.frames) and no_sign_of_life)
 
     def _progress_may_be_buffered(self, first: int, progress: int) -> bool:
-        """Return whether the progress after an exception may have been made before it.
+        """Return whether the progress printed after an exception may have been made before it.
 
         Args:
             first: The index of the first line of the exception.
@@ -350,7 +352,7 @@ class _ProcessReader:
         """
         if self._context.says_done:
             return False
-        return progress < _BUFFERED or not self._progress.any_before(first)
+        return progress < _MAX_BUFFERED_LINES or not self._progress.any_before(first)
 
     def _is_logged(self, first: int) -> bool:
         """Return whether a logger printed the traceback that begins at a line."""
@@ -359,13 +361,13 @@ class _ProcessReader:
         return first > 0 and self._lines[first - 1].level in _ALARMING_LEVELS
 
     def _is_said_to_be_caught(self, first: int) -> bool:
-        """Return whether a traceback's level or the line before it says that it was caught."""
+        """Return whether a traceback's level, or the line before it, says that it was caught."""
         if self._lines[first].level in _NOT_FATAL_LEVELS:
             return True
         return first > 0 and bool(ABOUT_CAUGHT_EXCEPTION.search(self._lines[first - 1].text))
 
 
-# What can begin at a line. The first reader that returns a passage wins.
+# The kinds of passages that can begin at a line. The first reader that returns one wins.
 _READERS: tuple[Callable[[_ProcessReader, int], _Passage | None], ...] = (
     _ProcessReader._read_traceback,
     _ProcessReader._read_fatal_python_error,
@@ -377,7 +379,7 @@ _READERS: tuple[Callable[[_ProcessReader, int], _Passage | None], ...] = (
 
 
 def _is_warning(line: CleanLine) -> bool:
-    """Return whether a line is a warning or less, by its level or by its words."""
+    """Return whether a line is a warning or less severe, by its level or by its words."""
     if line.level in _NOT_FATAL_LEVELS and not _ASKED_TO_END.search(line.text):
         return True
     return _WARNING.match(line.text) is not None

@@ -55,7 +55,7 @@ _NUMBER_MARK = "#"
 # "Error: 72.0" is a metric rather than an error.
 _ERROR_METRIC = re.compile(r"\berr(?:or)?(?:_?rate)?\W{0,3}#", re.IGNORECASE)
 _FRAME = re.compile(r'\s*File "|frame #|\S{1,300}:\d+: ')
-_MOST_TEMPLATE_CHARACTERS = 300
+_MAX_TEMPLATE_CHARACTERS = 300
 # A template seen this often before a statement counts as progress if it recurs afterwards.
 _RECURRENCES = 3
 # How many lines after a statement are examined for recurring templates.
@@ -81,7 +81,7 @@ _EVALUATION = re.compile(
 
 
 def is_progress_bar(text: str) -> bool:
-    """Return whether a line is a drawing of a progress bar."""
+    """Return whether a line contains a progress bar."""
     return _BAR.search(text, text.lower()) is not None
 
 
@@ -115,9 +115,9 @@ def is_sign_of_life(text: str) -> bool:
 
 
 class ProgressIndex:
-    """Answers where the lines of one process show progress.
+    """Tells where the lines of one process show progress, by their words or by their template.
 
-    Progress by words is counted over the rest of the log, progress by templates over the next
+    Progress by words is counted up to the end of the log, progress by templates only over the next
     `_LINES_AFTER` lines.
 
     Args:
@@ -168,24 +168,21 @@ def _line_templates(texts: Sequence[str]) -> list[str]:
 
     A line without numbers, or one that belongs to an error, has an empty template.
     """
-    counts: dict[str, bool] = {}
+    # Few templates are distinct, so each is judged only once.
+    may_show_progress: dict[str, bool] = {}
     templates = []
     # The line after a frame of a traceback is code.
     follows_frame = False
     for text in texts:
-        template = (
-            ""
-            if follows_frame
-            else _NUMBER.sub(_NUMBER_MARK, text[:_MOST_TEMPLATE_CHARACTERS]).strip()
-        )
         is_frame = _FRAME.match(text) is not None
-        if template not in counts:
-            counts[template] = (
-                _NUMBER_MARK in template
-                and not is_frame
-                and not is_relevant(_ERROR_METRIC.sub("", template))
+        template = ""
+        if not is_frame and not follows_frame:
+            template = _NUMBER.sub(_NUMBER_MARK, text[:_MAX_TEMPLATE_CHARACTERS]).strip()
+        if template not in may_show_progress:
+            may_show_progress[template] = _NUMBER_MARK in template and not is_relevant(
+                _ERROR_METRIC.sub("", template)
             )
-        templates.append(template if counts[template] else "")
+        templates.append(template if may_show_progress[template] else "")
         follows_frame = is_frame
     return templates
 
@@ -212,7 +209,8 @@ class _PrintedValue(NamedTuple):
 def printed_losses(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float], ...]:
     """Return line number and value of each training loss, oldest first.
 
-    If some are named plainly ``loss`` or ``train_loss``, only those count: others are components.
+    If some are simply named ``loss`` or ``train_loss``, only those count, because the others are
+    probably components of that loss.
 
     Args:
         lines: Number and text of each line.
@@ -234,17 +232,18 @@ def _printed_values(
 
     Args:
         lines: Number and text of each line.
-        pattern: It has two groups: the name and the value.
-        word: A word that every match contains, to skip lines quickly: the pattern itself is slow.
+        pattern: A pattern with two groups: the name and the value.
+        word: A word that every match contains. Lines without it are skipped, because the pattern is
+            slow.
     """
     for number, text in lines:
         if word not in text.lower():
             continue
-        behind_last = 0
+        end_of_previous = 0
         for match in pattern.finditer(text):
-            if not _EVALUATION.search(text, behind_last, match.end(1)):
+            if not _EVALUATION.search(text, end_of_previous, match.end(1)):
                 yield _PrintedValue(match[1], number, _as_float(match[2]))
-            behind_last = match.end()
+            end_of_previous = match.end()
 
 
 def _as_float(text: str) -> float:

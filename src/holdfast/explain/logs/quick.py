@@ -1,7 +1,7 @@
-"""Regular expressions that are tried only on texts with a word that they require.
+"""Regular expressions that are searched only in texts that contain a word required for a match.
 
-Hundreds of patterns are searched in each error line, and nearly none match. Checking for a required
-word first takes a hundredth of the time.
+Hundreds of patterns are searched in each error line, and hardly any of them match. Checking for a
+required word first takes a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NOTHING_KNOWN: frozenset[str] = frozenset()
 
 
 class QuickPattern:
-    """A regular expression that knows which words a text must have to match.
+    """A regular expression that knows which words a matching text must contain.
 
     Args:
         pattern: The expression.
@@ -75,5 +75,5 @@ def _needed_words_of_part(name: str, value: Any) -> frozenset[str]:
 
 
 def _how_telling(words: frozenset[str]) -> tuple[int, int]:
-    """Return a sort key that is larger for longer and for fewer words."""
+    """Return a sort key for how selective words are: larger for longer and for fewer words."""
     return min(len(word) for word in words), -len(words)

@@ -1,4 +1,4 @@
-"""Read a whole log into statements, and find what it says about its own end.
+"""Turn a whole log into statements, and find out what it says about the end of the run.
 
 The log is split by rank; ``processes`` reads the lines of each rank.
 """
@@ -21,17 +21,17 @@ from holdfast.explain.logs.progress import is_progress_bar, printed_losses, prin
 from holdfast.explain.logs.tracebacks import HEADER
 
 # At most this many lines and this many exceptions are kept: the first third and the newest.
-_MOST_OF_A_KIND = 900
+_MAX_STATEMENTS_OF_A_KIND = 900
 # A log of at most this many lines was probably pasted into a bug report.
 _SHORT_LOG = 100
 # How many of the last lines may say that the training is done.
 _LAST_LINES = 15
-_MOST_OF_LAST_LINE = 300  # characters
+_MAX_LAST_LINE_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogText:
-    """What a log says."""
+    """Everything that a log says about a run."""
 
     # In the order of the lines; in a chain of exceptions, the root first.
     statements: tuple[Statement, ...]
@@ -53,33 +53,35 @@ class LogText:
 
 
 def read_log(stream: Readable, *, name: str, first_number: int = 1, alone: bool = False) -> LogText:
-    """Return what a log says. A log of any size is read in bounded memory.
+    """Return everything that a log says about a run. The log is read in bounded memory.
 
     Args:
-        stream: The log.
-        name: Its name, for `Statement.source`.
-        first_number: The number of its first line.
-        alone: Whether nothing else is known about the run. Then every line of a short log counts,
-            because bug reports often quote messages without any error word.
+        stream: The log, of any size.
+        name: The name of the log, for `Statement.source`.
+        first_number: The number of the first line in `stream`.
+        alone: Whether the log is all that is known about the run. If so, every line of a short log
+            becomes a statement, because bug reports often quote messages without any error word.
     """
-    kept = keep_lines(stream, first_number=first_number)
-    lines = clean_lines(kept.lines)
+    kept_log = keep_lines(stream, first_number=first_number)
+    lines = clean_lines(kept_log.lines)
     context = LogContext(
         name=name,
         says_done=_log_says_done(lines),
         every_line_counts=alone and len(lines) <= _SHORT_LOG,
     )
     processes = [read_process(own_lines, context) for own_lines in _lines_by_rank(lines)]
+    statements = _in_log_order(processes, lines)
+    cut_offs = [process.cut_off for process in processes if process.cut_off]
     numbered = [(line.number, line.text) for line in lines]
     return LogText(
-        statements=tuple(_without_middle(_in_order(processes, lines))),
+        statements=tuple(_without_middle(statements)),
         endings=tuple(ending for process in processes for ending in process.endings),
         says_done=context.says_done,
-        total_lines=kept.total_lines,
-        complete=kept.complete,
+        total_lines=kept_log.total_lines,
+        complete=kept_log.complete,
         losses=printed_losses(numbered),
         norms=printed_norms(numbered),
-        cut_off=next((process.cut_off for process in processes if process.cut_off), ""),
+        cut_off=cut_offs[0] if cut_offs else "",
         last_line=_last_line(lines),
     )
 
@@ -92,16 +94,16 @@ def _lines_by_rank(lines: Sequence[CleanLine]) -> list[list[CleanLine]]:
     return list(lines_of_rank.values())
 
 
-def _in_order(processes: Sequence[ProcessText], lines: Sequence[CleanLine]) -> list[Statement]:
-    """Return the statements of all processes in log order, with the last line's marked."""
+def _in_log_order(processes: Sequence[ProcessText], lines: Sequence[CleanLine]) -> list[Statement]:
+    """Return the statements of all processes in log order, and mark that of the last line."""
     last_number = next((line.number for line in reversed(lines) if line.text.strip()), None)
     statements = [
         replace(statement, last=True) if statement.position == last_number else statement
         for process in processes
         for statement in process.statements
     ]
-    # The statements of a chain of exceptions have one position. The sort is stable, so it keeps
-    # their order.
+    # All statements of a chain of exceptions have the same position; a stable sort keeps their
+    # order.
     statements.sort(key=lambda statement: statement.position)
     return statements
 
@@ -114,23 +116,25 @@ def _without_middle(statements: list[Statement]) -> list[Statement]:
     left_out: set[int] = set()
     for kind in ("line", "exception"):
         indices = [index for index, statement in enumerate(statements) if statement.kind == kind]
-        if len(indices) > _MOST_OF_A_KIND:
-            left_out |= set(indices[_MOST_OF_A_KIND // 3 : -2 * _MOST_OF_A_KIND // 3])
-    kept = []
+        if len(indices) > _MAX_STATEMENTS_OF_A_KIND:
+            left_out |= set(
+                indices[_MAX_STATEMENTS_OF_A_KIND // 3 : -2 * _MAX_STATEMENTS_OF_A_KIND // 3]
+            )
+    remaining = []
     chain_is_kept = True
     for index, statement in enumerate(statements):
         begins_chain = index == 0 or not statements[index - 1].cause
         if begins_chain:
             chain_is_kept = index not in left_out
         if chain_is_kept:
-            kept.append(statement)
-    return kept
+            remaining.append(statement)
+    return remaining
 
 
 def _log_says_done(lines: Sequence[CleanLine]) -> bool:
     """Return whether one of the last lines says that the training is done.
 
-    A later traceback refutes it, unless its exception is known to have been caught.
+    A traceback after such a line refutes it, unless its exception is known to have been caught.
     """
     newest = [line.text for line in lines if line.text.strip()][-_LAST_LINES:]
     for index in reversed(range(len(newest))):
@@ -144,9 +148,10 @@ def _log_says_done(lines: Sequence[CleanLine]) -> bool:
 
 
 def _last_line(lines: Sequence[CleanLine]) -> str:
+    """Return the last line that the run itself printed, ignoring progress bars."""
     for line in reversed(lines):
         text = line.shown.strip()
         is_own = text.startswith("--- holdfast: ")
         if text and not is_own and not is_progress_bar(line.text):
-            return text[:_MOST_OF_LAST_LINE]
+            return text[:_MAX_LAST_LINE_CHARACTERS]
     return ""

@@ -1,4 +1,4 @@
-"""Read tracebacks from lines, as printed by Python, rich and launchers.
+"""Read the tracebacks that Python, rich and launchers print.
 
 Chains ("During handling of ..."), tracebacks that loader workers and spawned processes nest in a
 message, exception groups, syntax errors and faulthandler dumps are understood. ``processes`` judges
@@ -17,18 +17,18 @@ from holdfast.explain.evidence import Frame
 from holdfast.explain.logs.lines import CleanLine
 from holdfast.explain.logs.progress import is_progress
 
-_MOST_MESSAGE_LINES = 60
+_MAX_MESSAGE_LINES = 60
 # Only lines of at least this many characters are assumed to have been wrapped when pasted.
-_LEAST_WRAPPED = 40
-# At most this many causes of an exception are kept: a recursion inside handlers links a thousand.
-_MOST_CAUSES = 40
+_MIN_WRAPPED_CHARACTERS = 40
+# At most this many causes of an exception are kept; recursive handlers may chain a thousand.
+_MAX_CAUSES = 40
 # How deeply tracebacks may be nested in the messages of other tracebacks.
-_MOST_NESTED = 16
+_MAX_NESTING = 16
 # At most this many frames of a traceback are kept: half from each end.
-_MOST_FRAMES = 60
-_MOST_OF_A_CODE_LINE = 200  # characters
+_MAX_FRAMES = 60
+_MAX_CODE_LINE_CHARACTERS = 200
 # The maximum length of a faulthandler dump, in lines.
-_MOST_LINES_OF_DUMP = 400
+_MAX_DUMP_LINES = 400
 # The line with the exception's class is at most this many lines after the last frame.
 _LINES_TO_CLASS = 4
 
@@ -83,16 +83,16 @@ class Raised:
 
     # The bare name of its class.
     exception: str
-    # It may have several lines.
+    # The message, which may have several lines.
     message: str
-    # Innermost last.
+    # The frames, innermost last.
     frames: tuple[Frame, ...]
     # The number of the log line with the class name.
     number: int
     # The exceptions that it repeats or that led to it, the root first. Their own `causes` are
     # empty.
     causes: list[Raised] = field(default_factory=list)
-    # When that line was written, if the log says so.
+    # The Unix time at which that line was written, if the log says so.
     unix_seconds: float | None = None
 
     def add_causes(self, other: Raised) -> None:
@@ -102,13 +102,13 @@ class Raised:
         """
         causes = [*other.causes, other, *self.causes]
         other.causes = []
-        half = _MOST_CAUSES // 2
-        if len(causes) > _MOST_CAUSES:
+        half = _MAX_CAUSES // 2
+        if len(causes) > _MAX_CAUSES:
             causes = causes[:half] + causes[-half:]
         self.causes = causes
 
     def from_the_root(self) -> list[Raised]:
-        """Return the causes of this exception, the root first, followed by the exception itself."""
+        """Return the causes of this exception, the root first, and then the exception itself."""
         return [*self.causes, self]
 
 
@@ -159,7 +159,7 @@ class TracebackReader:
         self._text = [line.text for line in lines]
         self._depth = 0
 
-    def read(self, at: int) -> tuple[Raised | None, int]:
+    def read(self, start: int) -> tuple[Raised | None, int]:
         """Return the exception whose traceback begins at a line, and the index of the next line.
 
         For a chain, the last exception is returned, with the others in `Raised.causes`. The
@@ -168,23 +168,23 @@ class TracebackReader:
         newest: Raised | None = None
         self._depth += 1
         while True:
-            raised, at = self._read_one(at)
+            raised, next_index = self._read_one(start)
             if raised is not None:
                 if newest is not None:
                     raised.add_causes(newest)
                 newest = raised
-            linked = self._linked_traceback(at)
+            linked = self._linked_traceback(next_index)
             if linked is None:
                 self._depth -= 1
-                return newest, at
-            at = linked
+                return newest, next_index
+            start = linked
 
-    def about_to_raise(self, at: int) -> Raised | None:
+    def about_to_raise(self, start: int) -> Raised | None:
         """Return the exception that a cut-off traceback was about to show, without its message.
 
         None unless the last frame of the traceback is a `raise` statement that names the class.
         """
-        frames, next_index = self._frames(self._first_frame(at))
+        frames, next_index = self._frames(self._first_frame(start))
         if not frames:
             return None
         match = _RAISE.match(frames[-1].code)
@@ -197,19 +197,19 @@ class TracebackReader:
             number=self._lines[next_index - 1].number,
         )
 
-    def message(self, at: int, first: str, *, bare: bool = False) -> Message:
+    def message(self, start: int, first: str, *, bare: bool = False) -> Message:
         """Return the message that begins on a line.
 
         Args:
-            at: The index of the line.
+            start: The index of the line.
             first: The part of the line that belongs to the message.
             bare: Whether there was no traceback before it. Then only indented lines, and lower-case
                 continuations of a wrapped line, belong to the message.
         """
         lines = [first]
         nested: Raised | None = None
-        index = at + 1
-        while index < len(self._text) and index <= at + _MOST_MESSAGE_LINES:
+        index = start + 1
+        while index < len(self._text) and index <= start + _MAX_MESSAGE_LINES:
             exception_and_next = self._nested_exception(index, lines[-1])
             if exception_and_next is not None:
                 nested, index = exception_and_next
@@ -220,16 +220,15 @@ class TracebackReader:
             index += 1
         return Message("\n".join(lines).strip(), nested, index)
 
-    def fatal_error(self, at: int) -> tuple[tuple[Frame, ...], int]:
-        """Return the frames of the current thread in a faulthandler dump, and the next line's
-        index.
+    def fatal_error(self, start: int) -> tuple[tuple[Frame, ...], int]:
+        """Return the current thread's frames in a faulthandler dump, and the next line's index.
 
-        Frames are ordered innermost last.
+        The innermost frame is the last.
         """
         frames: list[Frame] = []
         in_current_thread = False
-        index = at + 1
-        while index < len(self._text) and index < at + _MOST_LINES_OF_DUMP:
+        index = start + 1
+        while index < len(self._text) and index < start + _MAX_DUMP_LINES:
             text = self._text[index]
             # In faulthandler's frames, there is no comma before the function.
             frame = _FRAME.match(re.sub(r"line (\d+) in ", r"line \1, in ", text))
@@ -245,36 +244,40 @@ class TracebackReader:
         frames.reverse()
         return _without_middle(frames), index
 
-    def _read_one(self, at: int) -> tuple[Raised | None, int]:
+    def _read_one(self, start: int) -> tuple[Raised | None, int]:
         """Return one exception of a chain, and the index of the next line."""
-        if "─" in self._text[at]:
-            frames, at = self._rich_frames(at + 1)
+        if "─" in self._text[start]:
+            frames, after_frames = self._rich_frames(start + 1)
         else:
-            frames, at = self._frames(self._first_frame(at))
-        for index in range(at, min(at + _LINES_TO_CLASS, len(self._text))):
+            frames, after_frames = self._frames(self._first_frame(start))
+        last = min(after_frames + _LINES_TO_CLASS, len(self._text))
+        for index in range(after_frames, last):
             text = self._text[index].strip()
             if HEADER.search(text):
                 return None, index
             match = EXCEPTION.match(text)
             if match is not None and _is_class_after_frames(match):
                 return self._exception(index, match, frames)
-        return None, at
+        return None, after_frames
 
-    def _first_frame(self, at: int) -> int:
+    def _first_frame(self, start: int) -> int:
         """Return the index of the first frame of a traceback.
 
         Syntax errors have no header, and bug reports often omit it.
         """
-        return at + 1 if HEADER.search(self._text[at]) else at
+        return start + 1 if HEADER.search(self._text[start]) else start
 
-    def _linked_traceback(self, at: int) -> int | None:
-        """Return the index of the traceback that is linked to the one before this line, or None."""
-        place = at
-        while place < min(at + 3, len(self._text)) and not self._text[place].strip(' "'):
-            place += 1
-        if place >= len(self._text) or not _LINK.match(self._text[place]):
+    def _linked_traceback(self, start: int) -> int | None:
+        """Return the index of the traceback that a "During handling of ..." line links to this one.
+
+        None if there is no such line after `start`.
+        """
+        link = start
+        while link < min(start + 3, len(self._text)) and not self._text[link].strip(' "'):
+            link += 1
+        if link >= len(self._text) or not _LINK.match(self._text[link]):
             return None
-        for index in range(place + 1, min(place + 4, len(self._text))):
+        for index in range(link + 1, min(link + 4, len(self._text))):
             if HEADER.search(self._text[index]):
                 return index
         return None
@@ -301,7 +304,7 @@ class TracebackReader:
     def _nested_traceback(self, index: int) -> int | None:
         """Return the index of the traceback nested in a message at this line, or None."""
         text = self._text[index]
-        if not _NESTED.match(text) or self._depth > _MOST_NESTED:
+        if not _NESTED.match(text) or self._depth > _MAX_NESTING:
             return None
         if HEADER.search(text):
             return index
@@ -311,11 +314,11 @@ class TracebackReader:
         return None
 
     def _exception(
-        self, at: int, match: re.Match[str], frames: tuple[Frame, ...]
+        self, start: int, match: re.Match[str], frames: tuple[Frame, ...]
     ) -> tuple[Raised, int]:
         """Return the exception whose class is on a line, and the index of the next line."""
-        message = self.message(at, match[2] or "")
-        line = self._lines[at]
+        message = self.message(start, match[2] or "")
+        line = self._lines[start]
         raised = Raised(
             exception=match[1].rpartition(".")[2],
             message=message.text,
@@ -332,10 +335,10 @@ class TracebackReader:
         text = self._text[index]
         if text[:1] in (" ", "\t", ""):
             return True
-        return text[0].islower() and len(self._text[index - 1]) >= _LEAST_WRAPPED
+        return text[0].islower() and len(self._text[index - 1]) >= _MIN_WRAPPED_CHARACTERS
 
     def _ends_message(self, index: int) -> bool:
-        """Return whether the message before a line has ended."""
+        """Return whether a message has ended before this line."""
         line = self._lines[index]
         text = line.text
         time_before = self._lines[index - 1].unix_seconds
@@ -353,23 +356,23 @@ class TracebackReader:
         return not continues and is_progress(text)
 
     def _message_ends_at_gap(self, index: int) -> bool:
-        """Return whether a message ends at an empty line, unless an indented line follows."""
+        """Return whether a message ends at an empty line; not if an indented line follows."""
         for following in self._text[index + 1 : index + 3]:
             if following.strip():
                 continues = following[0] in " \t(" or _NESTED.match(following) is not None
                 return not continues
         return True
 
-    def _frames(self, at: int) -> tuple[tuple[Frame, ...], int]:
+    def _frames(self, start: int) -> tuple[tuple[Frame, ...], int]:
         """Return the frames that begin at a line, and the index of the line after them."""
         frames: list[Frame] = []
         indent = 0
-        index = at
+        index = start
         while index < len(self._text):
             text = self._text[index]
             match = _FRAME.match(text)
             # In pasted tracebacks, an empty line may follow the first frame.
-            is_gap = bool(frames) and not text.strip() and index == at + 1
+            is_gap = bool(frames) and not text.strip() and index == start + 1
             if match is not None:
                 indent = len(match[1])
                 frames.append(_frame_from(match))
@@ -380,10 +383,10 @@ class TracebackReader:
             index += 1
         return _without_middle(frames), index
 
-    def _rich_frames(self, at: int) -> tuple[tuple[Frame, ...], int]:
+    def _rich_frames(self, start: int) -> tuple[tuple[Frame, ...], int]:
         """Return the frames inside a box drawn by rich, and the index of the line after them."""
         frames = []
-        index = at
+        index = start
         while index < len(self._text) and _RICH_BOX.match(self._text[index]):
             match = _RICH_FRAME.match(self._text[index])
             if match is not None:
@@ -403,16 +406,19 @@ def _frame_from(match: re.Match[str]) -> Frame:
 
 
 def _with_code(frame: Frame, code: str) -> Frame:
-    """Return a frame with its source line, unless it has one or the line is only ``~~^^``."""
+    """Return a frame with its source line added.
+
+    The frame is unchanged if it already has one, or if the line is only a marker such as ``~~^^``.
+    """
     if frame.code or not code.strip("~^ "):
         return frame
-    return replace(frame, code=code[:_MOST_OF_A_CODE_LINE])
+    return replace(frame, code=code[:_MAX_CODE_LINE_CHARACTERS])
 
 
 def _without_middle(frames: list[Frame]) -> tuple[Frame, ...]:
-    if len(frames) <= _MOST_FRAMES:
+    if len(frames) <= _MAX_FRAMES:
         return tuple(frames)
-    half = _MOST_FRAMES // 2
+    half = _MAX_FRAMES // 2
     return tuple(frames[:half] + frames[-half:])
 
 
@@ -422,12 +428,12 @@ def is_frame(text: str) -> bool:
     return match is not None and match[4] is not None
 
 
-def is_syntax_error(lines: Sequence[CleanLine], at: int) -> bool:
+def is_syntax_error(lines: Sequence[CleanLine], start: int) -> bool:
     """Return whether a syntax error, which has no header, begins at a line."""
-    match = _FRAME.match(lines[at].text)
+    match = _FRAME.match(lines[start].text)
     if match is None or match[4] is not None:
         return False
-    return any(_SYNTAX_ERROR.match(line.text) for line in lines[at + 1 : at + 6])
+    return any(_SYNTAX_ERROR.match(line.text) for line in lines[start + 1 : start + 6])
 
 
 def without_margins(lines: Sequence[CleanLine]) -> list[CleanLine]:

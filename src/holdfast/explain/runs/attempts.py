@@ -51,27 +51,30 @@ from holdfast.explain.runs.supervision import (
 from holdfast.recorder.progress import Standing
 from holdfast.recorder.run_files import OUTPUT_FILE, process_lives
 
-# Sixteen times what `holdfast run` keeps. A sparse file can claim any size.
-_MOST_OUTPUT_BYTES = 4 << 30
+# Sixteen times the size to which `holdfast run` limits the file. A sparse file can claim any size.
+_MAX_OUTPUT_BYTES = 4 << 30
 # Exit codes from here on come from a shell rather than from the script.
 _FIRST_STATUS_OF_SHELL = 126
 
 
 def collect_attempt(recordings: Recordings, requested: int | None) -> Evidence:
-    """Return all that is known about one attempt of a supervised run.
+    """Return the evidence about one attempt of a supervised run.
 
     Args:
-        recordings: The run directory.
-        requested: The number of the attempt, from 0. None: the newest.
+        recordings: The recordings in the run directory.
+        requested: The number of the attempt, counted from 0; None for the newest.
 
     Raises:
         PolicyError: H105 if there is no such attempt.
     """
-    return _Collector(recordings, read_supervisor_record(recordings, requested)).evidence()
+    return _AttemptCollector(recordings, read_supervisor_record(recordings, requested)).evidence()
 
 
-class _Collector:
-    """Collects one attempt: reads everything once, then each method answers one question."""
+class _AttemptCollector:
+    """Collects the evidence about one attempt.
+
+    The constructor reads the recordings and the output; each method then answers one question.
+    """
 
     def __init__(self, recordings: Recordings, record: SupervisorRecord) -> None:
         self._recordings = recordings
@@ -103,7 +106,7 @@ class _Collector:
         )
 
     def evidence(self) -> Evidence:
-        """Return all that is known."""
+        """Return everything that is known about the attempt."""
         endings = list(self._endings())
         if self._log is not None:
             endings += self._log.endings
@@ -143,7 +146,7 @@ class _Collector:
     def _read_log(self) -> LogText | None:
         """Return the output of this attempt; if it cannot be read, note why and return None."""
         try:
-            with open_to_read(self._recordings.run / OUTPUT_FILE, _MOST_OUTPUT_BYTES) as stream:
+            with open_to_read(self._recordings.run / OUTPUT_FILE, _MAX_OUTPUT_BYTES) as stream:
                 section = find_section(stream, self._record.number)
                 return read_log(
                     SectionReader(stream, section),
@@ -168,7 +171,7 @@ class _Collector:
     # --- What was raised and printed --------------------------------------------------------------
 
     def _statements(self) -> list[Statement]:
-        """Return what was raised and printed, with exceptions seen by two sources merged."""
+        """Return what was raised and printed, with each exception only once."""
         raised = []
         for process in self._processes:
             raised += exceptions_of_process(process.events, process.info)
@@ -178,7 +181,7 @@ class _Collector:
                 replace(statement, fatal=statement.pid in died and statement.fatal)
                 for statement in raised
             ]
-        # The processes recorded most errors that end a Guard too.
+        # Most errors that end a Guard were also recorded by its process.
         exceptions = [statement for statement in raised if statement.kind == "exception"]
         raised += [
             stop
@@ -236,6 +239,7 @@ class _Collector:
     # --- How far it got ---------------------------------------------------------------------------
 
     def _standing_of_trainer(self) -> Standing | None:
+        """Return the progress that the first trainer published last: its step and its phase."""
         return self._trainers[0].standing if self._trainers else None
 
     def _steps(self) -> int | None:
@@ -255,6 +259,7 @@ class _Collector:
         return standing.step if standing is not None else None
 
     def _made_no_step(self) -> bool:
+        """Return whether a process loaded torch but neither made a step nor printed a loss."""
         if not any(process.info.torch for process in self._processes):
             return False
         if self._log is not None and self._log.losses:
@@ -273,7 +278,10 @@ class _Collector:
         return any(event.kind == "environments_imported" for event in self._process_events)
 
     def _lost(self) -> LostTraining | None:
-        """Return how the training diverged, from the recorded steps or, without any, the output."""
+        """Return how the training diverged, or None if it did not.
+
+        Recorded steps are preferred; the output is used if none were recorded.
+        """
         lost, is_known = find_lost_training(
             [(process.folder, process.info) for process in self._trainers],
             self._guards,
@@ -287,7 +295,7 @@ class _Collector:
         return lost_from_output(self._log, name=OUTPUT_FILE)
 
     def _learning(self) -> Learning | None:
-        """Return whether it learned, if it ended with status 0.
+        """Return whether the loss fell, if the command ended with status 0.
 
         The Guards' losses are preferred, because they are means over the whole step.
         """
@@ -317,6 +325,7 @@ class _Collector:
         return list(curves.values())
 
     def _loader_wait(self) -> LoaderWait | None:
+        """Return how long the steps waited for data, if the command ended with status 0."""
         if self._record.status != 0:
             return None
         return loader_wait_of_run(process.folder for process in self._trainers)

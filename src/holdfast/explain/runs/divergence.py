@@ -1,6 +1,6 @@
 """Detect losses that diverged: not finite, or many orders of magnitude above their best level.
 
-What that means for the verdict is decided in ``explain.causes.ends``.
+``explain.causes.ends`` decides what that means for the verdict.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from holdfast.explain.logs.text import LogText
 from holdfast.explain.runs.recorded_steps import samples_of_process, steps_of_guard
 from holdfast.recorder.run_files import ProcessInfo
 
-# A step number, or a line number in a log, and a value.
+# The number of a step, or of a line in a log, and the value there.
 Point = tuple[int, float]
 
-# At least this many bad losses at the end, if there were good ones before. A single bad loss may be
-# a batch that was skipped.
-_FEWEST_LOSSES = 2
+# A loss has diverged if at least this many values at its end are bad and earlier ones were good. A
+# single bad loss may be that of a batch that was skipped.
+_MIN_BAD_LOSSES = 2
 # The same for gradient norms. While a loss scaler searches for its scale, some of the first norms
 # are infinite.
-_FEWEST_NORMS = 3
+_MIN_BAD_NORMS = 3
 # A loss that rose by this factor above its best level has exploded. Manual loss scales reach 2**16,
 # and unscaled rewards 1e4.
 _EXPLODED = 1e6
 # An exploded loss must have stayed high for at least one twentieth of the run.
 _SHARE_AT_END = 20
-# The best level is the lowest median of blocks of this many losses, since single losses are small
-# by chance.
+# The best level is the lowest median of blocks of this many losses, because individual losses may
+# be small by chance.
 _BLOCK = 10
 # How many losses determine the level at the beginning.
 _BEGINNING = 5
-# A loss counts as at least this level: a loss that begins at 0 has no scale of its own.
-_LEAST_LEVEL = 1.0
-# A rise from the first to the last losses that is worth mentioning. Single losses of healthy runs
-# rise 40-fold.
+# Lower levels of a loss are replaced by this one, because a loss that begins at 0 has no scale.
+_MIN_LEVEL = 1.0
+# A rise by this factor, from the first losses to the last ones, is worth mentioning. Individual
+# losses of healthy runs can rise 40-fold.
 _FAR = 100.0
-# The same for a loss that stays high, and the level that smaller losses are raised to. The losses
-# of 91 healthy programs rose at most 2-fold.
+# The same for a loss that also stays high, and the level that replaces lower ones in this case. The
+# losses of 91 healthy programs rose at most 2-fold.
 _RISEN = 10.0
-_LEAST_RISEN_LEVEL = 0.1
+_MIN_RISEN_LEVEL = 0.1
 
 
 def find_lost_training(
@@ -54,23 +54,24 @@ def find_lost_training(
     began: float = 0.0,
     until: float = math.inf,
 ) -> tuple[LostTraining | None, bool]:
-    """Return how the training of a run diverged, and whether any loss was recorded.
+    """Return how the training of a run diverged, judged by its recorded steps.
 
     Args:
         folders: The processes that trained. For each rank only the newest counts; older ones belong
             to an earlier launch or an earlier training run.
-        guards: The folders of guards. Their rings hold all attempts.
-        began: The Unix time from which on steps of guards count.
-        until: The Unix time up to which they count.
+        guards: The folders of guards. Their rings hold the steps of all attempts.
+        began: The Unix time from which steps of guards count.
+        until: The Unix time before which they count.
 
     Returns:
-        The loss that exploded first, or else the first doubtful one, or None; and whether any loss
-        was recorded.
+        How the training diverged, or None if it did not; and whether any loss was recorded. If
+        several losses diverged, the first to explode is returned. If none exploded, it is the first
+        that ended far above its beginning.
     """
     newest: dict[int | None, Path] = {}
     for folder, info in sorted(folders, key=lambda pair: pair[1].started):
         newest[info.rank] = folder
-    # By process or Guard: the number, the loss and the gradient norm of each step.
+    # For each process or Guard, the number, the loss and the gradient norm of its steps.
     recorded: list[list[tuple[int, float | None, float | None]]] = []
     for folder in newest.values():
         samples = samples_of_process(folder)
@@ -81,9 +82,9 @@ def find_lost_training(
 
     any_loss = False
     candidates = []
-    for steps_of_one in recorded:
-        losses = [(step, loss) for step, loss, _ in steps_of_one if loss is not None]
-        norms = [(step, norm) for step, _, norm in steps_of_one if norm is not None]
+    for recorded_steps in recorded:
+        losses = [(step, loss) for step, loss, _ in recorded_steps if loss is not None]
+        norms = [(step, norm) for step, _, norm in recorded_steps if norm is not None]
         any_loss = any_loss or bool(losses)
         lost = find_lost(losses, norms) or find_risen_loss(losses)
         if lost is not None:
@@ -93,11 +94,11 @@ def find_lost_training(
 
 
 def lost_from_output(log: LogText, *, name: str) -> LostTraining | None:
-    """Return how a training run diverged or ended far above its start, judged by its log.
+    """Return how a training run diverged, judged by the losses and norms in its log, or None.
 
     Args:
         log: The log.
-        name: The name of the log for sentences.
+        name: The name of the log, for the sentence about it.
     """
     return find_lost(log.losses, log.norms, log=name) or find_risen_loss(log.losses, log=name)
 
@@ -113,23 +114,23 @@ def find_lost(
         log: The name of the log that the values come from; empty for recorded steps.
     """
     lost = (
-        _not_finite(losses, "loss", _FEWEST_LOSSES)
+        _not_finite(losses, "loss", _MIN_BAD_LOSSES)
         or _exploded(losses)
-        or _not_finite(norms, "gradients", _FEWEST_NORMS)
+        or _not_finite(norms, "gradients", _MIN_BAD_NORMS)
     )
     return replace(lost, log=log) if lost is not None else None
 
 
 def _not_finite(
-    points: Sequence[Point], what: Literal["loss", "gradients"], fewest: int
+    points: Sequence[Point], what: Literal["loss", "gradients"], min_count: int
 ) -> LostTraining | None:
-    """Return the divergence if at least `fewest` values at the end are not finite.
+    """Return the divergence if at least the last `min_count` values are not finite.
 
-    A loss that was never finite counts however short it is.
+    A loss that was never finite counts even if there are fewer values.
     """
     count = _count_at_end(points, lambda value: not math.isfinite(value))
     always = 0 < count == len(points)
-    if count < fewest and not (always and what == "loss"):
+    if count < min_count and not (always and what == "loss"):
         return None
     return LostTraining(what=what, since=points[-count][0], always=always)
 
@@ -137,22 +138,22 @@ def _not_finite(
 def _exploded(points: Sequence[Point]) -> LostTraining | None:
     """Return the divergence if the loss rose far above its best level and stayed there."""
     finite = [abs(value) for _, value in points if math.isfinite(value)]
-    if len(points) <= _FEWEST_LOSSES or not finite:
+    if len(points) <= _MIN_BAD_LOSSES or not finite:
         return None
     level = _best_level(finite)
-    limit = _EXPLODED * max(level, _LEAST_LEVEL)
+    limit = _EXPLODED * max(level, _MIN_LEVEL)
     # NaN counts as above the limit.
     count = _count_at_end(points, lambda value: not value < limit)
-    if count < max(_FEWEST_LOSSES, len(points) // _SHARE_AT_END):
+    if count < max(_MIN_BAD_LOSSES, len(points) // _SHARE_AT_END):
         return None
     return LostTraining(what="loss", since=points[-count][0], rose=(level, points[-1][1]))
 
 
 def _best_level(losses: Sequence[float]) -> float:
-    """Return the lowest level that a loss had, at its beginning or in any block.
+    """Return the lowest level of a loss, at its beginning or in any block.
 
-    The beginning counts with its first and its second smallest value, because a loss may explode
-    immediately.
+    A loss may explode immediately. So its first value and the second smallest of its first values
+    count as levels too.
     """
     second_smallest = sorted(losses[:_BEGINNING])[:2][-1]
     medians = [
@@ -162,17 +163,18 @@ def _best_level(losses: Sequence[float]) -> float:
 
 
 def find_risen_loss(points: Sequence[Point], *, log: str = "") -> LostTraining | None:
-    """Return a loss that ended far above its beginning, which need not be a failure, or None.
+    """Return a loss that ended far above its beginning, which may be legitimate; None otherwise.
 
-    The median of its last tenth lies a hundredfold above the largest loss of its first tenth; or
-    tenfold, and the last quarter stays tenfold above the best tenth.
+    The loss ended far above its beginning in one of two cases: the median of its last tenth is more
+    than 100 times the largest loss of its first tenth; or it is more than 10 times that loss, and
+    the whole last quarter is more than 10 times the median of the best tenth.
 
     Args:
         points: The losses, oldest first.
         log: The name of the log that the values come from; empty for recorded steps.
     """
     finite = [(at, value) for at, value in points if math.isfinite(value)]
-    if len(finite) <= _FEWEST_LOSSES:
+    if len(finite) <= _MIN_BAD_LOSSES:
         return None
     values = [value for _, value in finite]
     size = max(len(values) // 10, 1)
@@ -183,12 +185,11 @@ def find_risen_loss(points: Sequence[Point], *, log: str = "") -> LostTraining |
     first = max(tenths[0])
     last = statistics.median(values[-size:])
     best = min(statistics.median(tenth) for tenth in tenths)
-    lowest_of_last_quarter = min(values[-max(len(values) // 4, _FEWEST_LOSSES) :])
-    is_far_above = last >= _FAR * max(first, _LEAST_LEVEL)
-    stays_above = last > _RISEN * max(
-        first, _LEAST_RISEN_LEVEL
-    ) and lowest_of_last_quarter > _RISEN * max(best, _LEAST_RISEN_LEVEL)
-    if not is_far_above and not stays_above:
+    lowest_of_last_quarter = min(values[-max(len(values) // 4, _MIN_BAD_LOSSES) :])
+    is_far_above = last >= _FAR * max(first, _MIN_LEVEL)
+    is_above = last > _RISEN * max(first, _MIN_RISEN_LEVEL)
+    stays_above = lowest_of_last_quarter > _RISEN * max(best, _MIN_RISEN_LEVEL)
+    if not is_far_above and not (is_above and stays_above):
         return None
     return LostTraining(
         what="loss", since=finite[-size][0], rose=(first, last), exploded=False, log=log
@@ -196,7 +197,7 @@ def find_risen_loss(points: Sequence[Point], *, log: str = "") -> LostTraining |
 
 
 def _count_at_end(points: Sequence[Point], is_lost: Callable[[float], bool]) -> int:
-    """Return how many points at the end are bad, up to the last good one."""
+    """Return how many points are bad after the last good one."""
     count = 0
     for _, value in reversed(points):
         if not is_lost(value):

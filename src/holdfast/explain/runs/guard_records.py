@@ -1,12 +1,11 @@
-"""What Guards recorded: the remedies that they applied, and how they ended.
+"""Read what Guards recorded: the remedies that they applied, and how they ended.
 
-A guard's last event is ``closed``, or ``left_by_exception`` followed by what the guard writes while
-closing.
+A guard's last event is ``closed``, or ``left_by_exception`` followed by the events that the guard
+records while closing.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -17,9 +16,9 @@ from holdfast.explain.logs.lines import plain_text
 from holdfast.explain.observations import stop_request
 from holdfast.explain.runs.statements import event_text, exception_chain
 
-_MOST_OF_A_SAMPLE = 120  # characters
-_MOST_OF_ALL_SAMPLES = 20_000  # characters
-_MOST_OF_A_REASON = 400  # characters
+_MAX_SAMPLE_CHARACTERS = 120
+_MAX_SAMPLES_CHARACTERS = 20_000
+_MAX_REASON_CHARACTERS = 400
 
 
 class _AppliedRemedy(NamedTuple):
@@ -71,32 +70,41 @@ def already_tried(events: Iterable[Event]) -> list[str]:
 
     A sentence says how often, which samples were quarantined, and the newest reason.
     """
-    counts: Counter[str] = Counter()
-    newest_reason: dict[str, str] = {}
-    # An ordered set: a dict keeps the order and drops duplicates.
-    quarantined: dict[str, None] = {}
+    events_by_kind: dict[str, list[Event]] = {kind: [] for kind in _REMEDIES}
     for event in events:
-        remedy = _REMEDIES.get(event.kind)
-        if remedy is None:
-            continue
-        counts[event.kind] += 1
-        newest_reason[event.kind] = event_text(event.data.get(remedy.reason_key)).strip()
-        if event.kind == "sample_quarantined" and "sample" in event.data:
-            quarantined[plain_text(str(event.data["sample"]))[:_MOST_OF_A_SAMPLE]] = None
-    sentences = []
-    for kind, remedy in _REMEDIES.items():
-        if not counts[kind]:
-            continue
-        sentence = f"a Guard {remedy.words}"
-        if counts[kind] > 1:
-            sentence += f", {counts[kind]} times"
-        if kind == "sample_quarantined" and quarantined:
-            sentence += f" ({', '.join(quarantined)[:_MOST_OF_ALL_SAMPLES]})"
-        if newest_reason[kind]:
-            last_line = newest_reason[kind].splitlines()[-1]
-            sentence += f": {last_line[:_MOST_OF_A_REASON]}"
-        sentences.append(sentence)
-    return sentences
+        if event.kind in _REMEDIES:
+            events_by_kind[event.kind].append(event)
+    return [
+        _describe_remedy(_REMEDIES[kind], applications)
+        for kind, applications in events_by_kind.items()
+        if applications
+    ]
+
+
+def _describe_remedy(remedy: _AppliedRemedy, applications: Sequence[Event]) -> str:
+    """Return a sentence about all applications of one remedy, which are ordered by time."""
+    sentence = f"a Guard {remedy.words}"
+    if len(applications) > 1:
+        sentence += f", {len(applications)} times"
+    samples = _quarantined_samples(applications)
+    if samples:
+        sentence += f" ({', '.join(samples)[:_MAX_SAMPLES_CHARACTERS]})"
+    reason = event_text(applications[-1].data.get(remedy.reason_key)).strip()
+    if reason:
+        last_line = reason.splitlines()[-1]
+        sentence += f": {last_line[:_MAX_REASON_CHARACTERS]}"
+    return sentence
+
+
+def _quarantined_samples(events: Iterable[Event]) -> list[str]:
+    """Return the samples that were quarantined, each once, in the order of the events."""
+    samples = [
+        plain_text(str(event.data["sample"]))[:_MAX_SAMPLE_CHARACTERS]
+        for event in events
+        if event.kind == "sample_quarantined" and "sample" in event.data
+    ]
+    # A dict keeps the order and drops duplicates.
+    return list(dict.fromkeys(samples))
 
 
 # --- How guards ended -----------------------------------------------------------------------------
@@ -113,10 +121,10 @@ class _GuardEnd:
 
 
 def how_closed(events: Sequence[Event]) -> GuardClosing | None:
-    """Return how a guard closed, or None if its newest event does not tell.
+    """Return how a guard closed, or None if its newest event does not say.
 
     Args:
-        events: Its events by time.
+        events: The events of the guard, oldest first.
     """
     if not events or events[-1].kind != "closed":
         return None
@@ -139,8 +147,8 @@ def statements_of_guards(
     nothing shows that the run continued after it.
 
     Args:
-        events: The events of guards by time.
-        last_step: The Unix time of the last step, if it is known.
+        events: The events of guards, oldest first.
+        last_step: The Unix time of the last step; None if unknown.
     """
     ends = _ends_of_guards(events)
     if ends:
@@ -153,7 +161,7 @@ def statements_of_guards(
 
 
 def _ended_the_run(end: _GuardEnd, events: Sequence[Event], last_step: float) -> bool:
-    """Return whether a guard's end was the end of the run: nothing shows that it continued."""
+    """Return whether a guard's end was the end of the run: it did not continue afterwards."""
     if events[end.index].unix_seconds < last_step:
         return False
     if any(event.kind not in _KINDS_AT_THE_END for event in events[end.index + 1 :]):

@@ -20,13 +20,13 @@ from holdfast.explain.evidence import Learning
 from holdfast.explain.logs.text import LogText
 from holdfast.explain.runs.recorded_steps import LossReading
 
-# Fewer losses show no trend.
-FEWEST_LOSSES = 10
-# A loss must fall by this share of its level. Adam with a learning rate of 1e-6 takes a few hundred
-# steps to do so.
-_LEAST_FALL = 0.01
-# A certain fall exceeds this many standard errors; 2 would be too few, because several beginnings
-# are tried.
+# At least this many losses are needed to show a trend.
+MIN_LOSSES = 10
+# A loss must fall by this share of its level to count as fallen. With Adam at a learning rate of
+# 1e-6 that takes a few hundred steps.
+_MIN_FALL = 0.01
+# A fall is certain if it exceeds this many standard errors. 2 would be too few, because several
+# beginnings are tried.
 _SURE = 4.0
 # A loss that fell by more than this many standard errors is not called flat.
 _LIKELY = 2.0
@@ -35,7 +35,7 @@ _CLEAR_RISE = 3.0
 # A fall measured from the first loss alone must exceed this many standard deviations of the noise.
 _SURE_FROM_ONE_LOSS = 6.0
 # A loss is only called flat if its noise could not hide a fall by this share of its level.
-_MOST_HIDDEN = 0.3
+_MAX_HIDDEN_FALL = 0.3
 # A loss that begins below this value may be that of a trained model.
 _LOW = 0.1
 # Losses have both signs if at least this share of them has the rarer sign.
@@ -45,12 +45,13 @@ _MINORITY = 0.1
 _SPIKE = 1000.0
 # A first loss below this value counts as this value for a spike, since a loss that begins at 0 has
 # no scale.
-_LEAST_LEVEL = 1.0
+_MIN_LEVEL = 1.0
 # The beginning and the end consist of at least this many losses.
 _FIRST = 3
-# Slow noise is measured between the medians of this many blocks, if each has enough losses.
+# Slow noise is estimated from the spread of the medians of this many blocks, if they are long
+# enough.
 _BLOCKS = 8
-_FEWEST_OF_A_BLOCK = 4
+_MIN_BLOCK_LOSSES = 4
 # The median of ``|a - 2 b + c|`` of normal values of standard deviation 1.
 _NORMAL_DISTANCE = 0.6745 * math.sqrt(6)
 # The standard error of the median of normal values, as a multiple of that of their mean.
@@ -87,7 +88,7 @@ def learning_from_output(log: LogText) -> Learning | None:
 
     If it did not fall, the outcome is unclear, because it may not be the training loss.
     """
-    if len(log.losses) < FEWEST_LOSSES:
+    if len(log.losses) < MIN_LOSSES:
         return None
     learning = learning_of([LossReading(line, loss) for line, loss in log.losses])
     if learning.outcome in ("fell", "unclear"):
@@ -106,11 +107,11 @@ def learning_of_process(readings: Sequence[LossReading]) -> Learning:
     if len(stretches) >= 2 * len(optimizers):
         reason = "several optimizers took turns, each with its own loss"
         return Learning(outcome="unclear", reason=reason)
-    long_enough = [stretch for stretch in stretches if len(stretch) >= FEWEST_LOSSES]
+    long_enough = [stretch for stretch in stretches if len(stretch) >= MIN_LOSSES]
     newest = long_enough[-1] if long_enough else readings
     learning = learning_of(newest)
     first = newest[0]
-    begins_late = first is readings[0] and first.step > FEWEST_LOSSES
+    begins_late = first is readings[0] and first.step > MIN_LOSSES
     if learning.outcome == "flat" and begins_late:
         reason = f"the losses before step {first.step:,} are not recorded here"
         return Learning(outcome="unclear", reason=reason)
@@ -130,7 +131,7 @@ def _by_optimizer(readings: Sequence[LossReading]) -> list[list[LossReading]]:
 def learning_of(readings: Sequence[LossReading]) -> Learning:
     """Return whether a loss is lower at its end than at its beginning, by more than its noise."""
     finite = [reading for reading in readings if math.isfinite(reading.loss)]
-    if len(finite) < FEWEST_LOSSES:
+    if len(finite) < MIN_LOSSES:
         reason = f"only {len(finite)} losses were recorded" if finite else "no loss was recorded"
         return Learning(outcome="unclear", reason=reason)
     curve = _LossCurve(finite)
@@ -151,7 +152,7 @@ class _LossCurve:
         self.size_of_end = max(len(self.losses) // 4, _FIRST)
         self.beginning = self.losses[: self.size_of_end]
         self.end = self.losses[-self.size_of_end :]
-        # Their medians, and the standard error of the difference between them.
+        # The medians of both quarters, and the standard error of the difference between them.
         self.first = statistics.median(self.beginning)
         self.last = statistics.median(self.end)
         self.error_of_fall = math.hypot(_error(self.beginning), _error(self.end))
@@ -171,7 +172,7 @@ class _LossCurve:
 
 
 def _changes_sign_all_the_time(curve: _LossCurve) -> Learning | None:
-    """A loss with both signs at both ends, such as that of a critic, does not measure progress."""
+    """A loss with both signs from beginning to end, such as a critic's, measures no progress."""
     if _has_both_signs(curve.beginning) and _has_both_signs(curve.end):
         reason = "the loss keeps changing sign, so it does not measure progress"
         return Learning(outcome="unclear", reason=reason)
@@ -180,7 +181,7 @@ def _changes_sign_all_the_time(curve: _LossCurve) -> Learning | None:
 
 def _spiked(curve: _LossCurve) -> Learning | None:
     """Two consecutive losses far above the first are reported even if the loss recovered."""
-    limit = _SPIKE * max(abs(curve.losses[0]), _LEAST_LEVEL)
+    limit = _SPIKE * max(abs(curve.losses[0]), _MIN_LEVEL)
     for before, after in itertools.pairwise(curve.readings):
         if min(before.loss, after.loss) > limit:
             return Learning(
@@ -193,9 +194,9 @@ def _spiked(curve: _LossCurve) -> Learning | None:
 
 
 def _only_came_back_down(curve: _LossCurve) -> Learning | None:
-    """A loss that soon rose and then fell, but not below its first value, has not fallen.
+    """A loss that rose early and then returned, but not below its first value, has not fallen.
 
-    It rises within its first quarter if the learning rate is too high.
+    A learning rate that is too high causes such an early rise.
     """
     first = curve.losses[0]
     rose_first = curve.first - first > _CLEAR_RISE * _noise(curve.end)
@@ -211,7 +212,7 @@ def _fell(curve: _LossCurve) -> Learning | None:
 
 
 def _changes_sign(curve: _LossCurve) -> Learning | None:
-    """A loss with both signs is only called flat or rising if it has them at neither end."""
+    """A loss that has both signs at its beginning or end is never called flat or rising."""
     if _has_both_signs(curve.beginning) or _has_both_signs(curve.end):
         reason = "the loss changes sign and does not fall by more than its noise"
         return Learning(outcome="unclear", reason=reason)
@@ -219,7 +220,7 @@ def _changes_sign(curve: _LossCurve) -> Learning | None:
 
 
 def _fell_by_little_more_than_noise(curve: _LossCurve) -> Learning | None:
-    """A fall that noise could nearly explain is neither certain nor clearly absent."""
+    """A fall that is hardly larger than the noise is uncertain."""
     if _level_it_fell_from(curve, _LIKELY) is not None:
         reason = "the loss is lower at the end, but by little more than its noise"
         return Learning(outcome="unclear", reason=reason)
@@ -233,15 +234,15 @@ def _rose(curve: _LossCurve) -> Learning | None:
 
 
 def _noise_would_hide_a_fall(curve: _LossCurve) -> Learning | None:
-    """A loss is only called flat if a fall that matters would show in it."""
+    """A loss is not called flat if its noise could hide a meaningful fall."""
     largest_fall = curve.first - curve.last + _LIKELY * curve.error_of_fall
-    if largest_fall > _MOST_HIDDEN * max(abs(curve.first), abs(curve.last)):
+    if largest_fall > _MAX_HIDDEN_FALL * max(abs(curve.first), abs(curve.last)):
         return Learning(outcome="unclear", reason="the loss is too noisy to show a fall")
     return None
 
 
 def _was_low_from_the_beginning(curve: _LossCurve) -> Learning | None:
-    """A low loss that still varies may belong to an already trained model."""
+    """A low loss that varies may be that of a model that was already trained."""
     if 0 < curve.first < _LOW and not curve.is_constant:
         reason = (
             f"the loss was low from the beginning: {curve.first:.3g} there, {curve.last:.3g} at"
@@ -277,7 +278,7 @@ def _level_it_fell_from(curve: _LossCurve, errors: float) -> float | None:
         errors: How many standard errors the end must lie below the beginning.
     """
     losses = curve.losses
-    noise = max(_noise(curve.end), _noise(losses[:FEWEST_LOSSES]))
+    noise = max(_noise(curve.end), _noise(losses[:MIN_LOSSES]))
     stays_below_first = losses[0] > max(losses[len(losses) // 2 :])
     if stays_below_first and _is_fall(losses[0], curve.last, _SURE_FROM_ONE_LOSS * noise):
         return losses[0]
@@ -296,8 +297,8 @@ def _level_it_fell_from(curve: _LossCurve, errors: float) -> float | None:
 
 
 def _is_fall(first: float, last: float, noise: float) -> bool:
-    """Return whether a level fell by more than the noise and by at least `_LEAST_FALL`."""
-    return first - last > noise and first - last >= _LEAST_FALL * max(abs(first), abs(last))
+    """Return whether a level fell by more than the noise and by at least `_MIN_FALL`."""
+    return first - last > noise and first - last >= _MIN_FALL * max(abs(first), abs(last))
 
 
 def _noise(losses: Sequence[float]) -> float:
@@ -318,7 +319,7 @@ def _error(losses: Sequence[float]) -> float:
     """
     error = _MEDIAN_ERROR * _noise(losses) / math.sqrt(len(losses))
     size = len(losses) // _BLOCKS
-    if size < _FEWEST_OF_A_BLOCK:
+    if size < _MIN_BLOCK_LOSSES:
         return error
     blocks = [
         statistics.median(losses[number * size : (number + 1) * size]) for number in range(_BLOCKS)

@@ -12,7 +12,7 @@ from holdfast.explain.runs.statements import event_text
 from holdfast.recorder.progress import ProcessPhase, Standing
 from holdfast.recorder.run_files import ProcessInfo
 
-_MOST_EXIT_MESSAGE = 300  # characters
+_MAX_EXIT_MESSAGE_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class ObservedProcess:
             newest = exits[-1].data
             return ProcessExit(
                 call=event_text(newest.get("how")) or None,
-                message=event_text(newest.get("said"))[:_MOST_EXIT_MESSAGE],
+                message=event_text(newest.get("said"))[:_MAX_EXIT_MESSAGE_CHARACTERS],
             )
         if any(event.kind == "torch_imported" for event in self.events):
             return ProcessExit(call="os._exit")
@@ -62,12 +62,12 @@ class ObservedProcess:
 def pids_that_died(
     processes: Sequence[ObservedProcess], raised: Sequence[Statement]
 ) -> set[int | None]:
-    """Return the PIDs of training processes that an exception ended for good.
+    """Return the PIDs of training processes that an exception ended, and that were not replaced.
 
-    A process does not count if another training process finished normally after it. The result
-    reveals failures behind a status of 0, which a shell pipeline or a parent that ignores its child
-    can hide. A script that failed before its first step counts; helpers that the training script
-    started, such as a compiler, do not.
+    If the command ended with status 0, these are hidden failures: a shell pipeline, or a parent
+    that ignores its child, does not pass on their status. A process was replaced if another
+    training process finished normally after it. A script that failed before its first step counts
+    as a training process; a helper that the script started, such as a compiler, does not.
 
     Args:
         processes: All observed processes of the attempt.
@@ -100,7 +100,11 @@ def _pids_ended_by_exception(
 
 
 def _training_processes(processes: Sequence[ObservedProcess]) -> list[ObservedProcess]:
-    """Return the trainers, and the other torch processes whose parent has not loaded torch."""
+    """Return the trainers, and other processes that loaded torch although their parent did not.
+
+    The latter are scripts that failed before their first step. Children of a torch process are
+    helpers.
+    """
     with_torch = [
         process
         for process in processes
@@ -113,7 +117,10 @@ def _training_processes(processes: Sequence[ObservedProcess]) -> list[ObservedPr
 
 
 def _was_replaced(failed: ObservedProcess, survivors: Sequence[ObservedProcess]) -> bool:
-    """Return whether a survivor finished after a failed process; only a trainer replaces one."""
+    """Return whether a survivor finished after a failed process and may have replaced it.
+
+    Only a trainer can replace a trainer.
+    """
     failed_since = failed.standing.since_seconds if failed.standing is not None else 0.0
     for survivor in survivors:
         standing = survivor.standing

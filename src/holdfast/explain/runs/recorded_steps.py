@@ -22,8 +22,8 @@ from holdfast.recorder.run_files import SAMPLES_FILE
 _RECORDS_OF_A_ROW = 64
 # Waiting for the loader is judged only after this many steps and this much waiting in total: a run
 # of a few seconds spends half of its time starting workers.
-_LEAST_STEPS = 10
-_LEAST_WAIT_SECONDS = 2.0
+_MIN_JUDGED_STEPS = 10
+_MIN_WAIT_SECONDS = 2.0
 
 
 class LossReading(NamedTuple):
@@ -125,7 +125,7 @@ def loader_wait_of_run(folders: Iterable[Path]) -> LoaderWait | None:
         if sample.seconds > 0 and sample.wait_seconds >= 0
     ]
     waited = math.fsum(min(sample.wait_seconds, sample.seconds) for sample in timed)
-    if len(timed) < _LEAST_STEPS or waited < _LEAST_WAIT_SECONDS:
+    if len(timed) < _MIN_JUDGED_STEPS or waited < _MIN_WAIT_SECONDS:
         return None
     seconds = math.fsum(sample.seconds for sample in timed)
     return LoaderWait(share=waited / seconds, seconds=waited, steps=len(timed))

@@ -34,7 +34,7 @@ FORMAT = 1
 # The folder of a guard's recordings, with a folder for each rank.
 _GUARD_FOLDER = "recorder"
 # At most this many guards of a run are read. A notebook may have opened any number.
-_MOST_GUARDS = 64
+_MAX_GUARDS = 64
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class Recordings:
         distinct: dict[Path, Path] = {}
         for folder in folders:
             distinct.setdefault(folder.resolve(), folder)
-        return list(distinct.values())[:_MOST_GUARDS]
+        return list(distinct.values())[:_MAX_GUARDS]
 
 
 def open_recordings(run: Path) -> Recordings:

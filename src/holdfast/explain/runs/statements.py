@@ -18,10 +18,10 @@ from holdfast.recorder.run_files import ProcessInfo
 
 # At most this many causes of an exception are used. A recursion inside handlers makes a longer
 # chain.
-_MOST_CAUSES = 20
-_MOST_OF_A_TEXT = 20_000  # characters
+_MAX_CAUSES = 20
+_MAX_TEXT_CHARACTERS = 20_000
 # A log and a recording show the same exception if this much of the first line agrees.
-_COMPARED = 120  # characters
+_COMPARED_CHARACTERS = 120
 
 
 def exceptions_of_process(events: Iterable[Event], info: ProcessInfo) -> list[Statement]:
@@ -54,7 +54,7 @@ def exception_chain(facts: Mapping[str, Any], common: Statement) -> list[Stateme
     chain = facts.get("chain")
     # The nearest cause comes first.
     causes = chain if isinstance(chain, list) else []
-    causes = [cause for cause in causes if isinstance(cause, Mapping)][:_MOST_CAUSES]
+    causes = [cause for cause in causes if isinstance(cause, Mapping)][:_MAX_CAUSES]
     statements: list[Statement] = []
     for recorded in (*reversed(causes), facts):
         raised = replace(
@@ -104,7 +104,7 @@ def _nested_exceptions(raised: Statement) -> list[Statement]:
 
 def event_text(value: Any) -> str:
     """Return an event's text, shortened and without escape sequences; empty for other values."""
-    return plain_text(value)[:_MOST_OF_A_TEXT] if isinstance(value, str) else ""
+    return plain_text(value)[:_MAX_TEXT_CHARACTERS] if isinstance(value, str) else ""
 
 
 # --- exceptions in both a log and a recording -----------------------------------------------------
@@ -156,18 +156,18 @@ def _completed(logged: Statement, recorded: Statement) -> Statement:
     )
 
 
-def is_same_exception(one: Statement, other: Statement) -> bool:
+def is_same_exception(first: Statement, second: Statement) -> bool:
     """Return whether two statements show the same exception.
 
     The class, the rank (if both have one) and the beginning of the message must agree.
     """
-    if one.exception != other.exception:
+    if first.exception != second.exception:
         return False
-    if one.rank is not None and other.rank is not None and one.rank != other.rank:
+    if first.rank is not None and second.rank is not None and first.rank != second.rank:
         return False
-    return _compared_text(one) == _compared_text(other)
+    return _compared_text(first) == _compared_text(second)
 
 
 def _compared_text(statement: Statement) -> str:
     first_line = statement.text.strip().split("\n")[0]
-    return first_line[:_COMPARED].rstrip()
+    return first_line[:_COMPARED_CHARACTERS].rstrip()

@@ -1,4 +1,4 @@
-"""The catalogue of signatures: every known kind of failure, by its id.
+"""The catalogue of signatures, one for every known kind of failure.
 
 The entries are in the YAML files beside this module, with the fields of `Signature`. The two
 signatures for runs in which nothing failed are defined in code, because `holdfast run` needs no

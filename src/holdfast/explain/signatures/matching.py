@@ -48,7 +48,7 @@ def match_all(statement: Statement) -> list[SignatureMatch]:
 def best_kind(statement: Statement) -> Signature | None:
     """Return the kind of unknown failure that matches a statement best, or None.
 
-    A kind gives a class to an exception or to a line that no signature knows.
+    A kind gives a class to an exception or to a line that matches no signature.
     """
     matches = _match(statement, _index_of_kinds())
     return matches[0].signature if matches else None
@@ -120,7 +120,10 @@ class _IndexedSignature:
         )
 
     def necessary_words(self) -> frozenset[str]:
-        """Return words, one of which every matching text contains; ``{""}`` if unknown."""
+        """Return words of which every matching text contains at least one.
+
+        ``{""}`` if no such words are known, since every text contains the empty text.
+        """
         patterns = [*self.patterns, *(pattern for pattern, _ in self.in_frames)]
         if not all(pattern.words for pattern in patterns):
             return frozenset({""})
@@ -183,9 +186,9 @@ def _searched_places(statement: Statement) -> list[str]:
     """Return the frames as ``file:function`` for matching, plus the marked innermost frame."""
     places = [f"{frame.file}:{frame.function}" for frame in statement.frames]
     # `__getattr__` raises on behalf of the frame that accessed the attribute.
-    asking = [frame for frame in statement.frames if frame.function != "__getattr__"]
-    if asking:
-        places.append(_innermost_place(asking[-1], statement.text))
+    accessing = [frame for frame in statement.frames if frame.function != "__getattr__"]
+    if accessing:
+        places.append(_innermost_place(accessing[-1], statement.text))
     return places
 
 

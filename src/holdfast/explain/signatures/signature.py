@@ -1,4 +1,4 @@
-"""`Signature`: how one kind of failure shows in texts, and what is known about it.
+"""`Signature`: how to recognise one kind of failure in messages and logs, and what to do about it.
 
 The signatures themselves are the entries of ``signatures/*.yaml``. `matching` finds those that
 match a text.
@@ -34,7 +34,7 @@ Family = Literal[
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
-# A root can be the cause. A cascade follows from a failure elsewhere.
+# A root can be the cause. A cascade only follows from a failure elsewhere.
 Role = Literal["root", "cascade"]
 
 # What a supervisor may do after a failure:

@@ -18,16 +18,16 @@ from holdfast.explain.wording.judgement import Judgement
 from holdfast.explain.wording.remarks import fix_of_training
 from holdfast.explain.wording.sentences import summary, title
 
-_MOST_EXHIBITS = 10
-_MOST_OF_A_CHAIN = 3
-_MOST_CONFIRMATIONS = 3
-_MOST_CASCADES = 3
+_MAX_EXHIBITS = 10
+_MAX_CHAIN_EXHIBITS = 3
+_MAX_CONFIRMATION_EXHIBITS = 3
+_MAX_CASCADE_EXHIBITS = 3
 
-# A disk that is full would be the wrong place to look at.
+# A save that was refused for NaN or Inf needs another fix than one that failed.
 _FIX_OF_NONFINITE_STATE = (
-    "Find out where the NaN or Inf comes from: `holdfast events RUN --kind nonfinite_origin`, and"
-    " the loss before it. Then resume from the newest checkpoint, with a lower learning rate or"
-    " without the samples to blame."
+    "Find the origin of the NaN or Inf with `holdfast events RUN --kind nonfinite_origin`, and"
+    " check the loss before it. Then resume from the newest checkpoint with a lower learning rate,"
+    " or without the samples that caused it."
 )
 
 
@@ -37,7 +37,7 @@ def in_words(judgement: Judgement) -> Verdict:
     rank = judgement.end.first_rank
     if judgement.candidate is not None:
         rank = judgement.candidate.statement.rank
-    # Changes that were already applied to this attempt did not help.
+    # Changes that this attempt already had are not suggested again: they did not help.
     applied = judgement.evidence.applied_changes
     changes = signature.changes.items()
     return Verdict(
@@ -102,14 +102,14 @@ def _exhibits(judgement: Judgement) -> list[Exhibit]:
         exhibits.append(Exhibit(text=learning.sentence(), source="recorded steps"))
     exhibits += exhibits_of_training(evidence)
     exhibits += _exhibits_of_other_candidates(judgement)
-    return list(dict.fromkeys(exhibits))[:_MOST_EXHIBITS]
+    return list(dict.fromkeys(exhibits))[:_MAX_EXHIBITS]
 
 
 def _exhibits_of_cause(candidate: CandidateCause) -> Iterator[Exhibit]:
     """Yield the statement that shows the cause, then the rest of its chain of exceptions."""
     yield quote(candidate.statement, candidate.signature.role)
     others = [statement for statement in candidate.chain if statement is not candidate.statement]
-    for statement in others[:_MOST_OF_A_CHAIN]:
+    for statement in others[:_MAX_CHAIN_EXHIBITS]:
         yield quote(statement, "fact")
 
 
@@ -119,12 +119,12 @@ def _exhibits_of_other_candidates(judgement: Judgement) -> Iterator[Exhibit]:
         candidate for candidate in judgement.case.candidates if candidate is not judgement.candidate
     ]
     confirming = [other for other in others if _confirms(other, judgement.signature)]
-    for candidate in confirming[:_MOST_CONFIRMATIONS]:
+    for candidate in confirming[:_MAX_CONFIRMATION_EXHIBITS]:
         yield quote(candidate.statement, "confirmation")
     if judgement.end.well:
         return
     cascades = [other for other in others if other.signature.role == "cascade"]
-    for candidate in cascades[:_MOST_CASCADES]:
+    for candidate in cascades[:_MAX_CASCADE_EXHIBITS]:
         yield quote(candidate.statement, "cascade")
 
 

@@ -1,6 +1,6 @@
-"""What is observed about losses: the calls of loss functions, their arguments and targets.
+"""Observe losses: the calls of loss functions, their arguments and their targets.
 
-``function_mode`` sees every call. It hands each one to the place in the script where the loss is
-computed (``sites``), with what its arguments (``arguments``, ``sources``) and its targets
-(``targets``) show.
+``function_mode`` intercepts every call of a loss function. It checks the arguments (``arguments``,
+``sources``) and the targets (``targets``), and records the results for the place in the script
+where the loss is computed (``sites``).
 """

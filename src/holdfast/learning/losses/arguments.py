@@ -20,10 +20,10 @@ from holdfast.learning.losses.loss_functions import (
 )
 from holdfast.learning.losses.sources import SourceOperation, source_of
 
-# How many rows of the scores are examined: enough for a yes or no, and cheap next to the loss
-# itself.
+# How many rows of the scores are examined: enough for a decision, at a small share of the cost of
+# the loss.
 MAX_ROWS = 256
-# How many values must lie between 0 and 1 before that is no coincidence.
+# The minimum number of values between 0 and 1 that cannot be a coincidence.
 MIN_VALUES = 16
 # How far a sum of probabilities may be from 1 through rounding alone.
 SUM_TOLERANCE = 1e-4
@@ -31,9 +31,10 @@ SUM_TOLERANCE = 1e-4
 LOG_SUM_TOLERANCE = 1e-2
 # Log-probabilities are never above 0, except through rounding.
 LOG_TOLERANCE = 1e-4
-# With more than this share of the scores at the limits of a clamp, too much gradient is lost.
+# If more than this share of the scores is at the limits of a clamp, too much of the gradient is
+# lost.
 MAX_AT_BOUNDS = 0.2
-# With more than this share of the targets outside its range, an activation cannot fit them.
+# If more than this share of the targets is outside the range of an activation, it cannot fit them.
 MAX_BEYOND = 0.25
 # The range of each activation, by the name of its operation.
 RANGES = {

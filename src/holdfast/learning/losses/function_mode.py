@@ -1,7 +1,7 @@
 """`FunctionMode`: observes calls of loss functions, layers, clipping and ``backward``.
 
-It changes nothing: it draws no random numbers, and every function returns what it would return
-without the mode. What it learns about losses is stored in `losses`; the rules judge it.
+It draws no random numbers, and every function returns what it would return without the mode.
+`LossSites` stores what is observed about losses; the rules judge it.
 """
 
 from __future__ import annotations
@@ -183,6 +183,7 @@ class FunctionMode(TorchFunctionMode):
             result.register_hook(note_sign)  # type: ignore[no-untyped-call]
 
     def _examine_arguments(self, site: LossSite, name: str, scores: Tensor, target: Tensor) -> None:
+        """Flag scores that the loss does not accept, and shapes that are broadcast by accident."""
         if scores.requires_grad and scores.is_floating_point():
             site.note_flags(raised_flags(name, scores, target))
         if name in REGRESSION_LOSSES and pairs_all_with_all(scores.shape, target.shape):
@@ -191,12 +192,14 @@ class FunctionMode(TorchFunctionMode):
     def _observe_signed_target(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
+        """Flag targets other than 1 and -1 of a loss that accepts only these."""
         target = _argument(args, kwargs, SIGNED_TARGET_LOSSES[name], "target")
         site = self._sites.enter(name)
         if isinstance(target, Tensor) and bool((target.detach().abs() != 1).any()):
             site.note_flags(["target_out_of_range"])
 
     def _observe_softmax(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Flag a softmax whose input is already a softmax or, before a loss, a ReLU."""
         scores = _argument(args, kwargs, 0, "input")
         if not isinstance(scores, Tensor):
             return
@@ -208,6 +211,7 @@ class FunctionMode(TorchFunctionMode):
             self._sites.enter(name).note_flags(["relu_source"])
 
     def _observe_log(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Flag a hand-written log-softmax that runs over the samples instead of the classes."""
         probabilities = _argument(args, kwargs, 0, "input")
         if not isinstance(probabilities, Tensor):
             return
@@ -215,6 +219,7 @@ class FunctionMode(TorchFunctionMode):
             self._sites.enter("log").note_flags(["batch_axis"])
 
     def _observe_ctc(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Flag a CTC loss that receives log-probabilities above 0."""
         site = self._sites.enter("ctc_loss")
         log_probabilities = _argument(args, kwargs, 0, "log_probs")
         if float(log_probabilities.detach().max()) > LOG_TOLERANCE:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-# These apply a softmax or a sigmoid themselves, and take unbounded scores.
+# Losses that apply a softmax or a sigmoid themselves, and expect unbounded scores.
 SCORE_LOSSES = ("cross_entropy", "binary_cross_entropy_with_logits")
 REGRESSION_LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-# The targets of these are class labels.
+# Losses whose targets are class labels.
 CLASS_LOSSES = ("cross_entropy", "nll_loss")
-# The targets of these are probabilities, mostly 0 or 1.
+# Losses whose targets are probabilities, usually 0 or 1.
 BINARY_LOSSES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
-# These compare a prediction with a target, their first two arguments.
+# Losses that compare their first two arguments, a prediction and a target.
 TARGET_LOSSES = (*SCORE_LOSSES, *REGRESSION_LOSSES, "nll_loss", "binary_cross_entropy", "kl_div")
-# The targets of these are 1 and -1. Maps the name to the position of the target among the
-# arguments.
+# Losses whose targets are 1 and -1, each with the position of the target among its arguments.
 SIGNED_TARGET_LOSSES = {
     "cosine_embedding_loss": 2,
     "margin_ranking_loss": 2,

@@ -26,7 +26,7 @@ MAX_SITES = 8
 
 
 class LossSite:
-    """The observations of one loss site: the same call of the same loss function in every step."""
+    """The observations of one loss site: a call of a loss function that recurs in every step."""
 
     def __init__(self, function: str) -> None:
         self.observed = ObservedLoss(function=function)
@@ -58,7 +58,7 @@ class LossSite:
 
         Args:
             value: The mean loss.
-            comparable: Whether the loss of a constant prediction is on the same scale.
+            comparable: Whether it can be compared with the loss of a constant prediction.
         """
         self._comparable = self._comparable and comparable
         if not math.isfinite(value):
@@ -132,7 +132,8 @@ class LossSites:
         position = min(self._calls_in_pass[function], MAX_SITES)
         site = self._sites.setdefault(f"{function}#{position}", LossSite(function))
         site.observed.calls += 1
-        site.observed.examined += examine
+        if examine:
+            site.observed.examined += 1
         return site
 
     def observations(self) -> dict[str, ObservedLoss]:

@@ -1,6 +1,6 @@
-"""Learn from a loss's targets: the loss of the best constant prediction, and shuffling.
+"""Measure the targets of a loss: the best loss of a constant prediction, and the mix of labels.
 
-A model that does no better than the best constant has learnt nothing from its inputs.
+A model that is no better than the best constant prediction has learnt nothing from its inputs.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from holdfast.learning.rules.registry import LearningRule, rule
 LARGE_INPUT = 100
 SMALL_INPUT = 1e-3
 LARGE_OFFSET = 20
-# How many batches with labels are needed to judge how well they are shuffled.
+# The minimum number of batches with labels to judge how well they are shuffled.
 MIN_BATCHES = 12
 # Shuffling is judged only if at least this many distinct labels are expected in a batch; fewer than
 # this share of them is too few.

@@ -13,25 +13,27 @@ from holdfast.learning.rules.data import is_far_from_unit_scale
 from holdfast.learning.rules.loss_progress import measure_progress
 from holdfast.learning.rules.registry import LearningRule, rule
 
-# Two consecutive steps could be accumulation on purpose; a forgotten zero_grad never stops.
+# Rule H811 reports after this many consecutive steps with leaked gradients. Two steps could be
+# intentional accumulation; a forgotten zero_grad affects every step.
 LEAKED_STEPS = 3
-# After this many consecutive observed steps, a missing or zero gradient is more than a bad batch.
+# A missing or zero gradient is reported after this many consecutive observed steps; a shorter
+# streak could be due to a bad batch.
 STEPS_IN_A_ROW = 10
-# After this many checked steps in total, what happens to a gradient after backward is no accident.
+# A gradient that is reversed, set to zero or clipped too early is reported after this many steps.
 HABIT_STEPS = 6
-# Up to this many backward passes without a step, a loop may be accumulating by hand. At the end of
-# a run fewer are enough, since no step can follow.
+# A missing optimizer step is reported after this many backward passes; with fewer, the loop may be
+# accumulating gradients by hand. At the end of a run fewer are enough, since no step can follow.
 BACKWARDS_WITHOUT_STEP = 200
 BACKWARDS_WITHOUT_STEP_AT_END = 10
-# Gradients of the first layer relative to the last that count as vanishing and as exploding.
-# AutoTrainer uses 1e-3 for vanishing gradients.
+# Gradients vanish or explode if those of the first layer, relative to those of the last one, are
+# below or above these ratios. AutoTrainer uses 1e-3 for vanishing gradients.
 VANISHING_RATIO = 1e-3
 EXPLODING_RATIO = 1e4
 # A signal explodes if the first loss, or the largest gradient norm, exceeds the usual one by this
 # factor.
 EXPLODING_LOSS = 10
 EXPLODING_NORM = 1e3
-# How many layers in a chain, and how many gradient norms, are needed to judge.
+# The minimum number of layers in a chain, and of gradient norms, to judge them.
 MIN_LAYERS = 3
 MIN_NORMS = 5
 FIRST_NORMS = 10
@@ -171,7 +173,8 @@ def signal_vanishes_or_explodes(run: Observations, rule: LearningRule) -> Iterat
 def find_exploding(run: Observations) -> LostSignal | None:
     """Return where a signal explodes, judged by the first loss and the gradient norms."""
     if any(is_far_from_unit_scale(inputs) for inputs in run.inputs.values()):
-        return None  # the scale of the inputs explains it
+        # The scale of the inputs already explains large losses and gradients.
+        return None
     for name, loss in run.losses.items():
         usual = usual_first_loss(loss)
         if loss.first is not None and usual and loss.first > EXPLODING_LOSS * usual:
@@ -197,7 +200,7 @@ def find_exploding(run: Observations) -> LostSignal | None:
 
 
 def usual_first_loss(loss: ObservedLoss) -> float | None:
-    """Return roughly what a first loss should be: that of predicting 0, or of the best constant."""
+    """Return the loss of predicting 0 or the best constant; a first loss should be close to it."""
     if loss.target_scale:
         return loss.target_scale
     if loss.function == "mse_loss":
@@ -208,7 +211,7 @@ def usual_first_loss(loss: ObservedLoss) -> float | None:
 def find_uneven_gradients(run: Observations) -> LostSignal | None:
     """Return where gradients vanish or explode between the last layer and the first one."""
     for model in run.models:
-        # The layers of several models do not form a chain.
+        # Compare layers only within a model: those of several models do not form a chain.
         prefix = f"{model}." if len(run.models) > 1 else ""
         signal = _find_uneven_gradients_within(run, prefix)
         if signal is not None:

@@ -54,20 +54,21 @@ class Findings:
     """The findings of a run so far, and which of them have been reported.
 
     Args:
-        ignore: Ids of rules that stay silent.
+        ignore: Ids of rules that are not applied.
     """
 
     def __init__(self, ignore: Collection[str] = ()) -> None:
         self._ignore = ignore
         # A contract that has been violated once stays violated.
         self._contracts: dict[_Key, Finding] = {}
-        # For windows only the newest judgement counts: a slow start may have looked like a fault.
+        # Only the newest findings of window rules count, because a slow start may have looked like
+        # a fault.
         self._windows: list[Finding] = []
         # The findings that `take_fresh` has returned, here or in an earlier attempt.
         self._reported: set[_Key] = set()
 
     def judge(self, run: Observations, *, windows: bool) -> None:
-        """Judge a run: its contracts and, if `windows` is true, the run as a whole."""
+        """Apply the contract rules to a run and, if `windows` is true, the window rules too."""
         for finding in judge(run, "contract", self._ignore):
             self._contracts.setdefault(_key(finding), finding)
         if windows:

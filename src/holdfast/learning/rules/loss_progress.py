@@ -1,4 +1,4 @@
-"""`LossProgress`: judge from its losses whether a run makes progress.
+"""`LossProgress`: judge from the losses of a run whether it makes progress.
 
 The level of a loss means something only where the objective is to minimise one loss; otherwise the
 answer is ``"unknown"``. Thresholds alone fire on healthy runs (all but one of the published ones
@@ -18,11 +18,11 @@ from holdfast.learning.observations import Observations, ObservedLoss
 
 ProgressState = Literal["unknown", "learning", "flat", "constant", "diverged"]
 
-# How many losses are needed to judge a run.
+# The minimum number of losses to judge a run.
 MIN_LOSSES = 24
 # A run whose loss is at least this share of the best constant prediction's has learnt nothing from
-# its inputs. For regression, 0.9 of the variance has been proposed; but tasks with little to learn
-# are healthy at 0.95, hence 0.97.
+# its inputs. For regression, 0.9 of the variance has been proposed, but healthy runs of tasks with
+# little to learn reach only 0.95.
 NO_BETTER_THAN_CONSTANT = 0.97
 # The same threshold for a run whose loss is still falling.
 NO_BETTER_ALTHOUGH_FALLING = 0.995
@@ -38,9 +38,9 @@ DEVIATION_OF_NORMAL = 1.4826
 # as a multiple of the gain's standard error.
 MIN_GAIN = 0.005
 GAIN_IN_ERRORS = 3
-# How many gains are needed to estimate their standard error.
+# The minimum number of gains to estimate their standard error.
 MIN_GAINS = 10
-# With a baseline below this there is nothing to learn.
+# If the loss of the best constant prediction is below this, there is nothing to learn.
 MIN_BASELINE = 1e-6
 
 
@@ -131,15 +131,15 @@ def newest_quarter(values: Sequence[float]) -> Sequence[float]:
 
 
 def best_against_constant(run: Observations) -> AgainstConstant | None:
-    """Return the site that beats its constant by most; None if no constant is known."""
-    calls = [
+    """Return the loss site that beats its constant prediction by most, or None if none is known."""
+    sites = [
         AgainstConstant(loss=median(newest_quarter(loss.values)), baseline=loss.baseline)
         for loss in run.losses.values()
         if loss.baseline is not None
         and loss.baseline > MIN_BASELINE
         and len(loss.values) >= MIN_LOSSES
     ]
-    return min(calls, key=lambda call: call.loss / call.baseline, default=None)
+    return min(sites, key=lambda site: site.loss / site.baseline, default=None)
 
 
 def has_learnt(
@@ -150,23 +150,28 @@ def has_learnt(
         return True
     if against.loss < NO_BETTER_ALTHOUGH_FALLING * against.baseline and still_falls(losses, noise):
         return True
-    least = MIN_GAIN * against.baseline
-    return any(gains_over_constant(loss, least) for loss in run.losses.values())
+    min_gain = MIN_GAIN * against.baseline
+    return any(gains_over_constant(loss, min_gain) for loss in run.losses.values())
 
 
 def still_falls(losses: list[float], noise: float) -> bool:
     """Return whether the loss fell over its last half by more than its standard error."""
-    half = losses[len(losses) // 2 :]
-    size = len(half) // 2
-    before = statistics.fmean(half[:size])
-    after = statistics.fmean(half[-size:])
+    last_half = losses[len(losses) // 2 :]
+    size = len(last_half) // 2
+    before = statistics.fmean(last_half[:size])
+    after = statistics.fmean(last_half[-size:])
     return before - after > noise / math.sqrt(size)
 
 
-def gains_over_constant(loss: ObservedLoss, least: float) -> bool:
-    """Return whether the last half of the losses beats the constant on the same batches."""
-    late = loss.gains[len(loss.gains) // 2 :]
-    if len(late) < MIN_GAINS:
+def gains_over_constant(loss: ObservedLoss, min_gain: float) -> bool:
+    """Return whether the last half of the losses beats the constant on the same batches.
+
+    Args:
+        loss: The observations of one loss site.
+        min_gain: The smallest mean gain that counts.
+    """
+    last_half = loss.gains[len(loss.gains) // 2 :]
+    if len(last_half) < MIN_GAINS:
         return False
-    error = statistics.stdev(late) / math.sqrt(len(late))
-    return statistics.fmean(late) > max(least, GAIN_IN_ERRORS * error)
+    standard_error = statistics.stdev(last_half) / math.sqrt(len(last_half))
+    return statistics.fmean(last_half) > max(min_gain, GAIN_IN_ERRORS * standard_error)

@@ -34,7 +34,8 @@ def _is_minimized(loss: ObservedLoss) -> bool:
 def loss_with_a_minus_sign(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """A loss enters the minimised objective with a minus sign."""
     if not run.minimizes_one_loss:
-        return  # adversaries maximise each other's losses
+        # Adversaries maximise each other's losses.
+        return
     signed = {name: loss for name, loss in run.losses.items() if loss.signs}
     if any(1 in loss.signs for loss in signed.values()):
         return

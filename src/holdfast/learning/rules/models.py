@@ -9,17 +9,17 @@ from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations, ObservedModel, ObservedOptimizer
 from holdfast.learning.rules.registry import LearningRule, rule
 
-# After this many steps, a missing gradient is no coincidence.
+# Missing gradients are reported after this many steps.
 SETTLED_STEPS = 3
-# After this many consecutive sampled steps without any gradient, H813 reports.
+# H813 reports after this many consecutive sampled steps without any gradient.
 NO_GRADIENT_STEPS = 10
-# After this many steps, and sampled steps that changed weights, equal units stay equal.
+# Equal units are reported after this many steps, of which this many sampled ones changed weights.
 SYMMETRIC_AFTER_STEPS = 20
 SYMMETRIC_AFTER_MOVES = 5
-# Training in evaluation mode is a fault from this many observed steps, and from this share of them.
+# Training in evaluation mode is reported from this many observed steps, if they are this share.
 EVAL_STEPS = 5
 EVAL_SHARE = 0.1
-# How many evaluations are needed to judge their mode.
+# The minimum number of evaluations to judge the mode in which they run.
 MIN_VALIDATIONS = 2
 
 
@@ -114,7 +114,8 @@ def parameters_without_gradient(run: Observations, rule: LearningRule) -> Iterat
     if any(
         optimizer.no_gradient_steps >= NO_GRADIENT_STEPS for optimizer in run.optimizers.values()
     ):
-        return  # H813 reports that nothing gets a gradient
+        # Rule H813 reports that no parameter gets a gradient.
+        return
     for name, model in run.models.items():
         if not model.never_gradient_count:
             continue

@@ -11,20 +11,21 @@ from holdfast.learning.observations import Observations, ObservedOptimizer
 from holdfast.learning.rules.loss_progress import measure_progress
 from holdfast.learning.rules.registry import LearningRule, rule
 
-# How many steps are needed before a run can be said to learn nothing.
+# The minimum number of steps after which a run can be said to learn nothing.
 MIN_STEPS = 200
-# How many evaluations are needed to judge overfitting, and how many after the best one must all be
-# worse.
+# Overfitting is reported after at least this many evaluations, if this many after the best one are
+# all worse.
 MIN_VALIDATIONS = 4
 WORSE_VALIDATIONS = 3
-# The validation loss must rise by at least this, relative to the best one.
+# The minimum rise of the validation loss, relative to the best one.
 MIN_RISE = 0.05
 # Thresholds for acceptable attention, see `alignment.alignment_facts`.
 MIN_UTTERANCES = 8
 MIN_DIAGONALITY = 0.5
 MIN_SHARPNESS = 0.2
 MAX_AT_DECODER_LIMIT = 0.2
-# How many losses and gradient norms of each adversary are needed to judge.
+# The minimum number of losses and gradient norms of each adversary, and how many of the first and
+# the newest ones are compared.
 MIN_PLAYED = 30
 FIRST_PLAYED = 8
 NEWEST_PLAYED = 15
@@ -137,6 +138,7 @@ def _losses_of(optimizer: ObservedOptimizer) -> list[float]:
 
 
 def _has_won(player: ObservedOptimizer) -> bool:
+    """Return whether the loss of an adversary has dropped to nearly 0."""
     losses = _losses_of(player)
     if len(losses) < MIN_PLAYED or losses[0] < OPENING_LOSS:
         return False
@@ -144,12 +146,13 @@ def _has_won(player: ObservedOptimizer) -> bool:
 
 
 def _has_lost(player: ObservedOptimizer) -> bool:
+    """Return whether the gradient of an adversary has vanished, or its loss has risen far."""
     losses = _losses_of(player)
     if min(len(losses), len(player.gradient_norms)) < MIN_PLAYED:
         return False
     if _remaining_gradient(player) < LOST_GRADIENT:
         return True
-    # With the non-saturating loss, the loser's gradient stays and its loss keeps rising.
+    # With the non-saturating loss, the loser's gradient does not shrink, but its loss keeps rising.
     first = median(losses[:FIRST_PLAYED])
     return median(losses[-NEWEST_PLAYED:]) > LOST_RISE * abs(first)
 

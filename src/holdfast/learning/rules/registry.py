@@ -1,8 +1,8 @@
 """`LearningRule` and `rule`: how a rule about learning is registered.
 
 A rule is a pure function from `Observations` to findings. *Contracts* are exact: a run violates
-them or not. They are judged from the first steps on. *Windows* are statistical; they are judged
-rarely, and at the end. A rule stays silent about anything that was not observed.
+them or not. They are judged from the first steps on. *Windows* are statistical; they are judged at
+long intervals, and at the end (see `sampling`). A rule reports nothing about what was not observed.
 ``explain/learning_rules.md`` explains what each rule means.
 
 A rule is kept if it states a contract, or if 95 % of its reports were right on programs that were
@@ -37,11 +37,11 @@ class LearningRule:
 
     Args:
         id: Such as ``"H811"``.
-        tier: When it is judged.
+        tier: Whether it is a contract or a window, which decides when it is judged.
         severity: Default severity of its findings.
         kind: Whether it names a cause or a symptom.
         confidence: Default confidence of its findings.
-        on_request: Whether its findings are reported only on request.
+        on_request: Whether its findings are reported only by `Guard.diagnose` and `Watch.diagnose`.
         check: Yields the findings for a run.
     """
 

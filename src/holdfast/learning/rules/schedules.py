@@ -8,7 +8,7 @@ from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations, ObservedOptimizer, ObservedScheduler
 from holdfast.learning.rules.registry import LearningRule, rule
 
-# How many steps are needed to judge how a scheduler is stepped.
+# The minimum number of steps to judge how a scheduler is stepped.
 MIN_STEPS = 20
 # A schedule as a whole is judged only in runs with at least this many steps.
 MIN_STEPS_OF_A_RUN = 50
@@ -16,11 +16,11 @@ MIN_STEPS_OF_A_RUN = 50
 INTENDED_END = 0.9
 # Before that point, this many consecutive steps at a learning rate of 0 are too many.
 STEPS_WITHOUT_RATE = 10
-# Shares of a run's steps, up to its end, that may not be spent at a learning rate of 0, and below a
-# thousandth of the largest.
+# The largest shares of a run's steps, at its end, that may have a learning rate of 0, and one below
+# a thousandth of the largest.
 LOST_WITHOUT_RATE = 0.15
 LOST_WITH_LOW_RATE = 0.5
-# The limit of the second share if the scheduler's period explains the low rate.
+# The same limit for low rates, if the period of the scheduler explains them.
 LOST_BY_PERIOD = 0.2
 # A scheduler that passes through this many periods in a run is stepped in the wrong unit.
 MAX_PERIODS = 3
@@ -46,13 +46,14 @@ def learning_rate_gone(run: Observations, rule: LearningRule) -> Iterator[Findin
 
 
 def _is_gone_early(run: Observations, optimizer: ObservedOptimizer) -> bool:
+    """Return whether the rate is 0 although much of the planned length is left."""
     if run.total_steps is None or optimizer.steps >= INTENDED_END * run.total_steps:
         return False
     return optimizer.zero_lr_steps >= STEPS_WITHOUT_RATE
 
 
 def _was_gone_at_end(run: Observations, optimizer: ObservedOptimizer) -> bool:
-    """Return whether much of a run is lost; without a planned length, only its end shows that."""
+    """Return whether a run has ended after a large share of it was spent at a rate near 0."""
     steps = optimizer.steps
     if not run.ended or steps < MIN_STEPS_OF_A_RUN:
         return False
@@ -67,7 +68,7 @@ def scheduler_out_of_step(run: Observations, rule: LearningRule) -> Iterator[Fin
     """A scheduler is stepped at the wrong times."""
     for name, scheduler in run.schedulers.items():
         if scheduler.kind == "ReduceLROnPlateau":
-            # H854 judges this one.
+            # Rule H854 covers this scheduler.
             continue
         fault = find_scheduler_fault(run, scheduler)
         if fault is not None:
@@ -89,7 +90,7 @@ def find_scheduler_fault(run: Observations, scheduler: ObservedScheduler) -> str
     steps = scheduler.optimizer_steps
     if steps >= MIN_STEPS and scheduler.advanced_several > 0.5 * steps:
         return "it is stepped several times per optimizer step"
-    # A cosine's learning rate rises again, so the rates do not reveal this.
+    # The rate of a cosine rises again, so it does not show that the period is too short.
     lost_rate = scheduler.kind == "CosineAnnealingLR" or _has_faded(run)
     if lost_rate and _passes_many_periods(scheduler):
         return (
@@ -108,6 +109,7 @@ def _passes_many_periods(scheduler: ObservedScheduler) -> bool:
 
 
 def _has_faded(run: Observations) -> bool:
+    """Return whether an optimizer spent a large share of its steps at a low rate."""
     return any(
         optimizer.low_lr_steps > LOST_BY_PERIOD * optimizer.steps
         for optimizer in run.optimizers.values()

@@ -10,43 +10,45 @@ from holdfast.learning.observations import Observations
 from holdfast.learning.rules.loss_progress import LossProgress, driving_losses, measure_progress
 from holdfast.learning.rules.registry import LearningRule, rule
 
-# Training seldom survives an update that is larger than this relative to the weights:
-# TheDeepChecker's upper limit.
+# A run seldom recovers from an update that is larger than this, relative to the weights. It is the
+# upper limit of TheDeepChecker.
 LARGE_STEP = 0.1
-# The same limit if NaN or Inf followed.
+# An update larger than this explains NaN or Inf.
 DESTRUCTIVE_STEP = 1.0
-# A loss that reaches this multiple of the first loss, within the first steps, has blown up.
+# A loss has blown up if it reaches this multiple of its first value within this many losses.
 BLOWN_UP = 10
 EARLY_LOSSES = 30
-# Below this share of the best constant prediction's loss, a run has recovered from that.
+# A run whose loss has blown up has recovered once its loss is below this share of the best constant
+# prediction's.
 RECOVERED = 0.3
-# Above this multiple of the best constant prediction's loss, a loss is worse and not merely equal
-# up to noise.
+# A loss is worse than the best constant prediction's if it is above this multiple of it; smaller
+# differences may be noise.
 WORSE_THAN_CONSTANT = 1.02
-# How many steps are needed to call a learning rate too low.
+# The minimum number of steps after which a learning rate can be called too low.
 MIN_STEPS = 100
-# All steps together must be able to move the weights by this share of their norm. The sum is an
-# upper bound of the real distance, since steps rarely point in the same direction.
+# A learning rate is too low if all steps together cannot move the weights by this share of their
+# norm. The sum of the steps is an upper bound, since they rarely point in the same direction.
 MIN_PATH = 1e-2
 # Weight decay that removes this share of the weights in one step is suspicious.
 LARGE_DECAY = 0.02
-# Decay has destroyed weights that have shrunk to this share of their initial size.
+# Weights that have shrunk to this share of their initial size were destroyed by the decay.
 SHRUNKEN = 0.2
 
 
 @rule("H825", tier="window", severity="advice", kind="cause", confidence=0.8)
 def learning_rate_too_high(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """Steps were so large that the loss blew up."""
-    steps = [
+    # The largest early update of each matrix, relative to the norm of the matrix.
+    update_ratios = [
         layer.largest_ratio
         for layer in run.layers.values()
         if layer.dims > 1 and layer.largest_ratio is not None
     ]
-    largest = median(steps) if steps else 0.0
+    largest = median(update_ratios) if update_ratios else 0.0
     if largest <= LARGE_STEP:
         return
-    bad_data = any(inputs.nonfinite for inputs in run.inputs.values())
-    destroyed = run.had_nonfinite and largest > DESTRUCTIVE_STEP and not bad_data
+    has_bad_data = any(inputs.nonfinite for inputs in run.inputs.values())
+    destroyed = run.had_nonfinite and largest > DESTRUCTIVE_STEP and not has_bad_data
     if destroyed or has_blown_up(run, measure_progress(run)):
         yield rule.finding(
             f"in the first steps the weights moved by up to {largest:.2g} of their norm at once,"
@@ -71,8 +73,8 @@ def has_blown_up(run: Observations, progress: LossProgress) -> bool:
 def is_worse_than_constant(progress: LossProgress) -> bool:
     """Return whether the loss is above that of the best constant prediction.
 
-    A model that cannot learn a task ends up predicting the constant; only one that is thrown about
-    by its steps does worse.
+    A model that cannot learn a task ends up predicting the constant; only one whose steps are too
+    large does worse.
     """
     if progress.baseline is None or progress.best is None:
         return False
@@ -85,7 +87,8 @@ def learning_rate_too_low(run: Observations, rule: LearningRule) -> Iterator[Fin
     if run.steps < MIN_STEPS or measure_progress(run).state not in ("flat", "constant"):
         return
     if not all_matrices_have_gradients(run):
-        return  # the learning rate is not to blame for missing gradients
+        # Then missing gradients are to blame, not the learning rate.
+        return
     step = longest_step(run)
     if step is None or all(optimizer.largest_lr == 0 for optimizer in run.optimizers.values()):
         return
@@ -113,7 +116,7 @@ def longest_step(run: Observations) -> float | None:
 
 
 def all_matrices_have_gradients(run: Observations) -> bool:
-    """Return whether every matrix mostly has a gradient that is not exactly 0."""
+    """Return whether every matrix has a nonzero gradient in at least half of its steps."""
     return all(
         layer.zero_gradient <= 0.5 * layer.with_gradient
         for layer in run.layers.values()
@@ -127,9 +130,11 @@ def weights_decay_away(run: Observations, rule: LearningRule) -> Iterator[Findin
     remaining = remaining_share(run)
     for name, optimizer in run.optimizers.items():
         decay = optimizer.weight_decay
-        # The share that one step removes. Adam (not AdamW) divides the decay by the gradient's size
-        # too, so for Adam this share means nothing.
-        taken = decay * optimizer.largest_lr if optimizer.kind in ("AdamW", "SGD") else 0.0
+        # The share of the weights that one step removes. It is unknown for Adam, which also divides
+        # the decay by the size of the gradient.
+        taken = 0.0
+        if optimizer.kind in ("AdamW", "SGD"):
+            taken = decay * optimizer.largest_lr
         shrunken = decay > 0 and remaining < SHRUNKEN
         if taken > LARGE_DECAY or (shrunken and measure_progress(run).is_poor):
             yield rule.finding(

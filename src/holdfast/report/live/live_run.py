@@ -1,4 +1,4 @@
-"""`LiveRun`: what can be seen of a run at one look. ``watching.Watched`` fills it in."""
+"""`LiveRun`: a snapshot of a run for the live view. ``watching.Watched`` fills it in."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class LiveRun(RunSnapshot):
 
     Args:
         state: Whether the run is still running.
-        now: Unix time of the look.
+        now: Unix time of the snapshot.
         newest: Unix time of the newest record.
         outlook: How far along the run is, as a sentence.
         scalars: The newest value of each logged name, newest last.
-        news: What each source has recorded since the previous look.
+        news: What each source has recorded since the previous snapshot.
     """
 
     state: RunState

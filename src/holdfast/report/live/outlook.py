@@ -1,4 +1,7 @@
-"""How far along a run is: epoch, step, time left and throughput, from a guard's loop events."""
+"""Describe how far along a run is: epoch, step, time left and throughput.
+
+The numbers come from the events of a guard's loop.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,7 @@ def loop_progress(event: Event, previous: LoopProgress | None) -> LoopProgress |
 
 
 def _count(event: Event, name: str) -> int | None:
-    """Return a field of an event if it is a count, else None: recordings may be damaged."""
+    """Return a field of an event if it is a count, or None, since recordings may be damaged."""
     value = event.data.get(name)
     return value if type(value) is int and value >= 0 else None
 
@@ -116,7 +119,10 @@ def describe_outlook(
 
 
 def _steps_per_second(samples: Sequence[StepSample], now: float) -> float:
-    """Return the wall-clock rate; a guard's step durations exclude waiting for data."""
+    """Return the steps per second of wall-clock time.
+
+    The durations that a guard records are not used, because they exclude waiting for data.
+    """
     if not samples:
         return 0.0
     seconds = now - samples[0].unix_seconds

@@ -12,7 +12,7 @@ from holdfast.report.live.outlook import LoopProgress, loop_progress
 from holdfast.report.run_follower import News, events_in_time_order
 from holdfast.report.sources import RecordedEvent, RunSource
 
-# More would not fit on a screen.
+# The maximum numbers of records of each kind; more would not fit on a screen.
 _KEPT_SAMPLES = 600
 _KEPT_EVENTS = 50
 _KEPT_SCALARS = 50

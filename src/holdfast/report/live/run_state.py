@@ -1,4 +1,4 @@
-"""Decide from the outside whether a run is running, waiting to restart, or ended.
+"""Decide whether a run is running, waiting to restart, or has ended, judged from outside it.
 
 The signs are collected by ``watching``; the decision here is a table of rules.
 """
@@ -87,7 +87,7 @@ def silent_for_too_long(signs: RunSigns) -> RunState | None:
 
 
 # The first rule that has an answer wins. What can be observed now takes precedence over what was
-# recorded, and that over what is inferred from silence.
+# recorded, and both over what is inferred from silence.
 RULES: tuple[StateRule, ...] = (
     supervisor_waits_to_restart,
     supervisor_or_process_is_alive,

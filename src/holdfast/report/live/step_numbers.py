@@ -1,4 +1,4 @@
-"""The numbers of a process in the live view, from its newest steps."""
+"""Compute the numbers of a process in the live view from its newest steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live view: a snapshot of a run, drawn in a terminal with Rich.
+"""Draw the live view: a snapshot of a run, in a terminal, with Rich.
 
 All text from a run is sanitised and inserted as `Text`, never as markup, so it cannot change
 colours, add links, clear the screen or move the cursor.
@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from holdfast.core.text import duration, sanitise
+from holdfast.core.text import counted, duration, sanitise
 from holdfast.report.live.live_run import LiveRun
 from holdfast.report.live.tables import (
     EVENT_COLUMNS,
@@ -40,10 +40,10 @@ PANELS = ("all", "processes", "training", "events")
 REFRESH_SECONDS = 0.5
 
 # The maximum number of rows of each table, so that everything fits on a screen.
-_MOST_PROCESSES = 16
-_MOST_EVENTS = 8
-_MOST_SCALARS = 6
-_MOST_PROBLEMS = 3
+_MAX_PROCESSES = 16
+_MAX_EVENTS = 8
+_MAX_SCALARS = 6
+_MAX_PROBLEMS = 3
 _TONE_STYLES = {"well": "green", "unjudged": "bright_black", "unknown": "yellow", "failed": "red"}
 
 
@@ -122,7 +122,7 @@ class _View:
     def processes(self) -> Sequence[ProcessSnapshot]:
         """Return the processes that are shown."""
         if self.panel in ("", "all"):
-            return self.present_processes[:_MOST_PROCESSES]
+            return self.present_processes[:_MAX_PROCESSES]
         return self.present_processes
 
 
@@ -130,14 +130,15 @@ class _View:
 
 
 def _head(view: _View) -> list[RenderableType]:
+    """Return the panel at the top: command, state, attempts, and how far along the run is."""
     run = view.run
     lines: list[RenderableType] = []
     if run.command:
         lines.append(Text(sanitise(run.command, most=300), no_wrap=True, overflow="ellipsis"))
-    attempts = "1 attempt" if run.attempt == 0 else f"{run.attempt + 1} attempts"
-    lines.append(
-        Text.assemble((run.state, STATE_STYLES[run.state]), f", {attempts}{_elapsed(run)}")
-    )
+    # Attempts are numbered from 0.
+    attempts = counted(run.attempt + 1, "attempt")
+    state = (run.state, STATE_STYLES[run.state])
+    lines.append(Text.assemble(state, f", {attempts}{_elapsed(run)}"))
     if run.outlook:
         lines.append(Text(run.outlook))
     keys = f"showing {view.panel}; any key shows more, q quits" if view.panel else None
@@ -153,12 +154,12 @@ def _head(view: _View) -> list[RenderableType]:
 
 
 def _elapsed(run: LiveRun) -> str:
-    """Return how long a run has been going or, if it has ended, how long it lasted."""
+    """Return how long a run has been running or, if it has ended, how long it ran."""
     if run.began is None:
         return ""
     if run.state == "ended" and run.newest is not None:
         return f", after {duration(max(0.0, run.newest - run.began))}"
-    return f", since {duration(max(0.0, run.now - run.began))}"
+    return f", for {duration(max(0.0, run.now - run.began))}"
 
 
 def _process_table(view: _View) -> list[RenderableType]:
@@ -189,7 +190,7 @@ def _scalar_table(view: _View) -> list[RenderableType]:
         return []
     newest_first = view.run.scalars[::-1]
     if view.panel != "training":
-        newest_first = newest_first[:_MOST_SCALARS]
+        newest_first = newest_first[:_MAX_SCALARS]
     return [make_table(newest_first, SCALAR_COLUMNS)]
 
 
@@ -198,7 +199,7 @@ def _event_table(view: _View) -> list[RenderableType]:
     if not events or not view.shows("events"):
         return []
     # In their own panel, whose end the screen may cut off, the newest events come first.
-    shown = events[::-1] if view.panel == "events" else events[-_MOST_EVENTS:]
+    shown = events[::-1] if view.panel == "events" else events[-_MAX_EVENTS:]
     return [make_table(shown, EVENT_COLUMNS)]
 
 
@@ -225,7 +226,7 @@ def _verdict_panel(view: _View) -> list[RenderableType]:
 def _problem_lines(view: _View) -> list[RenderableType]:
     return [
         Text(f"note: {sanitise(problem, most=200)}", style="yellow")
-        for problem in view.run.problems[:_MOST_PROBLEMS]
+        for problem in view.run.problems[:_MAX_PROBLEMS]
     ]
 
 

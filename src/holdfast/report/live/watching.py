@@ -1,8 +1,8 @@
-"""Poll runs: every look returns a `LiveRun` of what can be seen.
+"""Poll runs: every look returns a `LiveRun`.
 
-This works on directories that are half written, that a killed run left behind, or that another
-machine writes. ``run_follower`` reads the records, ``run_state`` decides whether a run has ended,
-and ``outlook`` describes how far along it is.
+This works even if a directory is half written, was left behind by a killed run, or is being written
+by another machine. ``run_follower`` reads the records, ``run_state`` decides whether a run has
+ended, and ``outlook`` describes how far along it is.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from holdfast.report.sources import RunSource, ran_here, read_json, runs_in
 from holdfast.report.verdicts import verdict_from, verdict_of
 
 # How many runs of a directory are shown.
-_MOST_RUNS = 40
+_MAX_RUNS = 40
 # The lock file in a supervisor's folder, and in a guard's run directory.
 LOCK_FILE = "lock"
 
@@ -74,7 +74,7 @@ class Watched:
         return tuple(self._follower.lost_steps.values())
 
     def look(self, *, hold_back: bool = True) -> LiveRun:
-        """Return what can be seen of the run now.
+        """Read what is new, and return a snapshot of the run.
 
         Args:
             hold_back: Whether the newest samples may be held back, as in `SampleFollower.new`.
@@ -110,9 +110,10 @@ class Watched:
         )
 
     def _note_signs_of_life(self, all_news: Sequence[News]) -> None:
+        """Remember when the newest of these records was written."""
         if not all_news:
             return
-        # Records that are new to us may have been written last week.
+        # Records that have just been read may have been written long ago.
         newest = max(newest_time(news) for news in all_news)
         age = max(0.0, self._clock.unix_seconds() - newest)
         recorded_at = self._clock.monotonic_seconds() - age
@@ -215,7 +216,7 @@ class Watched:
         return not Path(f"/proc/{pid}").exists()
 
     def _verdict(self, state: RunState, *, supervisor_is_lost: bool) -> Verdict | None:
-        """Return the written verdict; without one, judge the run if its supervisor was killed."""
+        """Return the recorded verdict, or judge the run if its supervisor was killed."""
         if state == "running":
             return self._judged
         values = read_json(self._run / VERDICT_FILE)
@@ -290,7 +291,7 @@ class Runs:
 
     def look(self) -> tuple[LiveRun, ...]:
         """Return the runs that have not ended, then those that have, each newest first."""
-        paths = runs_in(self._folder)[:_MOST_RUNS]
+        paths = runs_in(self._folder)[:_MAX_RUNS]
         for path in paths:
             if self._may_have_changed(path):
                 self._look_at(path)

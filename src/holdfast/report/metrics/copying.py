@@ -1,4 +1,4 @@
-"""Copy a run's metrics and events to sinks, while it runs or after its end.
+"""Copy a run's metrics and events to sinks, while the run is in progress or after it has ended.
 
 Process names stay the same across restarts, so curves continue in the next attempt.
 """
@@ -23,7 +23,7 @@ from holdfast.report.run_follower import News, events_in_time_order
 from holdfast.report.sources import RecordedEvent, RunSource
 
 POLL_SECONDS = 1.0
-_MOST_ERROR_CHARACTERS = 300
+_MAX_ERROR_CHARACTERS = 300
 _log = logging.getLogger("holdfast")
 
 
@@ -55,7 +55,7 @@ class MetricPoint:
 class Sink(Protocol):
     """Where points and events go.
 
-    Every method may raise; the sink is then closed, and the others continue.
+    Any method may raise an exception; then the sink is closed, and the others continue.
 
     Attributes:
         name: The display name.
@@ -80,7 +80,7 @@ class CopySummary:
         points: Number of steps.
         events: Number of events.
         failures: Which sinks failed and why.
-        gone: Which steps were overwritten before they could be copied.
+        gone: Sentences about steps that were overwritten before they could be copied.
     """
 
     points: int
@@ -179,7 +179,7 @@ class _Output:
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {sanitise(error, most=_MOST_ERROR_CHARACTERS)}"
+    return f"{type(error).__name__}: {sanitise(error, most=_MAX_ERROR_CHARACTERS)}"
 
 
 class _Naming:

@@ -238,7 +238,8 @@ def _open(kind: str, target: str, run: Path) -> Sink:
             fix=f'install the extra: pip install "torch-holdfast[{_EXTRAS[kind]}]".',
             rule="H742",
         ) from error
-    except Exception as error:  # clients raise what they like
+    except Exception as error:
+        # Each client raises exceptions of its own.
         raise PolicyError(
             f"metrics target {kind}={target!r} cannot be opened "
             f"({type(error).__name__}: {sanitise(error, most=300)})",

@@ -1,4 +1,4 @@
-"""Read what a page shows besides curves and events: checkpoints, stacks, and recent output."""
+"""Read what a page shows apart from curves and events: checkpoints, stacks and output."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from holdfast.report.problems import READING_ERRORS, reason
 from holdfast.report.sources import CHECKPOINTS_FOLDER
 
 # Limits on what a page shows, so that it stays readable.
-_MOST_STACKS = 60
-_MOST_STACK_BYTES = 64 << 10
-_MOST_OUTPUT_BYTES = 32 << 10
-_MOST_REASON_CHARACTERS = 200
+_MAX_STACKS = 60
+_MAX_STACK_BYTES = 64 << 10
+_MAX_OUTPUT_BYTES = 32 << 10
+_MAX_REASON_CHARACTERS = 200
 
 
 def read_checkpoints(run: Path) -> list[CheckpointSummary]:
@@ -36,7 +36,7 @@ def read_checkpoints(run: Path) -> list[CheckpointSummary]:
         entries = store.entries()
         damaged = store.damaged()
     except CheckpointError as error:
-        status = reason(error, _MOST_REASON_CHARACTERS)
+        status = reason(error, _MAX_REASON_CHARACTERS)
         return [CheckpointSummary(name=CHECKPOINTS_FOLDER, global_step=0, status=status)]
     return [
         *(_summary(entry) for entry in entries),
@@ -63,7 +63,7 @@ def _summary(entry: Entry) -> CheckpointSummary:
             saved=manifest.unix_seconds,
         )
     except READING_ERRORS as error:
-        status = reason(error, _MOST_REASON_CHARACTERS)
+        status = reason(error, _MAX_REASON_CHARACTERS)
         return CheckpointSummary(name=name, global_step=entry.global_step, status=status)
 
 
@@ -73,16 +73,16 @@ def read_stacks(run: Path, processes: Sequence[ProcessInfo]) -> Iterator[Recorde
     # A process writes the name of its own folder, and a hostile one might point elsewhere.
     folders = [process.folder for process in processes if "/" not in process.folder]
     written = [run / PROCESSES_FOLDER / folder / FAULTHANDLER_FILE for folder in folders]
-    for path in [*taken[-_MOST_STACKS:], *written[-_MOST_STACKS:]]:
+    for path in [*taken[-_MAX_STACKS:], *written[-_MAX_STACKS:]]:
         with contextlib.suppress(OSError):
-            text = _read_end(path, _MOST_STACK_BYTES).strip()
+            text = _read_end(path, _MAX_STACK_BYTES).strip()
             if text:
                 yield RecordedStacks(name=sanitise(path.relative_to(run)), text=text)
 
 
 def read_output(run: Path) -> str:
     """Return the end of the run's output; raise OSError if it cannot be read."""
-    return _read_end(run / OUTPUT_FILE, _MOST_OUTPUT_BYTES)
+    return _read_end(run / OUTPUT_FILE, _MAX_OUTPUT_BYTES)
 
 
 def _read_end(path: Path, most_bytes: int) -> str:

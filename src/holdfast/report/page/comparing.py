@@ -19,9 +19,9 @@ from holdfast.report.page.run_page import key_figures
 from holdfast.report.run_snapshot import Lane
 from holdfast.report.verdicts import how_sure
 
-# Rows by name; each row has one value per run, in the order of the runs.
+# Rows of a table by name. Each row has one value per run, in the order of the runs.
 Table = Mapping[str, Sequence[str]]
-# Settings that always differ between runs, so the difference is not worth showing.
+# Settings that differ between any two runs, so showing the difference would not help.
 _ALWAYS_DIFFERENT = frozenset({"run directory", "started", "supervisor_pid"})
 # Options such as ``--lr`` and ``-n``, but not negative numbers.
 _OPTION = re.compile(r"--?[A-Za-z]")
@@ -87,7 +87,7 @@ class Comparison:
 
 
 def _table(columns: Sequence[Mapping[str, str]]) -> Table:
-    """Turn one column of facts per run into rows, in order of first appearance."""
+    """Turn one column of facts per run into rows, in the order in which names first appear."""
     names = dict.fromkeys(name for column in columns for name in column)
     return {name: [column.get(name, "") for column in columns] for name in names}
 
@@ -125,12 +125,12 @@ def _arguments(command: str) -> dict[str, str]:
     """
     values: dict[str, list[str]] = {}
     option = ""
-    for place, word in enumerate(command.split(), start=1):
-        name, is_setting, value = word.partition("=")
-        if _OPTION.match(word) or (is_setting and _SETTING.fullmatch(name)):
+    for position, word in enumerate(command.split(), start=1):
+        name, equals_sign, value = word.partition("=")
+        if _OPTION.match(word) or (equals_sign and _SETTING.fullmatch(name)):
             option = name
             word = value
-        key = option or f"word {place}"
+        key = option or f"word {position}"
         values.setdefault(key, []).append(word)
     return {
         key: " ".join(word for word in words if word) or "given" for key, words in values.items()
@@ -172,7 +172,7 @@ def _joined_curves(lanes: Sequence[Lane]) -> dict[str, Curve]:
 
 
 def _joined_curve(curves: Sequence[Curve]) -> Curve:
-    """Return several curves as one, with a gap after each, and without their bands."""
+    """Join curves into one, with a gap after each; the bands are dropped."""
     if len(curves) == 1:
         return curves[0]
     return Curve(

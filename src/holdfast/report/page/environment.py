@@ -1,6 +1,6 @@
-"""What a run was started with: machine, versions, code, policy and hyperparameters, as text.
+"""Describe how a run was started: machine, versions, code, policy and hyperparameters, as text.
 
-All of it was recorded by the supervisor, the processes and the guards when they started.
+The supervisor, the processes and the guards record all of it when they start.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _POLICY_PREFIX = "policy."
 # Settings that are not hyperparameters: the policy (shown elsewhere), private values, and learning
 # rates that schedulers keep for internal use.
 _NO_HYPERPARAMETER = re.compile(r"^policy\.|\._|\.(initial_lr|base_lrs)$")
-# An optimizer may have many parameter groups, each with settings of its own.
-_MOST_ROWS = 200
+# The maximum number of rows, since an optimizer may have many parameter groups with their own
+# settings.
+_MAX_ROWS = 200
 
 
 def environment(run: GatheredRun) -> Environment:
@@ -42,7 +43,7 @@ def environment(run: GatheredRun) -> Environment:
         "hyperparameters": _hyperparameters(run),
     }
     return {
-        title: {str(name): _shown(value) for name, value in islice(rows.items(), _MOST_ROWS)}
+        title: {str(name): _shown(value) for name, value in islice(rows.items(), _MAX_ROWS)}
         for title, rows in groups.items()
         if isinstance(rows, dict) and rows
     }

@@ -1,8 +1,8 @@
 """Gather everything that a run recorded into one `GatheredRun`, for the page.
 
 Gathering tolerates damage: a damaged, missing or unreadable file adds a sentence to
-`GatheredRun.problems`, and everything else is still shown. It is also bounded: events are limited
-here, curves in ``lanes``, and texts in ``attachments``.
+`GatheredRun.problems`, and everything else is still shown. The amount of data is limited: that of
+events here, of curves in ``lanes``, and of texts in ``attachments``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.report.page.attachments import read_checkpoints, read_output, read
 from holdfast.report.page.gathered_run import GatheredRun
 from holdfast.report.page.images import read_images
 from holdfast.report.page.lanes import (
-    MOST_LANES,
+    MAX_LANES,
     LaneReader,
     points_per_lane,
     validations,
@@ -33,8 +33,8 @@ from holdfast.report.sources import RecordedEvent, RunSource, find_sources, read
 from holdfast.report.verdicts import verdict_of
 
 # If there are more events of a kind, only the first half and the last half of this many are shown.
-_MOST_EVENTS_OF_A_KIND = 100
-_MOST_KINDS = 100
+_MAX_EVENTS_OF_A_KIND = 100
+_MAX_KINDS = 100
 
 
 def gather(run: Path) -> GatheredRun:
@@ -63,9 +63,9 @@ def gather(run: Path) -> GatheredRun:
         _process(source, lanes_of_process[source.directory], newest_events, problems)
         for source in observed
     ]
-    if len(lanes) > MOST_LANES:
+    if len(lanes) > MAX_LANES:
         problems.add(
-            f"only the curves of the newest {MOST_LANES} of {len(lanes)} training processes are"
+            f"only the curves of the newest {MAX_LANES} of {len(lanes)} training processes are"
             " drawn"
         )
 
@@ -79,7 +79,7 @@ def gather(run: Path) -> GatheredRun:
         settings=_settings([*sources, *guards]),
         attempt=_newest_attempt(sources, events, is_supervised=bool(supervised)),
         verdict=verdict_of(run, problems.sentences),
-        lanes=tuple(lanes[-MOST_LANES:]),
+        lanes=tuple(lanes[-MAX_LANES:]),
         processes=tuple(_ended_with_their_attempts(processes, events)),
         events=tuple(shown_events),
         left_out_events=left_out_events,
@@ -92,7 +92,7 @@ def gather(run: Path) -> GatheredRun:
         images=tuple(read_images(run_directories, problems.sentences)),
         stacks=tuple(read_stacks(run, [source.info for source in observed if source.info])),
         output=problems.read(read_output, run) or "",
-        # Read last: everything above may have added a sentence.
+        # Read last, because everything above may have added a sentence.
         problems=tuple(dict.fromkeys(problems.sentences)),
     )
 
@@ -216,24 +216,24 @@ def _limit_events(
     That way, frequent kinds do not crowd out rare ones. If there are too many kinds, the rarest are
     shown.
     """
-    places_by_kind: dict[str, list[int]] = {}
-    for place, recorded in enumerate(events):
-        places_by_kind.setdefault(recorded.event.kind, []).append(place)
-    rarest_first = sorted(places_by_kind, key=lambda kind: len(places_by_kind[kind]))
+    indices_by_kind: dict[str, list[int]] = {}
+    for index, recorded in enumerate(events):
+        indices_by_kind.setdefault(recorded.event.kind, []).append(index)
+    rarest_first = sorted(indices_by_kind, key=lambda kind: len(indices_by_kind[kind]))
 
     shown: list[int] = []
     left_out: dict[str, int] = {}
     for number, kind in enumerate(rarest_first):
-        places = places_by_kind[kind]
-        shown_of_kind = _first_and_last(places) if number < _MOST_KINDS else []
+        indices = indices_by_kind[kind]
+        shown_of_kind = _first_and_last(indices) if number < _MAX_KINDS else []
         shown += shown_of_kind
-        if len(shown_of_kind) < len(places):
-            left_out[kind] = len(places) - len(shown_of_kind)
-    return [events[place] for place in sorted(shown)], left_out
+        if len(shown_of_kind) < len(indices):
+            left_out[kind] = len(indices) - len(shown_of_kind)
+    return [events[index] for index in sorted(shown)], left_out
 
 
-def _first_and_last(places: list[int]) -> list[int]:
-    if len(places) <= _MOST_EVENTS_OF_A_KIND:
-        return places
-    half = _MOST_EVENTS_OF_A_KIND // 2
-    return places[:half] + places[-half:]
+def _first_and_last(indices: list[int]) -> list[int]:
+    if len(indices) <= _MAX_EVENTS_OF_A_KIND:
+        return indices
+    half = _MAX_EVENTS_OF_A_KIND // 2
+    return indices[:half] + indices[-half:]

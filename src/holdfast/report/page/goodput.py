@@ -1,7 +1,8 @@
-"""Goodput: what a run's time was spent on, and which share of it went into useful steps.
+"""Goodput: how a run spent its time, and which share of it went into useful steps.
 
-The times come from one process of each attempt, whose board has the seconds spent in each phase. If
-no process was observed, they come from a guard, as far back as its recording reaches.
+The times of an attempt are those of one of its processes, which publishes how many seconds it spent
+in each phase. If no process was observed, they come from a guard, as far back as its recording
+goes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from holdfast.recorder.progress import ProcessPhase
 from holdfast.report.page.gathered_run import GatheredRun
 from holdfast.report.run_snapshot import Lane, ProcessSnapshot
 
-# The use that the time in each phase counts towards.
+# For each phase, the use towards which its time counts.
 _USES = {
     ProcessPhase.FORWARD_BACKWARD: "steps",
     ProcessPhase.OPTIMIZER: "steps",
@@ -27,7 +28,7 @@ _USES = {
     ProcessPhase.FIRST_STEP: "start-up",
     ProcessPhase.ENDING: "ending",
 }
-# Every use of time with its colour, in display order.
+# The colour of each use of time, in display order.
 COLOURS = {
     "steps": "#45a95a",
     "repeated steps": "#e15759",
@@ -40,7 +41,8 @@ COLOURS = {
     "down": "#8c3b3b",
     "between steps": "#8c8c8c",
 }
-# Events that only a working guard records. Other events may precede the resume of a run.
+# Events that a guard records only while it is working. Other events may precede the resume of a
+# run.
 _SIGNS_OF_WORK = frozenset(
     {"resumed", "loop", "checkpoint_saved", "validated", "closed", "left_by_exception"}
 )
@@ -60,7 +62,7 @@ def goodput(run: GatheredRun) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AttemptTime:
-    """The time of an attempt, as spent by one of its trainers.
+    """How an attempt spent its time, judged by one of its trainers.
 
     Args:
         process: The trainer.
@@ -98,7 +100,10 @@ class _AttemptTime:
 
 
 def _seconds_of_attempts(run: GatheredRun) -> dict[str, float]:
-    """Return the seconds of all observed attempts by use; "steps" still includes repeated steps."""
+    """Return the seconds that all observed attempts spent on each use.
+
+    "steps" still includes repeated steps.
+    """
     attempts = _attempt_times(run)
     lanes = [item.process.lane for item in attempts.values() if item.process.lane is not None]
     repeated_shares = _shares_repeated(run, lanes)
@@ -150,7 +155,7 @@ def _attempt_time(run: GatheredRun, number: int, process: ProcessSnapshot) -> _A
         process=process,
         launched=started if launched is None else min(launched, started),
         started=started,
-        # If the phases add up to more than that, they are trusted over the recorded end.
+        # If the phases add up to a longer time, they are trusted more than the recorded end.
         lasted_seconds=max(ended - started, sum(process.spent)),
     )
 
@@ -169,24 +174,27 @@ def _time_of(run: GatheredRun, kind: str, attempt: int) -> float | None:
 
 
 def _goodput_of_guard(run: GatheredRun) -> dict[str, float]:
-    """Return the seconds by use from a guard's record of its steps and resumes."""
+    """Return the seconds spent on each use, from a guard's record of its steps and resumes."""
     lane = _lane_of_guard(run)
     if lane is None:
         return {}
-    signs = _signs_of_work(run, lane)
-    gaps = breaks(run, lane)
-    finished = {
+    signs_of_work = _signs_of_work(run, lane)
+    breaks_of_guard = breaks(run, lane)
+    times_of_finish = {
         recorded.event.unix_seconds
         for recorded in run.events
         if recorded.event.data.get("how") == "finished"
     }
-    idle_seconds = sum(resumed - last_sign for last_sign, resumed in gaps)
-    # After finishing, a run is idle rather than down until it is started again.
+    break_seconds = sum(resumed - last_sign for last_sign, resumed in breaks_of_guard)
+    # A break after the run had finished does not count as down: nobody was waiting for it.
     down_seconds = sum(
-        resumed - last_sign for last_sign, resumed in gaps if last_sign not in finished
+        resumed - last_sign
+        for last_sign, resumed in breaks_of_guard
+        if last_sign not in times_of_finish
     )
     step_seconds = float(lane.times.seconds.sum())
-    working_seconds = max(signs[-1] - signs[0] - idle_seconds, step_seconds)
+    seconds_without_breaks = signs_of_work[-1] - signs_of_work[0] - break_seconds
+    working_seconds = max(seconds_without_breaks, step_seconds)
     repeated_seconds = step_seconds * _shares_repeated(run, [lane])[lane.label]
     others = {
         "repeated steps": repeated_seconds,
@@ -210,7 +218,8 @@ def _lane_of_guard(run: GatheredRun) -> Lane | None:
 def breaks(run: GatheredRun, lane: Lane) -> list[tuple[float, float]]:
     """Return the breaks between a guard's processes, as pairs of Unix times.
 
-    A break lasts from the last sign of one process until the next process has resumed the run.
+    A break begins with the last sign of work of one process, and ends when the next one has resumed
+    the run.
     """
     resumed = {
         recorded.event.unix_seconds for recorded in run.events if recorded.event.kind == "resumed"
@@ -281,12 +290,12 @@ class _RepeatTracker:
     def __init__(self, rewinds: Sequence[float], *, has_guard: bool) -> None:
         self._rewinds = rewinds
         self._has_guard = has_guard
-        # The highest step reached so far, and the highest one before the newest rewind.
+        # The highest step so far, and the highest step before the newest rewind.
         self._reached = 0.0
         self._reached_before_rewind = 0.0
         self._last_step = 0.0
-        # How many rewinds have happened; -1 before the first step of a lane, so that it counts as a
-        # rewind.
+        # Number of rewinds so far. It is -1 before the first step of a lane, so that this step
+        # counts as one.
         self._rewinds_so_far = -1
 
     def begin_lane(self) -> None:

@@ -20,11 +20,11 @@ from holdfast.report.page.gathered_run import PageImage
 
 _SHOWN_OF_A_TAG = 5
 # At most this many folder entries are examined; a guard writes at most 16 into each.
-_MOST_FILES = 1000
+_MAX_FILES = 1000
 # For scale: plotly's own script takes 4.5 MiB of a page.
-_MOST_BYTES_IN_ALL = 16 << 20
+_MAX_TOTAL_BYTES = 16 << 20
 # A file name with more digits is not a step: it would not fit into 64 bits.
-_MOST_DIGITS = 18
+_MAX_STEP_DIGITS = 18
 
 # A PNG file begins with this signature and the chunk IHDR, whose first fields are width and height,
 # and ends with the chunk IEND, which is always the same (https://www.w3.org/TR/png-3/#5DataRep).
@@ -65,7 +65,7 @@ def read_images(runs: Iterable[Path], problems: list[str]) -> list[PageImage]:
             sentence = f"image {file.tag} of step {file.global_step} is left out: {reason}"
             problems.append(sanitise(sentence, most=300))
             continue
-        if size + len(image.png) > _MOST_BYTES_IN_ALL:
+        if size + len(image.png) > _MAX_TOTAL_BYTES:
             too_large += 1
             continue
         size += len(image.png)
@@ -73,7 +73,7 @@ def read_images(runs: Iterable[Path], problems: list[str]) -> list[PageImage]:
     if too_large:
         problems.append(
             f"{too_large} images are left out: a page holds at most"
-            f" {_MOST_BYTES_IN_ALL >> 20} MiB of images"
+            f" {_MAX_TOTAL_BYTES >> 20} MiB of images"
         )
     return sorted(images, key=lambda image: (image.tag, -image.global_step))
 
@@ -119,7 +119,7 @@ def _files_to_show(runs: Iterable[Path], problems: list[str]) -> Iterator[_Image
 
 def _tag_folders(folder: Path) -> list[Path]:
     """Return the folders of the first tags in alphabetical order; links are not followed."""
-    entries = islice(folder.iterdir(), _MOST_FILES)
+    entries = islice(folder.iterdir(), _MAX_FILES)
     folders = [entry for entry in entries if entry.is_dir() and not entry.is_symlink()]
     return sorted(folders)[:MOST_TAGS]
 
@@ -127,9 +127,9 @@ def _tag_folders(folder: Path) -> list[Path]:
 def _image_files(folder: Path) -> list[tuple[int, Path]]:
     """Return the steps and paths of the images of a tag, newest step first."""
     files = []
-    for path in islice(folder.iterdir(), _MOST_FILES):
+    for path in islice(folder.iterdir(), _MAX_FILES):
         digits = path.stem
-        is_step = digits.isascii() and digits.isdecimal() and len(digits) <= _MOST_DIGITS
+        is_step = digits.isascii() and digits.isdecimal() and len(digits) <= _MAX_STEP_DIGITS
         if path.suffix == ".png" and is_step:
             files.append((int(digits), path))
     return sorted(files, reverse=True)

@@ -1,4 +1,4 @@
-"""Turn rings of steps and scalars into lanes: the steps and curves of each process and guard.
+"""Turn rings of steps and scalars into lanes: the steps and curves of one process or guard each.
 
 Curves are thinned one process at a time, so that a run of many processes fits into memory.
 """
@@ -18,7 +18,7 @@ from holdfast.recorder.scalars import SCALARS_FILE, Scalar, scalars_of
 from holdfast.report.curves import (
     CURVES_OF_AN_OPTIMIZER,
     LOGGED,
-    MOST_POINTS,
+    MAX_POINTS,
     Curve,
     StepTimes,
     curves_of_scalars,
@@ -30,11 +30,12 @@ from holdfast.report.problems import Problems
 from holdfast.report.run_snapshot import Lane
 from holdfast.report.sources import RecordedEvent, RunSource
 
-# Lanes of a page: 48 curves of 2,000 points in each of seven panels are about 10 MB of JSON.
-MOST_LANES = 48
-_MOST_POINTS_IN_ALL = MOST_LANES * MOST_POINTS // 2
-_FEWEST_POINTS = 200
-# A third of a year. A longer step duration can only be damage.
+# The maximum number of lanes on a page: 48 curves of 2,000 points in each of seven panels make
+# about 10 MB of JSON.
+MAX_LANES = 48
+_MAX_TOTAL_POINTS = MAX_LANES * MAX_POINTS // 2
+_MIN_POINTS = 200
+# A third of a year. A longer step duration can only be corrupt data.
 _LONGEST_STEP_SECONDS = 1e7
 _SECONDS = NAMES.index("seconds")
 
@@ -52,7 +53,7 @@ class LaneReader:
         self._problems = problems
         self._validated = validated
 
-    def lanes_of(self, source: RunSource, most_points: int = MOST_POINTS) -> list[Lane]:
+    def lanes_of(self, source: RunSource, most_points: int = MAX_POINTS) -> list[Lane]:
         """Return the lane of a source, plus one per optimizer if it has several.
 
         Args:
@@ -132,8 +133,8 @@ class LaneReader:
 
 def points_per_lane(processes: int) -> int:
     """Return how many points each curve may have, given the number of processes with curves."""
-    share = _MOST_POINTS_IN_ALL // max(processes, 1)
-    return max(_FEWEST_POINTS, min(MOST_POINTS, share))
+    share = _MAX_TOTAL_POINTS // max(processes, 1)
+    return max(_MIN_POINTS, min(MAX_POINTS, share))
 
 
 def without_observed_curves(lanes: Sequence[Lane], observed: Sequence[Lane]) -> list[Lane]:

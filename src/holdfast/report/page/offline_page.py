@@ -25,7 +25,7 @@ from holdfast.core.text import as_json_value, duration, moment, sanitise, size
 from holdfast.core.version import __version__
 
 _TEMPLATES = Path(__file__).with_name("templates")
-# Characters that could end a script element or a line, even inside a JSON string.
+# Characters that could end a script element or a line of script, even inside a JSON string.
 _ESCAPES_IN_SCRIPT = str.maketrans(
     {
         "<": "\\u003c",
@@ -124,7 +124,7 @@ def plotly_script() -> str:
     except ImportError as error:
         raise PolicyError(
             "plotly is not installed",
-            limit="the page draws its curves with it",
+            limit="the page needs it to draw its curves",
             fix=(
                 'install the extra: pip install "torch-holdfast[report]"; `holdfast watch RUN'
                 " --once` needs nothing."

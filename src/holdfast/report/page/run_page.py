@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file that opens offline and shows why the run ended and how it went.
+"""Render the page of a run: an HTML file that shows offline how the run went and why it ended.
 
 This module decides what the page shows; ``templates/page.html`` decides how it looks.
 """

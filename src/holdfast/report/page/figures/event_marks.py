@@ -1,4 +1,4 @@
-"""Events as marks on a figure: one trace for each severity, and one for resumed runs."""
+"""Draw events as marks on a figure: one trace for each severity, and one for resumes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STYLES = {
     "warning": ("#e08a1e", "triangle-up"),
     "error": ("#d64545", "x"),
 }
-_MOST_CHARACTERS = 300
+_MAX_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def _trace(style: str, marks: list[Mark]) -> Figure:
         "y": [mark.y for mark in marks],
         "marker": {"symbol": symbol, "size": 10, "color": colour},
         "hovertext": [
-            label(f"{mark.recorded.source}, {mark.recorded.event}", _MOST_CHARACTERS)
+            label(f"{mark.recorded.source}, {mark.recorded.event}", _MAX_CHARACTERS)
             for mark in marks
         ],
         "hovertemplate": "%{hovertext}<extra></extra>",

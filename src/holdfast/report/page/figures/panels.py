@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from holdfast.report.curves import LOGGED, MOST_LOGGED, Band, Curve, FloatArray
+from holdfast.report.curves import LOGGED, MAX_LOGGED, Band, Curve, FloatArray
 from holdfast.report.page.figures.plotly_values import Figure, json_numbers, label
 from holdfast.report.run_snapshot import Lane
 
@@ -41,9 +41,9 @@ _FACTOR_FOR_LOGARITHMIC_AXIS = 100.0
 _FACTOR_FOR_FEW_TICKS = 1e8
 # Values with a smaller relative difference count as constant.
 _CONSTANT = 1e-9
-_MOST_MARKS = 200
+_MAX_MARKS = 200
 # A line through fewer points than this is hardly visible, so its points are marked.
-_FEWEST_POINTS_OF_A_LINE = 3
+_MIN_POINTS_OF_A_LINE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ def _logged_panels(lanes: Sequence[Lane]) -> list[Panel]:
     """
     names = dict.fromkeys(name for lane in lanes for name in lane.curves if name.startswith(LOGGED))
     panels = []
-    for name in list(names)[:MOST_LOGGED]:
+    for name in list(names)[:MAX_LOGGED]:
         curves = [lane.curves[name] for lane in lanes if name in lane.curves]
         own_scale = any(curve.own_scale for curve in curves)
         title = label(name.removeprefix(LOGGED))
@@ -153,7 +153,7 @@ class _DrawnCurve:
     colour: str
 
     def divided_by(self, divisor: float) -> _DrawnCurve:
-        """Return the curve with all values divided."""
+        """Return the curve with all values divided by `divisor`."""
         band = self.curve.band
         if band is not None:
             band = Band(steps=band.steps, low=band.low / divisor, high=band.high / divisor)
@@ -261,6 +261,7 @@ class PanelDrawing:
         return traces
 
     def _line(self, drawn: _DrawnCurve) -> Figure:
+        """Return the trace of a curve, without its band."""
         finite_points = int(np.isfinite(drawn.curve.values).sum())
         name_in_panel = _NAMES_IN_PANEL.get(drawn.name)
         trace_name = label(drawn.lane.label)
@@ -268,7 +269,7 @@ class PanelDrawing:
             trace_name += f" {name_in_panel}"
         return {
             "type": "scatter",
-            "mode": "lines" if finite_points >= _FEWEST_POINTS_OF_A_LINE else "lines+markers",
+            "mode": "lines" if finite_points >= _MIN_POINTS_OF_A_LINE else "lines+markers",
             "x": json_numbers(drawn.curve.steps),
             "y": json_numbers(drawn.curve.values),
             "yaxis": self.y_axis,
@@ -293,15 +294,15 @@ class PanelDrawing:
         return " ".join(part for part in parts if part)
 
     def _nonfinite_marks(self, drawn: _DrawnCurve) -> Figure:
-        """Return crosses at the panel's least finite value, since an axis has no place for NaN."""
+        """Return crosses at the lowest finite value of the panel, since no axis can show NaN."""
         steps = drawn.curve.nonfinite
-        steps = steps[:: len(steps) // _MOST_MARKS + 1]
-        least = float(self._finite.min()) if len(self._finite) else 0.0
+        steps = steps[:: len(steps) // _MAX_MARKS + 1]
+        lowest = float(self._finite.min()) if len(self._finite) else 0.0
         return {
             "type": "scatter",
             "mode": "markers",
             "x": json_numbers(steps),
-            "y": [least] * len(steps),
+            "y": [lowest] * len(steps),
             "yaxis": self.y_axis,
             "name": "not finite",
             "legendgroup": label(drawn.lane.label),
@@ -323,7 +324,7 @@ def _byte_unit(finite: FloatArray) -> tuple[str, float]:
 
 
 def _spans_decades(finite: FloatArray) -> bool:
-    """Return whether a linear axis would hide the smaller ones of positive values."""
+    """Return whether values are positive and a linear axis would hide the smaller ones."""
     return bool(0 < finite.min() < finite.max() / _FACTOR_FOR_LOGARITHMIC_AXIS)
 
 
@@ -355,7 +356,7 @@ def _band_trace(line: Figure, band: Band) -> Figure:
 
 
 def _curve_in_legend(lane: Lane) -> str:
-    """Return the name of the curve that stands for all curves of a lane in the legend."""
+    """Return the name of the curve that represents the lane in the legend."""
     for panel in _PANELS:
         for name in panel.curves:
             if name in lane.curves:

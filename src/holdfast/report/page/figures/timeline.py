@@ -1,4 +1,4 @@
-"""The timeline figure: when each process started, trained and ended, with event marks, in UTC."""
+"""Draw the timeline: when each process started, trained and ended, with event marks, in UTC."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from holdfast.report.run_snapshot import Lane, ProcessSnapshot, role_order
 
 # The colour of each kind of bar, the same in both themes.
 _COLOURS = {"starting": "#8fa3b8", "training": "#45a95a", "ending": "#b8a26b"}
-_MOST_ROWS = 40
+_MAX_ROWS = 40
 _ROW_PIXELS = 34
 _MARGIN_PIXELS = 144
-# Space for row names: per character, and the maximum.
+# Width of the space for row names: per character, and at most.
 _CHARACTER_PIXELS = 8
-_MOST_NAME_PIXELS = 230
+_MAX_NAME_PIXELS = 230
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def timeline_figure(run: GatheredRun) -> Figure | None:
 
 
 def _rows(run: GatheredRun) -> list[str]:
-    """Return the names of the rows, from top to bottom, at most `_MOST_ROWS`.
+    """Return the names of the rows, from top to bottom, at most `_MAX_ROWS`.
 
     Loader workers get a row only if they recorded an event: each epoch has its own workers, and
     their ends are unknown.
@@ -62,7 +62,7 @@ def _rows(run: GatheredRun) -> list[str]:
     ]
     rows += [lane.label for lane in run.lanes if lane.begun is not None]
     rows += sources
-    return list(dict.fromkeys(rows))[:_MOST_ROWS]
+    return list(dict.fromkeys(rows))[:_MAX_ROWS]
 
 
 def _bars(run: GatheredRun) -> Iterator[_Bar]:
@@ -104,7 +104,7 @@ def _last_phase(process: ProcessSnapshot) -> str:
 
 
 def _bars_of_guard(run: GatheredRun, lane: Lane) -> Iterator[_Bar]:
-    """Yield when a guard trained, with one bar for each process that continued the run."""
+    """Yield a bar for each process in which a guard trained: the first, and those that resumed."""
     if lane.begun is None or lane.ended is None:
         return
     gaps = breaks(run, lane)
@@ -152,7 +152,7 @@ def _layout(rows: list[str]) -> Figure:
         "hovermode": "closest",
         "dragmode": "zoom",
         "margin": {
-            "l": 30 + min(_CHARACTER_PIXELS * longest, _MOST_NAME_PIXELS),
+            "l": 30 + min(_CHARACTER_PIXELS * longest, _MAX_NAME_PIXELS),
             "r": 18,
             "t": 40,
             "b": 64,
