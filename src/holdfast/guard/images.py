@@ -63,7 +63,7 @@ def keep_image(run: Path, record: RunRecord, tag: str, image: Any) -> None:
     try:
         make_folder(run, IMAGES_FOLDER)
         if _is_one_tag_too_many(path.parent):
-            reason = f"{MOST_TAGS} tags already have images"
+            reason = f"{MOST_TAGS} tags have images already"
             record.emit(run_events.ImageLeftOut(tag=tag, reason=reason))
             return
         make_folder(run, IMAGES_FOLDER, tag)
