@@ -328,7 +328,7 @@ class Saving:
             return
         started = self._clock.monotonic_seconds()
         try:
-            begun = False
+            begun: bool | None = False
             if self._job is None:
                 begun = self._hand_over(started)
             if begun is False and self._writers.are_several:

@@ -1,8 +1,8 @@
 """Give the parts of a batch the same random numbers as the whole batch, for a comparison.
 
-The numbers that the loss function draws for all samples are recorded, and each part is then given
-its rows of them. A random loss can thus be compared as exactly as any other, and a loss that shares
-random numbers between samples is noticed.
+The random numbers that the loss function draws for all samples are recorded, and each part then
+receives its rows of them. A random loss can thus be compared as exactly as any other, and a loss
+that shares random numbers between samples is noticed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class NotRepeatableError(Exception):
 class Draws:
     """Records what torch draws in the first call after `start`, and repeats it for the parts.
 
-    Random numbers of python and numpy have no rows. Each call starts with the same seed, as if all
-    samples shared the numbers; or with `in_order` the generators continue from part to part, as if
-    the numbers were drawn for one sample after the other. If the loss function seeds a torch
-    generator itself, its numbers are the same in each call anyway, and nothing is repeated.
+    Random numbers from Python and numpy have no rows. Each call therefore starts with the same
+    seed, as if all samples shared the numbers. With `in_order`, the generators instead continue
+    from part to part, as if the numbers were drawn for one sample after the other. If the loss
+    function seeds a torch generator itself, its numbers are the same in each call anyway, and
+    nothing is repeated.
 
     Args:
         devices: The accelerators whose generators are watched.
@@ -45,10 +46,10 @@ class Draws:
     ) -> None:
         # Whether any random number was drawn.
         self.drew = False
-        # Whether samples share random numbers. After a split each part draws its own, which changes
-        # the variance.
+        # Whether samples share random numbers. After a split, each part would draw its own, which
+        # changes the variance.
         self.shared = False
-        # Whether python or numpy drew.
+        # Whether Python's or numpy's generator was used.
         self.outside_torch = False
         self._devices = devices
         self._tolerance = tolerance
@@ -56,7 +57,7 @@ class Draws:
         self._in_order = in_order
         # The draws of the call with all samples; None before it.
         self._made: list[_Draw] | None = None
-        # What the parts were given, by operation and state of the generator.
+        # The numbers that the parts received, by operation and state of the generator.
         self._given: dict[Any, list[Any]] = {}
         self._samples = 0
 
@@ -75,12 +76,12 @@ class Draws:
             samples: The number of samples in the call.
 
         Raises:
-            NotRepeatableError: If a part asks for other numbers than the whole batch, or fails with
-                the ones that it is given.
+            NotRepeatableError: If a part draws other random numbers than the whole batch, or fails
+                with those that it receives.
         """
         if not (self._in_order and first):
             seed_cpu(self._seed)
-            # A different seed for each part. With the same one it would look as if the loss
+            # Each part gets a different seed. With the same one, it would look as if the loss
             # function had seeded the generator.
             torch.default_generator.manual_seed(self._seed + first)
         if self._made is None:
@@ -109,7 +110,7 @@ class Draws:
             raise NotRepeatableError
 
     def backward(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which a recomputed forward pass is given the same numbers again."""
+        """Return a context in which a recomputed forward pass receives the same numbers again."""
 
         def again(draw: _Draw) -> None:
             for new, old in zip(draw.drawn, self._given.get(draw.place(), draw.drawn), strict=True):
@@ -199,7 +200,7 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _states(self, kwargs: Any) -> list[torch.Tensor]:
-        """Return the states of all generators, and of the one that the call is given."""
+        """Return the states of the default generators and of the one that is passed to the call."""
         state = capture(self._devices)
         states = [state.cpu, *state.devices.values()]
         generator = kwargs.get("generator")
@@ -218,7 +219,7 @@ def _read_and_written(func: Any, args: Sequence[Any]) -> tuple[list[Any], list[A
         else:
             written.append(argument)
     if func._schema.name.endswith("_like"):
-        # The first argument is only an example, whose values do not matter.
+        # The first argument gives only shape and dtype; its values do not matter.
         read = read[1:]
     return read, written
 
