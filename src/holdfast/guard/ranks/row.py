@@ -1,4 +1,7 @@
-"""The row of numbers that each rank sends to all others in each step, during the backward pass."""
+"""The row of numbers that each rank sends to all others in each step, during the backward pass.
+
+`Said` is what a rank sends, `PendingRow` the exchange, and `Rows` what it receives from all ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Place(NamedTuple):
 
     Attributes:
         epoch: The epoch, from 0.
-        batch: The batch of the epoch with which the step is made.
+        batch: The batch within the epoch that the step uses.
         passed: The number of batches without a step since the last batch with one.
     """
 
@@ -44,18 +47,19 @@ class Said:
     number: int
     # The number of the guard among those of this process, in the order of their creation.
     guard: int
-    # 0 without a stop request, 1 for one by a call, 1 plus its number for a signal.
+    # 0 without a stop request, 1 for a request by a call, 1 plus the signal number for a signal.
     stop: float = 0.0
-    # Whether a save is due after this step, and whether a save was refused. Those of the first rank
-    # count.
+    # Whether a save is due after this step, and whether a save was refused. Only the values of the
+    # first rank count.
     save: bool = False
     refused: bool = False
     # Whether another rank trains on the same samples and counts them.
     repeats: bool = False
-    # Whether this rank cannot make this attempt, or has made only half of its last step.
+    # Whether the attempt has failed on this rank, or its optimizer has failed in the last step.
     failed: bool = False
-    # Seconds from the end of the last step to the beginning of this one, and from there on.
+    # Seconds from the end of the last step to the start of this one.
     between: float = 0.0
+    # Seconds from the start of the attempt to its loss.
     forward: float = 0.0
     # The position in the data, which must be the same on all ranks.
     place: Place = _NOWHERE
@@ -85,7 +89,7 @@ class Rows:
 
     @property
     def items(self) -> float:
-        """Return the number of items of all ranks."""
+        """Return the total number of items over all ranks."""
         return sum(row[2] for row in self.each)
 
     @property
@@ -101,17 +105,17 @@ class Rows:
 
     @property
     def failed(self) -> bool:
-        """Return whether a rank could not make this attempt, and knew it when it sent its row."""
+        """Return whether the attempt had failed on a rank when it sent its row."""
         return any(self.which_failed())
 
     def which_failed(self) -> list[bool]:
-        """Return for each rank whether it could not make this attempt."""
+        """Return for each rank whether its row says that it has failed."""
         return [bool(row[8]) for row in self.each]
 
     def suspects(self) -> list[int]:
-        """Return the ranks that NaN or Inf may come from.
+        """Return the ranks on which NaN or Inf may have originated.
 
-        They are those whose loss is not finite; if there are none, all ranks.
+        They are those whose loss is not finite or, if there are none, all ranks.
         """
         bad = [rank for rank, row in enumerate(self.each) if not math.isfinite(row[3])]
         return bad or list(range(len(self.each)))
@@ -127,14 +131,14 @@ class Rows:
         raise RankError(
             self._difference(),
             limit=(
-                "all ranks must make the same steps with the same batches, since each of them waits"
-                " for the gradients of all"
+                "all ranks must run the same steps with the same batches, since each of them waits"
+                " for the gradients of all others"
             ),
             fix=(
                 "make the loaders of all ranks yield the same number of batches, as"
-                " holdfast.DataLoader does, and call guard.step on all ranks or on none, and for"
-                " several guards in the same order. If one rank has to skip a batch, let all skip"
-                " it (all_reduce the decision)."
+                " holdfast.DataLoader does; call guard.step on all ranks or on none and, with"
+                " several guards, in the same order. If one rank has to skip a batch, skip it on"
+                " all ranks (all_reduce the decision)."
             ),
             rule="H116",
         )
@@ -144,8 +148,8 @@ class Rows:
         guards = [row[11] for row in self.each]
         if len({*guards}) > 1:
             return (
-                f"the ranks are at guards {', '.join(f'{guard:.0f}' for guard in guards)}, counted"
-                " as they were made"
+                f"the ranks are at guards {', '.join(f'{guard:.0f}' for guard in guards)}, in order"
+                " of creation"
             )
         places = self.places()
         kinds = [row[0] for row in self.each]
@@ -191,16 +195,14 @@ class Rows:
 def _must_agree(row: list[float]) -> list[float]:
     """Return the part of a row that must be equal on all ranks.
 
-    Kind, number, guard and, in a step, the batch.
-
-    At the end of an epoch the batches may differ: a rank may have skipped an empty last batch,
-    which mixes no steps.
+    That is kind, number, guard and, in a step, the epoch and the batch. At the end of an epoch the
+    batches may differ: a rank may have skipped an empty last batch, which does no harm.
     """
     return row[:2] + row[11 : 14 if row[0] == STEP else 12]
 
 
 class PendingRow:
-    """A row that is being sent to all ranks, and the rows that are received from them."""
+    """A running exchange of rows: sends the row of this rank, and receives those of all ranks."""
 
     def __init__(self, said: Said, loss: Any, items: Any, device: torch.device, group: Any) -> None:
         self._row = torch.tensor(said.numbers(0.0, 0.0), dtype=torch.float64, device=device)
@@ -211,7 +213,11 @@ class PendingRow:
         self._rows: Rows | None = None
 
     def rows(self) -> Rows:
-        """Wait for the rows of all ranks, and for the device."""
+        """Return the rows of all ranks. This waits for the other ranks and for the device.
+
+        Raises:
+            RankError: H116 if the ranks are not at the same place.
+        """
         if self._rows is None:
             assert self._work is not None
             self._work.wait()

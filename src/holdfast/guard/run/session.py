@@ -200,7 +200,7 @@ class Session:
         if self.state.averaged or (there and not self.parts.averages):
             problem = "guard.averaged() without an average"
             if self.state.averaged:
-                problem = "a step, a checkpoint or the next batch was requested in guard.averaged()"
+                problem = "a step, a save or the next batch was requested inside guard.averaged()"
             raise PolicyError(
                 problem,
                 limit=(
