@@ -367,24 +367,33 @@ class SplitCheck:
     def _through(
         self, windows: Sequence[Any], weightings: Sequence[Weighting]
     ) -> list[SplitCheckResult]:
-        left = [windows[0], *windows[1:][-1:]]
+        """Compare the first and the last set of samples, then sets that distinguish weightings.
+
+        As long as several weightings have held for all sets so far, the next set is the one for
+        which they differ most.
+
+        Args:
+            windows: The sets of samples.
+            weightings: The candidates for the weighting.
+        """
+        next_windows = [windows[0], *windows[1:][-1:]]
         others = list(windows[1:-1][:_LOOKED_THROUGH])
-        found: list[SplitCheckResult] = []
-        while left:
-            found.append(self._compare_if_it_fits(left.pop(0), weightings))
-            failed = {weighting for verdict in found for weighting in verdict.failed}
-            alive = [weighting for weighting in weightings if weighting not in failed]
-            if (
-                left
-                or found[-1].declared
-                or found[-1].outcome != "exact"
-                or len(found) >= _MOST_WINDOWS
-            ):
+        results: list[SplitCheckResult] = []
+        while next_windows:
+            result = self._compare_if_it_fits(next_windows.pop(0), weightings)
+            results.append(result)
+            is_decided = result.declared or result.outcome != "exact"
+            if next_windows or is_decided or len(results) >= _MOST_WINDOWS:
                 continue
-            telling = [disagreement(alive, self._cut(window)) for window in others]
-            if len(alive) > 1 and telling and max(telling) > TELLING:
-                left.append(others.pop(telling.index(max(telling))))
-        return found
+            failed = {weighting for earlier in results for weighting in earlier.failed}
+            remaining = [weighting for weighting in weightings if weighting not in failed]
+            if len(remaining) < 2 or not others:
+                continue
+            differences = [disagreement(remaining, self._cut(window)) for window in others]
+            largest = max(differences)
+            if largest > TELLING:
+                next_windows.append(others.pop(differences.index(largest)))
+        return results
 
     def _with_an_empty_sample(
         self, batch: Any, size: int, weightings: Sequence[Weighting], empty: int | None
@@ -496,32 +505,48 @@ class SplitCheck:
     def _compare_as_it_is(
         self, window: Any, weightings: Sequence[Weighting], compare: _Compared
     ) -> SplitCheckResult:
+        """Compare some samples with their two parts, in the current mode of the models."""
         if isinstance(self.loss_fn, TwoPass):
             return self._compare_with(None, window, weightings, compare)
-
-        def drawn(*, in_order: bool = False) -> SplitCheckResult:
-            draws = Draws(self._devices(), self._least_tolerance(), self._seed, in_order=in_order)
-            try:
-                found = self._compare_with(draws, window, weightings, compare)
-            except NotRepeatableError:
-                # Numbers that are drawn for one sample after the other are the same for parts
-                # without any help.
-                found = self._compare_with(None, window, weightings, compare)
-                return (
-                    replace(found, outcome="random", draws="own")
-                    if found.outcome == "exact"
-                    else found
-                )
-            tries_again = found.draws == "unknown" and draws.outside_torch and not in_order
-            return drawn(in_order=True) if tries_again else found
-
-        found = drawn()
+        result = self._compare_with_same_draws(window, weightings, compare)
         for _ in range(1, _SEEDS):
             # The shared numbers may decide whether samples are mixed, so try other numbers too.
-            if found.outcome == "random" and found.draws == "shared":
+            if result.outcome == "random" and result.draws == "shared":
                 self._seed += 1
-                found = merged([found, drawn()])
-        return found
+                other_result = self._compare_with_same_draws(window, weightings, compare)
+                result = merged([result, other_result])
+        return result
+
+    def _compare_with_same_draws(
+        self,
+        window: Any,
+        weightings: Sequence[Weighting],
+        compare: _Compared,
+        *,
+        in_order: bool = False,
+    ) -> SplitCheckResult:
+        """Compare some samples with two parts that receive the random numbers of the whole.
+
+        Args:
+            window: The samples.
+            weightings: The candidates for the weighting, unless items are declared.
+            compare: Compares the whole with the parts: `_difference` or `_difference_of_losses`.
+            in_order: How random numbers from outside torch are repeated; see `Draws`. The other
+                way is tried first.
+        """
+        draws = Draws(self._devices(), self._least_tolerance(), self._seed, in_order=in_order)
+        try:
+            result = self._compare_with(draws, window, weightings, compare)
+        except NotRepeatableError:
+            # If the numbers are drawn for one sample after the other, the parts draw the same ones
+            # without any help.
+            result = self._compare_with(None, window, weightings, compare)
+            if result.outcome == "exact":
+                return replace(result, outcome="random", draws="own")
+            return result
+        if result.draws == "unknown" and draws.outside_torch and not in_order:
+            return self._compare_with_same_draws(window, weightings, compare, in_order=True)
+        return result
 
     def _compare_with(
         self, draws: Draws | None, window: Any, weightings: Sequence[Weighting], compare: _Compared

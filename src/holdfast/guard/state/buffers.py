@@ -74,18 +74,25 @@ class BufferKeeper:
         self.states.keep()
         if not self._mutable and not self._constant:
             return
-        now = [place.now() for place in self._mutable]
+        buffers = [place.now() for place in self._mutable]
         self._note_versions()
-        same = len(now) == len(self._before) and all(
-            buffer is before and (buffer is copy or buffer.shape == copy.shape)  # type: ignore[union-attr]
-            for buffer, before, copy in zip(now, self._before, self._copies, strict=True)
-        )
-        if not same and [_kind(buffer) for buffer in now] != [_kind(copy) for copy in self._copies]:
-            self._copies = [None if buffer is None else _room_for(buffer) for buffer in now]
-        self._before = now
+        if not self._copies_fit(buffers):
+            self._copies = [None if buffer is None else _room_for(buffer) for buffer in buffers]
+        self._before = buffers
         _copy(self._copies, self._before)
         if earlier:
             _copy(self._copies, [earlier.get(place.name) for place in self._mutable])
+
+    def _copies_fit(self, buffers: list[torch.Tensor | None]) -> bool:
+        """Return whether these buffers can be copied into the memory of the last copies."""
+        # Usually the tensors are the same as at the last `keep`, which is quick to check.
+        are_same_tensors = len(buffers) == len(self._before) and all(
+            buffer is before and (buffer is copy or buffer.shape == copy.shape)  # type: ignore[union-attr]
+            for buffer, before, copy in zip(buffers, self._before, self._copies, strict=True)
+        )
+        if are_same_tensors:
+            return True
+        return [_kind(buffer) for buffer in buffers] == [_kind(copy) for copy in self._copies]
 
     def copies(self) -> dict[str, torch.Tensor]:
         """Return by name the values that the mutable buffers had at the last `keep`."""
@@ -187,6 +194,7 @@ class BufferKeeper:
 
 
 def _kind(buffer: torch.Tensor | None) -> tuple[object, ...] | None:
+    """Return the facts by which two tensors must agree for one to be copied into the other."""
     if buffer is None or has_no_values(buffer):
         return None
     return (buffer.shape, buffer.dtype, buffer.layout, buffer.device)
@@ -215,9 +223,10 @@ def _copy(targets: list[torch.Tensor | None], sources: list[torch.Tensor | None]
 def _once(
     tensors: list[torch.Tensor | None], like: list[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
+    """Apply `once` to each tensor, so that expanded buffers are not written to several times."""
     return [
-        t if t is None or live is None else once(t, live)
-        for t, live in zip(tensors, like, strict=True)
+        tensor if tensor is None or buffer is None else once(tensor, buffer)
+        for tensor, buffer in zip(tensors, like, strict=True)
     ]
 
 
