@@ -12,7 +12,7 @@ import time
 import torch
 
 from holdfast.core.events.run_events import RankIsSlow
-from holdfast.guard.ranks.row import Rows
+from holdfast.guard.ranks.row import Column, Rows
 
 # Nothing is reported about an epoch with fewer steps than this.
 _LEAST_STEPS = 20
@@ -61,9 +61,9 @@ class Pace:
     def end(self, rows: Rows) -> None:
         """Add a step that has succeeded on all ranks."""
         for rank, row in enumerate(rows.each):
-            self._items[rank] += row[2]
-            self._between[rank] += row[9]
-            self._forward[rank] += row[10]
+            self._items[rank] += row[Column.ITEMS]
+            self._between[rank] += row[Column.BETWEEN]
+            self._forward[rank] += row[Column.FORWARD]
         self._steps += 1
         self._ended = time.perf_counter()
 
@@ -100,7 +100,7 @@ class Pace:
             of_others=others / self._steps,
             share=lead / seconds,
             items_a_step=tuple(items / self._steps for items in self._items),
-            peak_bytes=tuple(int(row[2]) for row in rows.each),
+            peak_bytes=tuple(int(row[Column.ITEMS]) for row in rows.each),
         )
 
 

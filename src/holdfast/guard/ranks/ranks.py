@@ -31,7 +31,7 @@ from holdfast.guard.ranks.one import PLACE, OneRank, Saves
 from holdfast.guard.ranks.own_tensors import Digests, Kinds, differing_names, select
 from holdfast.guard.ranks.pace import Pace, peak_bytes
 from holdfast.guard.ranks.replicated import Replicated
-from holdfast.guard.ranks.row import EPOCH_END, STEP, PendingRow, Place, Rows, Said
+from holdfast.guard.ranks.row import EPOCH_END, STEP, Column, PendingRow, Place, Rows, Said
 from holdfast.guard.ranks.sharded import Sharded
 from holdfast.guard.ranks.shared_state import healthy, take_state, without_help
 from holdfast.guard.ranks.tape import Tape
@@ -223,7 +223,7 @@ class Ranks(OneRank):
             if rows.failed:
                 # This attempt is discarded, so any value will do.
                 return float(items)
-            if reference is None or len({row[2] for row in rows.each}) == 1:
+            if reference is None or len({row[Column.ITEMS] for row in rows.each}) == 1:
                 reference = rows.items / self.world_size
                 self._reference = reference
         return reference
@@ -241,7 +241,8 @@ class Ranks(OneRank):
         self._notice(self._model.own_collectives())
         assert self._reference is not None
         for row in rows.each:
-            items, repeats = row[2], row[7]
+            items = row[Column.ITEMS]
+            repeats = row[Column.REPEATS]
             # A rank may have 0 items only if it repeats samples that another rank counts.
             check_count(items if repeats else items or math.nan, counted=self._counted)
         factor = self.world_size * self._reference / rows.items
@@ -816,11 +817,11 @@ class _Saves:
     def hear(self, rows: Rows) -> None:
         """Process the decision in the first rank's row."""
         first = rows.each[0]
-        self._refused = bool(first[6])
+        self._refused = bool(first[Column.REFUSED])
         self._due_from = None
-        if first[5]:
+        if first[Column.SAVE]:
             # The row was sent before the step was counted.
-            self._due_from = self._own.global_step + (first[0] == STEP)
+            self._due_from = self._own.global_step + (first[Column.KIND] == STEP)
 
     def is_due(self) -> bool:
         """Return whether all ranks save at this boundary.

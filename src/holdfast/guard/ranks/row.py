@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,32 @@ from torch import distributed
 
 from holdfast.core.errors import RankError
 
-STEP, EPOCH_END = 0.0, 1.0
-_WIDTH = 15
+# The kinds of rows: one for each attempt at a step, and one at the end of each epoch.
+STEP = 0.0
+EPOCH_END = 1.0
+
+
+class Column(IntEnum):
+    """The positions of the numbers in a row. `Said` and `Place` describe them."""
+
+    KIND = 0
+    NUMBER = 1
+    # At the end of an epoch, the items are the peak memory of the rank in bytes.
+    ITEMS = 2
+    LOSS = 3
+    STOP = 4
+    SAVE = 5
+    REFUSED = 6
+    REPEATS = 7
+    FAILED = 8
+    BETWEEN = 9
+    FORWARD = 10
+    GUARD = 11
+    EPOCH = 12
+    BATCH = 13
+    PASSED = 14
+
+
 # Newer versions of torch warn of the older name.
 _gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
@@ -66,7 +91,12 @@ class Said:
 
     def numbers(self, loss: float, items: float) -> list[float]:
         """Return the row as numbers, with the loss and the number of items of this rank."""
-        flags = (
+        # In the order of `Column`.
+        row = (
+            self.kind,
+            self.number,
+            items,
+            loss,
             self.stop,
             self.save,
             self.refused,
@@ -75,33 +105,35 @@ class Said:
             self.between,
             self.forward,
             self.guard,
+            *self.place,
         )
-        return [
-            float(number) for number in (self.kind, self.number, items, loss, *flags, *self.place)
-        ]
+        return [float(number) for number in row]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of all ranks."""
 
+    # The row of each rank, in order of rank.
     each: list[list[float]]
 
     @property
     def items(self) -> float:
         """Return the total number of items over all ranks."""
-        return sum(row[2] for row in self.each)
+        return sum(row[Column.ITEMS] for row in self.each)
 
     @property
     def loss(self) -> float:
         """Return the mean loss over the items of all ranks."""
-        return sum(row[2] * row[3] for row in self.each) / self.items
+        weighted = (row[Column.ITEMS] * row[Column.LOSS] for row in self.each)
+        return sum(weighted) / self.items
 
     @property
     def stop(self) -> tuple[int, float]:
         """Return the rank with the strongest stop request, and that request."""
-        rank = max(range(len(self.each)), key=lambda rank: self.each[rank][4])
-        return rank, self.each[rank][4]
+        requests = [row[Column.STOP] for row in self.each]
+        strongest = max(requests)
+        return requests.index(strongest), strongest
 
     @property
     def failed(self) -> bool:
@@ -110,19 +142,20 @@ class Rows:
 
     def which_failed(self) -> list[bool]:
         """Return for each rank whether its row says that it has failed."""
-        return [bool(row[8]) for row in self.each]
+        return [bool(row[Column.FAILED]) for row in self.each]
 
     def suspects(self) -> list[int]:
         """Return the ranks on which NaN or Inf may have originated.
 
         They are those whose loss is not finite or, if there are none, all ranks.
         """
-        bad = [rank for rank, row in enumerate(self.each) if not math.isfinite(row[3])]
-        return bad or list(range(len(self.each)))
+        losses = [row[Column.LOSS] for row in self.each]
+        nonfinite = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        return nonfinite or list(range(len(losses)))
 
     def places(self) -> list[Place]:
         """Return the position of each rank in its data."""
-        return [Place(*(int(number) for number in row[12:15])) for row in self.each]
+        return [Place(*(int(number) for number in row[Column.EPOCH :])) for row in self.each]
 
     def check(self) -> None:
         """Raise H116 unless all ranks are at the same place."""
@@ -145,14 +178,14 @@ class Rows:
 
     def _difference(self) -> str:
         """Return a sentence about the first difference, in guard, kind, number or batch."""
-        guards = [row[11] for row in self.each]
+        guards = [row[Column.GUARD] for row in self.each]
         if len({*guards}) > 1:
             return (
                 f"the ranks are at guards {', '.join(f'{guard:.0f}' for guard in guards)}, in order"
                 " of creation"
             )
         places = self.places()
-        kinds = [row[0] for row in self.each]
+        kinds = [row[Column.KIND] for row in self.each]
         if len({*kinds}) > 1:
             ended, stepping = kinds.index(EPOCH_END), kinds.index(STEP)
             text = (
@@ -161,7 +194,7 @@ class Rows:
             )
             has_skipped = places[ended].passed > places[stepping].passed
             return f"{text}; {self._passed_over(ended, stepping)}" if has_skipped else text
-        numbers = [row[1] for row in self.each]
+        numbers = [row[Column.NUMBER] for row in self.each]
         if len({*numbers}) > 1:
             return f"the ranks are at steps {', '.join(f'{number:.0f}' for number in numbers)}"
         ahead = max(range(len(places)), key=lambda rank: places[rank][:2])
@@ -198,7 +231,10 @@ def _must_agree(row: list[float]) -> list[float]:
     That is kind, number, guard and, in a step, the epoch and the batch. At the end of an epoch the
     batches may differ: a rank may have skipped an empty last batch, which does no harm.
     """
-    return row[:2] + row[11 : 14 if row[0] == STEP else 12]
+    columns = [Column.KIND, Column.NUMBER, Column.GUARD]
+    if row[Column.KIND] == STEP:
+        columns += [Column.EPOCH, Column.BATCH]
+    return [row[column] for column in columns]
 
 
 class PendingRow:
@@ -206,9 +242,9 @@ class PendingRow:
 
     def __init__(self, said: Said, loss: Any, items: Any, device: torch.device, group: Any) -> None:
         self._row = torch.tensor(said.numbers(0.0, 0.0), dtype=torch.float64, device=device)
-        self._row[2] = items
-        self._row[3] = loss
-        self._all = torch.empty(_WIDTH * group.size(), dtype=torch.float64, device=device)
+        self._row[Column.ITEMS] = items
+        self._row[Column.LOSS] = loss
+        self._all = torch.empty(len(Column) * group.size(), dtype=torch.float64, device=device)
         self._work = _gather(self._all, self._row, group=group, async_op=True)
         self._rows: Rows | None = None
 
@@ -221,6 +257,6 @@ class PendingRow:
         if self._rows is None:
             assert self._work is not None
             self._work.wait()
-            self._rows = Rows(self._all.view(-1, _WIDTH).tolist())
+            self._rows = Rows(self._all.view(-1, len(Column)).tolist())
             self._rows.check()
         return self._rows
