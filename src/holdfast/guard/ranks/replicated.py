@@ -396,17 +396,19 @@ class Replicated:
 
 @contextlib.contextmanager
 def _without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    held = [
+    """Remove the hooks of parameters inside the context."""
+    hook_dicts = [
         hooks
         for p in parameters
         for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)
         if hooks
     ]
-    kept = [dict(hooks) for hooks in held]
-    for hooks in held:
+    # The dicts themselves must stay, since autograd holds references to them.
+    copies = [dict(hooks) for hooks in hook_dicts]
+    for hooks in hook_dicts:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, own in zip(held, kept, strict=True):
-            hooks.update(own)
+        for hooks, copy in zip(hook_dicts, copies, strict=True):
+            hooks.update(copy)

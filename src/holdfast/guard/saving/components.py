@@ -317,18 +317,18 @@ def _check_model(
             raise _other_run(f"{component}: tensor {key!r} {change}", where)
 
 
-def _other_run(what: str, where: str) -> HoldfastError:
+def _other_run(difference: str, where: str) -> HoldfastError:
     return RunDirectoryError(
-        f"{where} belongs to another model: {what}",
+        f"{where} belongs to another model: {difference}",
         limit="a run can continue only with the model that it was started with",
         fix="use another run directory for the changed model, or undo the change.",
         rule="H304",
     )
 
 
-def _other_parts(what: str, where: str) -> HoldfastError:
+def _other_parts(difference: str, where: str) -> HoldfastError:
     return CheckpointError(
-        f"{where} does not fit the objects passed to Guard: {what}",
+        f"{where} does not fit the objects passed to Guard: {difference}",
         limit="without the saved state of every object, the resume would not be exact",
         fix=(
             "pass the same optimizers, schedulers and state to Guard as before, or use a new run"

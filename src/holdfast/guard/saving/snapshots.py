@@ -127,7 +127,7 @@ class Snapshots:
 
     def returned_to(self, global_step: int) -> None:
         """Drop the snapshots of later steps, after a rollback to this step."""
-        self._kept = [kept for kept in self._kept if kept.global_step <= global_step]
+        self._kept = [snapshot for snapshot in self._kept if snapshot.global_step <= global_step]
         self._last_step = global_step
         self._last_seconds = self._clock.monotonic_seconds()
 

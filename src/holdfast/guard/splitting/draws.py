@@ -85,28 +85,31 @@ class Draws:
             # function had seeded the generator.
             torch.default_generator.manual_seed(self._seed + first)
         if self._made is None:
-            self._made = made = []
+            self._made = recorded = []
             before = capture()
-            with _Drawing(self._devices, lambda draw: made.append(draw.copied())):
+            with _Drawing(self._devices, lambda draw: recorded.append(draw.copied())):
                 yield
             after = capture()
             self.outside_torch = (
                 before.python is not after.python or before.numpy is not after.numpy
             )
-            self.drew |= bool(made) or self.outside_torch
+            self.drew |= bool(recorded) or self.outside_torch
             self.shared |= self.outside_torch and not self._in_order
             return
-        left = iter(self._made)
+        recorded_draws = iter(self._made)
+
+        def repeat(draw: _Draw) -> None:
+            self._repeat(next(recorded_draws, None), draw, first, samples)
+
         try:
-            with _Drawing(
-                self._devices, lambda draw: self._repeat(next(left, None), draw, first, samples)
-            ):
+            with _Drawing(self._devices, repeat):
                 yield
         except Exception as error:
             if not self._made or find_out_of_memory(error) is not None:
                 raise
             raise NotRepeatableError from error
-        if next(left, None) is not None:
+        if next(recorded_draws, None) is not None:
+            # The part has drawn less often than the whole.
             raise NotRepeatableError
 
     def backward(self) -> contextlib.AbstractContextManager[Any]:
@@ -118,19 +121,27 @@ class Draws:
 
         return _Drawing(self._devices, again) if self._given else contextlib.nullcontext()
 
-    def _repeat(self, made: _Draw | None, draw: _Draw, first: int, samples: int) -> None:
-        if made is None or made.op is not draw.op:
+    def _repeat(self, recorded: _Draw | None, draw: _Draw, first: int, samples: int) -> None:
+        """Overwrite the numbers that a part has just drawn with those of the whole.
+
+        Args:
+            recorded: The corresponding draw of the whole, or None if that has drawn less often.
+            draw: The draw of the part.
+            first: The position of the first sample of the part.
+            samples: The number of samples in the part.
+        """
+        if recorded is None or recorded.op is not draw.op:
             raise NotRepeatableError
-        if first and made.place() == draw.place():
+        if first and recorded.place() == draw.place():
             # The loss function has seeded the generator.
             return
         rows = [
             self._rows(old, new, first, samples)
-            for old, new in zip(made.inputs, draw.inputs, strict=True)
+            for old, new in zip(recorded.inputs, draw.inputs, strict=True)
         ]
         if not same(rows, draw.inputs, tolerance=self._tolerance):
             raise NotRepeatableError
-        for old, new in zip(made.drawn, draw.drawn, strict=True):
+        for old, new in zip(recorded.drawn, draw.drawn, strict=True):
             self.shared |= old.shape == new.shape and samples < self._samples
             new.copy_(self._rows(old, new, first, samples))
         self._given[draw.place()] = draw.copied().drawn
@@ -146,11 +157,16 @@ class Draws:
         if whole.shape == part.shape:
             return whole
         if whole.ndim == part.ndim:
-            grows = [d for d in range(whole.ndim) if whole.shape[d] != part.shape[d]]
-            rows = part.shape[grows[0]] // samples
-            sizes = rows * self._samples, rows * samples
-            if len(grows) == 1 and (whole.shape[grows[0]], part.shape[grows[0]]) == sizes:
-                return whole.narrow(grows[0], rows * first, rows * samples)
+            differing = [d for d in range(whole.ndim) if whole.shape[d] != part.shape[d]]
+            dimension = differing[0]
+            rows_per_sample = part.shape[dimension] // samples
+            matches = (
+                len(differing) == 1
+                and whole.shape[dimension] == rows_per_sample * self._samples
+                and part.shape[dimension] == rows_per_sample * samples
+            )
+            if matches:
+                return whole.narrow(dimension, rows_per_sample * first, rows_per_sample * samples)
         raise NotRepeatableError
 
 

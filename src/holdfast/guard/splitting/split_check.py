@@ -282,14 +282,14 @@ class SplitCheck:
         side_effects = self._side_effects(windows[0]) if self.in_a_copy else ()
         weightings = list(dict.fromkeys([*find_weightings(batch, size), *self.known]))
         with self._trying():
-            found = self._through(windows, weightings)
+            results = self._through(windows, weightings)
             if not callable(self.split):
-                found += self._with_an_empty_sample(batch, size, weightings, empty)
-                found += self._of_one_label(windows[0], batch, weightings)
+                results += self._with_an_empty_sample(batch, size, weightings, empty)
+                results += self._of_one_label(windows[0], batch, weightings)
             selects = self._find_selection(windows[0])
         changed_buffer = changed_buffer or next(iter(self.uneven), "")
         return merged(
-            found, changed_buffer=changed_buffer, side_effects=side_effects, selects=selects
+            results, changed_buffer=changed_buffer, side_effects=side_effects, selects=selects
         )
 
     def compare_halves(self, part: Any, size: int) -> SplitCheckResult:
@@ -306,17 +306,17 @@ class SplitCheck:
         """
         self.states.keep()
         weightings = list(dict.fromkeys([*find_weightings(part, size), *self.known]))
-        compared: list[SplitCheckResult] = []
+        results: list[SplitCheckResult] = []
         with self._trying():
             for share in (_HALVES, _QUARTERS) if size >= _SAMPLES else (_HALVES,):
                 self._first_share = share
-                found = self._compare_if_it_fits(part, weightings)
-                compared.append(replace(found, why=found.why or _why_apart(found, size)))
-                if found.outcome == "coupled":
+                result = self._compare_if_it_fits(part, weightings)
+                results.append(replace(result, why=result.why or _why_apart(result, size)))
+                if result.outcome == "coupled":
                     break
             selects = self._find_selection(part)
         changed_buffer = next(iter(self.uneven), "")
-        return merged(compared, changed_buffer=changed_buffer, selects=selects)
+        return merged(results, changed_buffer=changed_buffer, selects=selects)
 
     @contextlib.contextmanager
     def _trying(self) -> Iterator[None]:
@@ -435,27 +435,27 @@ class SplitCheck:
             labels.append(leaf)
             return torch.full_like(leaf, values[counts.argmin()])
 
-        found = []
+        result = None
         self._begin(0)
         states = self.states.now()
         # The integers may be lengths or row numbers instead of labels, so that changing them fails.
         with contextlib.suppress(Exception):
             alike = pytree.tree_map(relabelled, window, batch)
             if labels:
-                found.append(self._compare(alike, weightings, SplitCheck._difference))
+                result = self._compare(alike, weightings, SplitCheck._difference)
         # They may be row numbers of a state that the loss function writes to.
         are_rows = not same(states, self.states.now())
         del self.uneven[uneven_before:]
         self._clear()
-        if are_rows or not found or found[0].why:
+        if are_rows or result is None or result.why:
             return []
         why = ""
-        if found[0].outcome == "coupled":
+        if result.outcome == "coupled":
             why = (
                 "the gradient over 4 samples of one label differs by"
-                f" {found[0].difference:.1%} from that over 3 + 1 of them"
+                f" {result.difference:.1%} from that over 3 + 1 of them"
             )
-        return [replace(found[0], why=why)]
+        return [replace(result, why=why)]
 
     def _cut(self, window: Any) -> _Parts:
         few = batch_size(window, self.split)
@@ -488,19 +488,19 @@ class SplitCheck:
 
         If their random numbers cannot be repeated, this falls back to evaluation mode.
         """
-        found = self._compare_as_it_is(window, weightings, compare)
-        if found.draws != "unknown" or not found.declared:
-            return found
+        result = self._compare_as_it_is(window, weightings, compare)
+        if result.draws != "unknown" or not result.declared:
+            return result
         # The loss may draw random numbers in training mode only.
         with _modes(self.models.values(), nn.Module.modules):
-            found = self._compare_as_it_is(window, weightings, compare)
-        if found.outcome in ("exact", "random"):
+            result = self._compare_as_it_is(window, weightings, compare)
+        if result.outcome in ("exact", "random"):
             return replace(
-                found,
+                result,
                 outcome="random",
                 draws="own" if isinstance(self.loss_fn, TwoPass) else "unknown",
             )
-        return found
+        return result
 
     def _compare_as_it_is(
         self, window: Any, weightings: Sequence[Weighting], compare: _Compared
@@ -643,25 +643,31 @@ class SplitCheck:
         """
         self._clear()
         self._begin(0, whole)
-        expected = self._accumulate(whole, whole, SAMPLES)
-        norm, left = self._norm(), self.states.now()
+        expected_loss = self._accumulate(whole, whole, SAMPLES)
+        norm = self._norm()
+        states_after_whole = self.states.now()
         if not math.isfinite(norm) or norm == 0:
             return _Difference(math.nan, 0.0)
+        # Adding the gradients of the parts to the negated gradient of the whole leaves the
+        # difference.
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = -parameter.grad
         self._begin(seed)
-        found, tolerance = self._accumulate(parts, whole, weighting), self._least_tolerance()
-        now = self.states.now()
+        loss = self._accumulate(parts, whole, weighting)
+        states_after_parts = self.states.now()
+        tolerance = self._least_tolerance()
         self.uneven.extend(
-            name for name in left if not same(left[name], now[name], tolerance=tolerance)
+            name
+            for name, state in states_after_whole.items()
+            if not same(state, states_after_parts[name], tolerance=tolerance)
         )
-        of_losses = abs(found - expected) / (abs(expected) or 1.0)
-        if self.has_passed and self._is_rounding(expected, found):
+        of_losses = abs(loss - expected_loss) / (abs(expected_loss) or 1.0)
+        if self.has_passed and self._is_rounding(expected_loss, loss):
             return _Difference(0.0, of_losses)
         return _Difference(_finite_or_inf(self._norm() / norm), of_losses)
 
-    def _is_rounding(self, expected: float, found: float) -> bool:
+    def _is_rounding(self, expected: float, loss: float) -> bool:
         """Return whether two losses are equal up to rounding, so that their gradients do not count.
 
         Near a minimum the gradients of samples cancel out, and only rounding remains. A loss near
@@ -669,7 +675,7 @@ class SplitCheck:
         """
         is_exact = not self._devices() and self._least_tolerance() != _HALF_TOLERANCE
         allowed = _SMALL_OF_LOSS if is_exact else self._least_tolerance() * _OF_LOSS_WHERE_ROUNDED
-        return abs(found - expected) <= allowed * max(1.0, abs(expected))
+        return abs(loss - expected) <= allowed * max(1.0, abs(expected))
 
     def _difference_of_losses(
         self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int
@@ -687,9 +693,10 @@ class SplitCheck:
         self._begin(0, whole)
         expected = without_graph(lambda: value(whole, SAMPLES))
         self._begin(seed)
-        found = without_graph(lambda: value(parts, weighting))
-        gap = _finite_or_inf(abs(found - expected) / (abs(expected) or 1.0))
-        return _Difference(gap if math.isfinite(expected) else math.nan, 0.0)
+        loss = without_graph(lambda: value(parts, weighting))
+        if not math.isfinite(expected):
+            return _Difference(math.nan, 0.0)
+        return _Difference(_finite_or_inf(abs(loss - expected) / (abs(expected) or 1.0)), 0.0)
 
     def _accumulate(self, parts: _Parts, whole: _Parts, weighting: Weighting) -> float:
         """Add the gradient of the mean over some parts to ``.grad``, and return the mean."""
@@ -812,10 +819,10 @@ class SplitCheck:
             # state only then.
             if self.in_a_copy:
                 with torch.enable_grad():
-                    found = self._called(self.loss_fn, window)
+                    loss = self._called(self.loss_fn, window)
             else:
-                found = without_graph(lambda: self._called(self.loss_fn, window))
-            return read_loss(found, None, needs_graph=False)
+                loss = without_graph(lambda: self._called(self.loss_fn, window))
+            return read_loss(loss, None, needs_graph=False)
         except Exception as error:
             if find_out_of_memory(error) is None:
                 raise
@@ -871,14 +878,14 @@ class SplitCheck:
             parameter.grad = None
 
 
-def _why_apart(found: SplitCheckResult, size: int) -> str:
+def _why_apart(result: SplitCheckResult, size: int) -> str:
     """Return a sentence about how a micro-batch differs from its parts; empty if it does not."""
-    if found.outcome != "coupled":
+    if result.outcome != "coupled":
         return ""
-    share = "is finite, and that over its parts is not"
-    if math.isfinite(found.difference):
-        share = f"differs by {found.difference:.2%} from that over two parts of it"
-    return f"the gradient over a micro-batch of {size} samples {share}"
+    difference = "is finite, and that over its parts is not"
+    if math.isfinite(result.difference):
+        difference = f"differs by {result.difference:.2%} from that over two parts of it"
+    return f"the gradient over a micro-batch of {size} samples {difference}"
 
 
 def _weights_of_terms(

@@ -200,8 +200,9 @@ def _check_outputs(leaves: Sequence[Any], samples: int, first: Sequence[Any]) ->
 
 
 def _forms(leaves: Sequence[Any]) -> str:
-    found = (
+    """Return the shapes of tensors, and the types of other values, as text."""
+    forms = (
         tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
         for leaf in leaves
     )
-    return f"[{', '.join(map(str, found))}]"
+    return f"[{', '.join(map(str, forms))}]"
