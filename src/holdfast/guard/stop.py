@@ -172,7 +172,7 @@ class StopRequest:
         self._installed = True
 
     def _take_over(self, number: signal.Signals) -> None:
-        """Install our handler for a signal, unless another one has a better claim to it."""
+        """Install our handler for a signal, unless an existing handler must stay."""
         handler = signal.getsignal(number)
         if self._installed and handler is not signal.default_int_handler:
             # The handler is ours, or one that was installed later and may call ours.

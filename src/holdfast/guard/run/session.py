@@ -377,7 +377,7 @@ class Session:
         return self._chosen(newest_if_current)
 
     def save_when_due(self) -> None:
-        """Begin to save the current state in the background."""
+        """Start saving the current state in the background."""
         self.saving.save_when_due(busy=self._hear_ranks())
 
     def _hear_ranks(self) -> bool:
@@ -823,7 +823,7 @@ class Session:
         return self._chosen(lambda: self._store.newest_good(on_damaged, before_step=before_step))
 
     def _chosen(self, choose: Callable[[], Entry | None]) -> Entry | None:
-        """Return on all ranks the checkpoint that the first rank chooses."""
+        """Choose a checkpoint on the first rank, and return it on all ranks."""
         return self.ranks.chosen(
             choose,
             lambda entry: entry.path.name,

@@ -68,7 +68,7 @@ class _Save:
     bad: tuple[list[str], int] = ([], 0)
     # The position of the run; see `Session._position`.
     position: tuple[int, int]
-    # The time at which the save began.
+    # The time at which the save started.
     started: float
     # How long the loop waited; None while it is waiting for the save to end.
     stall_seconds: float | None = None

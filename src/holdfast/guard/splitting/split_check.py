@@ -882,9 +882,9 @@ def _why_apart(result: SplitCheckResult, size: int) -> str:
     """Return a sentence about how a micro-batch differs from its parts; empty if it does not."""
     if result.outcome != "coupled":
         return ""
-    difference = "is finite, and that over its parts is not"
+    difference = "is finite, but that over its parts is not"
     if math.isfinite(result.difference):
-        difference = f"differs by {result.difference:.2%} from that over two parts of it"
+        difference = f"differs by {result.difference:.2%} from that over its two parts"
     return f"the gradient over a micro-batch of {size} samples {difference}"
 
 

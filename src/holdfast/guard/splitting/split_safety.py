@@ -629,9 +629,9 @@ class SplitSafety:
     ) -> SplitCheckResult:
         """Run a check and return its verdict.
 
-        The check runs in a forked copy of this process if possible. Otherwise it runs in this
-        process. If a fork fails only at the moment, that is done only if `here` is True, because
-        the verdict is needed now.
+        The check runs in a forked copy of this process if possible, and otherwise in this process.
+        If only this fork has failed, for example for lack of memory, the check runs in this process
+        only if `here` is True, because the verdict is needed now.
 
         Raises:
             BatchError: H209, for a loss function that calls backward or steps an optimizer.
@@ -796,19 +796,21 @@ def _coupling(verdict: SplitCheckResult) -> str:
         return verdict.why
     share = verdict.difference
     percent = f"{share:.1%}" if share >= 1e-3 else f"{100 * share:.1g}%"
-    differs = f"differs from that over 3 + 1 of them by {percent}"
-    if math.isnan(verdict.difference):
-        differs = "differs from that over 3 + 1 of them in one batch or another"
-    if math.isinf(verdict.difference):
-        differs = "is finite, and that over 3 + 1 of them is not"
+    difference = f"differs by {percent} from that over 3 + 1 of them"
+    if math.isnan(share):
+        difference = "differs from that over 3 + 1 of them in at least one batch"
+    if math.isinf(share):
+        difference = "is finite, but that over 3 + 1 of them is not"
     others = [
         str(weighting) for weighting in verdict.failed if weighting.kind not in ("samples", "sum")
     ]
-    tried = ", as a mean over samples" if verdict.failed else ""
+    tried = ""
+    if verdict.failed:
+        tried = ", weighted as a mean over samples"
     if others:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        tried += f"; nor is it a sum, or a mean over {', '.join(others[:3])}{more}"
-    return f"the gradient over 4 samples {differs}{tried}"
+        tried += f"; neither a sum nor a mean over {', '.join(others[:3])}{more} matches"
+    return f"the gradient over 4 samples {difference}{tried}"
 
 
 def _drops(module: nn.Module) -> bool:
