@@ -260,7 +260,9 @@ class Messages:
         self.check_here()
         number = self._next(among)
         calls = None if among else self._count()
-        self.was_left &= bool(among)
+        if not among:
+            # All ranks are together again.
+            self.was_left = False
         self._put(f"{among}{number}/{self.rank}", _packed((topic, value)))
         values = []
         for rank in self._ranks:
@@ -282,7 +284,7 @@ class Messages:
         return values
 
     def to_first(self, topic: str, value: Any) -> list[Any] | None:
-        """Send the value of each rank to the first rank, which may be large.
+        """Send the value of each rank, which may be large, to the first rank.
 
         All ranks must call this at the same point in the program. Only the first one waits.
 

@@ -272,51 +272,56 @@ class SplitSafety:
         known.split_steps += splits_now
         self._has_run_here = False
         size = work.size
-        forks = self._forks()
-        due = self._is_trial_due(known, work, part)
+        can_fork = self._forks()
+        trial_is_due = self._is_trial_due(known, work, part)
         # The batches of a window are weighted even if none of them is split.
-        weighs = isinstance(work.batch, Window) and len(work.batch) > 1 and not work.batch.added
+        is_weighted = (
+            isinstance(work.batch, Window) and len(work.batch) > 1 and not work.batch.added
+        )
         may_ever_split = self._policy.micro_batch_size is not None and size is not None
-        tries = may_ever_split and size != 1 and (forks or splits_now or weighs)
-        looked = False
-        if due and tries:
-            looked = self._try_split(known, work, splits=splits_now or weighs)
-        compares = tries and splits_now and self._is_later_check_due(known, due=due)
-        if part is not None and compares:
+        # Without a fork, a trial runs in this process, so it waits until the result is needed.
+        may_try = may_ever_split and size != 1 and (can_fork or splits_now or is_weighted)
+        has_looked = False
+        if trial_is_due and may_try:
+            has_looked = self._try_split(known, work, splits=splits_now or is_weighted)
+        must_compare = may_try and splits_now and self._is_later_check_due(known, due=trial_is_due)
+        if part is not None and must_compare:
             self._compare_halves(known, work, part)
         # This includes the second step, since the first batch may be special, for example because
         # the loss function resets a counter at the start of an epoch.
         if known.steps <= 2:
-            self._check_side_effects(known, work, look=forks and not looked)
+            self._check_side_effects(known, work, look=can_fork and not has_looked)
 
         refused = self._refused(known)
         if splits_now and refused is not None:
             self._stop_splitting(known, *refused)
-        news = (refused, known.chosen(), known.may_turn_wrong())
-        if known.steps == 1 or (splits_now and news != known.said):
+        facts = (refused, known.chosen(), known.may_turn_wrong())
+        if known.steps == 1 or (splits_now and facts != known.said):
             self._say(known, size, refused)
-        known.said = news
-        if refused is None and splits_now and (due or compares) and not known.steps_in_doubt:
+        known.said = facts
+        was_checked = trial_is_due or must_compare
+        if refused is None and splits_now and was_checked and not known.steps_in_doubt:
             known.equal_until_step = self._record.global_step
-        tried = known.verdict is not None and known.verdict.outcome != "unknown"
+        has_verdict = known.verdict is not None and known.verdict.outcome != "unknown"
         # Changes in the loss function are still noticed before a split or a retry.
-        known.settled = tried or not (forks or weighs) or not may_ever_split
+        known.settled = has_verdict or not (can_fork or is_weighted) or not may_ever_split
         return self._has_run_here, refused is None
 
     def _is_trial_due(self, known: _Known, work: Work, part: int | None) -> bool:
         """Return whether a trial of four samples is due in this step."""
         if part is None:
             return _is_power_of_two(known.steps)
-        due = _is_power_of_two(known.split_steps)
-        if not due and self._tells_apart(known, work):
+        is_due = _is_power_of_two(known.split_steps)
+        if not is_due and self._tells_apart(known, work):
             known.telling_steps += 1
-            due = known.telling_steps <= _ALWAYS or _is_power_of_two(known.telling_steps)
+            is_due = known.telling_steps <= _ALWAYS or _is_power_of_two(known.telling_steps)
         if not known.tried_empty and work.size is not None and not callable(work.split):
+            # The first time that a part would contain no items, that must be tried.
             batch = largest_of(work.batch, work.split)
             parts = micro_batches(batch, work.size, part, work.split)
             known.tried_empty = bool(with_an_empty_one(known.chosen(), parts, 2))
-            due = due or known.tried_empty
-        return due
+            is_due = is_due or known.tried_empty
+        return is_due
 
     def _check_side_effects(self, known: _Known, work: Work, *, look: bool) -> None:
         """Look for side effects of a forward pass, and report them once.
