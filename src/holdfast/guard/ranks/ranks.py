@@ -183,6 +183,13 @@ class Ranks(OneRank):
         return items / self._reference_for(items)
 
     def _begin_row(self, loss: Any, items: Any, **said: Any) -> PendingRow:
+        """Start the exchange of a row.
+
+        Args:
+            loss: The loss of this rank.
+            items: The number of items of this rank.
+            **said: Further fields of the row; see `Said`.
+        """
         self._messages.check_here()
         row = self._said(**said)
         self._model.row_begins()
@@ -191,6 +198,7 @@ class Ranks(OneRank):
         return pending
 
     def _said(self, **said: Any) -> Said:
+        """Return the row of this rank, with the stop request and, on the first rank, the save."""
         assert self._stop is not None
         assert self._saves is not None
         said |= {
@@ -356,6 +364,7 @@ class Ranks(OneRank):
             return f"there was no memory to complete the collectives of the step ({cause})"
 
     def _pay(self) -> str | None:
+        """Start the missing collectives of this attempt; return None, or why that is impossible."""
         if isinstance(self._model, Sharded):
             return self._model.follow(self._fail_row)
         obstacle: str | None = self._model.wait_for_others()

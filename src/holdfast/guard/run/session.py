@@ -215,6 +215,7 @@ class Session:
             )
 
     def _check_not_continued(self) -> None:
+        """Raise H306 if another process has saved since this session closed the directory."""
         if self._newest_id is not None and self._store.next_save_id() - 1 != self._newest_id:
             raise RunDirectoryError(
                 f"another process has continued the run in {self._directory.path}",
@@ -498,6 +499,7 @@ class Session:
         return own
 
     def _random_state(self) -> RandomState:
+        """Return the random state to save with the current position."""
         if self._drawn_at is not None and self._drawn_at[0] == self._position():
             return self._drawn_at[1]
         return capture(self.parts.devices()) if self.cursor is None else self.cursor.random_state()
@@ -583,10 +585,12 @@ class Session:
             self.record.emit(run_events.SnapshotFailed(error=describe_error(error)))
 
     def _good_state(self) -> dict[str, Any] | None:
+        """Return the state by component, or None if it holds NaN or Inf."""
         bad, _ = nonfinite_tensors(self.must_be_finite())
         return None if bad else gather(self.parts, self.training_state())
 
     def _spare_memory(self) -> None:
+        """Free the host memory of snapshots and of buffers for saving."""
         self.snapshots.give_up()
         self.saving.give_up_buffers()
 
@@ -799,12 +803,14 @@ class Session:
         return training
 
     def _load_earlier(self, kept: Kept | None, entry: Entry | None) -> dict[str, Any]:
+        """Load a snapshot or a checkpoint, and return the guard's own part of it."""
         if kept is not None:
             return self._put_back(copied_to_host(kept.trees))
         assert entry is not None
         return self._restore(entry, in_place=True)
 
     def _go_to_position_of(self, training: Mapping[str, Any]) -> None:
+        """Move the cursor to a saved position, and keep its random state for when a loop starts."""
         if self.cursor is not None and training["position"] is not None:
             self.cursor.load_state_dict(training["position"])
             self.cursor.compare_ranks(ranks_in(training), self.ranks.world_size)
@@ -884,6 +890,7 @@ class Session:
                 tensor.copy_(saved[name])
 
     def _of_this_rank(self, training: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the guard's own state with the entries that differ between ranks for this rank."""
         return {**training, **self.ranks.own_state(training)}
 
 

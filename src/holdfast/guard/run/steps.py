@@ -133,6 +133,17 @@ class Recovery:
         return self._carry_out(decision, reason, NonFiniteError)
 
     def _carry_out(self, decision: Decision, reason: str, error: type[HoldfastError]) -> str:
+        """Roll back, skip the batch, or raise an error, as decided.
+
+        Args:
+            decision: The decision.
+            reason: Why the step was refused.
+            error: The kind of error to raise: `DivergenceError` after a spike, else
+                `NonFiniteError`.
+
+        Returns:
+            Why the step was refused and what was done.
+        """
         counters = self._session.counters
         self._record.emit(self._placed(decision, error))
         if isinstance(decision, RollBack):
@@ -233,6 +244,7 @@ class Recovery:
         raise self._persistent(why, NonFiniteError)
 
     def _persistent(self, reason: str, error: type[HoldfastError]) -> HoldfastError:
+        """Return the error that stops a run because the trouble persists."""
         if error is DivergenceError:
             return DivergenceError(
                 reason,
@@ -337,6 +349,7 @@ class Recovery:
         return replace(decision, **self._place(), **(rule if isinstance(decision, Stop) else {}))
 
     def _place(self) -> dict[str, Any]:
+        """Return the position in the data as fields of an event."""
         cursor = self._session.cursor
         return {} if cursor is None else {"epoch": cursor.epoch, "batch": cursor.batches}
 

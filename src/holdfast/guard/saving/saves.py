@@ -324,6 +324,11 @@ class Saving:
             self._save_in_background(busy=busy)
 
     def _save_in_background(self, *, busy: bool) -> None:
+        """Start a save in a thread, or save in this one if that is not possible.
+
+        Args:
+            busy: Whether another rank is still writing its share of the previous checkpoint.
+        """
         if busy:
             return
         started = self._clock.monotonic_seconds()
@@ -369,10 +374,17 @@ class Saving:
             self._record.emit(run_events.RecordingMovedAside(what=what))
 
     def _tried(self) -> None:
+        """Note that a save was attempted now, from which the next interval is counted."""
         self._tried_at_step = self._record.global_step
         self.chooser.tried(self._clock.monotonic_seconds())
 
     def _failed_at_once(self, error: Exception, started: float) -> None:
+        """Record that a save has failed before anything was written.
+
+        Args:
+            error: The error.
+            started: The time at which the save started.
+        """
         self._tried()
         self.failed += 1
         self._newest_failure = describe_error(error)
@@ -561,6 +573,7 @@ class Saving:
         return self
 
     def _take_in(self, save: _Save, *, first: bool = False) -> None:
+        """Note the result of a save that has ended, in the training thread."""
         if save.entry is None:
             self.failed += 1
             self._newest_failure = (
@@ -654,6 +667,7 @@ class Saving:
 
 
 def _raised(error: Exception) -> Any:
+    """Raise an error, as a function that can be passed to `Writers.all`."""
     raise error
 
 

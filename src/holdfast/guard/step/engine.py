@@ -146,6 +146,7 @@ class StepEngine:
         )
 
     def _try(self, work: Work, judge: Callable[[StepAttempt], Decision | None]) -> Outcome:
+        """Attempt a step that has begun, and commit or skip it."""
         self._step_id += 1
         attempt = self.attempt(work)
         if attempt.facts.nonfinite:
@@ -272,6 +273,16 @@ class StepEngine:
     # --- attempts
 
     def _attempt_until_it_fits(self, work: Work) -> StepAttempt:
+        """Make attempts until one succeeds on all ranks, and apply a remedy after each failure.
+
+        The failures that are handled here are an out-of-memory, a module that cannot be recomputed
+        or measured, a micro-batch without items, and a failure on another rank.
+
+        Raises:
+            OutOfMemoryError: H401 if no remedy is left.
+            BatchError: H208 if the loss function has changed the batch, so that it cannot be
+                retried.
+        """
         ranks = self.ranks
         if ranks.begin is not None:
             ranks.begin()
@@ -485,6 +496,17 @@ class StepEngine:
     def _step_optimizers(
         self, names: Sequence[str], outcome: Outcome, moved: Sequence[torch.Tensor]
     ) -> None:
+        """Step the optimizers, and update the averages.
+
+        Args:
+            names: The names of the optimizers.
+            outcome: The outcome of the step, for the error.
+            moved: The parameters of the optimizers.
+
+        Raises:
+            PartialOptimizerStep: If an optimizer runs out of memory, unless this rank will receive
+                the state of another one.
+        """
         for name in names:
             try:
                 self.diagnosis.before_step(name, outcome.attempt)
