@@ -656,7 +656,7 @@ def refusals(rank, run):
     plain = linear()
     cases = {
         "is a Linear, not a DistributedDataParallel": lambda: guarded(nn.Linear(6, 1)),
-        "only a part was given to fully_shard": lambda: guarded(
+        "was passed to fully_shard": lambda: guarded(
             sharded(layers := nn.Sequential(small()), layers[0])
         ),
         "is sharded in part only": lambda: guarded(

@@ -68,7 +68,7 @@ _OPEN = contextlib.nullcontext()
 # The maximum number of names in one event.
 _MOST_NAMES = 10
 _CHANGED = (
-    "the weights, buffers or moments have changed without a step, so they are not those that"
+    "the weights, buffers or moments were changed without a step, so they are not those that"
     " training produced"
 )
 
