@@ -655,8 +655,8 @@ def refusals(rank, run):
 
     plain = linear()
     cases = {
-        "a Linear and no DistributedDataParallel": lambda: guarded(nn.Linear(6, 1)),
-        "only a part was given to fully_shard": lambda: guarded(
+        "is a Linear, not a DistributedDataParallel": lambda: guarded(nn.Linear(6, 1)),
+        "was passed to fully_shard": lambda: guarded(
             sharded(layers := nn.Sequential(small()), layers[0])
         ),
         "is sharded in part only": lambda: guarded(
@@ -672,7 +672,7 @@ def refusals(rank, run):
         "micro_batch_size=1": lambda: guarded(sharded(small()), micro_batch_size=1),
         "wrapped twice": lambda: guarded(linear_in_linear()),
         "2 optimizers": lambda: guarded(plain, optimizers(plain)),
-        "by 1 of the ranks": lambda: guarded(linear(process_group=alone)),
+        "only 1 of the ranks": lambda: guarded(linear(process_group=alone)),
         "a first step in several parts": lambda: guarded(
             linear(static_graph=True), batches=Window((torch.ones(2, 6), torch.ones(2, 6)))
         ),

@@ -137,4 +137,4 @@ def test_a_rank_that_is_killed_while_it_writes_its_share_is_an_error(tmp_path):
     """Nobody else ends the wait, as a launcher would."""
     first, _ = run_ranks(writing_slowly, 2, tmp_path, "killed")
     assert "H114" in first.output, first
-    assert "rank 1 has not come" in first.output, first
+    assert "rank 1 has not arrived" in first.output, first

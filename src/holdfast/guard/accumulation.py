@@ -2,10 +2,10 @@
 
 Each batch is a transaction, and the last one commits them all.
 
-This is for frameworks that show every batch while it is trained, so that a `Window` cannot wait for
-its last one. A batch that ran out of memory is retried or split, without touching the gradients of
-the batches before it. If one yields NaN or Inf, the whole step is skipped, or continues without the
-samples that caused it, as the policy says.
+This is for frameworks that train on each batch as it arrives, so that the batches cannot be
+collected into a `Window` first. A batch that runs out of memory is retried or split, without
+affecting the gradients of earlier batches. If a batch yields NaN or Inf, the whole step is skipped,
+or continues without the samples that caused it, depending on the policy.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from holdfast.loader.splitting import Split
 
 
 class Accumulation:
-    """Keep gradients between the batches of one step.
+    """Accumulates the gradients of the batches of one step.
 
-    It needs memory for one more copy of the gradients while there are some to keep.
+    Between two batches this takes memory for one more copy of the gradients.
 
     Args:
-        guard: The guard, which should be stepped only by this object from now on.
+        guard: The guard. From now on only this object may call its `step`.
         begins: Called at the beginning of each attempt, to restore what an earlier attempt has
             changed outside the guard.
     """
@@ -47,7 +47,7 @@ class Accumulation:
         self._buffers = self._attempts.safety.keeper()
         # The random state before the first batch of the step; None between two steps.
         self._begun: RandomState | None = None
-        # Why the step will be skipped, or None.
+        # Why the step will be skipped although batches may follow; None if it will not be.
         self._spoiled: str | None = None
         # Whether an attempt is being made, as opposed to a trial of a split or a replay that
         # searches for a cause.
@@ -64,12 +64,12 @@ class Accumulation:
         return self._begun is not None
 
     def show(self) -> None:
-        """Set ``grad`` of the parameters to the kept gradients, for code that reads it."""
+        """Set ``grad`` of the parameters to the accumulated gradients, for code that reads it."""
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
 
     def forget(self) -> None:
-        """Drop what is kept: the next batch is the first of a step."""
+        """Discard the accumulated gradients, so that the next batch is the first of a step."""
         self._gradients = {}
         self._begun = None
         self._spoiled = None
@@ -77,7 +77,7 @@ class Accumulation:
     # --- checkpoints
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what the batches of an unfinished step have left, or None between two steps."""
+        """Return the accumulated state of an unfinished step, or None between two steps."""
         if self._begun is None:
             return None
         gradients = {
@@ -95,7 +95,7 @@ class Accumulation:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue in the middle of a step.
 
-        Parameters and buffers must be those of the moment at which the state was saved.
+        Parameters and buffers must have the values that they had when the state was saved.
         """
         gradients = state["gradients"]
         self._gradients = {
@@ -122,16 +122,16 @@ class Accumulation:
         optimizer: Sequence[str] | None = None,
         split: Split | None = None,
     ) -> StepResult:
-        """Add the gradient of a batch to those that are kept.
+        """Add the gradient of a batch to the accumulated gradients.
 
-        An error leaves what was kept before as it was.
+        An error leaves the gradients of earlier batches unchanged.
 
         Returns:
             The result for this batch. ``skipped`` is True if its gradient holds NaN or Inf; the
             whole step is then skipped.
 
         Raises:
-            What `Guard.step` raises.
+            HoldfastError: For the same reasons as `Guard.step`.
         """
         if self._begun is None:
             self._begin_step()
@@ -159,7 +159,7 @@ class Accumulation:
         return outcome.result(self._spoiled)
 
     def _begin_step(self) -> None:
-        """Keep what has to be restored if the step is skipped."""
+        """Copy the state that has to be restored if the step is skipped."""
         self._guard.ready()
         self._begun = capture(self._steps.parts.devices())
         self._buffers.keep()
@@ -172,10 +172,10 @@ class Accumulation:
         optimizer: Sequence[str] | None = None,
         split: Split | None = None,
     ) -> StepResult:
-        """Make the step, with this batch as the last one; see `Guard.step`.
+        """Complete the step with its last batch; see `Guard.step`.
 
         If the step is skipped because of this batch or an earlier one, buffers and random state are
-        restored to those before the first batch.
+        restored to their values before the first batch.
         """
         try:
             if self._spoiled is None:
@@ -198,7 +198,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def _attempt(self) -> Iterator[None]:
-        """Surround an attempt, and add the kept gradients to those that it has computed."""
+        """Surround an attempt, and add the accumulated gradients to those that it computes."""
         self._begins()
         self.attempting = True
         try:
@@ -237,7 +237,7 @@ class _Divided(torch.autograd.Function):
 def divided(loss: torch.Tensor, count: int) -> torch.Tensor:
     """Return a loss of the same value whose gradient is divided by the number of batches in a step.
 
-    A guard then sees the loss as the loss function returned it.
+    The guard thus records the loss as the loss function returned it.
 
     Args:
         loss: The loss of one batch, shape ``()``.

@@ -1,7 +1,8 @@
-"""Check and name what the caller passed to Guard, before a run directory is made.
+"""Check and name the arguments of `Guard`, before a run directory is created.
 
-`gather_parts` takes the models, optimizers, schedulers and further state, `check_loader` the
-loader. A wrong argument is refused with H105. The checks of one optimizer are in ``optimizers``.
+`gather_parts` handles the models, optimizers, schedulers and further state, `check_loader` the
+loader. A wrong argument is refused with H105. The checks of a single optimizer are in
+``optimizers``.
 """
 
 from __future__ import annotations
@@ -88,13 +89,14 @@ def _named(argument: Any, kind: str, needed_type: type) -> dict[str, Any]:
     """
     values = dict(argument) if isinstance(argument, Mapping) else {kind: argument}
     if not values:
-        raise _wrong_argument(f"{kind}={argument!r}", "at least one is needed")
+        raise _wrong_argument(f"{kind}={argument!r}", f"a guard needs at least one {kind}")
     names_by_id: dict[int, str] = {}
     for name, value in values.items():
         if not (_is_name(name) and _has_type(value, needed_type)):
             needed = _describe_type(kind, needed_type, value)
             raise _wrong_argument(
-                f"{kind} {name!r} is {_describe(value)}", f"{needed} is needed, or a dict of such"
+                f"{kind} {name!r} is {_describe(value)}",
+                f"{kind}= takes {needed}, or a dict of them",
             )
         if id(value) in names_by_id:
             raise _wrong_argument(
@@ -106,7 +108,7 @@ def _named(argument: Any, kind: str, needed_type: type) -> dict[str, Any]:
 
 
 def _is_name(name: Any) -> bool:
-    """Return whether a name can be part of the name of a file."""
+    """Return whether a name can be part of a file name."""
     return isinstance(name, str) and name != "" and "/" not in name
 
 
@@ -125,9 +127,9 @@ def _can_save_and_load(value: Any) -> bool:
 
 
 def _accepts(method: Any, *, argument_count: int) -> bool:
-    """Return whether a method can be called with this number of arguments, if it has a signature.
+    """Return whether a method can be called with this number of arguments.
 
-    A method without one, as some written in C, is assumed to accept them.
+    A method without a signature, such as some written in C, is assumed to accept them.
     """
     if not callable(method):
         return False
@@ -143,13 +145,13 @@ def _accepts(method: Any, *, argument_count: int) -> bool:
 
 
 def _describe_type(kind: str, needed_type: type, value: Any) -> str:
-    """Return what is needed instead of a value."""
+    """Return which type of value an argument takes, for the error about another value."""
     if needed_type is not Stateful:
         return f"a torch {kind}"
     if isinstance(value, DataLoader):
         return (
             "something with state_dict() and load_state_dict(state), such as a holdfast.DataLoader"
-            " but not torch's DataLoader,"
+            " (not torch's DataLoader)"
         )
     return "something with state_dict() and load_state_dict(state)"
 
@@ -163,7 +165,7 @@ def _describe(value: Any) -> str:
 def _without_wrappers(
     models: dict[str, nn.Module], wrappers: Mapping[str, DistributedDataParallel]
 ) -> dict[str, nn.Module]:
-    """Return the bare models, so that names of parameters do not depend on how they are trained."""
+    """Return the unwrapped models, so that parameter names do not depend on the wrapper."""
     if not wrappers:
         return models
     bare: dict[str, nn.Module] = dict(models)
@@ -183,7 +185,8 @@ def _states(state: Any, averages: Mapping[str, AveragedModel]) -> dict[str, Stat
         name = "averaged" if model_name == "model" else f"averaged.{model_name}"
         if name in states:
             raise _wrong_argument(
-                f"state {name!r} and averaged= are saved under one name", "each needs its own"
+                f"state {name!r} has the name under which averaged= is saved",
+                "each needs a name of its own",
             )
         states[name] = average
     return states
@@ -197,15 +200,15 @@ def _averages(averaged: Any, models: Mapping[str, nn.Module]) -> dict[str, Avera
     for name, average in averages.items():
         if not _is_average_of(average, models.get(name)):
             raise PolicyError(
-                f"averaged={type(average).__name__}(...) is no average of a model {name!r}",
+                f"averaged={type(average).__name__}(...) is not an average of model {name!r}",
                 limit=(
                     "a torch.optim.swa_utils.AveragedModel is updated from a model, tensor by"
                     " tensor, after each step"
                 ),
                 fix=(
-                    "create it from the bare module, AveragedModel(net), before that is compiled or"
-                    ' wrapped; if models have names, pass averaged={"generator": ...}. Pass another'
-                    " kind of average as state=, and update it in your loop after each"
+                    "create it from the bare module, AveragedModel(net), before compiling or"
+                    ' wrapping that; if models have names, pass averaged={"generator": ...}. Pass'
+                    " any other kind of average as state=, and update it in your loop after each"
                     " guard.step(...) that is not skipped."
                 ),
                 rule="H105",
@@ -234,8 +237,8 @@ def _check_overlap(optimizers: Mapping[str, Optimizer]) -> None:
             owner = owners.setdefault(identity, name)
             if owner != name:
                 raise _wrong_argument(
-                    f"optimizers {owner!r} and {name!r} are one, or one wraps the other",
-                    "each step would move the same weights twice",
+                    f"optimizers {owner!r} and {name!r} are the same, or one wraps the other",
+                    "each step would update the same weights twice",
                 )
 
 
@@ -247,11 +250,11 @@ def _check_shapes(kind: str, values: Mapping[str, Any]) -> None:
         lazy = [key for key, tensor in named_tensors(value) if is_lazy(tensor)]
         if lazy:
             raise PolicyError(
-                f"{kind} {name!r} has {counted(len(lazy), 'tensor')} without a shape, the first is"
-                f" {lazy[0]}",
+                f"{kind} {name!r} has {counted(len(lazy), 'tensor')} without a shape, the first of"
+                f" them {lazy[0]}",
                 limit=(
-                    "a lazy layer creates them in its first forward pass, and a guard saves them"
-                    " before that"
+                    "a lazy layer creates its tensors in the first forward pass, and a guard saves"
+                    " a checkpoint before that"
                 ),
                 fix=(
                     "run one batch through the model first, then create the optimizer and the"
@@ -278,7 +281,7 @@ def _wrong_argument(problem: str, limit: str) -> PolicyError:
 
 def check_loader(loader: Any) -> None:
     """Raise H105 for a value that is not an iterable of batches, or has no batches left."""
-    limit = "it is iterated for batches"
+    limit = "the guard iterates over it to get batches"
     fix = "pass a DataLoader or another iterable of batches."
     if _is_dataset(loader):
         limit = "it is a dataset, which yields samples and not batches"
@@ -303,7 +306,7 @@ def check_loader(loader: Any) -> None:
     elif isinstance(loader, Iterable) and not isinstance(loader, type):
         return
     elif callable(loader):
-        limit += ", and a function or a class has to be called first"
+        limit += ", which is not possible with a function or a class"
         fix = "pass what it returns."
     raise PolicyError(f"loader is {_describe(loader)}", limit=limit, fix=fix, rule="H105")
 

@@ -1,8 +1,8 @@
-"""Count the epochs and batches that were *trained*, and return to that position.
+"""Count the epochs and batches that the run was trained on, and return to that position.
 
-A batch counts once the loop body was finished with it. A batch that was fetched and not trained is
-fetched again after a resume or a rollback. How a loader is moved to a position depends on its kind,
-see ``loader_positions``. An iterator cannot be restarted: its position is not restored.
+A batch counts as trained once the loop body has finished with it. A batch that was only fetched is
+fetched again after a resume or a rollback. How to move a loader to a position depends on its kind;
+see ``loader_positions``. The position in an iterator is not restored, since it cannot be restarted.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from holdfast.loader.random_state import RandomState, capture
 
 # What a resume promises for a holdfast.DataLoader.
 _EXACT_OF_HOLDFAST = (
-    "bit-exact, if the dataset and collate_fn draw from the global generators of torch, numpy and"
-    " random only: order and augmentation then depend on (seed, epoch, index)"
+    "bit-exact, if the dataset and collate_fn draw random numbers only from the global generators"
+    " of torch, numpy and random: order and augmentation then depend on (seed, epoch, index)"
 )
 
 _ORDER_WAS_CHANGED = (
-    "none, because since the previous epoch the script has changed the list of batches, or what it"
-    " passed to the sampler, such as weights. No checkpoint holds that. Give the sampler state_dict"
-    " and load_state_dict that hold it"
+    "none, because the script has changed the list of batches or the sampler's input, such as its"
+    " weights, since the previous epoch, and no checkpoint holds that. Give the sampler state_dict"
+    " and load_state_dict methods that cover it"
 )
 
 
 def check_position(state: dict[str, Any]) -> None:
-    """Check a position before it is loaded.
+    """Check that a saved position has the form that `Cursor.state_dict` returns.
 
     Raises:
-        TypeError, LookupError or ValueError: If no `Cursor.state_dict` has returned it.
+        TypeError, LookupError or ValueError: If it has not.
     """
     for name in ("epoch", "batches", "trained"):
         check_count(state[name])
@@ -82,19 +82,19 @@ class Cursor:
         self._devices = devices
         self._progress = EpochProgress()
         self._position = position_in(loader, devices, self._progress)
-        # Why a resume on another number of ranks promises less, until the end of the epoch in which
-        # the checkpoint was saved; else empty.
+        # Why a resume on another number of ranks promises less. It is cleared at the end of the
+        # epoch in which the checkpoint was saved; empty if the promise is unaffected.
         self._changed_ranks = ""
-        # Whether this epoch was begun after its first batch, by a resume or a rollback.
+        # Whether this process began the epoch after its first batch, after a resume or a rollback.
         self._begun_in_the_middle = False
-        # Whether the loop was left with a batch that no step was made with.
+        # Whether the loop was left with a batch for which no step was run.
         self.left_in_batch = False
-        # The batch that the loop body is using. The loop holds that batch too, until it has fetched
-        # the next one.
+        # The batch that the loop body is using. This does not prolong its life: the loop holds it
+        # too, until the next one has been fetched.
         self._handed_out: HandedOut | None = None
-        # The random state before the batch that was fetched last.
+        # The random state before the last batch was fetched.
         self._before_fetch: RandomState | None = None
-        # Batches in this epoch, once it was asked for; -1 if the loader does not say.
+        # Batches in this epoch; None before they are counted, -1 if the loader does not say.
         self._length: int | None = None
 
     @property
@@ -104,22 +104,22 @@ class Cursor:
 
     @property
     def batches(self) -> int:
-        """Return the number of batches of this epoch that were trained."""
+        """Return the number of batches in this epoch that count as trained."""
         return self._progress.batches
 
     @property
     def trained(self) -> int:
-        """Return the number of batches over all epochs that were trained."""
+        """Return the number of batches over all epochs that count as trained."""
         return self._progress.trained
 
     @property
     def passed(self) -> int:
-        """Return the number of batches since the last one that a step was made with."""
+        """Return the number of batches since the last one for which a step was run."""
         return self._progress.batches_without_step
 
     @property
     def batch_size(self) -> int | None:
-        """Return how many samples the loader puts into a batch, or None if it does not say."""
+        """Return the loader's batch size, or None if it does not say."""
         size = getattr(self._loader, "batch_size", None)
         return size if isinstance(size, int) else None
 
@@ -141,7 +141,7 @@ class Cursor:
 
     @property
     def unkept(self) -> str | None:
-        """Return why a resumed run may read other batches, or None if no warning is needed."""
+        """Return why a resumed run may read different batches, or None if no warning is needed."""
         promise = self.promise
         if self._holdfast_loader is not None or promise == EXACT:
             return None
@@ -173,10 +173,10 @@ class Cursor:
         if isinstance(self._loader, Stateful):
             exception = "the loader's own load_state_dict converts the position"
         self._changed_ranks = (
-            f"none, because the checkpoint was made in the middle of an epoch on {_ranks(before)},"
+            f"none, because the checkpoint was saved in the middle of an epoch on {_ranks(before)},"
             f" and the run resumes on {_ranks(now)}: the position counts the batches of each rank,"
-            " so this epoch's samples are not those of an unbroken run (some are read twice or"
-            f" never), unless {exception}. Resume on {_ranks(before)}; holdfast.DataLoader reads"
+            " so the rest of this epoch reads some samples twice or never, unless"
+            f" {exception}. Resume on {_ranks(before)}, or use holdfast.DataLoader, which reads"
             " each sample once on any number of ranks"
         )
 
@@ -186,8 +186,8 @@ class Cursor:
         """Return an iterator over the rest of the epoch.
 
         Args:
-            random_state: The random state of a resumed run, which is restored at the right moment;
-                None leaves the random state as it is.
+            random_state: The random state of a resumed run, to restore once the loader is at its
+                position; None leaves the random state unchanged.
         """
         self._begun_in_the_middle = self._progress.batches > 0
         self.left_in_batch = False
@@ -214,7 +214,7 @@ class Cursor:
         """Count the batch that was fetched last as trained, unless it was counted before.
 
         Args:
-            used: Whether a step was made with it, and not only the rest of the loop body run.
+            used: Whether a step was run with it.
         """
         progress = self._progress
         if not progress.fetching:
@@ -229,7 +229,7 @@ class Cursor:
         self._position.note_counted(self._before_fetch)
 
     def leave(self) -> None:
-        """Note that the iterator is given up, so that the next `begin` returns to this position."""
+        """Note that the loop has abandoned its iterator; the next `begin` returns to this place."""
         self._position.leave()
         self._handed_out = None
         if self._progress.fetching:
@@ -238,24 +238,24 @@ class Cursor:
         self._progress.under_way = False
 
     def end_epoch(self, *, needs_steps: bool, stepped: bool) -> EpochFacts:
-        """Go to the beginning of the next epoch, and return what is known about the last one.
+        """Move to the start of the next epoch, and return facts about the epoch that has ended.
 
         Args:
             needs_steps: Whether the loop ends after a number of optimizer steps.
-            stepped: Whether any step was made in this epoch.
+            stepped: Whether any step was run in this epoch.
 
         Raises:
-            LoaderError: H601 if the epoch had no batch; H602 if no step was made in it, so that the
-                loop would never end.
+            LoaderError: H601 if the epoch had no batches; H602 if no step was run in it, so that
+                the loop would never end.
         """
         if self._progress.batches == 0:
             raise LoaderError(
                 "the loader yielded no batch in a whole epoch",
-                limit="at least one is needed",
+                limit="an epoch needs at least one batch",
                 fix=(
-                    "check the path of the data, the filters, and drop_last with a batch size"
-                    " larger than the number of samples; an iterator that is exhausted cannot be"
-                    " iterated again, so pass the iterable itself."
+                    "check the path of the data, its filters, and whether drop_last drops the only"
+                    " batch. If the loader is an iterator, it may be exhausted: pass the iterable"
+                    " itself."
                 ),
                 rule="H601",
             )
@@ -278,9 +278,9 @@ class Cursor:
 
     @property
     def seems_to_end(self) -> bool:
-        """Return whether this batch is the last one of the epoch, according to the loader's length.
+        """Return whether this batch is the last of the epoch, according to the loader's length.
 
-        A save can then wait for the end of the epoch.
+        A save that is due can then wait for the end of the epoch.
         """
         if self._length is None:
             self._length = self._measured_length()
@@ -296,13 +296,13 @@ class Cursor:
             return -1
 
     def sample_indices(self, batch: Any, size: int | None) -> list[int] | None:
-        """Return the dataset indices of the samples that a step was made with.
+        """Return the dataset indices of the samples of a step.
 
-        They are known if the step was made with the batch that the loop received, and not, for
-        instance, with that of a second loader.
+        They are known only if the step used the batch that the loop received from this loader, and
+        not, for example, a batch from a second loader.
 
         Args:
-            batch: What the step was made with.
+            batch: The batch of the step.
             size: The number of samples in it, or None if unknown.
 
         Returns:
@@ -313,7 +313,7 @@ class Cursor:
         return self._handed_out.indices_of(batch, size)
 
     def repeats(self) -> bool:
-        """Return whether another rank trains on the current batch too, and counts it there."""
+        """Return whether the current batch repeats one that another rank trains on and counts."""
         if not self._progress.fetching or self._holdfast_loader is None:
             return False
         return self._holdfast_loader.batch_is_repeated
@@ -321,7 +321,7 @@ class Cursor:
     def random_state(self) -> RandomState:
         """Return the random state that belongs to the position.
 
-        For a batch that does not count yet, it is the state before that batch was fetched.
+        If a batch has been fetched but does not count yet, it is the state before that fetch.
         """
         if self._progress.fetching and self._before_fetch is not None:
             return self._before_fetch
@@ -330,12 +330,12 @@ class Cursor:
     # --- what only a holdfast loader does
 
     def attach(self, record: Callable[[EventData], None], run_dir: Path) -> None:
-        """Let a holdfast loader record its events, and keep its quarantine in the run directory."""
+        """Make a holdfast loader record its events and keep its quarantine in the run directory."""
         if self._holdfast_loader is not None:
             self._holdfast_loader.attach(record, run_dir)
 
     def quarantine(self, indices: Sequence[int], evidence: str) -> None:
-        """Let a holdfast loader replace samples from the next epoch on."""
+        """Make a holdfast loader replace these samples from the next epoch on."""
         if self._holdfast_loader is None:
             return
         for index in indices:
@@ -344,7 +344,7 @@ class Cursor:
     # --- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position. Batches that were fetched and not trained do not count."""
+        """Return the position. Batches that were only fetched do not count."""
         return {
             "epoch": self._progress.epoch,
             "batches": self._progress.batches,
@@ -354,7 +354,7 @@ class Cursor:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position; the next `begin` starts there."""
+        """Set the position at which the next `begin` starts."""
         self._progress.epoch = state["epoch"]
         self._progress.batches = state["batches"]
         self._progress.trained = state["trained"]
@@ -366,12 +366,12 @@ class Cursor:
 
 
 def _settings_were_changed(settings: Sequence[str]) -> str:
-    """Return the promise for a checkpoint that was made with other settings of torch's loader."""
+    """Return the promise for a checkpoint that was saved with other settings of torch's loader."""
     return (
-        f"none, because the checkpoint was made with {', '.join(settings)}, and the loader has"
-        " other settings now: a resume drops batches of another size, or other workers draw the"
-        " random numbers. Use the settings of the checkpoint; holdfast.DataLoader resumes exactly"
-        " with any"
+        f"none, because the checkpoint was saved with {', '.join(settings)}, and the loader's"
+        " settings have changed: a resume skips batches of a different size, or different workers"
+        " draw the random numbers. Use the settings of the checkpoint, or holdfast.DataLoader,"
+        " which resumes exactly with any settings"
     )
 
 

@@ -1,4 +1,4 @@
-"""The diagnosis of one guarded run: what the observer finds becomes events."""
+"""The diagnosis of one guarded run: passes steps to the observer, and records its findings."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 class Diagnosis:
-    """Observes the steps of a guard, if the policy has `diagnose` on."""
+    """Observes the steps of a guard, if the policy has ``diagnose=True``."""
 
     def __init__(self, parts: Parts, policy: Policy, record: RunRecord) -> None:
         self._record = record
         self._is_open = False
-        # Where NaN or Inf came from, in the newest step that was traced.
+        # Where NaN or Inf came from in the last step that was traced.
         self._origin: str | None = None
         for rule in policy.ignore_rules:
             find_rule(rule)
         self._observer = _observer_of(parts, policy) if policy.diagnose else None
 
     def open(self) -> None:
-        """Begin to observe."""
+        """Start observing."""
         if self._observer is not None:
             self._observer.close()
             self._observer.install()
@@ -52,7 +52,7 @@ class Diagnosis:
         self._observer.close()
 
     def findings_on_request(self) -> list[Finding]:
-        """Return everything that was found until now, the most important first."""
+        """Return all findings so far, most important first."""
         if self._observer is None:
             return []
         self._observer.judge_now()
@@ -60,28 +60,28 @@ class Diagnosis:
         return [with_origin(finding, self._origin) for finding in findings]
 
     def attempt(self) -> contextlib.AbstractContextManager[None] | None:
-        """Return the context of a forward and backward pass that is sampled, or None."""
+        """Return a context that observes a forward and backward pass; None if it is not sampled."""
         if self._observer is None or not self._observer.due():
             return None
         return self._observer.begin_step()
 
     def before_step(self, name: str, attempt: StepAttempt) -> None:
-        """Observe that an optimizer is about to step with the gradients of an attempt."""
+        """Observe the gradients of an attempt, before an optimizer steps with them."""
         if self._observer is not None:
             self._observer.before_step(name, norms=lambda: _gradient_norms(attempt))
 
     def after_step(self, name: str) -> None:
-        """Observe that an optimizer has stepped."""
+        """Observe the weights after an optimizer has stepped."""
         if self._observer is not None and self._observer.sampled:
             self._observer.after_step(name)
 
     def step_ended(self, outcome: Outcome, names: Sequence[str], reason: str | None) -> None:
-        """Observe that a step has ended.
+        """Observe the outcome of a step.
 
         Args:
-            outcome: How it ended.
-            names: The optimizers that were to step.
-            reason: Why it was not committed; None if it was.
+            outcome: How the step ended.
+            names: The names of the optimizers of the step.
+            reason: Why the step was not committed; None if it was.
         """
         if self._observer is None:
             return
@@ -99,7 +99,7 @@ class Diagnosis:
             self._observer.validated(value)
 
     def aligned(self, alignment: dict[str, float]) -> None:
-        """Observe how well an attention is aligned."""
+        """Observe measurements of how well an attention layer is aligned."""
         if self._observer is not None:
             self._observer.aligned(alignment)
 
@@ -113,18 +113,18 @@ class Diagnosis:
             self._record.emit(event(about=about, **fields))
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what later judgements need of the past."""
+        """Return the history that later findings depend on."""
         return None if self._observer is None else self._observer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from the past of a run."""
+        """Continue from the history in a checkpoint."""
         if self._observer is not None and state is not None:
             self._observer.load_state_dict(state)
 
 
 def _observer_of(parts: Parts, policy: Policy) -> Observer:
-    # The guard advances the other schedulers itself, and in a resumed run they count the steps
-    # before it too.
+    # Only plateau schedulers are observed. The guard advances the others itself, and in a resumed
+    # run they also count the steps of earlier processes.
     plateaus = {
         name: scheduler
         for name, scheduler in parts.schedulers.items()
@@ -149,6 +149,9 @@ def _is_traced(outcome: Outcome) -> bool:
 
 
 def _gradient_norms(attempt: StepAttempt) -> dict[int, float]:
-    """Return the norm of each gradient before clipping, by the id of its parameter; a host sync."""
+    """Return the norm of each gradient before clipping, by the id of its parameter.
+
+    This synchronizes with the device.
+    """
     ids = [id(parameter) for group in attempt.groups for parameter in group.parameters]
     return dict(zip(ids, attempt.norms.tolist(), strict=True))

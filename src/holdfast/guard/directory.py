@@ -1,6 +1,6 @@
 """The run directory: its layout, its format, and the lock that keeps a second run out.
 
-run.json      the format of the directory, the id of the run, and where it has saved, if it has
+run.json      the format of the directory, the id of the run, and where it has saved checkpoints
 lock          held while a guard is open; lock.rank1 is held by the second rank, and so on
 recorder/     the recordings, one for each rank
 checkpoints/  see ``checkpoint.store``
@@ -26,7 +26,7 @@ FORMAT = 1
 CHECKPOINTS = "checkpoints"
 _RUN_FILE = "run.json"
 
-# What reading ``run.json`` raises if its contents are damaged.
+# Exceptions from reading a ``run.json`` whose contents are damaged.
 _DAMAGED = (ValueError, KeyError, TypeError, RecursionError)
 
 
@@ -34,10 +34,10 @@ _DAMAGED = (ValueError, KeyError, TypeError, RecursionError)
 class RunFile:
     """The contents of ``run.json``."""
 
-    # Distinguishes this run from every other; None if the file was damaged.
+    # The unique id of this run; None if the file was damaged.
     run: str | None
-    # The folder in which the run has saved: ``"checkpoints"``, or the path of a framework's folder.
-    # None if it has not saved.
+    # The folder that holds the run's checkpoints: ``"checkpoints"``, or the path of a framework's
+    # folder. None if it has saved none.
     saved_in: str | None
 
     def to_json(self) -> bytes:
@@ -46,7 +46,7 @@ class RunFile:
 
 
 class RunDirectory:
-    """One run directory, which is created if it is missing. Call `acquire` before writing into it.
+    """A run directory, which is created if it is missing. Call `acquire` before writing into it.
 
     Args:
         path: The directory.
@@ -62,7 +62,7 @@ class RunDirectory:
         if not isinstance(path, (str, os.PathLike)):
             raise PolicyError(
                 f"run_dir={path!r}",
-                limit="a path is needed",
+                limit="run_dir must be a path",
                 fix='pass a directory such as "runs/a".',
                 rule="H105",
             )
@@ -105,7 +105,7 @@ class RunDirectory:
         if not isinstance(version, int) or version > FORMAT:
             raise RunDirectoryError(
                 f"run directory {self.path} has format {version!r}",
-                limit=f"this holdfast reads formats up to {FORMAT}",
+                limit=f"this version of holdfast reads formats up to {FORMAT}",
                 fix="upgrade holdfast, or start in a new run directory.",
                 rule="H303",
             )
@@ -113,7 +113,7 @@ class RunDirectory:
         return RunFile(run=contents.get("run"), saved_in=saved_in)
 
     def _recorded_saves(self) -> str | None:
-        """Return the folder of checkpoints if the recording says that one was saved."""
+        """Return the folder of checkpoints if the recording contains a save, else None."""
         try:
             events = read_events(self.recorder)
         except RunDirectoryError:
@@ -128,24 +128,21 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str:
-        """Return what distinguishes this run from every other.
-
-        A copy of the directory has the same id.
-        """
+        """Return the unique id of this run. A copy of the directory has the same id."""
         if not self._run_file.run:
             self._run_file = replace(self._run_file, run=uuid.uuid4().hex)
         return str(self._run_file.run)
 
     @property
     def saved_in(self) -> str | None:
-        """Return ``"checkpoints"`` or the path of a framework's folder if this run has saved."""
+        """Return the folder that holds this run's checkpoints; see `RunFile.saved_in`."""
         return self._run_file.saved_in
 
     def note_saved(self, folder: str | None = CHECKPOINTS) -> None:
-        """Keep where there is a checkpoint, so that a later start notices its loss.
+        """Note in which folder there is a checkpoint, so that a later start notices its loss.
 
         Args:
-            folder: The folder; None if no checkpoint is to be missed.
+            folder: The folder; None if the next start should expect no checkpoint.
         """
         if folder == self.saved_in or self._rank != 0:
             return
@@ -158,7 +155,7 @@ class RunDirectory:
         self._run_file = run_file
 
     def check_not_lost(self) -> None:
-        """Raise H312 if a run that finds no checkpoint has saved one."""
+        """Raise H312 if this run has saved checkpoints; call this if none was found."""
         if self.saved_in == CHECKPOINTS:
             raise self._lost("holds no checkpoint")
 
@@ -185,13 +182,13 @@ class RunDirectory:
     # --- the lock
 
     def acquire(self) -> None:
-        """Take the lock. `release` or the end of the process, however it ends, releases it.
+        """Take the lock, which lasts until `release` is called or the process ends.
 
         Raises:
-            RunDirectoryError: H301 if another run has it; H302 if it cannot be written.
+            RunDirectoryError: H301 if another run holds the lock; H302 if it cannot be written.
         """
         if self._lock.is_held_here:
-            # A guard that is no longer referenced may only wait to be collected.
+            # The lock may belong to a guard that is unreachable but has not been collected yet.
             gc.collect()
         if self._lock.is_held_here:
             raise self._locked(f"this process ({os.getpid()}), by a guard that is still open")
@@ -200,7 +197,7 @@ class RunDirectory:
         except LockHeldError as error:
             raise self._locked(error.holder) from None
         except OSError as error:
-            # The lock file may be a directory, or no file may be created any more.
+            # For example, the lock file may be a directory, or the disk may be full.
             raise self._unusable(error) from error
 
     def hold(self) -> bool:
@@ -210,19 +207,19 @@ class RunDirectory:
             Whether the directory itself was gone and was created again.
 
         Raises:
-            RunDirectoryError: H301, if another run has the lock now.
-            OSError: If the file system does not answer.
+            RunDirectoryError: H301, if another run holds the lock now.
+            OSError: If the file system does not respond.
         """
         try:
             return self._hold_or_make_again()
         except LockHeldError as error:
-            raise self._locked(f"{error.holder}, or was while this run was under way") from None
+            raise self._locked(f"{error.holder}, or was in use during this run") from None
 
     def _hold_or_make_again(self) -> bool:
         try:
             self._lock.hold()
         except FileNotFoundError:
-            # The directory was removed or moved. The trained weights are still worth saving.
+            # The directory was removed or moved. Create it again, so that the run can still save.
             make_run_directory(self.path)
             self._lock.hold()
             return True
@@ -238,7 +235,7 @@ class RunDirectory:
         at_file = f" at {error.filename}" if error.filename else ""
         return RunDirectoryError(
             f"run directory {self.path} cannot be written ({error.strerror or error}{at_file})",
-            limit="holdfast keeps checkpoints and its recording there",
+            limit="holdfast writes checkpoints and its recording there",
             fix="choose another directory, or make this one writable.",
             rule="H302",
         )
@@ -257,7 +254,7 @@ def check_checkpoints_found(run_dir: Path, *, new_start: str) -> None:
 
     Args:
         run_dir: The run directory.
-        new_start: How to start again on purpose in this framework, such as
+        new_start: How to start from scratch on purpose in this framework, such as
             ``"ask for a new start, "``. The error adds another way.
     """
     try:
@@ -273,9 +270,9 @@ def check_checkpoints_found(run_dir: Path, *, new_start: str) -> None:
 def _checkpoints_lost(run_dir: Path, *, where: str, new_start: str) -> CheckpointError:
     return CheckpointError(
         f"this run has saved checkpoints{where}",
-        limit="starting again without an error would hide the loss",
+        limit="silently starting from scratch would hide the loss",
         fix=(
-            "mount the disk or restore a copy; to start again on purpose,"
+            "mount the disk or restore a copy; to start from scratch on purpose,"
             f" {new_start}or delete {run_dir / _RUN_FILE}."
         ),
         rule="H312",

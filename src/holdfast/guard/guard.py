@@ -55,7 +55,7 @@ from holdfast.recorder.scalars import check_scalars
 
 
 class Guard:
-    """Keeps one training run alive, correct and inside its memory.
+    """Keeps one training run alive, correct and within its memory.
 
     Creating a guard locks the run directory. If the directory holds a valid checkpoint, the state
     of all objects passed here is restored from the newest one. The directory is unlocked when
@@ -76,19 +76,18 @@ class Guard:
         state: Further state to save, by name: objects with ``state_dict`` and
             ``load_state_dict``.
         averaged: A ``torch.optim.swa_utils.AveragedModel`` of the unwrapped model, or a dict of
-            them by model name. It is updated after each committed step that moved the model's
+            them by model name. It is updated after each committed step that changed the model's
             weights; see `averaged`.
         policy: A `Policy`, a dict of its fields, the path of a YAML file, or None for the
             defaults. ``HOLDFAST_*`` environment variables override files and defaults.
         split: Where the batch dimension is: a number, a prefix of the batch's structure, or a
-            function of batch and micro-batch size. See ``guard.splitting``.
+            function of the batch and the micro-batch size. See ``guard.splitting``.
         clock: The source of time. Tests pass a fake one.
         **overrides: Policy fields by name, such as ``precision="bf16"``. They take precedence over
             `policy`.
 
     Raises:
-        PolicyError: H1xx for an argument that cannot be used; with several ranks also H108 or
-            H115.
+        PolicyError: H1xx for an invalid argument; with several ranks also H108 or H115.
         RankError: H114 if another rank has failed.
         RunDirectoryError: H30x if the directory is locked, not writable, written by a newer version
             of holdfast, or belongs to another model.
@@ -123,7 +122,7 @@ class Guard:
         **overrides: Any,
     ) -> None:
         reserve_standard_descriptors()
-        with naming_lack_of_memory("making the guard"):
+        with naming_lack_of_memory("creating the guard"):
             self._parts = gather_parts(model, optimizer, scheduler, state, averaged)
             self._ranks = ranks_of(self._parts)
             # An error on one rank is raised on all of them.
@@ -165,9 +164,9 @@ class Guard:
         # True once it is known where the data continues: either `batches` has moved there, or the
         # user was warned that the script must do so itself.
         self._position_known = False
-        # The request to stop that this process has received; `self._stop` is that of all ranks.
+        # The stop request of this process; `self._stop` is the one that all ranks agree on.
         self._asked = StopRequest(self.policy.stop_signals)
-        # Closing it restores the trained weights within `averaged`.
+        # Closing this stack inside `averaged` restores the trained weights.
         self._swapped = ExitStack()
         self._trained_weights = TrainedWeights(self._parts.models)
         with ranks.in_turn():
@@ -182,7 +181,8 @@ class Guard:
         self._stop, saves = ranks.agreed(self._asked, self._session.saving, self._cursor)
         self._boundaries = Loop(self._session, self._stop, saves, self._recovery)
         weakref.finalize(self, self._asked.uninstall)
-        # Runs at exit. If the observer's hooks were removed later, torch would abort the process.
+        # At exit this must run before the interpreter shuts down: if the observer's hooks were
+        # removed any later, torch would abort the process.
         weakref.finalize(self, self._engine.diagnosis.close)
         with ranks.in_turn():
             self._open()
@@ -202,7 +202,7 @@ class Guard:
 
     @property
     def global_step(self) -> int:
-        """Return the number of optimizer steps in the weights, over all restarts of the run."""
+        """Return the number of optimizer steps that went into the weights, over all restarts."""
         return self._record.global_step
 
     @property
@@ -216,8 +216,8 @@ class Guard:
     def epochs_validated(self) -> int:
         """Return how many epochs were complete at the last call of `validated`.
 
-        After a restart this is the value in the newest checkpoint. Validations after the last save
-        of the previous process are therefore not counted.
+        After a restart this is the value in the newest checkpoint, so validations that came after
+        the last save of the previous process are not counted.
         """
         return self._session.counters.epochs_validated
 
@@ -225,24 +225,24 @@ class Guard:
     def stop_reason(self) -> str | None:
         """Return why the run was asked to stop, such as ``"SIGUSR1"``, or None.
 
-        All ranks return the same reason, whichever of them received the request. The signals that
-        stop a run are set by ``Policy.stop_signals``.
+        All ranks return the same reason, no matter which of them received the request. The signals
+        that stop a run are set by ``Policy.stop_signals``.
         """
         return self._stop.reason
 
     def statistics(self) -> Statistics:
         """Return a snapshot of the run's totals.
 
-        With fp16 this waits for the device once.
+        With fp16, this synchronizes with the device once.
         """
         return self._session.statistics()
 
     def events(self) -> list[Event]:
-        """Return the events in the run directory, oldest first, including earlier processes'."""
+        """Return all events of the run, oldest first, including those of earlier processes."""
         return self._record.events()
 
     def request_stop(self, reason: str = "requested") -> None:
-        """Ask the run to save a checkpoint and to end at the next boundary.
+        """Ask the run to save a checkpoint and stop at the next boundary.
 
         Args:
             reason: The reason that `stop_reason` and the recorded event give.
@@ -256,17 +256,17 @@ class Guard:
     ) -> Iterator[Any]:
         """Yield the batches of the run, from its current position to a limit or a stop request.
 
-        A checkpoint is saved whenever one is due, and at the end; then the run directory is
-        unlocked. If that last save fails, the loop ends normally, but the process exits with code
-        74 unless a later save succeeds.
+        A checkpoint is saved whenever one is due, and once more at the end; then the run directory
+        is unlocked. If that last save fails, the loop ends normally, but the process exits with
+        code 74 unless a later save succeeds.
 
-        A signal of ``Policy.stop_signals`` ends the loop after a checkpoint was saved. The script
-        can read `stop_reason` after the loop.
+        A signal in ``Policy.stop_signals`` ends the loop once a checkpoint is saved. The script can
+        read `stop_reason` after the loop.
 
         Leaving the loop early, by ``break`` or by calling ``next`` only a few times, saves no
         checkpoint unless a stop was requested. Call `request_stop` instead, or `close` afterwards;
-        otherwise a line on stderr names the steps that are in no checkpoint when the process ends.
-        Starting a new loop ends one that is still open, as ``break`` does.
+        otherwise a line on stderr names the unsaved steps when the process exits. Starting a new
+        loop ends one that is still open, as ``break`` does.
 
         Args:
             max_epochs: Number of passes over the loader, over all restarts of the run.
@@ -274,7 +274,7 @@ class Guard:
 
         Raises:
             PolicyError: H105 without a loader or without a limit.
-            LoaderError: H601 for an empty loader; H602 if no step was made in a whole epoch, so
+            LoaderError: H601 for an empty loader; H602 if a whole epoch passes without a step, so
                 that `max_steps` would never be reached.
             SystemExit: After a signal and the last save, if ``Policy.stop_exit_code`` is set.
             KeyboardInterrupt: After Ctrl-C and the last save, if it is not set.
@@ -283,7 +283,7 @@ class Guard:
             missing = "loader=" if self._cursor is None else "max_epochs= or max_steps="
             raise PolicyError(
                 f"batches() without {missing}",
-                limit="it must know what to iterate and when to end",
+                limit="the loop needs to know what to iterate over and when to end",
                 fix=f"pass {missing} to {'Guard' if self._cursor is None else 'batches()'}.",
                 rule="H105",
             )
@@ -334,7 +334,7 @@ class Guard:
         optimizer: str | Sequence[str] | None = None,
         split: Split | None = None,
     ) -> StepResult:
-        """Make one training step: forward, backward, gradient clipping and optimizer step.
+        """Run one training step: forward, backward, gradient clipping and optimizer step.
 
         The step is a transaction: either all of it takes effect, or none of it.
 
@@ -342,25 +342,26 @@ class Guard:
             batch: The batch, any pytree of tensors.
             loss_fn: A function that takes a batch, or a part of one, and returns its mean loss as
                 a scalar tensor, as a `Loss`, or as a pair ``(mean, items)``. It may be called
-                several times for one step, so it should change nothing but buffers and the objects
-                passed as ``state=``.
+                several times for one step, so the only state that it should change is buffers and
+                the objects passed as ``state=``.
             optimizer: The name of the optimizer to step, or a sequence of names; None steps all of
                 them. Only their parameters receive gradients.
             split: Overrides the guard's `split` for this batch.
 
         Returns:
-            The result of the step. ``skipped`` is True if the batch is not in the weights.
+            The result of the step. ``skipped`` is True if the weights do not contain this batch.
 
         Raises:
             BatchError: H2xx if the batch or the loss cannot be used; the step leaves no trace.
             OutOfMemoryError: H401 if the batch does not fit after all remedies; H402 if an
-                optimizer ran out of memory half-way and the run cannot return to an earlier state.
+                optimizer ran out of memory in the middle of its step and the run cannot return to
+                an earlier state.
             NonFiniteError: H501 if losses or gradients stay NaN or Inf.
             DivergenceError: H503 if the loss has diverged and ``Policy.max_rollbacks`` is used up.
         """
         try:
             names = self._parts.optimizer_names(optimizer)
-            with naming_lack_of_memory("making a step"):
+            with naming_lack_of_memory("running a step"):
                 self._ready()
                 result = self._steps.step(batch, loss_fn, names, split=split)
                 self._trained_weights.remember()
@@ -372,12 +373,12 @@ class Guard:
     def _leave(self, error: BaseException) -> None:
         """Record an error that leaves the guard.
 
-        If another rank's error is the cause, that one is raised instead.
+        If it was caused by the error of another rank, that error is raised instead.
         """
-        behind = self._ranks.leave(error)
-        self._record.left_by(behind or error)
-        if behind is not None:
-            raise behind from error
+        cause = self._ranks.leave(error)
+        self._record.left_by(cause or error)
+        if cause is not None:
+            raise cause from error
 
     # --- opening, closing
 
@@ -398,7 +399,7 @@ class Guard:
             self._session.close(how)
 
     def close(self) -> None:
-        """Save what is in no checkpoint yet, and unlock the run directory.
+        """Save whatever no checkpoint holds yet, and unlock the run directory.
 
         May be called more than once.
         """
@@ -435,15 +436,16 @@ class Guard:
         self._record.emit(request)
         self._boundaries.count_batch()
         self._session.save_the_rest(self._open)
-        # A run that has made no step yet gets its first checkpoint too.
+        # This also writes the first checkpoint of a run that has not made a step yet.
         self._session.save()
         self._release("stopped")
         raise self._ending() or SystemExit(0) from None
 
     def _ending(self) -> BaseException | None:
-        """Return the exception to raise after a stop by a signal and the last save, or None.
+        """Return the exception to raise once a stop by signal has been carried out, or None.
 
-        Ctrl-C raises KeyboardInterrupt, as without a guard, so that a notebook's "Run all" stops.
+        Ctrl-C raises KeyboardInterrupt, as it would without a guard, so that a notebook's "Run all"
+        stops.
         """
         # This rank may have received a signal too late for the ranks to agree on it.
         number = self._stop.signal or self._asked.signal
@@ -466,38 +468,38 @@ class Guard:
     ) -> bool:
         """Report a metric that was measured on the validation set.
 
-        Every ReduceLROnPlateau of the same `mode` is stepped with it. The metric ``"loss"`` also
-        lets the diagnosis see overfitting. With several ranks, all must report the same value.
+        Every ReduceLROnPlateau of the same `mode` is stepped with it. The diagnosis uses the metric
+        ``"loss"`` to detect overfitting. With several ranks, all must report the same value.
 
         Args:
             value: The metric over the whole validation set: a number, or a tensor with one element.
                 NaN and Inf are never the best value, but count towards `patience`.
             name: The name of the metric.
             mode: Whether lower (``"min"``) or higher (``"max"``) values are better.
-            keep: The number of best checkpoints to keep beside the newest ones; see `best`. A
-                value that is among the best is saved at once. None keeps one, and none for
-                ``"loss"``.
-            patience: The training stops, as by `request_stop`, after this many validations in a
-                row without a new best value. None never stops it.
+            keep: The number of best checkpoints to keep in addition to the newest ones; see `best`.
+                If this value is among the best, a checkpoint is saved immediately. With None, one
+                checkpoint is kept, or none if the metric is ``"loss"``.
+            patience: Stop the run, as `request_stop` does, after this many validations in a row
+                without a new best value. With None, the run is never stopped.
 
         Returns:
             Whether a checkpoint of this state was kept as one of the best.
 
         Raises:
-            PolicyError: H105 for a name, mode or value that cannot be used; H115 if the ranks
-                report different values.
+            PolicyError: H105 for an invalid name, mode or value; H115 if the ranks report different
+                values.
         """
         self._session.check_averages()
         number = as_metric(value, keep, patience)
         self._session.validated = True
         if name not in self._validated:
-            # Read on all ranks before one of them writes.
+            # All ranks read the file here, before any of them writes it.
             self._validated[name] = BestOf(
                 self._directory.path, name, mode, writes=self._ranks.rank == 0
             )
         best = self._validated[name]
         with self._ranks.together():
-            # Compared as text, since NaN is not equal to itself.
+            # The values are compared as text, since NaN is not equal to itself.
             self._ranks.agree("guard.validated", lambda: {name: repr(number)})
         self._session.counters.epochs_validated = self.epoch
         changed = self._session.schedules.validated(number, mode, self.epoch)
@@ -509,7 +511,7 @@ class Guard:
         entry = None
         if best.is_better(number, self.global_step, most):
             if self._session.is_open:
-                # The batch of the last step is in the weights, so the checkpoint counts it.
+                # The weights contain the batch of the last step, so the checkpoint must count it.
                 self._boundaries.count_batch()
             entry = self._session.checkpoint_of_now(and_then=best.link)
         if entry is not None:
@@ -524,13 +526,13 @@ class Guard:
             )
         )
         if patience is not None and best.waited >= patience:
-            self.request_stop(f"{name} was not the best one in {best.waited} validations")
+            self.request_stop(f"{name} did not improve in {best.waited} validations")
         return entry is not None
 
     def best(self, name: str = "loss") -> Best | None:
         """Return the best checkpoint that `validated` has kept for a metric, or None.
 
-        Checkpoints that earlier processes of the run have kept count too.
+        This includes checkpoints that earlier processes of the run have kept.
 
         Args:
             name: The name of the metric, as passed to `validated`.
@@ -538,17 +540,17 @@ class Guard:
         return next(iter(BestOf(self._directory.path, name, "min", writes=False).kept), None)
 
     def diagnose(self) -> list[Finding]:
-        """Return the findings on why the run may not be learning, the most important one first.
+        """Return the findings on why the run may not be learning, most important first.
 
         Most findings are also recorded as events as soon as they are made. Two appear only here,
-        because they are not reliable enough to be reported unasked: that the run learns nothing
+        because they are not reliable enough to be reported unprompted: that the run learns nothing
         (H828) and that its loss has risen (H826). The list is empty if the policy has
         ``diagnose=False``.
         """
         return self._engine.diagnosis.findings_on_request()
 
     def emit(self, data: EventData) -> None:
-        """Record an event, which `holdfast events` and the report show.
+        """Record an event, which `holdfast events` and the report then show.
 
         Args:
             data: An event of ``core.events.run_events``, or an instance of your own subclass of
@@ -564,28 +566,28 @@ class Guard:
     ) -> None:
         """Record numbers of your own with the current step, epoch and time.
 
-        They appear in all reports. May also be called after the loop.
+        They appear in all reports. This method may also be called after the loop.
 
         Args:
-            values: Numbers, or tensors with one element, by name. Reading a tensor on an
-                accelerator waits for the device.
-            split: A prefix such as ``"validation"``, shown as ``split/name``. Both together have at
-                most 64 bytes of UTF-8.
+            values: Numbers, or tensors with one element, by name. A tensor on an accelerator
+                requires a synchronization with the device.
+            split: A prefix such as ``"validation"``, shown as ``split/name``. Prefix and name
+                together may have at most 64 bytes of UTF-8.
             **more: Further values by name, such as ``accuracy=0.93``. NaN and Inf are recorded
                 too.
 
         Raises:
             PolicyError: H117 for a value that is not a number, or a name that is empty or too long.
-                A full disk raises nothing.
+                A full disk does not raise an error.
         """
         self._session.log(check_scalars(values, split, more))
 
     def add_image(self, tag: str, image: Any) -> None:
-        """Save an image of this step, such as a grid of samples.
+        """Save an image for the current step, such as a grid of samples.
 
-        The report shows the newest image of each tag. The last 16 of a tag are kept in the run
-        directory, as ``images/<tag>/<step>.png``. After a rollback or a resume, images of later
-        steps stay there until the run makes these steps again.
+        The report shows the newest image of each tag. The last 16 images of a tag are kept in the
+        run directory, as ``images/<tag>/<step>.png``. After a rollback or a resume, images of later
+        steps stay there until the run reaches those steps again.
 
         Args:
             tag: The name of the series: at most 64 letters, digits, ``-``, ``_`` and ``.``.
@@ -594,27 +596,27 @@ class Guard:
                 the recorded event counts both.
 
         Raises:
-            PolicyError: H105 for a tag or an image that cannot be used; H742 if Pillow, which the
-                extra ``report`` installs, is missing. A full disk raises nothing.
+            PolicyError: H105 for an invalid tag or image; H742 if Pillow, which the extra
+                ``report`` installs, is missing. A full disk does not raise an error.
         """
         with self._session.recording():
             keep_image(self._directory.path, self._record, tag, image)
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
-        """Switch the models to evaluation mode without gradients.
+        """Put the models into evaluation mode and disable gradients inside the context.
 
-        The training or evaluation mode of each module and the random state are restored
-        afterwards, so an evaluation changes nothing in training.
+        Afterwards the mode of each module and the random state are restored, so an evaluation has
+        no effect on training.
 
-        A signal of ``Policy.stop_signals`` interrupts the evaluation: a checkpoint is saved, and
-        the process ends with ``Policy.stop_exit_code`` or 0, or after Ctrl-C with a
+        A signal in ``Policy.stop_signals`` interrupts the evaluation: a checkpoint is saved, and
+        the process exits with ``Policy.stop_exit_code`` or 0, or after Ctrl-C with a
         KeyboardInterrupt. The rest of the loop body does not run, because an interrupted
         evaluation has no result.
 
-        After `request_stop` the evaluation runs to its end, and the loop ends after it. The same
-        holds for a signal while the models hold other weights than the trained ones, such as an
-        average that the script has put there, since a checkpoint would save those weights.
+        After `request_stop`, the evaluation completes before the loop ends. The same applies to a
+        signal that arrives while the models hold weights other than the trained ones, such as an
+        average that the script has swapped in, since a checkpoint would save those weights.
         """
         try:
             models, devices = list(self._parts.models.values()), self._parts.devices()
@@ -630,18 +632,18 @@ class Guard:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Put the averaged weights into the models, for an evaluation.
+        """Put the averaged weights into the models inside the context, for an evaluation.
 
-        The trained weights are restored afterwards, bit for bit, however the context is left. The
-        buffers are those of the average: they are averaged too if it was made with
-        ``use_buffers=True``, and otherwise those of the last step. An average that was not updated
-        yet changes nothing.
+        The trained weights are restored afterwards, bit for bit, even after an exception. The
+        buffers are those of the average: averaged too if it was created with ``use_buffers=True``,
+        and otherwise those of the last step. An average that has not been updated yet has no
+        effect.
 
         This needs memory for one more copy of the models.
 
         Raises:
-            PolicyError: H105 if the guard has no average. Making a step, saving, or requesting the
-                next batch inside the context raises H105 too.
+            PolicyError: H105 if the guard has no average. Running a step, saving, or requesting
+                the next batch inside the context also raises H105.
         """
         self._session.check_not_in_step()
         self._session.check_averages(there=True)
@@ -652,9 +654,9 @@ class Guard:
 
 @contextmanager
 def evaluating(models: Sequence[nn.Module], devices: Sequence[torch.device]) -> Iterator[None]:
-    """Switch models to evaluation mode without gradients.
+    """Put models into evaluation mode and disable gradients inside the context.
 
-    The mode of each module and the random state are restored, however the context is left.
+    Afterwards the mode of each module and the random state are restored, even after an exception.
     """
     modules = [module for model in models for module in model.modules()]
     modes = [module.training for module in modules]
@@ -671,9 +673,9 @@ def evaluating(models: Sequence[nn.Module], devices: Sequence[torch.device]) -> 
 
 
 def take_scale(guard: Guard, scaler: torch.amp.GradScaler | None) -> None:
-    """Let a guard continue with the loss scale of a framework's scaler.
+    """Make a guard continue with the loss scale of a framework's scaler.
 
-    Nothing changes if the framework has no scaler, or one that is switched off.
+    Does nothing if the framework has no scaler, or one that is disabled.
     """
     if scaler is not None and scaler.is_enabled():
         guard._engine.loss_scale.load_state_dict(scaler.state_dict())

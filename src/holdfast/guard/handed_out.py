@@ -1,10 +1,10 @@
-"""Decide whether the rows of a step's batch are the samples that the guard's loader put there.
+"""Decide whether the rows of a step's batch are still the samples that the guard's loader yielded.
 
 A loop may move the loader's batch to another device, take it apart, augment it, or combine it with
-a batch of a second loader. Dataset indices may be named, and samples quarantined, only while each
-row is still the sample that the loader put there. If in doubt, the answer is no.
+a batch from a second loader. The guard may report dataset indices and quarantine samples only if
+each row is still the sample that the loader put there. If in doubt, the answer is no.
 
-Nothing is compared until a step has gone wrong.
+Nothing is compared until a step fails.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _NUMPY_KINDS = "biuf"
 
 
 class HandedOut:
-    """The batch that a `holdfast.DataLoader` yielded last, and the samples that are in it.
+    """The last batch that a `holdfast.DataLoader` yielded, and the samples in it.
 
     Args:
-        batch: The batch. It must not be kept for longer than the loop keeps it.
+        batch: The batch. This object must not outlive the loop's own reference to it.
         loader: The loader that has just yielded it.
     """
 
     def __init__(self, batch: Any, loader: DataLoader) -> None:
         self._batch = batch
         self._entries = _entries_of(batch)
-        # Taken now, because another iterator of the same loader may move it during the step.
+        # Read now, because another iterator of the same loader may change it during the step.
         self._place = loader.place
         self._batches_handed_out = Epoch.handed_out
 
     def indices_of(self, batch: Any, size: int | None) -> list[int] | None:
-        """Return the dataset indices of the rows of a batch, or None if they may be other samples.
+        """Return the dataset index of each row of a batch; None if rows may be other samples.
 
         Args:
-            batch: What the step was made with.
+            batch: The batch of the step.
             size: The number of samples in it, or None if unknown.
         """
         indices = self._place.dataset_indices()
@@ -56,7 +56,7 @@ class HandedOut:
     def _has_same_rows(self, batch: Any, size: int) -> bool:
         """Return whether each row of a batch is the sample that the loader put into this row."""
         if _entries_of(self._batch) != self._entries:
-            # The loop has put something else into the batch, such as the batch of a second loader.
+            # The loop has added something to the batch, such as the batch of a second loader.
             return False
         if batch is self._batch:
             return True
@@ -65,19 +65,19 @@ class HandedOut:
         leaves = _leaves_with_rows(batch, size)
         unchanged = [leaf for leaf in leaves.values() if _equals_any(leaf, originals)]
         if not any(_is_any(leaf, originals) or _varies(leaf) for leaf in unchanged):
-            # Nothing shows that this batch was made from the loader's. A mask that consists of ones
-            # only, for instance, equals the mask of any batch.
+            # Nothing proves that this batch was made from the loader's. A mask of ones, for
+            # example, equals the mask of many other batches.
             return False
         if len(unchanged) == len(leaves):
             return True
-        # The other leaves may be augmented versions of the loader's. They may also come from
-        # another loader, unless none has yielded a batch since.
+        # The other leaves may be augmented versions of the loader's, or come from another loader.
+        # The latter is impossible if no loader has yielded a batch since.
         no_other_batch = Epoch.handed_out == self._batches_handed_out
         return no_other_batch and _sizes(leaves) == _sizes(originals)
 
 
 def _entries_of(batch: Any) -> Any:
-    """Return the keys of a mapping or the length of a list, which change if something is added."""
+    """Return the keys of a mapping or the length of a list, to detect additions to a batch."""
     if isinstance(batch, Mapping):
         return tuple(batch)
     if isinstance(batch, list):
@@ -89,9 +89,9 @@ def _entries_of(batch: Any) -> Any:
 
 
 def _leaves_with_rows(batch: Any, size: int) -> dict[str, Any]:
-    """Return the leaves that may hold a row for each sample, by their paths.
+    """Return the leaves that may have one row per sample, by their paths.
 
-    Other leaves, such as class weights, are shared by all samples.
+    All other leaves, such as class weights, are shared by the samples.
     """
     return {path: leaf for path, leaf in leaves_of(batch) if _may_have_rows(leaf, size)}
 
@@ -116,12 +116,12 @@ def _is_any(leaf: Any, originals: Mapping[str, Any]) -> bool:
 
 
 def _equals_any(leaf: Any, originals: Mapping[str, Any]) -> bool:
-    """Return whether a leaf has the values of one of the loader's."""
+    """Return whether a leaf has the same values as one of the loader's."""
     return any(_has_equal_values(leaf, original) for original in originals.values())
 
 
 def _has_equal_values(leaf: Any, original: Any) -> bool:
-    """Return whether two leaves hold equal values, on any device and in any type."""
+    """Return whether two leaves hold equal values, even on different devices or as other types."""
     if leaf is original:
         return True
     if isinstance(leaf, (list, tuple)) and isinstance(original, (list, tuple)):
@@ -134,10 +134,10 @@ def _has_equal_values(leaf: Any, original: Any) -> bool:
 
 
 def _tensors_are_equal(values: torch.Tensor, original: torch.Tensor) -> bool:
-    """Return whether a tensor holds the values of the original, maybe converted or moved."""
+    """Return whether a tensor holds the values of the original, possibly converted or moved."""
     if values.shape != original.shape or not torch.can_cast(original.dtype, values.dtype):
         return False
-    # A few types cannot be compared, and memory may be short. Neither is a reason to end the run.
+    # A few dtypes cannot be compared, and memory may be short. Neither is a reason to end the run.
     with contextlib.suppress(RuntimeError):
         values = values.to(original.device)
         original = original.to(values.dtype)
@@ -157,7 +157,8 @@ def _varies(leaf: Any) -> bool:
 def _as_tensor(leaf: Any) -> torch.Tensor | None:
     """Return the values of a tensor or an array, or None if they cannot be compared.
 
-    Comparing a subclass such as DTensor may involve the other ranks, which do not take part here.
+    A subclass such as DTensor is not compared, since that may need a collective, and only this rank
+    gets here.
     """
     if isinstance(leaf, np.ndarray):
         if leaf.dtype.kind not in _NUMPY_KINDS:

@@ -1,9 +1,9 @@
-"""A guard inside the loop of a framework, which saves, runs the schedules and ends training itself.
+"""A guard inside the loop of a framework that saves, steps the schedulers and ends training itself.
 
-Steps as transactions, the remedies for lack of memory, rollbacks to copies in host memory and the
-recording are those of every guard.
+Steps, out-of-memory remedies, rollbacks to snapshots in host memory and the recording work as in
+any other guard.
 
-Nothing here knows any framework (see ``integrations``).
+This module is independent of any particular framework; those are in ``integrations``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from holdfast.guard.record import End
 from holdfast.guard.run.steps import Steps
 from holdfast.guard.saving.unsaved import note_saved, note_unsaved
 
-# Fields of the policy about what the framework does itself.
+# Fields of the policy that configure what the framework does itself.
 _FIELDS_OF_THE_HOST = ("save_interval_steps", "save_interval_minutes", "scheduler_interval")
 
-# What a framework's checkpoint holds of the guard's own state.
+# The entries of the guard's own state that are stored in a framework's checkpoint.
 _CARRIED_STATE = ("global_step", "counters", "ladder", "spikes", "loss_scale", "diagnosis")
 
 
@@ -45,14 +45,14 @@ def hosted_policy(policy: Any, *, host: str, **settings: Any) -> Policy:
     """Return the policy of a guard in a framework whose own settings take precedence.
 
     Args:
-        policy: A policy as `Policy.of` takes it.
-        host: What the user calls the place of the framework's settings, for messages.
+        policy: A policy in any form that `Policy.of` accepts.
+        host: The user's name for the place where the framework is configured, for messages.
         **settings: The framework's settings, by the names of the policy's fields: ``max_grad_norm``
             (None if it does not clip), ``precision`` and others.
 
     Raises:
         PolicyError: H109, if the policy or a ``HOLDFAST_*`` variable contradicts a setting, or
-            sets what the framework decides.
+            sets something that the framework decides.
     """
     with_settings = with_host_settings(Policy.of(policy), host, settings)
     switched_off = dict.fromkeys(_FIELDS_OF_THE_HOST)
@@ -65,11 +65,11 @@ def with_host_settings(
     settings: Mapping[str, Any],
     limit: str = "{host} says {value!r}, and only one value can apply",
 ) -> Policy:
-    """Return a policy with a framework's settings in it.
+    """Return a policy with a framework's settings applied to it.
 
     Args:
         policy: The policy that the user chose.
-        host: What the user calls the place of the framework's settings, for messages.
+        host: The user's name for the place where the framework is configured, for messages.
         settings: The framework's settings, by the names of the policy's fields.
         limit: The limit that the error states. It may contain ``{host}`` and ``{value}``.
 
@@ -110,10 +110,10 @@ def _is_from_variable(name: str, value: Any) -> bool:
 class ExternalCursor(Cursor):
     """The position in a loader that a framework iterates.
 
-    It only knows which samples the next step is made with.
+    All it knows is which samples the next step uses.
     """
 
-    # The dataset indices of the samples in the next step, or None if the framework has not said.
+    # The dataset indices of the samples in the next step, or None if the framework has not told us.
     next_samples: list[int] | None = None
 
     def sample_indices(self, batch: Any, size: int | None) -> list[int] | None:  # noqa: ARG002 - the host knows
@@ -122,12 +122,12 @@ class ExternalCursor(Cursor):
 
 
 class HostedGuard(Guard):
-    """A guard whose boundaries belong to a framework's loop.
+    """A guard inside a framework's loop, which decides when to save and when to stop.
 
-    It takes what `Guard` takes; its policy should be made by `hosted_policy`. It ends no process
-    and writes no checkpoint: the framework reads `stop_reason`, and puts `state_dict` into what it
-    saves. A ``loader=`` is iterated by the framework; a `holdfast.DataLoader` records its events
-    here, and quarantines samples.
+    It takes the arguments of `Guard`; create its policy with `hosted_policy`. It never exits the
+    process and never writes a checkpoint: the framework reads `stop_reason`, and adds `state_dict`
+    to what it saves. The framework also iterates the ``loader=``. If that is a
+    `holdfast.DataLoader`, its events are recorded here, and samples can be quarantined.
     """
 
     # The folder of the framework's checkpoints.
@@ -152,7 +152,7 @@ class HostedGuard(Guard):
 
     @property
     def steps(self) -> Steps:
-        """Return the object that makes the steps, for callers that make them batch by batch.
+        """Return the object that runs the steps, for callers that build a step batch by batch.
 
         See ``accumulation``.
         """
@@ -169,12 +169,12 @@ class HostedGuard(Guard):
         self.ready()
 
     def note_next_samples(self, indices: list[int] | None) -> None:
-        """Note which samples of the dataset the next step is made with, in order."""
+        """Note which samples of the dataset the next step uses, in order."""
         if isinstance(self._cursor, ExternalCursor):
             self._cursor.next_samples = indices
 
     def count_from(self, global_step: int) -> None:
-        """Count from the framework's number of steps, if no guard has left its own before."""
+        """Set the global step to the framework's, for a checkpoint without a guard's state."""
         self._record.global_step = global_step
 
     # --- checkpoints of the framework
@@ -184,8 +184,8 @@ class HostedGuard(Guard):
 
         Args:
             folder: The folder of its checkpoints.
-            resumed: Whether it continues from one of them. Starting from the beginning although
-                there were checkpoints is recorded.
+            resumed: Whether it continues from one of them. If it starts from scratch although the
+                run has saved checkpoints before, an event records that.
         """
         self._checkpoint_folder = os.fspath(folder)
         saved_before = self._directory.saved_in
@@ -216,18 +216,18 @@ class HostedGuard(Guard):
         return encoded
 
     def state_of_ranks(self) -> dict[str, Any] | None:
-        """Return what a checkpoint holds of each rank if there are several, else None.
+        """Return the per-rank state for a checkpoint, or None with a single rank.
 
-        A rank that is behind receives the weights of the others.
+        A rank whose optimizer failed in the last step receives the weights of another rank first.
         """
         return self._session.states_of_ranks()
 
     def load_state_dict(
         self, carried: Mapping[str, Any], of_ranks: Mapping[str, Any] | None = None
     ) -> None:
-        """Continue from `state_dict` of an earlier process.
+        """Continue from the `state_dict` of an earlier process.
 
-        The framework has restored models, optimizers and schedulers before.
+        The framework must have restored models, optimizers and schedulers already.
 
         Args:
             carried: The value of `state_dict`.
@@ -250,7 +250,7 @@ class HostedGuard(Guard):
         self._engine.state_was_replaced()
 
     def check_lock(self) -> None:
-        """Raise H301 if another run has the run directory now, before the framework saves."""
+        """Raise H301 if another run has taken the run directory; call this before saving."""
         if self._session.is_open:
             # If the file system does not answer, the framework's own save reports that.
             with contextlib.suppress(OSError):
@@ -259,7 +259,7 @@ class HostedGuard(Guard):
     def nonfinite_state(self) -> str | None:
         """Return which weights, statistics or moments hold NaN or Inf, or None if none do.
 
-        Such a state must not be saved as a good one.
+        Such a state must not be saved.
         """
         names, count = nonfinite_tensors(self._session.must_be_finite())
         if not count:
@@ -280,13 +280,12 @@ class HostedGuard(Guard):
     def stopped_by_signal(self) -> bool:
         """Return whether a signal asked the run to end.
 
-        If there are several ranks, it may have come on any of them, and all know it after the same
-        step.
+        With several ranks, any of them may have received it, and all learn of it in the same step.
         """
         return self._stop.by_signal
 
     def record_stop(self) -> None:
-        """Record that the framework ends training because of a request to stop."""
+        """Record that the framework is ending training because of a stop request."""
         request = run_events.StopRequested(
             reason=self._stop.reason or "SIGTERM",
             signal=self._stop.signal_name,
@@ -295,15 +294,15 @@ class HostedGuard(Guard):
         self._record.emit(request)
 
     def close_after_stop(self) -> None:
-        """Record that the framework ended training because of a request to stop, and close."""
+        """Record that the framework ended training because of a stop request, and close the run."""
         self.record_stop()
         self._release("stopped")
 
     def stop_exception(self) -> BaseException | None:
-        """Return what to raise once the framework has saved after a stop by a signal, or None.
+        """Return the exception to raise once the framework has saved after a signal, or None.
 
-        All ranks have to call this. It waits for the rank that saves, since a launcher ends all
-        ranks when one exits.
+        All ranks must call this. It waits for the rank that saves, since a launcher kills all ranks
+        when one exits.
         """
         if self._stop.by_signal:
             self._ranks.agree("stop", dict)
@@ -325,13 +324,13 @@ class HostedGuard(Guard):
         super()._release(how)
 
     def _report_steps_left_behind(self) -> None:
-        """Report nothing: the framework has not said yet where it continues."""
+        """Do nothing: it is not known yet where the framework will continue."""
 
     # --- evaluation
 
     @contextlib.contextmanager
     def evaluating_alone(self) -> Iterator[None]:
-        """Evaluate the models on this rank alone, without gradients and without leaving a trace."""
+        """Let this rank evaluate the models alone, without gradients or lasting effects."""
         models = list(self._parts.models.values())
         with self._ranks.alone(), evaluating(models, self._parts.devices()):
             yield
@@ -339,7 +338,7 @@ class HostedGuard(Guard):
     def validated(self, value: float | torch.Tensor, **_: Any) -> bool:
         """Record the loss of an evaluation.
 
-        Schedulers and the best checkpoint are left to the framework.
+        The framework handles schedulers and the best checkpoint.
 
         Returns:
             False, since no best checkpoint is kept here.

@@ -25,7 +25,7 @@ from holdfast.core.files import make_folder
 from holdfast.guard.record import RunRecord
 
 IMAGES_FOLDER = "images"
-# Bounds of what a run keeps: 64 tags of 16 images of 4 MiB each. In practice it is a few MiB.
+# Limits on what a run keeps: 64 tags with 16 images of 4 MiB each. Most runs keep a few MiB.
 MOST_TAGS = 64
 MOST_OF_A_TAG = 16
 MOST_PIXEL_BYTES = 4 << 20
@@ -35,24 +35,24 @@ MOST_FILE_BYTES = MOST_PIXEL_BYTES + (64 << 10)
 # A browser needs 256 MiB to draw 2**26 pixels, which is a square image with sides of this length.
 LONGEST_SIDE = 1 << 13
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-# Rounding may take a float this far outside 0 to 1, which is not worth reporting.
+# A float may be this far outside 0 to 1 because of rounding, which is not worth reporting.
 _HALF_A_LEVEL = 0.5 / 255
 
 
 def keep_image(run: Path, record: RunRecord, tag: str, image: Any) -> None:
     """Write an image of the current step, delete the oldest ones of its tag, and record an event.
 
-    If the disk refuses the image, or 64 other tags have images already, an ``image_left_out`` event
-    is recorded and nothing is raised.
+    If the image cannot be written, or 64 other tags already have images, an ``image_left_out``
+    event is recorded and no error is raised.
 
     Args:
         run: The run directory.
-        record: The record of the run, which knows the step and takes the event.
+        record: The record of the run, which holds the current step and receives the event.
         tag: See `Guard.add_image`.
         image: See `Guard.add_image`.
 
     Raises:
-        PolicyError: H105 for a tag or an image that cannot be used; H742 without Pillow.
+        PolicyError: H105 for an invalid tag or image; H742 without Pillow.
     """
     _check_pillow()
     _check_tag(tag)
@@ -98,7 +98,7 @@ def _check_pillow() -> None:
     except ImportError as error:
         raise PolicyError(
             "add_image needs Pillow, which is not installed",
-            limit="it encodes the images as PNG",
+            limit="holdfast uses Pillow to encode images as PNG",
             fix='install the extra: pip install "torch-holdfast[report]".',
             rule="H742",
         ) from error
@@ -110,31 +110,31 @@ def _check_tag(tag: object) -> None:
     raise PolicyError(
         f"add_image with tag {tag!r}",
         limit=(
-            "a tag names a folder: it has 1 to 64 letters, digits, '-', '_' and '.', and begins"
-            " with a letter or a digit"
+            "a tag becomes the name of a folder: it consists of 1 to 64 letters, digits, '-', '_'"
+            " and '.', and starts with a letter or a digit"
         ),
-        fix='pass a tag such as "samples" or "alignment-valid"; the step is added for you.',
+        fix='pass a tag such as "samples" or "alignment-valid"; the step is added automatically.',
         rule="H105",
     )
 
 
 def _is_one_tag_too_many(folder: Path) -> bool:
-    """Return whether a tag has no folder yet and as many tags as allowed have one."""
+    """Return whether a tag has no folder yet, although the maximum number of tags do."""
     if folder.is_dir():
         return False
     return sum(1 for _ in folder.parent.iterdir()) >= MOST_TAGS
 
 
 def _delete_oldest(folder: Path) -> None:
-    """Keep the images of a tag that were written last.
+    """Delete all but the most recently written images of a tag.
 
-    The time of writing decides, not the step: after a rollback the images of later steps are older
+    The time of writing decides, not the step: after a rollback, images of later steps are older
     than those written since.
     """
     images = []
     for path in folder.iterdir():
         if path.name.startswith(".tmp-"):
-            # A process was killed while it wrote this file.
+            # A process was killed while writing this file.
             path.unlink(missing_ok=True)
         elif path.suffix == ".png" and path.stem.isdecimal():
             images.append((path.stat().st_mtime_ns, int(path.stem), path))
@@ -144,7 +144,7 @@ def _delete_oldest(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pixels:
-    """An image as 8-bit levels, and how many of its values had to be changed for that."""
+    """An image as 8-bit levels, and how many of its values had to be changed to fit."""
 
     levels: npt.NDArray[np.uint8]
     nonfinite: int = 0
@@ -211,7 +211,8 @@ def _refuse(problem: str, fix: str = "pass an array or a tensor of that shape.")
         f"add_image with {problem}",
         limit=(
             "an image has shape (height, width) or (height, width, 3), uint8 values or floats from"
-            f" 0 to 1, at most {MOST_PIXEL_BYTES:,} values, and at most {LONGEST_SIDE} per side"
+            f" 0 to 1, at most {MOST_PIXEL_BYTES:,} values, and at most {LONGEST_SIDE} pixels per"
+            " side"
         ),
         fix=fix,
         rule="H105",

@@ -1,12 +1,12 @@
 """Return to a position in a loader, in a way that depends on the kind of loader.
 
-`StatefulLoader`   has ``state_dict`` and ``load_state_dict`` and moves itself
-`HoldfastLoader`   a `holdfast.DataLoader`: the same, exactly and without reading any data
+`StatefulLoader`   has ``state_dict`` and ``load_state_dict``, and restores its position itself
+`HoldfastLoader`   a `holdfast.DataLoader`: likewise, but exactly and without reading any data
 `ReplayedLoader`   any other iterable: the random state at the start of the epoch is restored, and
-                   the batches before the position are read and dropped
+                   the batches before the position are read and discarded
 
-`Cursor` counts the batches and calls these. What each kind of loader can promise for a resume is in
-``loader.foreign.promises``.
+`Cursor` counts the batches and calls these classes. ``loader.foreign.promises`` says what a resume
+promises for each kind of loader.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from holdfast.loader.loader import DataLoader
 from holdfast.loader.random_state import RandomState, capture, restore
 from holdfast.loader.samplers import is_stateful, set_epoch, torch_loader_of
 
-# Marks that an iterator has ended.
+# Returned by ``next`` instead of a batch when an iterator has ended.
 _END = object()
 
 
 @dataclass(slots=True)
 class EpochProgress:
-    """How far training has come in its loader.
+    """How far training has got in its loader.
 
-    A batch counts once the loop body was finished with it, or when the next one is requested.
+    A batch counts once the loop body has finished with it, or when the next one is requested.
     """
 
     # Epochs completed.
@@ -45,23 +45,23 @@ class EpochProgress:
     batches: int = 0
     # Batches over all epochs that count.
     trained: int = 0
-    # Batches since the last one that a step was made with.
+    # Batches since the last one for which a step was run.
     batches_without_step: int = 0
     # True while an iterator of this epoch is in use.
     under_way: bool = False
-    # True while a batch is being fetched, or was fetched and does not count yet.
+    # True while a batch is being fetched, and then until it counts.
     fetching: bool = False
 
 
 class ResumePosition(Protocol):
-    """What a `Cursor` needs of each kind of loader."""
+    """The operations that `Cursor` needs for each kind of loader."""
 
     def begin(self, random_state: RandomState | None) -> Iterator[Any]:
         """Return an iterator over the rest of the epoch.
 
         Args:
-            random_state: The random state to restore before training continues, or None to leave
-                it as it is.
+            random_state: The random state to restore before training continues; None leaves it
+                unchanged.
         """
 
     def before_fetch(self) -> RandomState:
@@ -71,17 +71,17 @@ class ResumePosition(Protocol):
         """Note the position after a batch; return what is known about the batch's samples."""
 
     def note_counted(self, before_fetch: RandomState | None) -> None:
-        """Note that the batch which was fetched last counts from now on.
+        """Note that the last fetched batch counts from now on.
 
         Args:
             before_fetch: The random state before that batch was fetched.
         """
 
     def leave(self) -> None:
-        """Note that the iterator is given up, so that `begin` has to return to this position."""
+        """Note that the iterator is abandoned, so that `begin` must return to this position."""
 
     def end_epoch(self) -> None:
-        """Forget what belongs to the epoch that has ended."""
+        """Discard the state of the epoch that has ended."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entries of `empty_state` that this kind of loader fills in."""
@@ -107,12 +107,12 @@ def empty_state() -> dict[str, Any]:
 def position_in(
     loader: Iterable[Any], devices: Sequence[torch.device], progress: EpochProgress
 ) -> ResumePosition:
-    """Return the position in a loader, which starts at the beginning.
+    """Return an object that tracks the position in a loader, from the beginning.
 
     Args:
         loader: The loader.
         devices: The accelerators whose random state belongs to a position.
-        progress: The counts of the cursor, which stay up to date.
+        progress: The counts of the cursor. The object reads them whenever it needs them.
     """
     if isinstance(loader, DataLoader):
         return HoldfastLoader(loader, devices, progress)
@@ -130,7 +130,7 @@ class StatefulLoader:
         self._loader = loader
         self._devices = devices
         self._progress = progress
-        # The loader's position before the batch that was fetched last.
+        # The loader's position before the last fetch.
         self._state: Any = None
         # True if the loader has to load this position before it is iterated.
         self._must_load = False
@@ -165,7 +165,7 @@ class StatefulLoader:
         """Do nothing: the loader knows its position."""
 
     def leave(self) -> None:
-        """Keep the position for the next `begin`."""
+        """Save the position for the next `begin`."""
         self._state = self.state_dict()["loader"]
         self._must_load = True
 
@@ -178,7 +178,7 @@ class StatefulLoader:
         return {"loader": self._state}
 
     def _refresh_state(self) -> None:
-        """Note the current position, unless the loader is ahead of it or has yet to move there."""
+        """Note the loader's position, unless it is ahead of the cursor or has yet to be moved."""
         if not self._progress.fetching and not self._must_load:
             self._state = self._current_state()
 
@@ -200,8 +200,7 @@ class HoldfastLoader(StatefulLoader):
         self, loader: DataLoader, devices: Sequence[torch.device], progress: EpochProgress
     ) -> None:
         super().__init__(loader, devices, progress)
-        # The position after the batch that was fetched last, or None at the beginning of an
-        # iterator.
+        # The position after the last fetch, or None at the start of an iterator.
         self._state_after_batch: Any = None
 
     def _move_loader(self) -> None:
@@ -209,7 +208,7 @@ class HoldfastLoader(StatefulLoader):
         if self._must_load:
             super()._move_loader()
         else:
-            # The script may have iterated the loader before, for instance to look at a batch.
+            # The script may have iterated the loader before, for example to inspect a batch.
             self._loader.go_to(self._progress.epoch)
 
     def _current_state(self) -> Any:
@@ -240,17 +239,17 @@ class HoldfastLoader(StatefulLoader):
             super()._refresh_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make `begin` return to a saved position, and refuse one of another order right away."""
+        """Make `begin` return to a saved position; refuse one with another order immediately."""
         super().load_state_dict(state)
         if self._must_load:
             self._loader.load_state_dict(self._state)
 
 
 class ReplayedLoader:
-    """A loader without ``state_dict``, whose batches are read and dropped up to the position.
+    """A loader without ``state_dict``, whose batches are read and discarded up to the position.
 
-    The last of them is read from the random state in which it was read before, since the batch
-    after it may depend on that. For torch's own DataLoader, the samplers' ``state_dict`` and the
+    The last of these is read with the random state with which it was read originally, since the
+    next batch may depend on that. For torch's own DataLoader, the samplers' ``state_dict`` and the
     persistent workers are restored as well.
     """
 
@@ -260,7 +259,7 @@ class ReplayedLoader:
         self._loader = loader
         self._devices = devices
         self._progress = progress
-        # torch's DataLoader, or the one inside our wrapper of it.
+        # The torch DataLoader that is or underlies `loader`, or None if there is none.
         self._torch_loader = torch_loader_of(loader)
         # The random state at the start of this epoch.
         self._epoch_start: RandomState | None = None
@@ -268,14 +267,14 @@ class ReplayedLoader:
         self._before_last: RandomState | None = None
         # The states of the loader's generators and samplers at the start of this epoch.
         self._generators: list[Any] = []
-        # Whether persistent workers existed when this epoch began. None means not known; the
-        # workers then stay as they are.
+        # Whether persistent workers existed when this epoch began. None means that this is not
+        # known, in which case the workers are left alone.
         self._had_workers: bool | None = None
-        # A digest of what the script has given the loader to take its order from.
+        # A digest of the input that the loader takes its order from, such as a sampler's weights.
         self._order: bytes | None = None
-        # Whether the script has changed that between two epochs.
+        # Whether the script has changed that input between two epochs.
         self.order_was_changed = False
-        # The settings of the checkpoint from which the loader's differ, such as "batch_size=8".
+        # Settings in the checkpoint that differ from the loader's, such as "batch_size=8".
         self.changed_settings: tuple[str, ...] = ()
 
     def begin(self, random_state: RandomState | None) -> Iterator[Any]:
@@ -287,7 +286,7 @@ class ReplayedLoader:
         return self._replay(random_state)
 
     def _notice_changed_order(self) -> None:
-        """Notice that the script has changed what the order comes from since the last epoch."""
+        """Notice whether the script has changed the input of the order since the last epoch."""
         order = digest_order(self._loader)
         if self._order is not None and order != self._order:
             self.order_was_changed = True
@@ -302,10 +301,10 @@ class ReplayedLoader:
         return iter(self._loader)
 
     def _replay(self, random_state: RandomState | None) -> Iterator[Any]:
-        """Start the epoch as it was started before, and drop the batches that count already.
+        """Start the epoch as it was started originally, and discard the batches that count.
 
-        The replay draws random numbers again. Training then continues with those that it would have
-        had without the replay.
+        The replay draws random numbers. Their generators are restored afterwards, so training
+        continues as if there had been no replay.
         """
         random_state_afterwards = random_state or capture(self._devices)
         self._match_workers()
@@ -322,7 +321,7 @@ class ReplayedLoader:
     def _drop_counted_batches(self, iterator: Iterator[Any]) -> None:
         count = self._progress.batches
         for number in range(1, count + 1):
-            # The first batch is read from the state at the start of the epoch in any case.
+            # The first batch is always read with the random state at the start of the epoch.
             is_last = number == count and count > 1
             if is_last and self._before_last is not None:
                 restore(self._before_last)
@@ -330,7 +329,7 @@ class ReplayedLoader:
                 return
 
     def _match_workers(self) -> None:
-        """Start or end the persistent workers of torch's loader, as they were in this epoch."""
+        """Start or shut down torch's persistent workers, to match the beginning of this epoch."""
         if self._torch_loader is None:
             return
         if self._had_workers is not None:
@@ -342,7 +341,8 @@ class ReplayedLoader:
     def before_fetch(self) -> RandomState:
         """Return the random state that belongs to the position.
 
-        Before the first batch, it is that of the start of the epoch: its order is drawn again.
+        Before the first batch, that is the state at the start of the epoch, since a resume draws
+        the epoch's order again.
         """
         if self._progress.batches == 0 and self._epoch_start is not None:
             return self._epoch_start
@@ -353,22 +353,23 @@ class ReplayedLoader:
         return None
 
     def note_counted(self, before_fetch: RandomState | None) -> None:
-        """Keep the random state from which the last batch of a replay has to be read."""
+        """Keep the random state with which the last batch of a replay must be read."""
         self._before_last = before_fetch
 
     def leave(self) -> None:
         """Do nothing: `begin` replays the epoch up to the position."""
 
     def end_epoch(self) -> None:
-        """Forget what belongs to the epoch that has ended."""
+        """Discard the state of the epoch that has ended."""
         self._epoch_start = None
         self._generators = []
         self._had_workers = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a replay needs."""
+        """Return the state that a replay needs."""
         generators_now = self._generators
-        # Fetching the first batch may draw the order of the epoch, which is drawn again then.
+        # Fetching the first batch may draw the order of the epoch. A resume then draws it again,
+        # from the generators as they were before.
         order_is_drawn = self._progress.fetching and self._progress.batches == 0
         if not order_is_drawn:
             generators_now = self._generator_states()
@@ -389,7 +390,7 @@ class ReplayedLoader:
         return has_workers(self._torch_loader)
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings on which the position and the workers' random numbers depend."""
+        """Return the settings that affect the position and the workers' random numbers."""
         loader = self._torch_loader
         if loader is None:
             return {}
@@ -406,7 +407,7 @@ class ReplayedLoader:
         self._compare_settings(state.get("settings", {}))
 
     def _compare_settings(self, saved: dict[str, Any]) -> None:
-        """Note with which other settings the position was saved."""
+        """Note which settings differ from those with which the position was saved."""
         settings = self._settings()
         self.changed_settings = tuple(
             f"{name}={saved[name]!r}"
@@ -455,6 +456,6 @@ def _restore_source(source: Any, state: Any) -> None:
     elif not is_stateful(source):
         source.set_state(state)
     elif not same(source.state_dict(), state):
-        # Loading moves some samplers to the middle of an epoch, so an equal state is not loaded
-        # again.
+        # An equal state is not loaded, because loading makes some samplers start in the middle of
+        # an epoch.
         source.load_state_dict(copied(state))

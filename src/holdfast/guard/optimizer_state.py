@@ -1,7 +1,7 @@
 """Load and describe the state of optimizers, through their own methods.
 
 An optimizer that wraps another one, such as Lookahead, may keep its state in any form. The guard
-reads the entries of a ``state_dict`` only if it has the layout of torch's own (`has_torch_layout`);
+looks into a ``state_dict`` only if it has the layout of a torch optimizer's (`has_torch_layout`);
 any other ``state_dict`` is saved and loaded as one opaque value.
 """
 
@@ -36,7 +36,7 @@ def has_torch_layout(state: Any) -> bool:
 def load_optimizer(optimizer: Optimizer, saved: Any) -> None:
     """Load the value of ``state_dict`` through the optimizer's own ``load_state_dict``.
 
-    Tensors keep the dtypes with which they were saved, also in torch optimizers inside a wrapper. A
+    Tensors keep the dtypes with which they were saved, even in torch optimizers inside a wrapper. A
     wrapper that shared its ``param_groups`` or ``state`` with an inner optimizer shares them again
     afterwards.
     """
@@ -57,8 +57,8 @@ def load_optimizer(optimizer: Optimizer, saved: Any) -> None:
         _load_and_keep_dtypes(optimizer, optimizer.load_state_dict, saved)
 
     for name, inner in shared:
-        # torch's load_state_dict makes new groups. A scheduler of a wrapper that kept the old ones
-        # would change learning rates that no optimizer reads any more.
+        # torch's load_state_dict creates new groups. If a wrapper kept the old ones, its scheduler
+        # would change learning rates that no optimizer reads.
         setattr(optimizer, name, getattr(inner, name))
 
 
@@ -73,7 +73,7 @@ def _is_shared(first: Any, second: Any) -> bool:
 
 @contextlib.contextmanager
 def _keeping_dtypes(optimizer: Optimizer) -> Iterator[None]:
-    """Let ``load_state_dict`` of a wrapped optimizer keep dtypes when its wrapper calls it."""
+    """Make a wrapped optimizer keep dtypes when its wrapper calls ``load_state_dict``."""
     own_attributes = vars(optimizer)
     was_replaced = "load_state_dict" in own_attributes
     original = optimizer.load_state_dict
@@ -93,7 +93,7 @@ def _load_and_keep_dtypes(optimizer: Optimizer, load: Callable[[Any], Any], save
     """Load state with the given method, and restore the dtype with which each tensor was saved.
 
     torch casts state to the dtype of its parameter, so fp32 moments of bf16 weights would lose
-    bits.
+    precision.
     """
     load(saved)
     if not has_torch_layout(saved):
@@ -125,8 +125,8 @@ def state_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in the state of an optimizer with their descriptions.
 
-    A description is such as ``"exp_avg of fc.weight"``. If the ``state_dict`` has another layout
-    than torch's, it is the path in it, such as ``"slow.0"``.
+    An example of a description is ``"exp_avg of fc.weight"``. If the ``state_dict`` does not have
+    torch's layout, the description is the path of the tensor in it, such as ``"slow.0"``.
 
     Args:
         optimizer: The optimizer, which may be a wrapper.

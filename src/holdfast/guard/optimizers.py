@@ -1,4 +1,4 @@
-"""Look inside optimizers that wrap others, and check all optimizers when the guard is made.
+"""Look inside optimizers that wrap others, and check all optimizers when the guard is created.
 
 Their state is saved and loaded by ``optimizer_state``.
 """
@@ -22,8 +22,8 @@ _TWO_PASS_METHODS = (
     {"ascent_step", "descent_step"},
     {"set_closure"},
 )
-# Methods of optimizers that run the backward pass themselves. Calling only their `step` would train
-# with another algorithm.
+# Methods of optimizers that run the backward pass themselves. Calling only `step` on such an
+# optimizer would train with a different algorithm.
 _BACKWARD_METHODS = ("backward", "pc_backward", "fused_backward")
 # Attributes of optimizers that shard their state over the ranks: torch's ZeroRedundancyOptimizer
 # and fairscale's OSS, Meta's Shampoo, and Apex's DistributedFusedAdam.
@@ -38,7 +38,7 @@ SHARDED_STATE_LIMIT = (
     "it shards its state over the ranks, so a checkpoint would hold the state of one rank only"
 )
 SHARDED_STATE_FIX = (
-    "use a plain optimizer such as AdamW, and shard its state with the model by fully_shard; "
+    "use a plain optimizer such as AdamW, and let fully_shard shard its state with the model; "
     "or train without a Guard, under `holdfast run`."
 )
 
@@ -109,8 +109,8 @@ def check_optimizer(name: str, optimizer: Optimizer, owned: set[int]) -> None:
 
     Raises:
         PolicyError: H105 if it has no ``param_groups`` or ``state``; H106 if it holds a parameter
-            of no model; H107 if its ``step`` needs a closure or a second pass, or if it runs the
-            backward pass itself; H108 if it shards its state over the ranks.
+            that belongs to no model; H107 if its ``step`` needs a closure or a second pass, or if
+            it runs the backward pass itself; H108 if it shards its state over the ranks.
     """
     _check_attributes(name, optimizer)
     for holder in (optimizer, *optimizers_inside(optimizer)):
@@ -130,7 +130,8 @@ def _check_attributes(name: str, optimizer: Any) -> None:
         raise PolicyError(
             f"optimizer {name!r} is a {type(optimizer).__name__} without {attribute}",
             limit=(
-                "the guard reads param_groups and state to know which parameters an optimizer moves"
+                "the guard reads param_groups and state to know which parameters an optimizer"
+                " updates"
             ),
             fix=(
                 "if it wraps another optimizer, share its attributes: self.param_groups ="
@@ -195,7 +196,7 @@ def _check_computes_one_gradient(name: str, optimizer: Any) -> None:
 
 
 def _step_has_required_arguments(kind: type) -> bool:
-    """Return whether ``step`` of an optimizer class needs an argument, as that of LBFGS does."""
+    """Return whether ``step`` of an optimizer class has a required argument, as in LBFGS."""
     step = getattr(kind, "step", None)
     if step is None:
         return False
@@ -213,7 +214,7 @@ def _step_has_required_arguments(kind: type) -> bool:
 
 
 def _check_parameters_belong_to_models(name: str, optimizer: Optimizer, owned: set[int]) -> None:
-    """Raise H106 for an optimizer that holds a parameter of no model of the guard."""
+    """Raise H106 for an optimizer that holds a parameter of none of the guard's models."""
     foreign = [
         parameter
         for group in optimizer.param_groups
@@ -222,9 +223,9 @@ def _check_parameters_belong_to_models(name: str, optimizer: Optimizer, owned: s
     ]
     if foreign:
         raise PolicyError(
-            f"optimizer {name!r} holds {counted(len(foreign), 'parameter')} of no model"
+            f"optimizer {name!r} holds {counted(len(foreign), 'parameter')} outside the models"
             f" passed to Guard, the first of shape {tuple(foreign[0].shape)}",
-            limit="they would be missing from every checkpoint",
+            limit="their values would be missing from every checkpoint",
             fix=(
                 'pass the module that owns them too: model={"net": net, "loss": loss_module}; if'
                 " the model was moved or copied after the optimizer was created, create the"
@@ -237,8 +238,8 @@ def _check_parameters_belong_to_models(name: str, optimizer: Optimizer, owned: s
 def failed_without_closure(error: Exception) -> bool:
     """Return whether ``step()`` seems to have failed because it was called without a closure.
 
-    An optimizer may need a closure although its signature says ``closure=None``. Only its first
-    step shows that.
+    An optimizer may need a closure although its signature says ``closure=None``. That only becomes
+    apparent in its first step.
     """
     text = str(error)
     if isinstance(error, TypeError) and "'NoneType' object is not callable" in text:
@@ -253,7 +254,7 @@ def closure_missing(name: str, optimizer: Any) -> PolicyError:
         " another argument",
         limit=(
             "the guard calls step() without arguments; a closure would evaluate the loss within the"
-            " step, which could then not be undone as a whole"
+            " optimizer step, so the guard could no longer undo the step as a whole"
         ),
         fix="use an optimizer whose step() needs no closure, for instance AdamW.",
         rule="H107",

@@ -1,10 +1,10 @@
-"""The objects that a run is made of: models, optimizers, schedulers, averages and further state.
+"""The objects that a run consists of: models, optimizers, schedulers, averages and further state.
 
-Each has a name. A single model is named ``"model"``, a single optimizer ``"optimizer"``; for a dict
-the keys are used. These names appear in gradient norms, in error messages and in the files of a
-checkpoint.
+Each has a name. A single model is named ``"model"`` and a single optimizer ``"optimizer"``; in a
+dict the keys are the names. These names appear in gradient norms, in error messages and in the
+files of a checkpoint.
 
-What the caller passed to Guard is checked and named in ``arguments``.
+The arguments of `Guard` are checked and named in ``arguments``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Parts:
     # The bare modules, without the wrappers of DDP and torch.compile.
     models: dict[str, nn.Module]
     optimizers: dict[str, Optimizer]
-    # By the name of the optimizer that they drive, or by any name.
+    # The key may be the name of the optimizer that the scheduler drives, but need not be.
     schedulers: dict[str, Any]
     # Further state, which includes the averages.
     states: dict[str, Stateful]
@@ -53,8 +53,8 @@ class Parts:
     averages: Mapping[str, AveragedModel] = field(default_factory=dict)
     # The DistributedDataParallel modules that were passed as models.
     wrappers: Mapping[str, nn.Module] = field(default_factory=dict)
-    # Whether a model, or a part of one, was compiled when the guard was made. Code that is compiled
-    # in another way shows only later.
+    # Whether a model, or a part of one, was compiled when the guard was created. Code that is
+    # compiled in other ways is detected later.
     compiled: bool = False
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -66,7 +66,7 @@ class Parts:
                 yield prefix + name, parameter
 
     def optimizer_names(self, chosen: str | Sequence[str] | None) -> list[str]:
-        """Return the names of the optimizers that a step moves.
+        """Return the names of the optimizers to step.
 
         Args:
             chosen: One name or several, as passed to `Guard.step`; None for all optimizers.
@@ -89,7 +89,7 @@ class Parts:
         return names
 
     def devices(self) -> list[torch.device]:
-        """Return the accelerators that hold parameters."""
+        """Return the accelerator devices that hold parameters; empty on the CPU."""
         devices = {
             parameter.device for model in self.models.values() for parameter in model.parameters()
         }
@@ -97,7 +97,7 @@ class Parts:
         return sorted(accelerators, key=str)
 
     def device_type(self) -> str:
-        """Return the kind of device that computes, such as ``"cuda"`` or ``"cpu"``."""
+        """Return the type of device that the models are on, such as ``"cuda"`` or ``"cpu"``."""
         accelerators = self.devices()
         return accelerators[0].type if accelerators else "cpu"
 
@@ -146,7 +146,7 @@ class Parts:
     # --- averages of weights
 
     def update_averages(self, moved: Sequence[torch.Tensor]) -> None:
-        """Update the averages of the models that hold a parameter which was moved.
+        """Update the average of each model that has a parameter among those that have moved.
 
         Args:
             moved: The parameters of the optimizers that have stepped.
@@ -159,10 +159,11 @@ class Parts:
 
     @contextlib.contextmanager
     def averages_swapped_in(self, state: RunState) -> Iterator[None]:
-        """Put averaged parameters and buffers into the models while the context lasts.
+        """Put averaged parameters and buffers into the models inside the context.
 
         Args:
-            state: Its ``averaged`` is True meanwhile, since nothing must be saved then.
+            state: The state of the run. Its ``averaged`` is True inside the context, in which
+                nothing must be saved.
         """
         # An average that was never updated holds the initial weights.
         names = [name for name, average in self.averages.items() if average.n_averaged > 0]

@@ -5,7 +5,7 @@
              (taken back: as before)   rolling back → after step, or rewound → at boundary
 
 The state may be saved only at a boundary and after a step. The engine, its callers and the session
-call the transitions; that a transition is one of those drawn here is not checked.
+call the transitions. Nothing checks that only the transitions drawn here happen.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from enum import Enum
 class Phase(Enum):
     """The moment in a run to which the weights, buffers and moments in memory belong."""
 
-    # A boundary, and the run directory is not locked.
+    # At a boundary, and the run directory is not locked.
     CLOSED = "closed"
-    # Everything that belongs to a batch is done.
+    # The loop body has finished with the last batch.
     AT_BOUNDARY = "at boundary"
-    # Attempts are made; the step can still be taken back.
+    # The step is being attempted, and can still be taken back.
     IN_STEP = "in step"
-    # Optimizers move the weights. If that fails, the run must return to an earlier state.
+    # Optimizers are changing the weights. If that fails, the run must return to an earlier state.
     COMMITTING = "committing"
-    # A step was made or skipped, and the rest of the loop body has yet to run.
+    # A step was committed or skipped, and the rest of the loop body has yet to run.
     AFTER_STEP = "after step"
     # An earlier state is being restored.
     ROLLING_BACK = "rolling back"
     # An earlier state was restored, and the loop must return to an earlier position in the data
     # before it continues.
     REWOUND = "rewound"
-    # The state belongs to no boundary. It is never saved, and becomes valid again only by a return
-    # to an earlier state.
+    # The state is inconsistent. It is never saved, and only a return to an earlier state repairs
+    # it.
     BROKEN = "broken"
 
 
 _MAY_BE_SAVED = (Phase.CLOSED, Phase.AT_BOUNDARY, Phase.AFTER_STEP)
-# Phases that neither a step nor a boundary ends.
+# Phases that persist through steps and boundaries until an earlier state is restored.
 _LASTING = (Phase.REWOUND, Phase.BROKEN)
 
 
@@ -63,12 +63,12 @@ class RunState:
 
     @property
     def may_be_saved(self) -> bool:
-        """Return whether the state is complete, so that a checkpoint of it can be resumed."""
+        """Return whether the state is consistent, so that a run can resume from a checkpoint."""
         return self.phase in _MAY_BE_SAVED and not self.averaged
 
     @property
     def batch_is_used(self) -> bool:
-        """Return whether a step was made or skipped since the last boundary."""
+        """Return whether a step was committed or skipped since the last boundary."""
         return self.phase is Phase.AFTER_STEP
 
     def open(self) -> None:
@@ -77,7 +77,7 @@ class RunState:
             self.phase = Phase.AT_BOUNDARY
 
     def close(self) -> None:
-        """Note that the run directory was unlocked. A state that is not complete stays so."""
+        """Note that the run directory was unlocked. An inconsistent state stays inconsistent."""
         if self.phase in (Phase.AT_BOUNDARY, Phase.AFTER_STEP):
             self.phase = Phase.CLOSED
 
@@ -91,11 +91,11 @@ class RunState:
         self.phase = self._before_step
 
     def commit(self) -> None:
-        """Note that optimizers begin to move the weights."""
+        """Note that the optimizers begin to change the weights."""
         self.phase = Phase.COMMITTING
 
     def committed(self) -> None:
-        """Note that everything is done that belongs to a committed step."""
+        """Note that a committed step is complete, including counters and schedulers."""
         if self._before_step in _LASTING:
             self.phase = self._before_step
         else:
@@ -109,23 +109,23 @@ class RunState:
     def step_failed(self) -> None:
         """Note that a step ended with an error.
 
-        The state stays valid if the step was taken back and no other step was made with the batch.
-        Otherwise only a part of what belongs to the batch was done.
+        The state stays valid if the step was taken back and the batch has had no other step.
+        Otherwise the batch has been processed only in part.
         """
         if self.phase in (Phase.IN_STEP, Phase.COMMITTING) and self._before_step is Phase.REWOUND:
-            # The earlier state will be restored once more.
+            # The loop will restore the earlier state once more.
             self.phase = Phase.REWOUND
         elif self.phase not in (Phase.AT_BOUNDARY, Phase.REWOUND, Phase.CLOSED):
             self.phase = Phase.BROKEN
 
     def boundary(self) -> None:
-        """Note that everything is done that belongs to a batch."""
+        """Note that the loop body has finished with a batch."""
         if self.phase is Phase.AFTER_STEP:
             self.phase = Phase.AT_BOUNDARY
 
     @contextlib.contextmanager
     def rolling_back(self) -> Iterator[None]:
-        """Surround the restoration of an earlier state; an error leaves the state broken."""
+        """Surround the restoration of an earlier state; an error leaves the phase `BROKEN`."""
         before = self.phase
         self.phase = Phase.ROLLING_BACK
         try:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-# The search ends this many attributes away from its root. An object that is further away belongs to
+# The search stops this many attributes away from its root. An object further away belongs to
 # something else, such as a trainer in a closure.
 MOST_LEVELS = 4
-# The search ends after this many objects, since some objects refer to half of a program.
+# The search stops after this many objects, since some objects refer to half the program.
 MOST_OBJECTS = 5_000
 # Objects of these types are not searched.
 _LEAF_TYPES = (
@@ -41,17 +41,17 @@ def levels_inside(
     """Yield the wanted objects that an object refers to, nearest first.
 
     The search is breadth-first. It follows attributes, containers, closures, bound methods,
-    `functools.partial` and weak references, but no tensors and modules, and it does not continue
-    behind a wanted object.
+    `functools.partial` and weak references. It does not look inside tensors, modules or wanted
+    objects.
 
     Args:
-        root: The object at which the search begins. It is not yielded itself.
-        is_wanted: A function that returns whether to yield an object.
-        most_levels: How many attributes away the search ends.
+        root: The object at which the search starts. It is not yielded itself.
+        is_wanted: Returns whether to yield an object.
+        most_levels: The maximum distance from the root, in attributes.
 
     Yields:
-        A list for each distance: first the objects one attribute away, then those two attributes
-        away, and so on. A list may be empty.
+        One list per distance: first the objects one attribute away, then those two attributes away,
+        and so on. A list may be empty.
     """
     visited = {id(root)}
     level = [root]
@@ -121,12 +121,12 @@ def _slots_of(kind: type) -> list[str]:
 
 
 def contents_of_closure(function: types.FunctionType) -> list[Any]:
-    """Return the values of the free variables of a function that were assigned."""
+    """Return the values of a function's free variables, without those not assigned yet."""
     contents = []
     for cell in function.__closure__ or ():
         try:
             contents.append(cell.cell_contents)
         except ValueError:
-            # This variable was not assigned yet.
+            # This variable has not been assigned yet.
             continue
     return contents

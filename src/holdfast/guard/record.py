@@ -1,11 +1,11 @@
 """Record what happens in a run, and log the events that people should see.
 
 Events may come from any thread. A process that was forked from the recording one must not write:
-each of the two would number its records on its own, and a lock that another thread held at the fork
-is never released in the child.
+both would number their records independently, and a lock that another thread held at the time of
+the fork is never released in the child.
 
 The last event of a recording says how the run ended, as far as its own process can know:
-``left_by_exception`` or ``closed``. A recording without either was cut off.
+``left_by_exception`` or ``closed``. If there is neither, the process was killed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from holdfast.recorder.scalars import Scalars
 from holdfast.recorder.start import START_FILE, facts_of_start
 
 _log = logging.getLogger("holdfast")
-# An error is recorded with this many of the frames that called the guard, the innermost ones. They
-# show where the user's loop was.
+# An error is recorded with the innermost frames that called the guard, at most this many. They show
+# where the user's loop was.
 _MOST_CALLERS = 8
-# An error is one line of at most this many characters in an event.
+# The description of an error in an event is one line of at most this many characters.
 _MOST_CHARACTERS_OF_ERROR = 500
 
-# Events that people should see although they did not ask for them. All ranks record these alike, so
-# only rank 0 logs them.
+# Events that users should see without asking for them. These are identical on all ranks, so only
+# rank 0 logs them.
 _LOGGED_ONCE: frozenset[type[EventData]] = frozenset(
     {
         SkipStep,
@@ -100,11 +100,11 @@ _LOGGED_BY_EACH_RANK: frozenset[type[EventData]] = frozenset(
     }
 )
 
-# How a run was closed:
-# "finished": it came to its end.
+# How a run ended:
+# "finished": its loop reached its limit, or the guard was closed.
 # "stopped": a stop was requested.
 # "left": its loop was left early, by ``break`` or by an error that the guard did not see.
-# "failed": by an error that is recorded.
+# "failed": an error ended it, which is recorded as an event.
 End = Literal["finished", "stopped", "left", "failed"]
 
 
@@ -122,12 +122,11 @@ class RunRecord:
         self._rank = rank
         self.clock = clock
         self._box: BlackBox | None = None
-        # Reentrant, because a signal handler of the caller may record during another record.
+        # Reentrant, because a signal handler may record an event while another is being recorded.
         self._lock = threading.RLock()
-        # The process that records.
+        # The id of the process that records.
         self._process = 0
-        # The type and message of the error that has left the run, if any, as far as it was recorded
-        # since the last step.
+        # The type and message of the last error that was recorded since the last step, or None.
         self._left_by: tuple[str, str] | None = None
         # How the recording ended, according to its last event.
         self.ended: End = "failed"
@@ -146,7 +145,7 @@ class RunRecord:
 
         Raises:
             RunDirectoryError: H302, if it cannot be created.
-            OSError: If memory is too short to map it.
+            OSError: If there is not enough memory to map it.
         """
         try:
             self._box = BlackBox(self._directory)
@@ -158,8 +157,8 @@ class RunRecord:
             raise RunDirectoryError(
                 f"the recording in {self._directory} cannot be created ({error.strerror or error})",
                 limit=(
-                    "3 MiB are allocated when a run starts, so that a full disk cannot silence it"
-                    " later"
+                    "holdfast allocates 3 MiB when a run starts, so that it can record even after"
+                    " the disk is full"
                 ),
                 fix="free some space, or choose another run directory.",
                 rule="H302",
@@ -175,7 +174,7 @@ class RunRecord:
         )
 
     def close(self, how: End | None = None) -> None:
-        """End the recording with how the run ended.
+        """End the recording with an event that says how the run ended.
 
         Args:
             how: How the run ended. None means "finished", or "failed" if an exception is being
@@ -189,7 +188,7 @@ class RunRecord:
         self.scalars.close()
 
     def _record_end(self, how: End | None) -> End:
-        """Record how the run ended and return it; an error that was recorded is its own event."""
+        """Record how the run ended, unless the event of an error says so already, and return it."""
         error = sys.exception()
         if how is None and error is not None:
             self.left_by(error)
@@ -207,10 +206,10 @@ class RunRecord:
     def left_by(self, error: BaseException | type[BaseException]) -> None:
         """Record an error that leaves the run.
 
-        An error that passes several places is recorded once.
+        If an error passes through several calls of this method, it is recorded once.
 
         Args:
-            error: The error, or its type if nothing else is known of it.
+            error: The error, or its type if nothing else is known about it.
         """
         if isinstance(error, (GeneratorExit, Interrupted)):
             # These end a loop without an error.
@@ -247,12 +246,12 @@ class RunRecord:
     # --- events and steps
 
     def emit(self, data: EventData, *, global_step: int | None = None) -> None:
-        """Record an event, and log it if people should see it.
+        """Record an event, and log it if users should see it.
 
         Args:
             data: The event.
-            global_step: The step that it belongs to, such as that of a checkpoint which was
-                finished only now; None for the current step.
+            global_step: The step that the event belongs to, which may be an earlier one if a
+                checkpoint was written in the background; None for the current step.
         """
         event = Event(
             kind=data.kind,
@@ -285,7 +284,7 @@ class RunRecord:
         """Record a mark of a step. This costs about 0.5 microseconds.
 
         Args:
-            mark: Which moment of the step this is.
+            mark: Whether the step has begun, was committed, or was skipped.
             micro_batch_size: Samples in one forward/backward pass, or None if unknown.
             loss: The loss, or None if it was not read.
             norm: The gradient norm, or None if it was not read.
@@ -293,7 +292,7 @@ class RunRecord:
             optimizer: The name of the optimizer that was stepped, if it was a single one.
         """
         assert self._box is not None
-        # Whatever was raised before, the run continues.
+        # The run continues, so a later error is recorded even if it looks like the last one.
         self._left_by = None
         number = self._box.optimizers[optimizer] if optimizer else 0
         self._box.step(mark, self.global_step, micro_batch_size or 0, loss, norm, seconds, number)

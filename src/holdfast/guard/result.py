@@ -16,16 +16,16 @@ from holdfast.numerics.provenance import Origin
 class PassResult(NamedTuple):
     """What the forward and backward passes over a batch have returned."""
 
-    # Mean over the items, shape ``()``, detached. For a loss of several terms, the sum of their
+    # Mean over the items, shape ``()``, detached. For a loss with several terms, the sum of their
     # means.
     loss: torch.Tensor
-    # The number of items that the mean is over. For a loss of several terms, that of the first.
+    # The number of items averaged over. For a loss with several terms, that of the first term.
     items: float | torch.Tensor
     # ``(start, end)`` of the samples whose micro-batch had a loss of NaN or Inf.
     dropped: tuple[tuple[int, int], ...] = ()
     # Whether the number of items must be whole.
     counted: bool = False
-    # What the loss function has returned beside the loss.
+    # What the loss function returned in addition to the loss.
     extra: Mapping[str, Any] | None = None
 
 
@@ -35,22 +35,22 @@ class StepResult:
 
     Args:
         loss: Mean loss over the items of the batch, shape ``()``, detached, on the model's device.
-            Reading it with ``float(...)`` syncs with the device; the guard does not.
-        items: Loss-bearing items that the mean is over: the number that the loss function returned,
-            or else the number of samples.
+            Reading it with ``float(...)`` synchronizes with the device; returning it does not.
+        items: Number of items averaged over: the number that the loss function returned, or the
+            number of samples if it returned none.
         grad_norm: L2 norm by parameter group before clipping, under names such as
             ``"optimizer.0"``. Empty if the step was skipped before gradients were measured.
         micro_batch_size: Most samples in one forward/backward pass; None if the batch has no batch
             dimension.
-        attempts: How often the step was attempted, the successful attempt included.
-        skipped: True if this batch is not in the weights: they were left as they were, or the run
-            has returned to a checkpoint, as `reason` says.
+        attempts: How often the step was attempted, including the successful attempt.
+        skipped: True if the weights do not contain this batch: they are unchanged, or the run has
+            returned to an earlier state. `reason` says which.
         reason: Why the step was skipped and what was done about it, or None.
-        dropped_samples: Positions in the batch of the samples that the step was made without,
-            because NaN or Inf came from them (``Policy.drop_nonfinite_samples``) or from the
-            micro-batch that they were in.
-        extra: What was passed to `Loss` as ``extra``, detached. If the batch was split, tensors
-            with a row for each sample are concatenated, numbers are averaged over the samples, and
+        dropped_samples: Positions in the batch of the samples that were left out of the step,
+            because NaN or Inf came from them (``Policy.drop_nonfinite_samples``) or from their
+            micro-batch.
+        extra: The ``extra`` argument of `Loss`, detached. If the batch was split, tensors with a
+            row for each sample are concatenated, numbers are averaged over the samples, and
             anything else becomes a list.
     """
 
@@ -67,15 +67,15 @@ class StepResult:
 
 @dataclass(slots=True, kw_only=True)
 class StepAttempt:
-    """An attempt of a step that ran to its end and is not committed yet."""
+    """An attempt at a step that is complete but not committed yet."""
 
     # Mean over the items, shape ``()``, detached.
     loss: torch.Tensor
-    # The number of items that the mean is over.
+    # The number of items averaged over.
     items: float | torch.Tensor
     # Most samples in one pass, or None if unknown.
     micro_batch_size: int | None
-    # The parameter groups that have gradients, with them.
+    # The parameter groups, each with those of its parameters that have gradients.
     groups: list[Group]
     facts: GradientFacts
     # The norm of each gradient.
@@ -87,7 +87,7 @@ class StepAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where NaN or Inf came from, as far as a replay has shown."""
+    """Where NaN or Inf came from, as far as a replay could show."""
 
     # The operation, parameter or input, or None if it is not known.
     origin: Origin | None = None
@@ -95,7 +95,7 @@ class Provenance:
     samples: tuple[int, ...] = ()
     # Why there is no origin; empty if there is one.
     problem: str = ""
-    # The rank or ranks that it came up on; empty in a process that trains alone.
+    # The rank or ranks on which it appeared; empty with a single process.
     where: str = ""
 
 
@@ -110,19 +110,19 @@ class Outcome:
     out_of_memory: int
     # Samples in the batch, or None if unknown.
     size: int | None
-    # False if the step left no trace.
+    # False if everything that the step changed was restored.
     committed: bool
     # Names of some of the parameters with non-finite gradients.
     culprits: list[str] = field(default_factory=list)
     # The number of parameters with non-finite gradients.
     culprit_count: int = 0
-    # In fp16, the scale that is tried next after a skip although the loss is finite.
+    # In fp16, the loss scale of the next step, after a step that was skipped with a finite loss.
     loss_scale: float | None = None
     # Why finite values were not committed.
     decision: Decision | None = None
     # Where non-finite values came from.
     provenance: Provenance | None = None
-    # Positions in the batch of the samples that the committed step was made without.
+    # Positions in the batch of the samples that were left out of the committed step.
     dropped: tuple[int, ...] = ()
 
     def result(self, reason: str | None) -> StepResult:
@@ -145,7 +145,7 @@ class Outcome:
         )
 
     def _dropped_samples(self) -> tuple[int, ...]:
-        """Return the positions of the samples that the committed step was made without."""
+        """Return the positions of the samples that were left out of the committed step."""
         if self.dropped:
             return self.dropped
         if not self.attempt.dropped:
@@ -156,7 +156,7 @@ class Outcome:
 
 
 class PartialOptimizerStep(Exception):  # noqa: N818 - a signal to the guard, never seen by users
-    """An optimizer ran out of memory half-way: weights and moments cannot be trusted."""
+    """An optimizer ran out of memory in its step, so weights and moments cannot be trusted."""
 
     def __init__(self, why: str, outcome: Outcome) -> None:
         super().__init__(why)
@@ -175,13 +175,13 @@ class Counters:
     nonfinite_in_a_row: int = 0
     spikes_in_a_row: int = 0
     rollbacks_in_a_row: int = 0
-    # The global step from which on a rollback begins a new row of them.
+    # From this global step on, `rollbacks_in_a_row` starts again from 0.
     row_ends_at: int = 0
-    # Epochs that were completed when `Guard.validated` was called last.
+    # Epochs that were completed at the last call of `Guard.validated`.
     epochs_validated: int = 0
 
     def note_good_step(self, global_step: int) -> None:
-        """Count a committed step. One far enough after the last rollback ends a row of them."""
+        """Count a committed step; far enough after a rollback, it ends a row of rollbacks."""
         self.steps += 1
         self.nonfinite_in_a_row = 0
         self.spikes_in_a_row = 0
@@ -191,11 +191,11 @@ class Counters:
     def note_rollback(self, from_step: int, beyond: int) -> None:
         """Count a return to an earlier state.
 
-        Good steps up to the one that failed prove nothing: they were good the first time too.
+        Good steps before the one that failed prove nothing: they were good the first time too.
 
         Args:
             from_step: The step that failed.
-            beyond: How many steps after it a row of rollbacks ends.
+            beyond: The run must get this many steps past it to end the row of rollbacks.
         """
         self.rollbacks += 1
         self.rollbacks_in_a_row += 1
@@ -209,17 +209,17 @@ class Statistics:
     """A snapshot of a run's totals.
 
     Args:
-        global_step: Optimizer steps in the weights.
+        global_step: Optimizer steps that went into the weights.
         epoch: Epochs completed.
-        steps: Steps committed over all restarts of the run, also those that a rollback undid.
-        skipped_steps: Steps that left no trace because of NaN or Inf.
+        steps: Steps committed over all restarts, including those that a rollback undid.
+        skipped_steps: Steps that were skipped because of NaN or Inf.
         out_of_memory: Attempts that ran out of memory.
         rollbacks: Returns to a checkpoint.
         resumes: How often a new process continued the run from a checkpoint.
         checkpoints_saved: Checkpoints saved by this process.
-        checkpoints_failed: Saves of this process that failed.
-        micro_batch_size: Most samples in one forward/backward pass from the next step on; None for
-            the whole batch.
+        checkpoints_failed: Failed saves of this process.
+        micro_batch_size: Most samples in one forward/backward pass of the next step; None for the
+            whole batch.
         recompute: Whether activation checkpointing is on.
         loss_scale: The loss scale in fp16 training, else None.
     """

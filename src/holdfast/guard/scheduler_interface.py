@@ -1,6 +1,6 @@
-"""Recognise how a learning-rate scheduler of any library wants to be advanced.
+"""Recognize how a learning-rate scheduler, from any library, must be advanced.
 
-Schedulers are recognised by their methods and the names of their arguments (`interface_of`):
+Schedulers are recognized by their methods and the names of their arguments (`interface_of`):
 
     step()                               after each step of its optimizer, or after each epoch
     step(metric)                         in ``guard.validated``, as for ReduceLROnPlateau
@@ -23,14 +23,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holdfast.guard.reachable import contents_of_closure, levels_inside
 
-# A scheduler inside another one is searched for at most this many attributes deep. One that is
-# further away may belong to a trainer.
+# A scheduler inside another one is searched for at most this many attributes deep. Anything further
+# away may belong to a trainer.
 MOST_LEVELS = 2
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
-# Parts of the names that the argument of ``step`` has in schedulers that need a metric.
+# Schedulers that need a metric have one of these words in the name of the argument of ``step``.
 _METRIC_WORDS = (
     "metric",
     "loss",
@@ -52,11 +52,11 @@ _VALIDATION = re.compile(r"(?<![a-z])(val|eval)")
 class Interface(Enum):
     """The methods by which a scheduler is advanced."""
 
-    # Calls of ``step()``.
+    # By calling ``step()``.
     STEP = auto()
-    # Calls of ``step(metric)``.
+    # By calling ``step(metric)``.
     METRIC = auto()
-    # Calls of ``step_update(number)`` and ``step(epoch)``.
+    # By calling ``step_update(number)`` and ``step(epoch)``.
     TIMM = auto()
 
 
@@ -92,7 +92,7 @@ def _is_metric(argument: inspect.Parameter, scheduler: Any) -> bool:
 
 
 def _is_plateau_with_optional_metric(scheduler: Any) -> bool:
-    """Return whether ``step`` does nothing useful without a metric that it declares optional."""
+    """Return whether ``step`` needs a metric although it declares the argument as optional."""
     if not _has_mode(scheduler):
         return False
     positional = [
@@ -102,12 +102,12 @@ def _is_plateau_with_optional_metric(scheduler: Any) -> bool:
 
 
 def _has_mode(scheduler: Any) -> bool:
-    """Return whether a scheduler says in which direction its metric improves, as plateaus do."""
+    """Return whether a scheduler has a ``mode`` of "min" or "max", as plateau schedulers do."""
     return getattr(scheduler, "mode", None) in ("min", "max")
 
 
 def _names_a_metric(argument_name: str) -> bool:
-    """Return whether the name of an argument is one that metrics have."""
+    """Return whether the name of an argument suggests a metric."""
     name = argument_name.lower()
     if any(word in name for word in _METRIC_WORDS):
         return True
@@ -168,10 +168,10 @@ def takes_epoch_and_metric(scheduler: Any) -> bool:
 
 
 def call_with_number(function: Callable[..., Any], name: str, number: int) -> None:
-    """Call a function with a number, whatever it calls its argument.
+    """Call a function with a number, whatever the name of its parameter.
 
-    The number is passed by keyword if a parameter has this name, else as the first argument. A
-    function without parameters is called without the number.
+    The number is passed by keyword if a parameter has the given name, and otherwise as the first
+    argument. A function without parameters is called without the number.
     """
     parameters = parameters_of(function)
     takes_position = any(
@@ -196,10 +196,10 @@ def _required_arguments(function: Callable[..., Any]) -> list[inspect.Parameter]
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a function; none if it has no signature, as some functions in C.
+    """Return the parameters of a function; empty without a signature, as for some functions in C.
 
-    The wrapper of a decorator that takes only ``*args`` and ``**kwargs``, and was made without
-    `functools.wraps`, hides the signature. Its parameters are those of the function in its closure.
+    A decorator that does not use `functools.wraps` hides the signature behind ``*args`` and
+    ``**kwargs``. In that case the parameters are those of the function in its closure.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())

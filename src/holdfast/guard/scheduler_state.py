@@ -1,10 +1,10 @@
 """Save and load the state of one scheduler, including what its own ``state_dict`` lacks.
 
 The ``state_dict`` of timm's PlateauLRScheduler lacks the numbers of bad epochs and of cooldown
-epochs, so a resumed run would count them from 0. For a scheduler with timm's interface that holds a
-plateau scheduler, the plateau's own state and the plain attributes of the schedulers are saved too.
+epochs, so a resumed run would count them from 0. If a scheduler with timm's interface holds a
+plateau scheduler, the plateau's own state and the plain attributes of both are therefore saved too.
 
-How many steps a scheduler was advanced by is saved elsewhere, see `Schedules.state_dict`.
+The number of steps that each scheduler has counted is saved by `Schedules.state_dict`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Advance learning-rate schedulers by committed steps and completed epochs.
 
-The interface of each scheduler is recognised when the guard is made (``scheduler_interface``). One
-that cannot be advanced correctly is refused with H105. With ``scheduler_interval=None`` the caller
-advances all schedulers except those that need a metric.
+The interface of each scheduler is recognized when the guard is created (``scheduler_interface``). A
+scheduler that the guard cannot advance correctly is refused with H105. With
+``scheduler_interval=None`` the caller advances all schedulers except those that need a metric.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Schedule:
         self.scheduler = scheduler
         self.interface = interface
         self.optimizer = optimizer
-        # Steps of its optimizer over all attempts of the run. ``step_update`` takes this number.
+        # Steps of its optimizer over all attempts of the run, as passed to ``step_update``.
         self.updates = 0
         # The scheduler that takes the metric. timm's PlateauLRScheduler holds a ReduceLROnPlateau.
         self._plateau = scheduler if interface is Interface.METRIC else None
@@ -118,7 +118,7 @@ class Schedules:
         self._interval = interval
         self._schedules: list[Schedule] = []
         if interval is None:
-            # The caller advances the schedulers, but `guard.validated` still passes metrics on.
+            # The caller advances the schedulers, but metrics still come from `Guard.validated`.
             for name, scheduler in schedulers.items():
                 if interface_of(scheduler) is Interface.METRIC:
                     self._schedules.append(Schedule(name, scheduler, Interface.METRIC, ""))
@@ -134,9 +134,12 @@ class Schedules:
         _check_not_inside(schedulers)
 
     def after_step(self, moved: Sequence[str]) -> None:
-        """Advance the schedulers of the optimizers that committed a step.
+        """Advance the schedulers of the optimizers that have committed a step.
 
-        A skipped step advances none.
+        Do not call this after a skipped step.
+
+        Args:
+            moved: The names of these optimizers.
         """
         for schedule in self._schedules:
             if schedule.optimizer in moved and (
@@ -200,10 +203,9 @@ def _checked_interface(name: str, scheduler: Any) -> Interface:
     interface = interface_of(scheduler)
     if interface is None:
         raise _refused(
-            f"scheduler {name!r} is a {kind}, which has no step() that can be called without an"
-            " argument",
-            "the guard calls step() after each step or epoch, step(metric) if a metric is needed,"
-            " or step_update(n) and step(epoch) as timm does",
+            f"scheduler {name!r} is a {kind}, whose step() cannot be called without arguments",
+            "the guard calls step() after each step or epoch, step(metric) if the scheduler needs"
+            " a metric, or step_update(n) and step(epoch) as timm does",
             "wrap it in an object with step(), state_dict() and load_state_dict(state)",
         )
     if interface is Interface.METRIC:
@@ -216,7 +218,7 @@ def _checked_interface(name: str, scheduler: Any) -> Interface:
         inner_kind = type(plateau).__name__
         raise PolicyError(
             f"scheduler {name!r} is a {kind} that holds a {inner_kind}",
-            limit=f"step() of a {inner_kind} needs a metric, and a {kind} does not pass one on",
+            limit=f"step() of a {inner_kind} needs a metric, and the {kind} does not pass one on",
             fix=(
                 f"give Guard both schedulers separately: scheduler={{{name!r}: ..., 'plateau':"
                 " ...}."
@@ -236,9 +238,9 @@ def _advances_by_epochs(scheduler: Any, interface: Interface, interval: str) -> 
 def _epochs_unknown(name: str, scheduler: Any) -> PolicyError:
     """Return H105 for a scheduler that counts epochs in a guard without a loader."""
     return _refused(
-        f"scheduler {name!r} is a {type(scheduler).__name__} that counts epochs, and Guard has no"
+        f"scheduler {name!r} is a {type(scheduler).__name__} that counts epochs, but Guard has no"
         " loader",
-        "the guard knows the end of an epoch only in a loop over guard.batches()",
+        "the guard knows where an epoch ends only in a loop over guard.batches()",
         "pass loader= and iterate guard.batches(), or let the scheduler count steps",
     )
 
@@ -248,9 +250,9 @@ def _optimizer_of(
 ) -> str:
     """Return the name of the optimizer that a scheduler drives.
 
-    It is the nearest optimizer to which the attributes of the scheduler lead. If they lead to none,
-    or to several at one distance, it is the optimizer with the name of the scheduler, or the only
-    one.
+    This is the nearest optimizer that can be reached through the scheduler's attributes. If there
+    is none, or several are equally near, it is the optimizer with the same name as the scheduler,
+    or the only optimizer.
 
     Args:
         name: The name of the scheduler.
@@ -276,7 +278,7 @@ def _optimizer_of(
     if not nearest and any(levels_inside(scheduler, looks_like_an_optimizer)):
         raise _refused(
             f"scheduler {name!r} is a {kind} of an optimizer that Guard does not hold",
-            "it would change the learning rates of an optimizer that no guarded step moves",
+            "it would change the learning rates of an optimizer that guard.step never steps",
             "create the scheduler with the optimizer that is passed to Guard",
         )
     if name in optimizers:
@@ -322,7 +324,7 @@ def _check_not_inside(schedulers: Mapping[str, Any]) -> None:
 
 
 def _refused(problem: str, limit: str, fix: str) -> PolicyError:
-    """Return H105 for a scheduler. The fix ends with a way out that works for any scheduler."""
+    """Return H105 for a scheduler, with an alternative fix that works for any scheduler."""
     return PolicyError(
         problem,
         limit=limit,

@@ -8,12 +8,13 @@ the request and the signal handler:
    `StopRequest.reason` at its next boundary, saves a checkpoint and ends (``run/loop.py``). Only
    code that may take long and changes no state is interrupted by `Interrupted`: waiting for data,
    and an evaluation.
-2. **Signals in the next 0.1 s** belong to the same request and are ignored.
-3. **A later signal** ends the process at once, or goes to the script's own handler. The handler is
-   replaced in advance by the kernel's default action, which needs no interpreter.
+2. **Signals within the next 0.1 s** belong to the same request and are ignored.
+3. **A later signal** kills the process immediately, or goes to the script's own handler. Our
+   handler is replaced in advance, normally by the kernel's default action, which works even if the
+   interpreter hangs.
 4. **In a forked child**, such as a loader worker, the first signal is ignored, since it was meant
-   for the parent. SIGTERM ends the child.
-5. **After `StopRequest.uninstall`** the previous handlers are back.
+   for the parent. Only SIGTERM ends the child.
+5. **After `StopRequest.uninstall`** the previous handlers are in place again.
 
     stop = StopRequest(("SIGTERM", "SIGINT"))
     stop.install()
@@ -37,24 +38,24 @@ from typing import Any
 
 from holdfast.core.standard_streams import write_to_stderr
 
-# Signals within this time are one request. `timeout` of coreutils signals the process and then its
-# group, a few microseconds apart. Slurm sends SIGTERM twice at the time limit, systemd sends SIGHUP
-# right after SIGTERM, and launchers forward signals that their whole group received. Without this
-# time, the second signal would end the process.
+# Signals within this time count as one request. `timeout` of coreutils signals the process and then
+# its group, a few microseconds apart. Slurm sends SIGTERM twice at the time limit, systemd sends
+# SIGHUP right after SIGTERM, and launchers forward signals that their whole group has already
+# received. Without this window, the second signal would kill the process.
 _ONE_REQUEST_SECONDS = 0.1
 
-# A shell and `nohup` start a program with these ignored if it is to outlive the terminal or its
-# Ctrl-C.
+# A shell or `nohup` starts a program with these signals ignored if it should survive the terminal
+# or a Ctrl-C there. They stay ignored.
 _STAY_IGNORED = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
 
-# These two are the usual way to stop a training run, so they replace even a handler in C.
+# These two are the usual way to stop a training run, so our handler replaces even one in C.
 _TAKEN_FROM_NATIVE_CODE = frozenset({signal.SIGTERM, signal.SIGINT})
 
 _STDERR_DESCRIPTOR = 2
 
 
 class Interrupted(BaseException):
-    """Raised by the signal handler within ``with stop_request:``.
+    """Raised by the signal handler inside ``with stop_request:``.
 
     The guard catches it; users never see it.
     """
@@ -63,22 +64,22 @@ class Interrupted(BaseException):
 class StopRequest:
     """Whether the run was asked to stop, and why.
 
-    As a context manager it lets a signal interrupt its body with `Interrupted`.
+    Used as a context manager, it lets a signal interrupt the body with `Interrupted`.
 
     Args:
         names: The signals that stop the run, such as ``"SIGTERM"``.
     """
 
     def __init__(self, names: Iterable[str] = ("SIGTERM",)) -> None:
-        # Why the run was asked to stop: the name of a signal, or the text that a call passed.
+        # Why the run was asked to stop: the name of a signal, or the reason passed to `request`.
         self.reason: str | None = None
-        # The signal that asked the run to stop, or None if a call did.
+        # The signal that asked the run to stop; None if a call of `request` did.
         self.signal: signal.Signals | None = None
         # The rank that was asked to stop, if the run has several.
         self.rank: int | None = None
         # Whether a loop has ended because of the request.
         self.honoured = False
-        # Names of the signals that keep a handler in C, such as that of ``faulthandler.register``.
+        # The signals that keep their handler in C, such as one from ``faulthandler.register``.
         self.left_alone: list[str] = []
 
         self._numbers = tuple(signal.Signals[name] for name in names)
@@ -117,8 +118,8 @@ class StopRequest:
     def reset(self, *, raised: bool = False) -> None:
         """Forget a request that has ended a loop, when another loop begins.
 
-        A signal stops the whole script, so its request also ends the loops that follow. It is
-        forgotten only if the script begins another loop after it received an exception.
+        A signal stops the whole script, so its request also ends any later loop. It is forgotten
+        only if the script caught the exception that the stop raised, and then began another loop.
 
         Args:
             raised: Whether an exception was raised because of the request.
@@ -132,7 +133,7 @@ class StopRequest:
     # --- code that a signal may interrupt
 
     def __enter__(self) -> None:
-        """Let a signal raise `Interrupted` in the body; raise it now if one has arrived already."""
+        """Let a signal raise `Interrupted` in the body; raise it now if one has already arrived."""
         if self.by_signal:
             raise Interrupted
         self._interruptible = True
@@ -142,10 +143,10 @@ class StopRequest:
 
     @contextmanager
     def interrupting_if(self, allowed: Callable[[], bool]) -> Iterator[None]:
-        """Let a signal raise `Interrupted` in the body if `allowed` returns True at that moment.
+        """Let a signal raise `Interrupted` in the body if `allowed` returns True when it arrives.
 
-        Otherwise the request waits for the next boundary. A request that has already ended a loop
-        interrupts nothing, since the code after that loop still runs.
+        Otherwise the loop honors the request at its next boundary. A request that has already
+        ended a loop interrupts nothing, since the code after that loop still runs.
         """
         has_ended_a_loop = self.by_signal and self.honoured
         if has_ended_a_loop or (self.by_signal and not allowed()):
@@ -163,9 +164,9 @@ class StopRequest:
     def install(self) -> None:
         """Install the signal handlers.
 
-        Does nothing outside the main thread, where Python allows no handlers, and nothing after a
-        stop signal has arrived, since the next one must end the process. May be called again: a
-        notebook resets SIGINT after each cell.
+        Does nothing outside the main thread, where Python does not allow it, or after a stop
+        signal has arrived, since the next signal must kill the process. May be called repeatedly:
+        a notebook resets SIGINT after each cell.
         """
         if self.by_signal or threading.current_thread() is not threading.main_thread():
             return
@@ -175,7 +176,7 @@ class StopRequest:
         self._installed = True
 
     def _take_over(self, number: signal.Signals) -> None:
-        """Install our handler for a signal, unless another one has a better claim to it."""
+        """Install our handler for a signal, unless an existing handler must stay."""
         handler = signal.getsignal(number)
         if self._installed and handler is not signal.default_int_handler:
             # The handler is ours, or one that was installed later and may call ours.
@@ -194,8 +195,8 @@ class StopRequest:
             return
         self._installed = False
         if threading.current_thread() is not threading.main_thread():
-            # Python allows no change of handlers here. From now on `_on_signal` forwards to the
-            # previous ones.
+            # Python does not allow changing handlers here. From now on `_on_signal` forwards
+            # signals to the previous ones.
             return
         for number, previous in self._previous.items():
             if self._has_installed(number, signal.getsignal(number)):
@@ -224,7 +225,7 @@ class StopRequest:
             self._note_request(signal.Signals(number), frame)
 
     def _note_request(self, number: signal.Signals, frame: FrameType | None) -> None:
-        """Note the request, announce it on stderr, and let the next signal end the process."""
+        """Note the request, announce it on stderr, and let the next signal kill the process."""
         requests = self._with_outer_requests(number)
         for request in requests:
             request._settling = True
@@ -235,13 +236,14 @@ class StopRequest:
         try:
             _wait_for_signals_of_the_same_request()
         finally:
-            # In a finally block, because the handler of another signal may have raised during the
-            # wait: loader workers receive the same signal, and torch's SIGCHLD handler raises when
-            # one dies.
+            # This is in a finally block, because the handler of another signal may have raised
+            # during the wait: loader workers receive the same signal, and torch's SIGCHLD handler
+            # raises when one dies.
             for request in requests:
                 request._settling = False
                 request._prepare_for_second_signal()
-            # Only now, because whoever reads the line may send the second signal at once.
+            # Announced only now, because someone who reads the line may send the second signal
+            # immediately.
             second_handler = self._handler_of_second_signal(number)
             _announce(number.name, second_handler)
             if callable(second_handler):
@@ -249,7 +251,7 @@ class StopRequest:
             _interrupt_one_of(requests)
 
     def _with_outer_requests(self, number: int) -> list[StopRequest]:
-        """Return this request and those of the guards around it that handle the signal too."""
+        """Return this request and those of enclosing guards that also handle the signal."""
         requests = [self]
         outer = _guard_of(_active_handler(number, self._previous.get(number)))
         if outer is not None:
@@ -257,17 +259,17 @@ class StopRequest:
         return requests
 
     def _prepare_for_second_signal(self) -> None:
-        """Replace our handlers by those of a second signal, whichever signal that will be."""
+        """Replace our handler of each signal with the one for a second signal."""
         for number in self._previous:
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, self._handler_of_second_signal(number))
 
     def _handler_of_second_signal(self, number: int) -> Any:
-        """Return the script's own handler, or SIG_DFL, which ends the process.
+        """Return the script's own handler, or SIG_DFL, which kills the process.
 
-        SIG_DFL also replaces the handler that raises KeyboardInterrupt, which would wait for the
-        interpreter, and SIG_IGN: a parent may have ignored the signal only to survive it itself, as
-        a shell does by ``trap '' USR1``.
+        SIG_DFL also replaces Python's handler that raises KeyboardInterrupt, since that would wait
+        for the interpreter. And it replaces SIG_IGN, because a parent may have ignored the signal
+        only to survive it itself, as a shell does with ``trap '' USR1``.
         """
         previous = self._previous.get(number)
         outer_guard = _guard_of(previous)
@@ -288,9 +290,9 @@ class StopRequest:
 
 
 def _wait_for_signals_of_the_same_request() -> None:
-    """Sleep for `_ONE_REQUEST_SECONDS`, in which `StopRequest._on_signal` ignores signals.
+    """Sleep for `_ONE_REQUEST_SECONDS`, during which `StopRequest._on_signal` ignores signals.
 
-    An exception that the handler of another signal raises meanwhile is raised again at the end.
+    If the handler of another signal raises an exception during the sleep, it is raised at the end.
     """
     raised: BaseException | None = None
     deadline = time.monotonic() + _ONE_REQUEST_SECONDS
@@ -315,7 +317,7 @@ def _announce(signal_name: str, second_handler: Any) -> None:
         f"holdfast: {signal_name}: stopping at the next boundary; a second signal {consequence}\n"
     )
     if os.isatty(_STDERR_DESCRIPTOR):
-        # The terminal shows ^C or a progress bar on the current line.
+        # The current line of the terminal may already show ^C or a progress bar.
         text = "\n" + text
     write_to_stderr(text)
 
@@ -329,7 +331,7 @@ def _interrupt_one_of(requests: Iterable[StopRequest]) -> None:
 
 
 def _guard_of(handler: Any) -> StopRequest | None:
-    """Return the stop request of a guard whose method a handler is, or None for other handlers."""
+    """Return the stop request that a signal handler belongs to, or None for other handlers."""
     owner = getattr(handler, "__self__", None)
     if isinstance(owner, StopRequest):
         return owner
@@ -337,9 +339,9 @@ def _guard_of(handler: Any) -> StopRequest | None:
 
 
 def _active_handler(number: int, handler: Any) -> Any:
-    """Return a handler, or the one that it replaced if its guard is closed.
+    """Return a handler, or the one that it had replaced if it belongs to a closed guard.
 
-    A handler that was inherited from the parent process counts as SIG_DFL.
+    A guard's handler that was inherited from the parent process counts as SIG_DFL.
     """
     guard = _guard_of(handler)
     while guard is not None:
@@ -363,9 +365,9 @@ def _raise_again(number: int, handler: Any) -> None:
 def _on_signal_in_a_fork(number: int) -> None:
     """Ignore the first signal in a forked child that inherited the handler, unless it is SIGTERM.
 
-    A terminal, a scheduler or Slurm's ``--signal`` signals all processes, and means the parent. If
-    its workers died, it could not finish its step. SIGTERM ends the child, since that is how a
-    parent ends its children.
+    A terminal, a scheduler or Slurm's ``--signal`` signals all processes, but means the parent,
+    which could not finish its step if its workers died. SIGTERM ends the child, since that is how a
+    parent terminates its children.
     """
     if number == signal.SIGTERM:
         _raise_again(number, signal.SIG_DFL)
@@ -374,7 +376,7 @@ def _on_signal_in_a_fork(number: int) -> None:
 
 
 def _is_handled_in_c(number: int, handler: Any) -> bool:
-    """Return whether native code that Python does not know of handles a signal.
+    """Return whether native code, which Python does not know about, handles a signal.
 
     ``faulthandler.register`` installs such a handler. The kernel lists the signals that a process
     handles as a mask in the line ``SigCgt`` of ``/proc/self/status``.
@@ -392,16 +394,16 @@ def _is_handled_in_c(number: int, handler: Any) -> bool:
 
 
 def _tolerate_dying_workers() -> None:
-    """Keep torch from raising in the main thread when loader workers die of the same signal.
+    """Keep torch from raising in the main thread when the same signal kills loader workers.
 
-    A scheduler that stops a job signals its whole process group. The loop ends at the next boundary
-    anyway.
+    A scheduler that stops a job signals its whole process group. The loss of workers does no harm,
+    since the loop ends at its next boundary.
     """
     handler = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and getattr(handler, "__module__", "").startswith("torch.utils.data"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Not imported here: importing it in a signal handler could take seconds. If it is not imported
-    # yet, there are no workers.
+    # The module is looked up, not imported, because an import in a signal handler could take
+    # seconds. If it has not been imported yet, there are no workers.
     child_signals = sys.modules.get("holdfast.loader.workers.child_signals")
     if child_signals is not None:
         # Its SIGCHLD handler wraps torch's.

@@ -105,7 +105,8 @@ def test_training_stops_when_nothing_gets_better(tmp_path: Path) -> None:
     """After so many validations in a row, and the step of the best one is still there."""
     kept, (weights, best, reason) = train(tmp_path, patience=2)
     assert kept == [True, True, False, True, False, False]
-    assert "accuracy was not the best one in 2 validations" in reason
+    assert "accuracy" in reason
+    assert "2 validations" in reason
     assert best.global_step == 8
     assert max(weights) == 12
     assert judge(collect(tmp_path)).family == "ended well"

@@ -139,7 +139,7 @@ def test_hooks_that_step_in_backward_are_named_and_others_are_free(tmp_path):
     weight = next(given["model"].parameters())
     of_hook = torch.optim.SGD([weight], lr=0.1)
     weight.register_post_accumulate_grad_hook(lambda _: of_hook.step())
-    with pytest.raises(holdfast.BatchError, match="moved 1 parameter") as caught:
+    with pytest.raises(holdfast.BatchError, match="changed 1 parameter") as caught:
         guarded(tmp_path / "b", **given).step(torch.randn(8, 3), lambda x: loss_of(given, x))
     assert caught.value.rule == "H211"
 

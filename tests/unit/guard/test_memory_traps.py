@@ -450,7 +450,7 @@ def test_what_could_not_be_found_out_is_not_promised(tmp_path):
 
     with pytest.raises(
         holdfast.OutOfMemoryError,
-        match=r"(?s)could not be found out.*I want eight.*check_split=False",
+        match=r"(?s)could not show.*I want eight.*check_split=False",
     ):
         guarded(tmp_path, model).step(torch.randn(8, 6), picky)
 

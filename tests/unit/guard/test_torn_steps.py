@@ -100,7 +100,7 @@ def test_where_it_cannot_come_back_the_run_ends_with_h402_and_goes_on_later(tmp_
     An error that says so, an event, no half-changed checkpoint.
     """
     with pytest.raises(
-        holdfast.OutOfMemoryError, match="memory does not suffice to read the checkpoint"
+        holdfast.OutOfMemoryError, match="not enough memory to read the checkpoint"
     ) as caught:
         train(tmp_path / "b", fail_at=3, state={"twin": Twin()})
     limit_memory(None)
@@ -109,7 +109,7 @@ def test_where_it_cannot_come_back_the_run_ends_with_h402_and_goes_on_later(tmp_
     guard, found = train(tmp_path / "b", fail_at=0, state={"twin": Twin()})
     stops = events(guard, "stop")
     assert [event.data["rule"] for event in stops] == ["H402"]
-    assert "memory does not suffice" in stops[0].data["reason"]
+    assert "not enough memory" in stops[0].data["reason"]
     assert guard.resumed_from is not None
     assert guard.resumed_from.name.endswith("step00000002")
     assert all(torch.equal(a, b) for a, b in zip(found, undisturbed, strict=True))

@@ -1,10 +1,10 @@
-"""Count the collectives that a loss or a model begins itself, such as the gather of a contrastive
+"""Count the collectives that a loss or a model starts itself, such as the gather of a contrastive
 loss.
 
-Every backend of a process group numbers its collectives. The growth of these numbers during an
+Every backend of a process group numbers its collectives. The increase of these numbers during an
 attempt, minus the collectives of the guard and of the model's wrapper, is the number that the
-user's code has begun, on any group and through any API. Nothing is patched for that, and an
-undisturbed step only reads a few integers.
+user's code has started, on any group and through any API. This needs no patching, and in a normal
+step it only reads a few integers.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NAMESPACES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_
 
 
 class Collectives:
-    """Counts the collectives that the loss or the model begins in an attempt of this rank, for each
-    process group.
+    """Counts the collectives that the loss or the model starts in an attempt on this rank.
 
-    The counters are keyed by the name of the group. A thread may read them at any time.
+    There is a count for each process group, by the name of the group. A thread may read the counts
+    at any time.
     """
 
     def __init__(self) -> None:
@@ -42,52 +42,51 @@ class Collectives:
         self._at_begin = sequence_numbers()
 
     def foresee(self, group: Any) -> None:
-        """Leave one collective on a group out of the count.
+        """Exclude the next collective on a group from the count.
 
-        Call this before the collective is begun, or another thread would count it meanwhile.
+        Call this before the collective starts, since otherwise another thread might count it.
         """
         self._foreseen[group.group_name] += 1
 
     def settle(self) -> None:
         """Freeze the count.
 
-        The collectives that follow cannot be told apart from those that torch begins.
+        Later collectives cannot be distinguished from those that torch starts.
         """
         if self._settled is None:
             self._settled = self._count()
 
     def begun(self) -> Counter[str]:
-        """Return how many were begun on each group until the count was settled."""
+        """Return how many were started on each group until the count was settled."""
         count = self._count()
-        # Read after counting: if another thread settled the count meanwhile, ours may include later
-        # collectives.
+        # Read after counting, because if another thread has settled the count in between, our count
+        # may include later collectives.
         settled = self._settled
         return count if settled is None else settled
 
     def begun_since_settled(self) -> Counter[str]:
-        """Return how many were begun on each group after the count was settled, without those
-        that were foreseen.
+        """Return how many were started on each group after the count was settled.
+
+        Those announced by `foresee` are excluded.
         """
         assert self._settled is not None
         return self._count() - self._settled
 
     def _count(self) -> Counter[str]:
-        # The numbers are read before `_foreseen`, so every collective of the guard in them was
-        # foreseen by then.
+        # The numbers are read before `_foreseen`, so that every collective of the guard that they
+        # include has been announced by then.
         total = sequence_numbers()
         return total - self._at_begin - self._foreseen
 
 
 def sequence_numbers() -> Counter[str]:
-    """Return how many collectives this process has begun on each of its groups, by the name of
-    the group.
-    """
+    """Return how many collectives this process has started on each group, by the group's name."""
     groups = list(distributed_c10d._world.pg_names.items())
     return Counter({name: _number(group) for group, name in groups})
 
 
 def shared_with(rank: int) -> set[str]:
-    """Return the names of the groups to which both this process and another rank belong."""
+    """Return the names of the groups that include both this process and another rank."""
     groups = list(distributed_c10d._world.pg_names.items())
     return {
         name for group, name in groups if rank in distributed_c10d.get_process_group_ranks(group)
@@ -95,9 +94,7 @@ def shared_with(rank: int) -> set[str]:
 
 
 def _number(group: Any) -> int:
-    """Return how many collectives were begun on a group, over its backends for all kinds of
-    devices.
-    """
+    """Return how many collectives were started on a group, summed over all of its backends."""
     total = 0
     # Some backends do not number their collectives.
     with contextlib.suppress(RuntimeError):
@@ -107,9 +104,7 @@ def _number(group: Any) -> int:
 
 
 class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises `NeedsOtherRanksError` for an operator in which other ranks would have to take
-    part.
-    """
+    """Raises `NeedsOtherRanksError` for an operator that needs other ranks to take part."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in _NAMESPACES:

@@ -1,7 +1,7 @@
-"""Rare messages between ranks, sent through the store of the process group.
+"""Infrequent messages between ranks, sent through the store of the process group.
 
-The ranks exchange values here, and tell each other of the first error on any of them. The keys of
-each guard have a prefix of their own.
+The ranks exchange values, and tell each other about the first error on any of them. Each guard uses
+its own prefix for keys.
 """
 
 from __future__ import annotations
@@ -33,32 +33,39 @@ from holdfast.core.standard_streams import write_to_stderr
 from holdfast.guard.ranks.waiting import collective_of_main_thread
 
 # The shortest and longest time between two checks for a key, in seconds. The store's own `wait` is
-# not used, because it logs a warning when its time is over.
-_SHORTEST, _LONGEST = 0.001, 0.05
+# not used, because it logs a warning when it times out.
+_SHORTEST = 0.001
+_LONGEST = 0.05
 # How long a process may still wait in a collective after another rank has failed.
 _GRACE_SECONDS = 3.0
-# A rank that has waited this long tells the others where it waits, in case they never come there.
+# A rank that has waited this long tells the others where it is waiting, in case they never get
+# there.
 _LATE_SECONDS = 1.0
-# Time for another rank to answer that it is alive: native code may keep its threads from running.
+# How long another rank may take to answer that it is alive. Native code may keep its threads from
+# running for a while.
 _ANSWER_SECONDS = 30.0
 # The text that asks a rank whether it is alive.
 _ASK = "ask"
-# Time for a collective to complete once all ranks have begun it.
+# How long a collective may take to complete once all ranks have started it.
 _COLLECTIVE_SECONDS = 5.0
 # The key under which the first error is published.
 _TROUBLE = "trouble"
-# Words in errors that the end of another rank may have caused.
+# Words in error messages that may be consequences of the end of another rank.
 _OF_A_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
-_LEFT = "this rank has left the others after an error, or this is a fork of its process"
+_LEFT = "this rank has left the group after an error, or this is a fork of its process"
 _DAY = timedelta(days=1)
-# The store closes the connection for values over 8 MiB, so larger ones are set in pieces of this
+# The store closes the connection for values over 8 MiB, so larger ones are sent in pieces of this
 # size.
 _PIECE_BYTES = 4 * 2**20
-# How long the first rank waits at the end until all have read its last values, how long a failing
-# rank waits until all have read its error, and how long one waits for the text of another's error.
-_DRAIN_SECONDS, _HEARD_SECONDS, _TEXT_SECONDS = 10.0, 1.0, 2.0
+# How long the first rank waits at the end until all ranks have read its last values.
+_DRAIN_SECONDS = 10.0
+# How long a failing rank waits until all ranks have read its error.
+_HEARD_SECONDS = 1.0
+# How long a rank waits for the text of another rank's error.
+_TEXT_SECONDS = 2.0
 _T = TypeVar("_T")
-# Numbers the guards of this process. They are the same on all ranks, which make the same guards.
+# Numbers the guards of this process. A guard has the same number on all ranks, since all of them
+# create the same guards.
 _guards = itertools.count()
 
 
@@ -70,7 +77,7 @@ class Messages:
         world_size: The number of ranks.
     """
 
-    # The number of steps and exchanges that all guards of this process have begun. It is the same
+    # The number of steps and exchanges that all guards of this process have started. It is the same
     # on all ranks.
     calls = 0
     # The error with which another rank has failed, in any guard of this process.
@@ -81,8 +88,8 @@ class Messages:
         self._ranks = range(world_size)
         self.others = [other for other in self._ranks if other != rank]
         self.guard = next(_guards)
-        # After an error that all ranks have caught, their numbers of calls may differ. They are the
-        # same again from here.
+        # If all ranks have caught an error, their numbers of calls may differ. A new guard makes
+        # them equal again.
         Messages.calls = self.guard << 40
         # torchrun keeps its store when it restarts all ranks, so the keys of earlier attempts are
         # still there.
@@ -91,10 +98,10 @@ class Messages:
         # The timeout of the process group. No wait for another rank takes longer.
         store: Any = distributed_c10d._get_default_store()
         self.timeout_seconds: float = store.timeout.total_seconds()
-        # The number of the next exchange, by the name of the thread.
+        # The number of the next exchange, by the name of the thread; "" is the main thread.
         self._numbers: defaultdict[str, int] = defaultdict(int)
-        # The number of steps and ends of epochs that were begun. In these the ranks wait for each
-        # other in collectives, and not here.
+        # The number of steps and epoch ends that were started. In these, the ranks wait for each
+        # other in collectives, not in exchanges.
         self.steps = 0
         # Whether this rank has left its loop early, which the others may not know.
         self.was_left = False
@@ -104,12 +111,12 @@ class Messages:
         self._heard: RankError | None = None
         # Whether this rank has failed.
         self.has_left = False
-        # The monotonic time since which this rank has been in a collective that the script has
-        # called.
+        # When this rank was first seen to wait in a collective of the script while other ranks wait
+        # for it in the guard, as monotonic time; None if it is not.
         self._meets_since: float | None = None
         # The `sys.excepthook` that ours has replaced.
         self._excepthook: Any = None
-        # The keys for which threads of this process wait.
+        # The keys that threads of this process are waiting for.
         self._waited: set[str] = set()
         self._threads: list[threading.Thread] = []
         self._is_ending = False
@@ -120,7 +127,7 @@ class Messages:
     def start(self, run: Callable[[Any], None], name: str) -> None:
         """Start a thread with its own connection to the store.
 
-        A connection cannot be shared, because a wait blocks it.
+        Threads cannot share a connection, because a wait blocks it.
         """
         self.start_alone(partial(run, self._connection()), name)
 
@@ -145,16 +152,16 @@ class Messages:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def call(self, key: str, text: str) -> None:
-        """Send a text to the thread of each rank that waits in `called`."""
+        """Send a text to each rank, to the thread that waits for this key in `called`."""
         for rank in self._ranks:
             self._store.set(f"{key}/{rank}", text)
 
     def called(self, store: Any, key: str) -> str | None:
-        """Wait in a thread for a text from `call`; return None if this process ends."""
+        """Wait in a thread for a text sent by `call`; return None if this process is exiting."""
         own = f"{key}/{self.rank}"
         self._waited.add(own)
         while not self._is_ending:
-            # A wait may end before the run does.
+            # If the run is longer than the wait, wait again.
             with contextlib.suppress(DistStoreError):
                 store.wait([own], _DAY)
                 break
@@ -164,7 +171,7 @@ class Messages:
     def _end_threads(self) -> None:
         """Wake the threads at exit.
 
-        If the store ended while they wait for it, torch would abort the process.
+        If the store were destroyed while they wait for it, torch would abort the process.
         """
         self._is_ending = True
         if not self.has_left:
@@ -176,25 +183,25 @@ class Messages:
             thread.join(_HEARD_SECONDS)
 
     def _be_silent(self) -> None:
-        """Send no messages from a forked process, whose end means nothing for the rank."""
+        """Send no messages from a forked process, since its end does not concern the rank."""
         self.has_left = True
         self._waited = set()
         self._threads = []
 
     def open(self) -> None:
-        """Begin to tell the other ranks of an error that ends this process."""
+        """Start reporting an error that ends this process to the other ranks."""
         self.has_parted = False
         if self._excepthook is None:
             self._excepthook = sys.excepthook
             sys.excepthook = self._uncaught
 
     def close(self, *, in_order: bool) -> None:
-        """Stop telling the other ranks of errors.
+        """Stop reporting errors to the other ranks.
 
         Args:
             in_order: Whether to wait until all ranks have read the messages of this one, because
-                the store ends with the first rank. False if the loop is left by ``break`` or by an
-                error, which `sys.excepthook` has yet to receive.
+                the store ends with the first rank. False if the loop is left by ``break``, or by an
+                error that `sys.excepthook` has yet to receive.
         """
         if self.has_parted:
             return
@@ -214,14 +221,15 @@ class Messages:
                         self._is_there([f"{number}/{rank}" for rank in self._ranks], _DRAIN_SECONDS)
 
     def begin_step(self) -> None:
-        """Count a step, or the end of an epoch."""
+        """Count a step or the end of an epoch, in which the ranks will wait for each other."""
         self.steps += 1
         self._count()
 
     def _count(self) -> int | None:
-        """Count a step or an exchange, and return how many came before it.
+        """Count a step or an exchange, and return how many there were before it.
 
-        Returns None in a thread, whose exchanges are not ordered relative to others.
+        Outside the main thread, return None, since exchanges there have no order relative to
+        others.
         """
         if threading.current_thread() is not threading.main_thread():
             return None
@@ -235,25 +243,27 @@ class Messages:
     def exchange(
         self, topic: str, value: Any, among: str = "", *, late: str | None = None
     ) -> list[Any]:
-        """Return the values of all ranks, in the order of the ranks.
+        """Send a value to all ranks, and return the values of all ranks, in order of rank.
 
-        All ranks call this at the same place.
+        All ranks must call this at the same point in the program.
 
         Args:
             topic: The purpose in words. It must be the same on all ranks.
             value: The value of this rank.
             among: The name of the thread that calls this; empty for the main thread.
-            late: What this rank does meanwhile, for the error of a rank that does not come; None
-                says that it waits.
+            late: What this rank is doing, for the error about a rank that does not arrive; None
+                says that it is waiting.
 
         Raises:
-            RankError: H114 if another rank has failed or does not come; H116 if another rank is at
-                another place.
+            RankError: H114 if another rank has failed or does not arrive; H116 if another rank is
+                at a different point in the program.
         """
         self.check_here()
         number = self._next(among)
         calls = None if among else self._count()
-        self.was_left &= bool(among)
+        if not among:
+            # All ranks are together again.
+            self.was_left = False
         self._put(f"{among}{number}/{self.rank}", _packed((topic, value)))
         values = []
         for rank in self._ranks:
@@ -270,17 +280,17 @@ class Messages:
                 )
             values.append(other_value)
         if number >= 2:
-            # All ranks have come here, so they have read the exchange before the last one.
+            # All ranks have arrived here, so they have read the exchange before the last one.
             self._delete(f"{among}{number - 2}/{self.rank}")
         return values
 
     def to_first(self, topic: str, value: Any) -> list[Any] | None:
-        """Send the values of all ranks to the first rank, where this returns them.
+        """Send the value of each rank, which may be large, to the first rank.
 
-        On other ranks it returns None.
+        All ranks must call this at the same point in the program. Only the first one waits.
 
-        All ranks call this at the same place, and only the first one waits. The values may be
-        large.
+        Returns:
+            On the first rank the values of all ranks, in order of rank; None on the others.
         """
         self.check_here()
         number = self._next("")
@@ -301,8 +311,8 @@ class Messages:
     def _put(self, key: str, data: bytes) -> None:
         """Set a key to a value of any size.
 
-        A large value is set in pieces under further keys. The first piece is set last, with the
-        number of pieces, so that all pieces exist once the key does.
+        A large value is stored in pieces under additional keys. The first piece is set last, with
+        the number of pieces, so that once the key exists, all pieces do.
         """
         count = max(1, -(-len(data) // _PIECE_BYTES))
         for piece in range(count - 1, -1, -1):
@@ -327,13 +337,20 @@ class Messages:
     def _wait_for(
         self, rank: int, key: str, doing: str, late: Callable[[], None], *, in_thread: bool
     ) -> bytes:
-        """Return the value that a rank has put under a key.
+        """Wait until a rank has set a key, and return the value.
 
-        A thread that writes a checkpoint may wait for slow disks of other ranks, so it waits as
-        long as they answer that they are alive.
+        A thread that writes a checkpoint may have to wait for the slow disks of other ranks, so it
+        waits as long as they answer that they are alive.
+
+        Args:
+            rank: The rank.
+            key: The key.
+            doing: What this rank is doing, in words.
+            late: Called if the rank is late.
+            in_thread: Whether this is not the main thread.
 
         Raises:
-            RankError: H114, if the rank does not come before the timeout of the process group.
+            RankError: H114, if the rank does not arrive before the timeout of the process group.
         """
         try:
             if not self._is_there([key], _LATE_SECONDS):
@@ -343,17 +360,19 @@ class Messages:
                     raise self._heard
                 if not (in_thread and self._answers(rank)):
                     seconds = f"{self.timeout_seconds:g} s, the timeout of the process group"
-                    self.lose(rank, f"has not come in {seconds}, while rank {self.rank} {doing}")
+                    self.lose(
+                        rank, f"has not arrived within {seconds}, while rank {self.rank} {doing}"
+                    )
             return self._get(key)
         except RankError:
             raise
         except RuntimeError as error:
-            gone = self._gone("the store of the ranks is gone, and so the rank that hosts it")
+            gone = self._gone("the store of the ranks is gone, so the rank that hosts it has ended")
             # The rank that hosts the store may have reported its error before it ended.
             raise self._heard or Messages.found or gone from error
 
     def _answers(self, rank: int) -> bool:
-        """Return whether the listening thread of another rank answers, so that it is alive."""
+        """Ask another rank whether it is alive, and return whether its listening thread answers."""
         before = self._store.add(f"answers/{rank}", 0)
         self._wake(rank, _ASK)
         until = time.monotonic() + _ANSWER_SECONDS
@@ -364,7 +383,7 @@ class Messages:
         return False
 
     def lose(self, rank: int, how: str) -> None:
-        """Report H114 about another rank to all ranks. Every later wait for a rank raises it."""
+        """Report H114 about a lost rank to all ranks. From now on, waiting for a rank raises it."""
         error = self._gone(f"rank {rank} {how}")
         self._heard = Messages.found = self._heard or error
         with contextlib.suppress(RuntimeError):
@@ -402,15 +421,15 @@ class Messages:
     # --- errors
 
     def publish(self, error: BaseException) -> None:
-        """Tell the other ranks why this one ends. Only the first error of any rank counts."""
+        """Tell the other ranks why this one ends. Only the first error on any rank counts."""
         self.has_left = True
         with contextlib.suppress(RuntimeError):
             self._post(error)
-            # The store may end with this process, so it waits until the others have read the error.
+            # The store may end with this process, so wait until the others have read the error.
             self._is_there(
                 [f"heard/{rank}" for rank in self._ranks], _HEARD_SECONDS, heeds_trouble=False
             )
-        # Ends the waits of threads for other ranks.
+        # This makes threads of this process stop waiting for other ranks.
         self._heard = self._heard or self._gone(_LEFT)
 
     def _read(self, store: Any) -> RankError | None:
@@ -419,7 +438,7 @@ class Messages:
         if rank == self.rank:
             return None
         if out_of_step_by is not None:
-            # Ranks that are out of step are the error of all, not only of the rank that noticed it.
+            # All ranks that are out of step share the error, not only the one that noticed it.
             return out_of_step(out_of_step_by)
         return RankError(
             f"rank {rank} has failed with {text}",
@@ -452,7 +471,7 @@ class Messages:
             what,
             limit="the others cannot continue without it",
             fix=(
-                "see the end of each rank's output for whether it was killed or has exited, and"
+                "check the end of each rank's output to see whether it was killed or exited, and"
                 " start all ranks again."
             ),
             rule="H114",
@@ -480,16 +499,16 @@ class Messages:
         *,
         ends: bool = False,
     ) -> None:
-        """Tell other ranks where this one is, and that it does not continue before they come there.
+        """Tell other ranks where this one is, and that it will not continue before they get there.
 
         Args:
-            what: What this rank does there, in words.
-            receivers: The ranks to tell. None tells all others on the first rank, and the first
-                rank on others.
-            number: The number of the exchange in which it waits; None if it waits in none.
-            calls: The number of calls of all guards before this place. None if this rank may make
-                calls of other guards.
-            ends: Whether its process ends.
+            what: What this rank is doing there, in words.
+            receivers: The ranks to tell. With None, the first rank tells all others, and the others
+                tell the first rank.
+            number: The number of the exchange in which it is waiting; None if it is not waiting.
+            calls: The number of calls of all guards before this point. None if this rank may still
+                call other guards.
+            ends: Whether its process is ending.
         """
         place = _Place(
             rank=self.rank,
@@ -507,9 +526,9 @@ class Messages:
                 self._wake(rank, json.dumps(place))
 
     def _watch(self, store: Any) -> None:
-        """End this process if another rank has failed or will not come, in a thread.
+        """In a thread, exit this process if another rank has failed or will not arrive.
 
-        The main thread has some seconds to notice it and end in order.
+        The main thread has a few seconds to notice the error and end regularly.
         """
         try:
             error = self._listen(store)
@@ -517,12 +536,12 @@ class Messages:
             Messages.found = error or Messages.found
             store.set(f"heard/{self.rank}", "")
         except RuntimeError:
-            # The store has ended, so the run is over.
+            # The store is gone, so the run is over.
             return
         if error is None:
             return
         # If the main thread is in a collective of the script, torch may end the process with an
-        # error about a connection as soon as the other ranks end. So the cause is printed before.
+        # error about a connection as soon as the other ranks end. So print the cause first.
         is_printed = collective_of_main_thread() is not None
         if is_printed:
             _print(error)
@@ -536,16 +555,16 @@ class Messages:
         os._exit(1)
 
     def _listen(self, store: Any) -> RankError | None:
-        """Wait for the error of another rank, or for a rank that waits where this one never comes.
+        """Wait for an error: of another rank, or about a rank that waits where this one never gets.
 
         Returns:
-            The error, or None if this process ends.
+            The error, or None if this process is ending.
         """
         places: list[tuple[float, _Place]] = []
         for count in itertools.count():
             while places and not self._is_ending and not store.check([f"wake{count}/{self.rank}"]):
-                # Places are judged a moment later, because a rank that leaves its loop with an
-                # error tells its place before the error.
+                # Places are judged with a delay, because a rank that leaves its loop with an error
+                # sends its place before the error.
                 due = [place for heard, place in places if time.monotonic() > heard + _LATE_SECONDS]
                 missed = [error for place in due if (error := self._missed(place)) is not None]
                 error = missed[0] if missed else self._meets_elsewhere(due)
@@ -568,12 +587,12 @@ class Messages:
         return None
 
     def _missed(self, place: _Place) -> RankError | None:
-        """Return H116 if another rank waits where this one will not come, or ends before; or None.
+        """Return H116 if another rank is at a place that this rank will not get to, or None.
 
         Args:
-            place: Where the other rank is.
+            place: Where the other rank waits or has ended.
         """
-        # These are read before the number of the exchange, which changes last when this rank comes
+        # These are read before the number of the exchange, which changes last when this rank gets
         # to the place.
         has_begun_step = self.steps > place.steps
         is_elsewhere = place.calls is not None and Messages.calls > place.calls
@@ -591,21 +610,25 @@ class Messages:
         return out_of_step(f"rank {place.rank} {place.what}, and rank {self.rank} {action}")
 
     def _meets_elsewhere(self, places: Sequence[_Place]) -> RankError | None:
-        """Return H116 if other ranks wait for this one in the guard, while it waits for them in a
-        collective.
+        """Return H116 if this rank waits for others in a collective, while they wait in the guard.
 
-        If the collective synchronizes, one waiting rank proves this. Otherwise that rank may have
-        completed the collective before, so all others must be waiting.
+        If the collective synchronizes all ranks, one rank that waits in the guard proves this.
+        Otherwise that rank may have completed the collective already, so all others must be waiting
+        in the guard.
+
+        Args:
+            places: Where the other ranks are.
         """
+        next_exchange = self._numbers[""]
         waiting = {
-            place.rank: place
-            for place in places
-            if place.waits and self._numbers[""] <= place.number
+            place.rank: place for place in places if place.waits and next_exchange <= place.number
         }
         collective = collective_of_main_thread() if waiting else None
-        if collective is None or not (collective.synchronizes or len(waiting) == len(self.others)):
+        all_others_wait = len(waiting) == len(self.others)
+        if collective is None or not (collective.synchronizes or all_others_wait):
             self._meets_since = None
             return None
+        # The collective may just be completing, so give it some time.
         if self._meets_since is None:
             self._meets_since = time.monotonic()
         if time.monotonic() < self._meets_since + _COLLECTIVE_SECONDS:
@@ -616,26 +639,26 @@ class Messages:
         )
 
     def _uncaught(self, kind: Any, error: BaseException, traceback: Any) -> None:
-        behind = None
+        """Report an uncaught exception to the other ranks; installed as `sys.excepthook`."""
+        cause = None
         if not self.has_left:
-            behind = self.lost(error)
-            self.publish(behind or error)
+            cause = self.lost(error)
+            self.publish(cause or error)
         (self._excepthook or sys.__excepthook__)(kind, error, traceback)
-        if behind is not None:
-            _print(behind)
+        if cause is not None:
+            _print(cause)
 
 
 class _Place(NamedTuple):
-    """The position of a rank, which it sends to ranks that have not come there.
+    """Where a rank is in the program. It sends this to ranks that have not got there yet.
 
     Attributes:
         rank: The rank.
-        number: The number of its next exchange. A rank with a larger number has passed this
-            position.
-        steps: How many steps it has begun.
-        calls: How many calls of any guard it has made, or None if it may make others before.
-        what: What it does there, in words.
-        ends: Whether its process ends.
+        number: The number of its next exchange. A rank with a larger number has passed this place.
+        steps: How many steps it has started.
+        calls: How many calls of all guards it has made; None if it may still call other guards.
+        what: What it is doing there, in words.
+        ends: Whether its process is ending.
         waits: Whether it waits for the ranks to which it sends this.
     """
 
@@ -649,7 +672,7 @@ class _Place(NamedTuple):
 
 
 class SharedWriters(Writers):
-    """Ranks each of which writes a share of a checkpoint."""
+    """The writers of a checkpoint if each rank writes a share of it."""
 
     are_several = True
 
@@ -669,7 +692,7 @@ class SharedWriters(Writers):
         return on_all(work, exchange)
 
     def first(self, work: Callable[[], _T]) -> _T:
-        """Return on all ranks the result of the first one, whose error is raised on all."""
+        """Do work on the first rank, and return its result or raise its error on all ranks."""
         results: list[Any] = self.all(work if self.rank == 0 else lambda: None)
         first_result: _T = results[0]
         return first_result
@@ -680,13 +703,13 @@ def _print(error: RankError) -> None:
 
 
 def out_of_step(what: str) -> RankError:
-    """Return H116 about ranks that do not make the same calls with the same batches."""
+    """Return H116 for ranks that do not make the same calls with the same batches."""
     return RankError(
         what,
-        limit="all ranks make the same calls of the guard in the same order, with the same batches",
+        limit="all ranks must call the guard in the same order, with the same batches",
         fix=(
             "call guard.step, validated and close on all ranks, and leave the loop on all ranks,"
-            " for example with request_stop. If one rank skips a batch, let all skip it."
+            " for example with request_stop. If one rank has to skip a batch, skip it on all ranks."
         ),
         rule="H116",
     )
@@ -699,7 +722,7 @@ def _piece_of(key: str, piece: int) -> str:
 def _packed(value: Any) -> bytes:
     encoder = Encoder("ranks")
     tree = json.dumps(encoder.encode(value)).encode()
-    # safetensors refuses tensors that share memory, so they are copied.
+    # safetensors refuses tensors that share memory, so copy them.
     tensors = {
         name: tensor.to("cpu", copy=True).contiguous() for name, tensor in encoder.tensors.items()
     }

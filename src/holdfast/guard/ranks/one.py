@@ -1,7 +1,7 @@
 # ruff: noqa: ARG002 - a single process needs no arguments to answer
-"""What the guard asks of its ranks, with the answers of a process that trains alone.
+"""`OneRank`: the interface through which the guard uses its ranks, for a single process.
 
-`ranks.Ranks` answers for several. Steps, the loop and saving know only these methods.
+`ranks.Ranks` implements it for several ranks. Steps, the loop and saving use only this interface.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Saves(Protocol):
     """Decides when the loop saves."""
 
     def is_due(self) -> bool:
-        """Return whether all ranks save at this boundary."""
+        """Return whether a save is due at this boundary, on all ranks."""
         ...
 
     def take_refusal(self) -> str | None:
@@ -50,19 +50,19 @@ class OneRank:
     rank = 0
     world_size = 1
 
-    # The following attributes are functions that are called in every step. A None says that a
-    # single process has nothing to do, so that its steps do not even call a function.
+    # The following attributes are functions that are called in every step. None means that a single
+    # process has nothing to do, so that its steps save the call.
 
-    # Returns the loss to run backward from, so that the gradients of all ranks add up weighted by
-    # their items.
+    # Returns the loss to run backward from. It is scaled so that the average of the gradients over
+    # the ranks is the gradient of the mean over all items.
     weighed: Callable[[Terms], torch.Tensor] = staticmethod(Terms.total)
-    # Corrects the gradients by the items of all ranks, and returns the rows of all ranks.
+    # Corrects the gradients by the number of items on all ranks, and returns the rows of all ranks.
     gathered: Callable[[Sequence[torch.Tensor]], Rows] | None = None
-    # Begins an attempt on all ranks.
+    # Starts an attempt, on all ranks together.
     begin: Callable[[], None] | None = None
-    # Returns whether all ranks have made the attempt. If not, all of them attempt the step again.
+    # Returns whether the attempt succeeded on all ranks. If not, all of them repeat it.
     accepts: Callable[[StepAttempt], bool] | None = None
-    # Returns the plan of the next attempt, given that of this rank. None if each rank has its own.
+    # Returns the plan of the next attempt, given that of this rank. None if each rank uses its own.
     plan: Callable[[StepPlan], StepPlan] | None = None
     # Returns the norms of whole gradients, given those of the shards that this rank holds.
     norms: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
@@ -71,44 +71,44 @@ class OneRank:
     writers: Writers | None = Writers()
     # Returns this rank's part of the state of all components, for a checkpoint.
     share: Callable[[dict[str, Any]], dict[str, Any]] = staticmethod(lambda trees: trees)
-    # Returns a function that says which rows of a saved tensor this rank needs, given its
-    # component, name and shape.
+    # Returns a function that takes the component, name and shape of a saved tensor, and returns
+    # which of its rows this rank needs. None if every rank needs all of them.
     shares: Callable[[Parts], Callable[[str, str, torch.Size], Share | None]] | None = None
     # Names of the weights and buffers that the wrapper of the model does not broadcast.
     ignored: Sequence[str] = ()
 
-    # Begins to tell the other ranks of an error that ends this process.
+    # Starts reporting an error that ends this process to the other ranks.
     open: Callable[[], None] = staticmethod(lambda: None)
-    # Ends that. With ``in_order=True``, waits until no other rank needs this one.
+    # Stops that. With ``in_order=True``, waits until no other rank needs this one.
     close: Callable[..., None] = staticmethod(lambda **_: None)
-    # Lets optimizers need less memory. It is called on all ranks if one has run out of memory.
+    # Makes optimizers use less memory. It is called on all ranks if one has run out of memory.
     spare_memory: Callable[[], None] = staticmethod(lambda: None)
 
-    # Why this rank may only repeat the same attempt if it runs out of memory; None if it may use
+    # Why an unchanged retry is the only remedy if this rank runs out of memory; None if it may use
     # all remedies.
     why_only_retry: str | None = None
 
     @property
     def has_parted(self) -> bool:
-        """Return whether the other ranks do not wait for this one any more, nor answer it."""
+        """Return whether this rank has left the group, so that the others no longer answer it."""
         return False
 
     def policy(self, policy: Policy) -> Policy:
-        """Return the policy without what these ranks do not support.
+        """Return the policy with the features disabled that these ranks do not support.
 
         Raises:
-            PolicyError: H108 for a setting that was made explicitly and is not supported.
+            PolicyError: H108 for an unsupported feature that was enabled explicitly.
         """
         return policy
 
     def agreed(
         self, stop: StopRequest, saving: Saving, cursor: Cursor | None
     ) -> tuple[StopRequest, Saves]:
-        """Return the stop request and the saves that all ranks follow.
+        """Return the stop request that all ranks follow, and the object that decides when to save.
 
         Args:
             stop: The stop request of this rank.
-            saving: The saves of this rank.
+            saving: Saves the checkpoints of this rank.
             cursor: The position of this rank in its loader.
         """
         return stop, saving
@@ -127,7 +127,10 @@ class OneRank:
         return _NOTHING
 
     def check_parts(self) -> None:
-        """Raise H401 if the parts have collectives and other ranks may have fewer parts."""
+        """Raise H401 if the parts of a batch contain collectives that other ranks would not match.
+
+        That is so if only this rank splits its batch. Called between two parts.
+        """
 
     def shared(
         self, passed: PassResult, parameters: Sequence[torch.Tensor], *, added: bool = False
@@ -137,7 +140,7 @@ class OneRank:
         Args:
             passed: The result of its passes.
             parameters: The parameters with gradients.
-            added: Whether all ranks count the same, instead of by their items.
+            added: Whether all ranks have the same weight, regardless of their items.
         """
         return passed
 
@@ -146,7 +149,7 @@ class OneRank:
         return _NOTHING
 
     def pay(self, found: str, parameters: Sequence[torch.Tensor]) -> None:
-        """Complete the collectives that other ranks wait in, after an attempt has failed here.
+        """Complete the collectives that other ranks are waiting for, after an attempt failed here.
 
         All ranks then attempt the step again.
 
@@ -163,10 +166,10 @@ class OneRank:
         return None
 
     def falls_behind(self) -> bool:
-        """Note that the optimizer has failed half-way on this rank.
+        """Note that the optimizer has run out of memory in its step on this rank.
 
         Returns:
-            Whether this rank will receive the state of another rank.
+            Whether this rank will receive the state of another rank, which makes up for that.
         """
         return False
 
@@ -201,12 +204,12 @@ class OneRank:
         """Return the state that a checkpoint holds of each rank separately.
 
         Args:
-            own: Returns the state of this rank that is saved in any case.
-            trees: Returns the state that is saved if it differs between ranks. Only the first rank
-                receives that of the others.
-            constant: Returns the names of the buffers in it that no step has changed.
-            unsaved: Returns the names of the buffers in it that are saved nowhere else. These are
-                saved even if they do not differ.
+            own: Returns the state of this rank that is always saved.
+            trees: Returns the state that is saved only if it differs between ranks. Only the first
+                rank receives that of the others.
+            constant: Returns the names of the buffers in `trees` that no step has changed.
+            unsaved: Returns the names of the buffers in `trees` that are saved nowhere else. These
+                are saved even if they do not differ.
 
         Returns:
             The state of the ranks, or None with one rank.
@@ -214,7 +217,7 @@ class OneRank:
         return None
 
     def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the state in a checkpoint that belongs to this rank, such as its random state."""
+        """Return this rank's own state from a checkpoint, such as its random state."""
         return training
 
     def keeps_apart(self, name: str) -> bool:
@@ -228,26 +231,28 @@ class OneRank:
     def chosen(
         self, choose: Callable[[], _T | None], name: Callable[[_T], str], find: Callable[[str], _T]
     ) -> _T | None:
-        """Return on all ranks what the first one chooses.
+        """Make a choice on the first rank, and return it on all ranks.
 
         Args:
-            choose: Makes the choice, on the first rank.
-            name: Returns the name of what was chosen.
-            find: Returns what has this name, on the other ranks.
+            choose: Called on the first rank to make the choice.
+            name: Returns the name of the choice.
+            find: Called on the other ranks to find the object with that name.
         """
         return choose()
 
     # --- opening and leaving
 
     def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Compare facts between the ranks.
+        """Check that facts are the same on all ranks. All ranks must call this.
 
         Args:
-            topic: The name of the comparison.
+            topic: What is compared, in words.
             facts: Returns the facts of this rank by name.
 
         Raises:
-            RankError: H116 on all ranks if `PLACE` differs, H115 if another fact does.
+            RankError: H116 on all ranks if the fact named `PLACE`, the position in the data,
+                differs between ranks.
+            PolicyError: H115 on all ranks if another fact differs.
         """
 
     def together(self) -> contextlib.AbstractContextManager[None]:
@@ -259,9 +264,9 @@ class OneRank:
         return _NOTHING
 
     def leave(self, error: BaseException) -> BaseException | None:
-        """Tell the other ranks of an error that leaves the guard.
+        """Tell the other ranks about an error that leaves the guard.
 
         Returns:
-            The error of another rank if it is the cause of this one, or None.
+            The error of another rank that caused this one, or None.
         """
         return None

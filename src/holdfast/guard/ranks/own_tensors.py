@@ -1,11 +1,9 @@
-"""Find the state that differs between ranks.
-
-Buffers that are not broadcast, and the caller's ``state=``.
+"""Find the state that differs between ranks: unshared buffers, and ``state=`` objects.
 
 The ranks exchange digests. Only the entries whose digests differ are sent to the first rank, which
 writes them into the checkpoint.
 
-Does not: know which buffers are broadcast in each step (see ``replicated``), or write a checkpoint.
+Which buffers are broadcast in each step is decided in ``replicated``.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ def differing_names(digests: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[
 
 
 def select(own: Kinds, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """Return the entries with these names, as far as this rank has them."""
+    """Return the entries with these names, without those that this rank does not have."""
     return {
         kind: {name: own[kind][name] for name in names[kind] if name in own[kind]} for kind in KINDS
     }

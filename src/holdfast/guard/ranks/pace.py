@@ -1,6 +1,6 @@
-"""Find the rank that the others wait for.
+"""Find a slow rank that the others have to wait for.
 
-Each rank reports how long it was busy before it began to communicate in a step.
+Each rank reports how long it was busy in a step before it started to communicate.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ import time
 import torch
 
 from holdfast.core.events.run_events import RankIsSlow
-from holdfast.guard.ranks.row import Rows
+from holdfast.guard.ranks.row import Column, Rows
 
-# An epoch must have at least this many steps.
+# Nothing is reported about an epoch with fewer steps than this.
 _LEAST_STEPS = 20
-# The rank must be slower than the others by this share of a step. Smaller differences change from
-# step to step.
+# A rank is reported if it is slower than the others by this share of a step. Smaller differences
+# vary from step to step.
 _LEAST_SHARE = 0.1
 
 
 class Pace:
-    """The time that each rank was busy in the steps of an epoch.
+    """How long each rank was busy in the steps of an epoch.
 
-    The time of a step is that from the end of the last step to the loss of this one.
+    In a step, a rank is busy from the end of the previous step until it has computed its loss.
     """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        # When the last step ended, when this rank began the current one, and when its attempt
-        # began.
+        # When the last step ended.
         self._ended: float | None = None
+        # When this rank started the current step.
         self._came = 0.0
+        # When the current attempt at it started.
         self._began = 0.0
         self._clear()
 
@@ -45,29 +46,29 @@ class Pace:
         self._since = time.perf_counter()
 
     def come(self) -> None:
-        """Note that this rank begins a step."""
+        """Note that this rank starts a step."""
         self._came = time.perf_counter()
 
     def begin(self) -> None:
-        """Note that an attempt begins on all ranks."""
+        """Note that an attempt starts on all ranks."""
         self._began = time.perf_counter()
 
     def said(self) -> dict[str, float]:
-        """Return the seconds of this rank between the steps and in forward, for its row."""
+        """Return this rank's seconds between the last two steps and in forward, for its row."""
         between = 0.0 if self._ended is None else self._came - self._ended
         return {"between": between, "forward": time.perf_counter() - self._began}
 
     def end(self, rows: Rows) -> None:
-        """Add a step that all ranks have made."""
+        """Add a step that has succeeded on all ranks."""
         for rank, row in enumerate(rows.each):
-            self._items[rank] += row[2]
-            self._between[rank] += row[9]
-            self._forward[rank] += row[10]
+            self._items[rank] += row[Column.ITEMS]
+            self._between[rank] += row[Column.BETWEEN]
+            self._forward[rank] += row[Column.FORWARD]
         self._steps += 1
         self._ended = time.perf_counter()
 
     def slowest(self, rows: Rows) -> RankIsSlow | None:
-        """Return which rank the others have waited for, if one stands out, and start a new epoch.
+        """Return the rank that the others had to wait for, if there is one; start a new epoch.
 
         Args:
             rows: The rows of the end of the epoch.
@@ -99,12 +100,12 @@ class Pace:
             of_others=others / self._steps,
             share=lead / seconds,
             items_a_step=tuple(items / self._steps for items in self._items),
-            peak_bytes=tuple(int(row[2]) for row in rows.each),
+            peak_bytes=tuple(int(row[Column.ITEMS]) for row in rows.each),
         )
 
 
 def peak_bytes(device: torch.device) -> float:
-    """Return the peak memory of this process in bytes: of its tensors on a GPU, else resident."""
+    """Return the peak memory of this process in bytes: that of tensors on a GPU, or resident."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

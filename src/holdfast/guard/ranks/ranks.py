@@ -1,8 +1,8 @@
-"""Several ranks that train one model, make the same steps, and decide the same after each of them.
+"""Several ranks that train one model: they run the same steps and reach the same decisions.
 
-An undisturbed step adds one small gather, which runs during backward. A rank that runs out of
-memory completes the collectives that the others wait in, with NaN, and all ranks attempt the step
-again. A rank that fails otherwise tells the others why, and all of them end.
+A normal step adds one small gather, which runs during backward. A rank that runs out of memory
+completes the collectives that the others are waiting for, with NaN, and all ranks attempt the step
+again. A rank that fails in any other way tells the others why, and all of them end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.guard.ranks.one import PLACE, OneRank, Saves
 from holdfast.guard.ranks.own_tensors import Digests, Kinds, differing_names, select
 from holdfast.guard.ranks.pace import Pace, peak_bytes
 from holdfast.guard.ranks.replicated import Replicated
-from holdfast.guard.ranks.row import EPOCH_END, STEP, PendingRow, Place, Rows, Said
+from holdfast.guard.ranks.row import EPOCH_END, STEP, Column, PendingRow, Place, Rows, Said
 from holdfast.guard.ranks.sharded import Sharded
 from holdfast.guard.ranks.shared_state import healthy, take_state, without_help
 from holdfast.guard.ranks.tape import Tape
@@ -47,10 +47,10 @@ from holdfast.numerics.loss import Terms, check_count
 _T = TypeVar("_T")
 # How long a rank that ends with an error waits for the writers of all ranks.
 _WRITER_SECONDS = 2.0
-# The result of an attempt on a rank: made, failed, or not possible because the optimizer of this
-# rank has failed half-way in the last step.
+# The result of an attempt on a rank: made, failed, or impossible because the optimizer of this rank
+# has failed in the last step.
 _MADE, _FAILED, _BEHIND = range(3)
-# Fields of the policy that are refused with several ranks, with the values that are allowed.
+# Fields of the policy that are restricted with several ranks, with the values that are allowed.
 _REFUSED = {"drop_nonfinite_samples": (False,)}
 
 
@@ -75,7 +75,7 @@ class Ranks(OneRank):
         self.norms = model.norms
         # Whether the last attempt has failed on this rank.
         self._has_failed = False
-        # Whether the optimizer has failed half-way on this rank, while other ranks have stepped.
+        # Whether the optimizer has failed in its step on this rank, while other ranks have stepped.
         self._is_behind = False
         self._messages = Messages(self.rank, self.world_size)
         watch_arrival(model.group, self._messages)
@@ -95,19 +95,20 @@ class Ranks(OneRank):
         self._pending: PendingRow | None = None
         # The rows of the last step.
         self._rows: Rows | None = None
-        # The number of items by which each rank divides its own; it is the same on all ranks. And
-        # its value before this step.
+        # The number of items by which each rank divides its own. It is the same on all ranks.
         self._reference: float | None = None
+        # The value of `_reference` before this step.
         self._before: float | None = None
-        # Whether the numbers of items must be whole in this step.
+        # Whether the numbers of items in this step must be whole.
         self._counted = False
-        # Whether this rank runs the model without the others.
+        # Whether this rank is running the model without the others.
         self._is_alone = False
-        # Whether only this rank splits its batch, because its memory was short.
+        # Whether only this rank splits its batch, because it ran out of memory.
         self._splits_by_itself = False
-        # The number of collectives that the loss or the model has begun in the newest attempt that
-        # all ranks have made, and whether there were any before.
+        # The number of collectives of the loss or the model in the last attempt that succeeded on
+        # all ranks.
         self._own_collectives = 0
+        # Whether there have been any such collectives.
         self._has_own_collectives = False
         self._news: OwnCollectives | None = None
         self._stop: _Stop | None = None
@@ -116,20 +117,20 @@ class Ranks(OneRank):
 
     @property
     def has_parted(self) -> bool:
-        """Return whether the other ranks do not wait for this one any more, nor answer it."""
+        """Return whether this rank has left the group, so that the others no longer answer it."""
         return self._messages.has_left or self._messages.has_parted
 
     def policy(self, policy: Policy) -> Policy:
-        """Return the policy without what these ranks do not support.
+        """Return the policy with the features disabled that these ranks do not support.
 
         Raises:
-            PolicyError: H108 for a setting that was made explicitly and is not supported.
+            PolicyError: H108 for an unsupported feature that was enabled explicitly.
         """
         for name, allowed in {**_REFUSED, **self._model.refused}.items():
             if getattr(policy, name) not in allowed:
                 raise _not_yet(f"{name}={getattr(policy, name)!r}")
         self._model.scales = policy.precision == "fp16"
-        # A single rank would act on these settings without the others.
+        # These features would make a single rank act without the others.
         return replace(
             policy,
             forecast_micro_batch_size=None,
@@ -140,7 +141,7 @@ class Ranks(OneRank):
     def agreed(
         self, stop: StopRequest, saving: Saving, cursor: Cursor | None
     ) -> tuple[StopRequest, Saves]:
-        """Return the stop request and the saves of all ranks, as exchanged in the last step."""
+        """Return objects that follow the stop requests and saves exchanged in each step."""
         self._cursor = cursor
         self._stop = _Stop(stop, self._messages)
         self._saves = _Saves(saving, self._messages, cursor)
@@ -151,7 +152,7 @@ class Ranks(OneRank):
     def weighed(self, terms: Terms) -> torch.Tensor:
         """Return the loss to run backward from, weighted by the items of this rank.
 
-        The gradients of all ranks then add up to that of the mean over all items.
+        The average of the gradients over the ranks then is that of the mean over all items.
         """
         loss = terms.total()
         items = terms.items[0]
@@ -166,8 +167,8 @@ class Ranks(OneRank):
         if len(terms.means) > 1:
             raise BatchError(
                 f"loss_fn returned {len(terms.means)} terms",
-                limit="with several ranks a loss is one mean over its items",
-                fix="return one Loss, or the bare sum of the means.",
+                limit="with several ranks, a loss must be a single mean over its items",
+                fix="return a single Loss, or the sum of the means as a plain tensor.",
                 rule="H203",
             )
 
@@ -175,13 +176,20 @@ class Ranks(OneRank):
         """Send the loss and the items of this rank, and return the weight of its gradient."""
         repeats = self._cursor is not None and self._cursor.repeats()
         if repeats:
-            # Another rank counts these samples.
+            # Another rank trains on the same samples and counts them.
             items = 0.0
         self._pending = self._begin_row(loss, items, repeats=repeats, **self._pace.said())
         self._counted = counted
         return items / self._reference_for(items)
 
     def _begin_row(self, loss: Any, items: Any, **said: Any) -> PendingRow:
+        """Start the exchange of a row.
+
+        Args:
+            loss: The loss of this rank.
+            items: The number of items of this rank.
+            **said: Further fields of the row; see `Said`.
+        """
         self._messages.check_here()
         row = self._said(**said)
         self._model.row_begins()
@@ -190,6 +198,7 @@ class Ranks(OneRank):
         return pending
 
     def _said(self, **said: Any) -> Said:
+        """Return the row of this rank, with the stop request and, on the first rank, the save."""
         assert self._stop is not None
         assert self._saves is not None
         said |= {
@@ -201,7 +210,7 @@ class Ranks(OneRank):
         )
 
     def _place(self) -> Place:
-        """Return the position of this rank in its data. Without a loader it is always the same."""
+        """Return the position of this rank in its data; without a loader it is always the same."""
         cursor = self._cursor
         if cursor is None:
             return Place()
@@ -210,10 +219,10 @@ class Ranks(OneRank):
     def _reference_for(self, items: Any) -> float:
         """Return the number of items by which all ranks divide their own.
 
-        It is the mean of the last step, or the number of this step if that is equal on all ranks.
-        With equal numbers the weight is exactly 1, so that the gradients have the bits of an
-        unguarded loop. A rank whose number differs from the reference waits for the rows of the
-        others. If it is the same on all ranks as before, none of them has to wait.
+        It is the mean over the ranks in the last step, or the number in this step if that is equal
+        on all ranks. With equal numbers the weight is exactly 1, so that the gradients are
+        bit-identical to those of an unguarded loop. Only a rank whose number differs from that of
+        the last step waits for the rows of the others.
         """
         assert self._pending is not None
         reference = self._reference
@@ -222,13 +231,16 @@ class Ranks(OneRank):
             if rows.failed:
                 # This attempt is discarded, so any value will do.
                 return float(items)
-            if reference is None or len({row[2] for row in rows.each}) == 1:
+            if reference is None or len({row[Column.ITEMS] for row in rows.each}) == 1:
                 reference = rows.items / self.world_size
                 self._reference = reference
         return reference
 
     def gathered(self, parameters: Sequence[torch.Tensor]) -> Rows:
-        """Correct the gradients by the items of all ranks, and return the rows of all ranks."""
+        """Correct the gradients by the items of all ranks, and return the rows of all ranks.
+
+        `weighed` has divided by a reference, which may differ from the mean number of items.
+        """
         assert self._pending is not None
         rows = self._pending.rows()
         self._rows = rows
@@ -237,23 +249,26 @@ class Ranks(OneRank):
         self._notice(self._model.own_collectives())
         assert self._reference is not None
         for row in rows.each:
-            check_count(row[2] if row[7] else row[2] or math.nan, counted=self._counted)
+            items = row[Column.ITEMS]
+            repeats = row[Column.REPEATS]
+            # A rank may have 0 items only if it repeats samples that another rank counts.
+            check_count(items if repeats else items or math.nan, counted=self._counted)
         factor = self.world_size * self._reference / rows.items
         if factor != 1.0:
             torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
         return rows
 
     def _notice(self, own_collectives: int) -> None:
-        """Note how many collectives the loss or the model has begun in an attempt."""
+        """Note how many collectives the loss or the model has started in an attempt."""
         self._own_collectives = own_collectives
         if own_collectives and not self._has_own_collectives:
             self._has_own_collectives = True
             self._news = OwnCollectives(count=own_collectives)
-            # With a sharded model all ranks recompute the same modules, and so repeat their
-            # collectives together.
+            # With a sharded model, all ranks recompute the same modules, so that they also repeat
+            # the collectives in these together.
             if not isinstance(self._model, Sharded):
                 self.why_only_retry = (
-                    "the loss or the model talks to the other ranks, as often as they do"
+                    "the loss or the model has collectives, so all ranks must run it equally often"
                 )
 
     def take_news(self) -> OwnCollectives | None:
@@ -263,7 +278,7 @@ class Ranks(OneRank):
         return news
 
     def _hear(self, rows: Rows) -> None:
-        """Process the stop requests and saves in the rows of all ranks."""
+        """Process the stop requests and save decisions in the rows of all ranks."""
         assert self._stop is not None
         assert self._saves is not None
         self._stop.hear(rows)
@@ -272,7 +287,7 @@ class Ranks(OneRank):
     # --- an attempt that fails on one rank
 
     def begin(self) -> None:
-        """Begin an attempt on all ranks."""
+        """Start an attempt, together with the other ranks."""
         self._messages.check_here()
         self._pace.come()
         if self._messages.was_left:
@@ -286,16 +301,18 @@ class Ranks(OneRank):
             self._before = self._reference
             if not self._is_behind:
                 return
-            # This rank cannot make the step before it has the state of another rank.
+            # The optimizer failed in the last step. The other ranks have started an attempt; let it
+            # fail, so that this rank can take over the state of another one.
             obstacle = self._complete_collectives()
             if obstacle is not None:
                 raise without_help(obstacle)
             self._begin_anew(_BEHIND)
 
     def accepts(self, attempt: StepAttempt) -> bool:
-        """Return whether all ranks have made the attempt. If not, all attempt the step again."""
+        """Return whether the attempt succeeded on all ranks. If not, all of them repeat it."""
         rows = self._rows
         assert rows is not None
+        # A rank that has failed sends NaN, so the ranks ask each other only if something is wrong.
         if (attempt.facts.nonfinite or rows.failed) and self._begin_anew(_MADE):
             return False
         self._model.end()
@@ -305,7 +322,7 @@ class Ranks(OneRank):
         return True
 
     def pay(self, found: str, parameters: Sequence[torch.Tensor]) -> None:
-        """Complete the collectives that other ranks wait in, after an attempt has failed here.
+        """Complete the collectives that other ranks are waiting for, after an attempt failed here.
 
         See `OneRank.pay`.
         """
@@ -317,7 +334,7 @@ class Ranks(OneRank):
         if obstacle is not None:
             raise OutOfMemoryError(
                 f"rank {self.rank} ran out of memory ({found})",
-                limit=f"{obstacle}; the weights are those of the last step",
+                limit=f"{obstacle}; the weights are those of the last committed step",
                 fix="use a smaller batch or model, and start all ranks again.",
                 rule="H401",
             )
@@ -325,14 +342,14 @@ class Ranks(OneRank):
         self._begin_anew(_FAILED)
 
     def _complete_collectives(self) -> str | None:
-        """Begin the collectives that the other ranks wait in, with NaN.
+        """Start the collectives that the other ranks are waiting in, with NaN as input.
 
         Returns:
-            None, or a sentence that says why that is not possible.
+            None, or why that is not possible.
         """
         if self._rows is not None:
             return (
-                "all ranks have the gradients of this step already, and the others continue with"
+                "all ranks already have the gradients of this step, and the others continue with"
                 " them"
             )
         obstacle: str | None = self._model.why_unpayable()
@@ -344,9 +361,10 @@ class Ranks(OneRank):
             cause = find_out_of_memory(error)
             if cause is None:
                 raise
-            return f"there was no memory to complete the collectives of the step either ({cause})"
+            return f"there was no memory to complete the collectives of the step ({cause})"
 
     def _pay(self) -> str | None:
+        """Start the missing collectives of this attempt; return None, or why that is impossible."""
         if isinstance(self._model, Sharded):
             return self._model.follow(self._fail_row)
         obstacle: str | None = self._model.wait_for_others()
@@ -357,17 +375,17 @@ class Ranks(OneRank):
             self._pending = self._begin_row(math.nan, 1.0, failed=True)
         assert self._pending is not None
         if not self._model.pay_nan() and not has_failed_before_row:
-            return "its gradients were being sent to all ranks already"
+            return "its gradients were already being sent to all ranks"
         self._pending.rows()
         return None
 
     def _fail_row(self) -> None:
-        """Send a row that says that this rank has failed, and wait for those of the others."""
+        """Send a row that says that this rank has failed, and wait for the other ranks' rows."""
         self._pending = self._begin_row(math.nan, 1.0, failed=True)
         self._pending.rows()
 
     def _begin_anew(self, result: int) -> bool:
-        """Exchange the results of an attempt.
+        """Exchange the results of an attempt, and prepare another attempt if one rank has failed.
 
         Args:
             result: The result on this rank: `_MADE`, `_FAILED` or `_BEHIND`.
@@ -385,19 +403,19 @@ class Ranks(OneRank):
         return True
 
     def _plan_of_failed(self, plan: StepPlan) -> StepPlan:
-        """Return the plan of the next attempt, which recomputes what the failed ranks ask for."""
+        """Return the plan for the next attempt, which combines those of all failed ranks."""
         plans = self._messages.exchange("plan", [self._has_failed, list(plan.recompute)])
         self._has_failed = False
         names = dict.fromkeys(name for failed, recompute in plans if failed for name in recompute)
         return replace(plan, recompute=tuple(names))
 
-    # --- an optimizer that fails half-way
+    # --- an optimizer that fails in its step
 
     def falls_behind(self) -> bool:
-        """Note that the optimizer has failed half-way on this rank.
+        """Note that the optimizer has run out of memory in its step on this rank.
 
         Returns:
-            Whether this rank will receive the state of another rank.
+            Whether this rank will receive the state of another rank, which makes up for that.
         """
         if self._model.why_not_alone is not None:
             raise without_help("each rank holds weights that no other has")
@@ -405,12 +423,12 @@ class Ranks(OneRank):
         return True
 
     def _catch_up(self, behind: list[bool]) -> None:
-        """Copy the state of a rank that has stepped to all ranks, if one of them is behind.
+        """If an optimizer has failed on some rank, copy the state of another rank to all ranks.
 
-        All ranks call this at the same moment.
+        All ranks must call this at the same point.
 
         Args:
-            behind: For each rank, whether its optimizer has failed half-way.
+            behind: For each rank, whether its optimizer has failed in the last step.
         """
         if not any(behind):
             return
@@ -432,7 +450,7 @@ class Ranks(OneRank):
         """Return a context for the passes over the parts of a batch; call `shared` after it.
 
         Args:
-            by_itself: Whether only this rank splits its batch, because its memory was short.
+            by_itself: Whether only this rank splits its batch, because it ran out of memory.
         """
         self._splits_by_itself = by_itself
         unsupported = self._model.why_not_apart
@@ -442,18 +460,21 @@ class Ranks(OneRank):
         return context
 
     def check_parts(self) -> None:
-        """Raise H401 if the parts have collectives and other ranks may have fewer parts."""
+        """Raise H401 if the parts of a batch contain collectives that other ranks would not match.
+
+        See `OneRank.check_parts`.
+        """
         if not self._splits_by_itself or self._is_alone or not self._tape.collectives.begun():
             return
         raise OutOfMemoryError(
             f"rank {self.rank} splits its batch, because it has run out of memory before",
             limit=(
-                "each part begins collectives of the loss or the model, which the other ranks begin"
+                "each part starts collectives of the loss or the model, which the other ranks start"
                 " only once"
             ),
             fix=(
                 "use a smaller batch or model, or set micro_batch_size for all ranks, and start all"
-                " of them again."
+                " ranks again."
             ),
             rule="H401",
         )
@@ -464,9 +485,12 @@ class Ranks(OneRank):
         """Reduce the gradients of a batch that was split; see `OneRank.shared`."""
         if self._is_alone:
             return passed
-        weight = self._weight(passed.loss, 1 if added else passed.items, counted=passed.counted)
-        if not (isinstance(weight, float) and weight == 1.0):
+        items = 1 if added else passed.items
+        weight = self._weight(passed.loss, items, counted=passed.counted)
+        is_one = isinstance(weight, float) and weight == 1.0
+        if not is_one:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], weight)
+        # The passes have reduced nothing, so that this rank's gradients are reduced only once.
         self._model.pay_own()
         return passed
 
@@ -493,39 +517,50 @@ class Ranks(OneRank):
     def _own_provenance(
         self, suspects: list[int], find: Callable[[], Provenance], look: Callable[[], Provenance]
     ) -> Provenance:
-        """Return what this rank can find out without the others."""
+        """Return where NaN or Inf came from, as far as this rank can find out by itself."""
         if self._model.why_not_alone is not None:
             in_batch = look()
             if in_batch.origin is not None:
                 return in_batch
             return Provenance(problem=self._model.why_not_alone)
-        # All ranks call this at the same moment.
+        # This needs all ranks, which call it at the same point.
         self._model.rebuild()
         # A rank with a finite loss may still be the cause, if a collective of the loss has carried
         # its NaN to the others.
         if self.rank not in suspects and not self._own_collectives:
-            return Provenance(problem="it came up on another rank")
+            return Provenance(problem="it appeared on another rank")
         with self.alone():
             return find()
 
     def _blamed(self, own: Provenance, suspects: list[int], reports: list[_Report]) -> Provenance:
         """Return on which rank NaN or Inf appeared first, and where it came from there.
 
-        Only the rank that has found the origin knows its details.
+        The first rank in this order is blamed: a suspect that has sent NaN in a collective of the
+        loss, a suspect that has found an origin, any rank that has sent NaN. If there is none, the
+        result names all suspects.
+
+        Args:
+            own: What this rank has found out. Only the rank itself knows the details.
+            suspects: The ranks whose loss is not finite, or all ranks.
+            reports: What all ranks have found out, in order of rank.
         """
         why_not_alone = self._model.why_not_alone
         if why_not_alone is not None and all(report.has_origin for report in reports):
             # Only the batches were checked. If all of them hold NaN, for example as missing labels,
             # that is not the cause.
             reports = [report._replace(has_origin=False, text=why_not_alone) for report in reports]
-        sent = [rank for rank, report in enumerate(reports) if report.is_sent]
-        likely = [rank for rank in suspects if reports[rank].has_origin]
-        ranked = [*(rank for rank in sent if rank in suspects), *likely, *sent]
-        if ranked:
-            where = _listed(ranked[:1])
-            if ranked[0] == self.rank:
+        senders = [rank for rank, report in enumerate(reports) if report.is_sent]
+        candidates = [
+            *(rank for rank in senders if rank in suspects),
+            *(rank for rank in suspects if reports[rank].has_origin),
+            *senders,
+        ]
+        if candidates:
+            blamed = candidates[0]
+            where = _listed([blamed])
+            if blamed == self.rank:
                 return replace(own, where=where)
-            return Provenance(problem=reports[ranked[0]].text, where=where)
+            return Provenance(problem=reports[blamed].text, where=where)
         where = _listed(suspects)
         if any(report.has_collectives for report in reports):
             where += ", after a collective of the loss or the model"
@@ -552,11 +587,11 @@ class Ranks(OneRank):
         return slowest if self.rank == 0 else None
 
     def _rows_of_epoch_end(self) -> Rows:
-        """Return the rows of all ranks at the end of an epoch.
+        """Exchange the rows of all ranks at the end of an epoch.
 
-        If a step broadcasts buffers or gathers shards before its row, the rows are sent through the
-        store instead. Otherwise a rank that makes another step would pair its broadcast with this
-        collective.
+        If steps broadcast buffers or gather shards before their row, these rows are sent through
+        the store. Otherwise, if one rank ran another step instead of ending the epoch, its
+        broadcast would be matched with this collective.
         """
         peak = peak_bytes(self._model.device)
         if not self._model.sends_before_row:
@@ -572,7 +607,7 @@ class Ranks(OneRank):
             which = (
                 f"batch {first}" if place.passed == 1 else f"batches {first} to {place.batch - 1}"
             )
-            where += f", where it has skipped {which}, without a step"
+            where += f", where it has skipped {which} without a step"
         own = self._said(kind=EPOCH_END, failed=self._is_behind).numbers(0.0, peak)
         rows = Rows(self._messages.exchange("the end of an epoch", own, late=where))
         self._messages.begin_step()
@@ -588,7 +623,7 @@ class Ranks(OneRank):
         constant: Callable[[], Iterable[str]],
         unsaved: Callable[[], Iterable[str]],
     ) -> dict[str, Any] | None:
-        """Return the state that a checkpoint holds of each rank; see `OneRank.states`."""
+        """Return the state that a checkpoint holds for each rank; see `OneRank.states`."""
         if self._messages.has_left:
             return None
         own_trees = trees()
@@ -618,9 +653,10 @@ class Ranks(OneRank):
         return apart
 
     def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the state in a checkpoint that belongs to this rank, such as its random state.
+        """Return this rank's own state from a checkpoint, such as its random state.
 
-        If the checkpoint was written by another number of ranks, this rank gets a new random state.
+        If the checkpoint was written by a different number of ranks, this rank gets a new random
+        state.
         """
         saved = training.get("ranks") or {"reference": None, "each": []}
         self._reference = saved["reference"]
@@ -639,7 +675,7 @@ class Ranks(OneRank):
     def chosen(
         self, choose: Callable[[], _T | None], name: Callable[[_T], str], find: Callable[[str], _T]
     ) -> _T | None:
-        """Return on all ranks what the first one chooses; see `OneRank.chosen`."""
+        """Make a choice on the first rank, and return it on all ranks; see `OneRank.chosen`."""
         choice = choose() if self.rank == 0 else None
         named = self._messages.exchange("chosen", None if choice is None else name(choice))[0]
         return choice if choice is not None or named is None else find(named)
@@ -647,22 +683,22 @@ class Ranks(OneRank):
     # --- opening and leaving
 
     def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Raise H116 on all ranks if `PLACE` differs between them, H115 if another fact does."""
+        """Check that facts are the same on all ranks; see `OneRank.agree`."""
         all_facts = self._messages.exchange(topic, facts())
         for name, value in all_facts[0].items():
             differing = [rank for rank, own in enumerate(all_facts) if own.get(name) != value]
             other = next(iter(differing), None)
             if other is None:
                 continue
-            what = (
-                f"{name} of rank {other} is {all_facts[other].get(name)!r:.200} and of rank 0"
-                f" {value!r:.200}"
+            difference = (
+                f"{name} is {all_facts[other].get(name)!r:.200} on rank {other} and"
+                f" {value!r:.200} on rank 0"
             )
             if name == PLACE:
-                raise out_of_step(f"{what}: one of them has skipped a batch")
+                raise out_of_step(f"{difference}: one of them has skipped a batch")
             raise PolicyError(
-                what,
-                limit="all ranks train one model in one run directory, which they share",
+                difference,
+                limit="all ranks train one model and share one run directory",
                 fix=(
                     "pass the same value on all ranks, and put the run directory where every rank"
                     " can read and write it."
@@ -672,18 +708,18 @@ class Ranks(OneRank):
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Surround code whose error on one rank is raised on all of them."""
+        """Surround code whose errors on one rank are raised on all ranks."""
         try:
             yield
         except BaseException as error:
-            behind = self.leave(error)
-            if behind is not None:
-                raise behind from error
+            cause = self.leave(error)
+            if cause is not None:
+                raise cause from error
             raise
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Surround code that the first rank runs before the others."""
+        """Surround code that the first rank completes before the others start it."""
         if self.rank == 0:
             yield
         self._messages.exchange("turn", None)
@@ -691,28 +727,29 @@ class Ranks(OneRank):
             yield
 
     def leave(self, error: BaseException) -> BaseException | None:
-        """Tell the other ranks of an error that leaves the guard; see `OneRank.leave`."""
+        """Tell the other ranks about an error that leaves the guard; see `OneRank.leave`."""
         if self._messages.has_left:
             return None
         self._model.end()
-        behind = None if isinstance(error, RankError) else self._messages.lost(error)
+        cause = None if isinstance(error, RankError) else self._messages.lost(error)
         if (
-            behind is None
+            cause is None
             and self._saves is not None
             and self.writers is not None
             and self.writers.are_several
         ):
             self._saves.let_finish()
-        self._messages.publish(behind or error)
-        return behind
+        self._messages.publish(cause or error)
+        return cause
 
 
 class _Report(NamedTuple):
-    """What a rank has found out about NaN or Inf without the others."""
+    """What a rank has found out about NaN or Inf by itself."""
 
     has_origin: bool
-    # Whether the NaN or Inf went into a collective of the loss or the model.
+    # Whether NaN or Inf went into a collective of the loss or the model.
     is_sent: bool
+    # The origin, or why it is not known.
     text: str
     # Whether the loss or the model has collectives.
     has_collectives: bool
@@ -727,7 +764,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 class _Stop(StopRequest):
-    """The stop request of all ranks: one on any rank reaches all of them in the next step."""
+    """The stop request of all ranks: a request on any rank reaches all of them in the next step."""
 
     def __init__(self, own: StopRequest, messages: Messages) -> None:
         super().__init__()
@@ -743,8 +780,8 @@ class _Stop(StopRequest):
     def hear(self, rows: Rows) -> None:
         """Process the requests in the rows of all ranks.
 
-        Of several signals, all ranks follow the one with the highest number. The reason is the same
-        on all ranks, since a script may decide by it what all of them do next.
+        If there are several signals, all ranks follow the one with the highest number. All ranks
+        have the same reason, since a script may use it to decide what all of them do next.
         """
         rank, stop = rows.stop
         if stop > 1.0:
@@ -757,23 +794,23 @@ class _Stop(StopRequest):
             self.rank = rank
 
     def reset(self, *, raised: bool = False) -> None:
-        """Forget a request that has ended a loop, also on the rank that has received it."""
+        """Forget a request that has ended a loop, including that of this rank itself."""
         self._own.honoured = self.honoured
         self._own.reset(raised=raised)
         super().reset(raised=raised)
 
     def __enter__(self) -> None:
-        """Do nothing: a signal interrupts nothing here, because all ranks end together."""
+        """Do nothing: with several ranks, signals interrupt nothing, because all end together."""
 
 
 class _Saves:
-    """The saves of all ranks. The first rank decides when all of them save."""
+    """Decides when all ranks save. The first rank makes the decision for all."""
 
     def __init__(self, own: Saving, messages: Messages, cursor: Cursor | None) -> None:
         self._own = own
         self._messages = messages
         self._cursor = cursor
-        # The step from which on a save is due; None if none is.
+        # A save is due once this step is reached; None if no save is due.
         self._due_from: int | None = None
         self._refused = False
 
@@ -789,23 +826,23 @@ class _Saves:
     def hear(self, rows: Rows) -> None:
         """Process the decision in the first rank's row."""
         first = rows.each[0]
-        self._refused = bool(first[6])
+        self._refused = bool(first[Column.REFUSED])
         self._due_from = None
-        if first[5]:
+        if first[Column.SAVE]:
             # The row was sent before the step was counted.
-            self._due_from = self._own.global_step + (first[0] == STEP)
+            self._due_from = self._own.global_step + (first[Column.KIND] == STEP)
 
     def is_due(self) -> bool:
         """Return whether all ranks save at this boundary.
 
-        They do not if the step that was to be saved was skipped.
+        They do not if the step after which they were to save was skipped.
         """
         due_from = self._due_from
         self._due_from = None
         return due_from is not None and self._own.global_step >= due_from
 
     def let_finish(self) -> None:
-        """Wait a moment for the writers of all ranks, which stop when they hear of an error."""
+        """Wait briefly for the writers of all ranks, which stop when they learn about an error."""
         until = time.monotonic() + _WRITER_SECONDS
         while self._own.is_busy and time.monotonic() < until:
             time.sleep(0.02)
@@ -823,9 +860,9 @@ def _common_position(
 ) -> dict[str, Any] | None:
     """Return the position at which a rank continues in the data.
 
-    It is its own position if that equals the one of the first rank. It may differ in checkpoints of
-    versions without the check in `Rows`, in which a rank could skip a batch alone. All ranks then
-    continue at the position of the first one.
+    Normally it is the rank's own position, which equals that of the first rank. It may differ in
+    checkpoints from versions without the check in `Rows`, in which a single rank could skip a
+    batch. All ranks then continue at the position of the first one.
     """
     if own is None or first is None:
         return own
@@ -842,6 +879,6 @@ def _not_yet(what: str) -> PolicyError:
     return PolicyError(
         f"{what} with several ranks",
         limit="this version does not support that with several ranks",
-        fix="leave it out, or run one process per run directory.",
+        fix="remove it, or run one process per run directory.",
         rule="H108",
     )

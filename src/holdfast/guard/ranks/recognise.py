@@ -1,6 +1,6 @@
 """Find out which ranks train together, and how the model is distributed over them.
 
-What a guard does not support with several ranks is refused when the guard is made.
+Configurations that a guard does not support with several ranks are refused when it is created.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.core.errors import PolicyError
+from holdfast.core.text import counted
 from holdfast.guard.optimizer_state import has_torch_layout
 from holdfast.guard.parts import Parts
 from holdfast.guard.ranks.one import OneRank
@@ -18,7 +19,7 @@ def ranks_of(parts: Parts) -> OneRank:
     """Return the ranks that train these parts.
 
     Raises:
-        PolicyError: H108 for what a guard does not support with several ranks.
+        PolicyError: H108 for a configuration that is not supported with several ranks.
     """
     if not distributed.is_available() or not distributed.is_initialized():
         return OneRank()
@@ -36,7 +37,7 @@ def ranks_of(parts: Parts) -> OneRank:
     }
     wrappers = list(wrapped.values())
     if distributed.get_world_size() == 1:
-        # With one rank the wrapper has nothing to reduce. Its collectives are switched off, since a
+        # With one rank the wrapper has nothing to reduce. Switch off its collectives, since a
         # forked copy of this process could not take part in them.
         for wrapper in wrappers:
             wrapper.require_backward_grad_sync = False
@@ -45,14 +46,17 @@ def ranks_of(parts: Parts) -> OneRank:
     for name, model in parts.models.items():
         if name not in parts.wrappers and any(p.requires_grad for p in model.parameters()):
             raise _refused(
-                f"model {name!r} is a {type(model).__name__} and no DistributedDataParallel"
+                f"model {name!r} is a {type(model).__name__}, not a DistributedDataParallel"
             )
         if any(
             isinstance(part, (DistributedDataParallel, nn.DataParallel)) for part in model.modules()
         ):
-            raise _refused(f"model {name!r} is wrapped twice, or in part")
+            raise _refused(f"model {name!r} is wrapped twice or only in part")
     if len(wrappers) != 1 or len(parts.optimizers) != 1:
-        raise _refused(f"{len(wrappers)} wrapped models with {len(parts.optimizers)} optimizers")
+        raise _refused(
+            f"Guard received {counted(len(wrappers), 'wrapped model')} and"
+            f" {counted(len(parts.optimizers), 'optimizer')}"
+        )
     ((name, wrapper),) = wrapped.items()
     ignored = [
         key
@@ -61,17 +65,17 @@ def ranks_of(parts: Parts) -> OneRank:
     ]
     if ignored:
         raise _refused(
-            f"DistributedDataParallel ignores parameter {ignored[0]!r}, which each rank trains"
+            f"DistributedDataParallel ignores parameter {ignored[0]!r}, so each rank would train it"
             " separately"
         )
     if wrapper.process_group.size() != distributed.get_world_size():
-        raise _refused(f"the model is trained by {wrapper.process_group.size()} of the ranks")
+        raise _refused(f"only {wrapper.process_group.size()} of the ranks train the model")
     if wrapper.mixed_precision is not None:
         raise _refused(
-            "DistributedDataParallel is given mixed_precision, where the policy's precision is used"
+            "DistributedDataParallel has mixed_precision, which the guard's precision= replaces"
         )
     if any(hasattr(state, "error_dict") for _, state in wrapper._comm_hooks):
-        raise _refused("a PowerSGD hook would keep NaN of a step that is taken back")
+        raise _refused("a PowerSGD hook would keep NaN from a step that is taken back")
     # Imported here, because it needs parts of torch that a build without distributed lacks.
     from holdfast.guard.ranks.ranks import Ranks
     from holdfast.guard.ranks.replicated import Replicated
@@ -94,24 +98,28 @@ def _of_sharded(parts: Parts, names: list[str]) -> OneRank:
 
     if parts.averages:
         raise _refused(
-            "averaged= is given with a sharded model, where torch averages whole weights only"
+            "averaged= is given with a sharded model, although torch averages only whole weights"
         )
     if len(names) != 1 or len(parts.optimizers) != 1 or parts.wrappers:
         raise _refused(
-            f"{len(names)} sharded and {len(parts.wrappers)} wrapped models,"
-            f" {len(parts.optimizers)} optimizers"
+            f"Guard received {counted(len(names), 'sharded model')},"
+            f" {counted(len(parts.wrappers), 'wrapped model')} and"
+            f" {counted(len(parts.optimizers), 'optimizer')}"
         )
     for name, model in parts.models.items():
         if name in names and not isinstance(model, FSDPModule):
-            raise _refused(f"of model {name!r} only a part was given to fully_shard")
+            raise _refused(f"only a part of model {name!r} was passed to fully_shard")
         for parameter in model.parameters():
             problem = why_unknown(parameter, distributed.get_world_size())
             if problem is not None:
                 raise _refused(f"model {name!r} {problem}")
     (optimizer,) = parts.optimizers.values()
     if not has_torch_layout(optimizer.state_dict()):
-        # Each rank saves its rows of the moments, which are found by their names.
-        raise _refused(f"the state_dict of a {type(optimizer).__name__} is not laid out as torch's")
+        # Each rank saves its rows of the moments, which are identified by their names.
+        raise _refused(
+            f"the state_dict of a {type(optimizer).__name__} does not have the layout of torch's"
+            " optimizers"
+        )
     return Ranks(Sharded(parts.models[names[0]]), optimizer)
 
 
@@ -119,13 +127,13 @@ def _refused(what: str) -> PolicyError:
     return PolicyError(
         f"world_size={distributed.get_world_size()}, and {what}",
         limit=(
-            "with several ranks this version supports one model with one optimizer, either in"
-            " DistributedDataParallel or entirely under fully_shard; otherwise the ranks would"
+            "with several ranks, this version supports one model with one optimizer, either in"
+            " DistributedDataParallel or entirely under fully_shard; otherwise the ranks could"
             " diverge when one of them retries, skips or stops"
         ),
         fix=(
             "wrap the model in DistributedDataParallel and pass the wrapper to Guard, or call"
-            " fully_shard on it with one mesh dimension that shards; or run one process per run"
+            " fully_shard on it with a single sharded mesh dimension; or run one process per run"
             " directory."
         ),
         rule="H108",

@@ -1,9 +1,9 @@
 """A model in DistributedDataParallel: each rank holds a replica, and backward averages gradients.
 
-In each attempt all ranks begin the same collectives: the broadcast of buffers, the exchange of the
-row, and the reductions of gradient buckets. If a rank fails before it has come to all of them, it
-begins the remaining ones by hand, since the other ranks wait in them. How many were begun is read
-from the process group, which counts them.
+In each attempt all ranks start the same collectives: the broadcast of buffers, the exchange of the
+row, and the reductions of gradient buckets. If a rank fails before it has reached all of them, it
+starts the remaining ones by hand, since the other ranks are waiting in them. How many it has
+started is known from the process group, which counts them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from holdfast.guard.ranks.collectives import NoCollectives
 from holdfast.guard.ranks.tape import ROW, Tape
 from holdfast.memory.oom import find_out_of_memory
 
-# Communication hooks that keep no state between steps. Others, such as PowerSGD's, would keep the
-# NaN of a failed attempt.
+# Communication hooks that keep no state between steps. Others, such as PowerSGD's, would keep NaN
+# from a failed attempt.
 _STATELESS = (
     default_hooks.allreduce_hook,
     default_hooks.fp16_compress_hook,
     default_hooks.bf16_compress_hook,
 )
 
-# The attribute of the wrapper that is True once a static graph has made its first pass, at the end
-# of which torch begins collectives.
+# The attribute of the wrapper that is True after the first pass with a static graph, at the end of
+# which torch starts collectives.
 _ENQUEUED = "_static_graph_delay_allreduce_enqueued"
 
 
@@ -55,15 +55,16 @@ class Replicated:
         self.group: Any = wrapper.process_group
         self.device: torch.device = next(wrapper.parameters()).device
         self._broadcasts: bool = wrapper.broadcast_buffers
-        # The sequence number of the group after the row was begun.
+        # The sequence number of the group after the exchange of the row was started.
         self._after_row = 0
         self._attempts = 0
-        # The order in which the gradients of the first step were computed, as positions of
+        # The order in which the gradients were computed in the first step, as positions of
         # parameters. torch lays out its buckets in this order.
         self._order: list[int] = []
-        # The hooks that note this order.
+        # The hooks that record this order.
         self._noting: list[Any] = []
-        # With two ranks it does not matter, since two numbers have the same sum in any order.
+        # With two ranks the order does not matter, since the sum of two numbers is the same in any
+        # order.
         if self.group.size() > 2 and not (wrapper.find_unused_parameters or wrapper.static_graph):
             self._noting = [
                 parameter.register_post_accumulate_grad_hook(
@@ -74,10 +75,10 @@ class Replicated:
         self.refused = {"micro_batch_size": ("auto", None)} if wrapper.static_graph else {}
         # Whether losses are scaled, for fp16.
         self.scales = False
-        # Whether backward contains collectives of the loss or the model; None before the first step
-        # has shown it.
+        # Whether backward contains collectives of the loss or the model; None until the first step
+        # has shown that.
         self._talks_in_backward: bool | None = None
-        # How many reductions of gradients torch begins in a step.
+        # How many reductions of gradients torch starts in a step.
         self._reductions = 0
 
     def record(self, tape: Tape) -> None:
@@ -87,10 +88,10 @@ class Replicated:
     # --- an attempt
 
     def begin(self) -> None:
-        """Begin an attempt on all ranks, with the buffers of the first one.
+        """Start an attempt on all ranks, with the buffers of the first rank.
 
-        The buffers are broadcast here once, and not in each call of the model, because a rank that
-        fails cannot know how many calls the others make.
+        The buffers are broadcast once here, and not in each call of the model, because a rank that
+        fails cannot know how often the others call the model.
         """
         wrapper = self._wrapper
         self._attempts += 1
@@ -98,9 +99,9 @@ class Replicated:
         if self._noting:
             self._order.clear()
         wrapper.broadcast_buffers = self._broadcasts
-        # In an evaluation the first call of the model broadcasts the buffers, and torch does not
-        # send them again afterwards. If only one rank has evaluated, the others take part in its
-        # broadcast here.
+        # In an evaluation, the first call of the model broadcasts the buffers, and torch does not
+        # send them again after that. If only one rank has evaluated the model, this call makes the
+        # others take part in its broadcast.
         if wrapper.will_sync_module_buffers():
             wrapper._sync_buffers()
         wrapper.broadcast_buffers = False
@@ -109,16 +110,16 @@ class Replicated:
     def row_begins(self) -> None:
         """Note that the row is about to be exchanged.
 
-        The reductions of gradients by torch come after it and are not noted.
+        From here on, collectives are no longer counted: torch's reductions of gradients follow.
         """
         self._tape.collectives.settle()
         self._tape.note(self.group, ROW)
 
     def keeps_apart(self, name: str) -> bool:
-        """Return whether a buffer or a frozen weight may differ between ranks, because it is not
-        broadcast.
+        """Return whether a buffer or a frozen weight may differ between ranks.
 
-        A user's buffer hook may set the buffers to any value, so with one they count as different.
+        That is so if it is not broadcast, or if the user has registered a buffer hook, which may
+        set the buffers to any value.
         """
         wrapper = self._wrapper
         own_name = name.removeprefix(f"{self._name}.")
@@ -131,10 +132,10 @@ class Replicated:
         self._after_row = self._count()
 
     def end(self) -> None:
-        """Let calls of the model broadcast buffers again, for evaluations."""
+        """End an attempt: let calls of the model broadcast buffers again, for evaluations."""
         self._wrapper.broadcast_buffers = self._broadcasts
-        # Forward passes without gradients clear this flag, so it may differ on a rank that has
-        # failed.
+        # Forward passes without gradients clear this flag, so it could otherwise differ on a rank
+        # that has failed.
         self._wrapper.require_forward_param_sync = True
         self._note_no_more()
         self._tape.end()
@@ -151,23 +152,23 @@ class Replicated:
 
     @property
     def order(self) -> list[int]:
-        """Return the order of gradients by which the buckets are laid out.
+        """Return the order of gradients in which the buckets are laid out.
 
-        Empty if it is not known, or does not matter.
+        Empty if it is not known or does not matter.
         """
         if sorted(self._order) != list(range(len(self._trained()))):
             return []
         return self._order
 
     def lay_out(self, order: list[int]) -> None:
-        """Let torch lay out its buckets in a given order, on all ranks.
+        """Make torch lay out its buckets in a given order, on all ranks.
 
-        Otherwise the gradients of a resumed run would be summed in another order, and differ in
-        their last bits. This does nothing after the first step of the process, in which torch has
-        laid out the buckets.
+        Otherwise the gradients of a resumed run would be summed in a different order, and differ in
+        their last bits. This does nothing after the first step of the process, in which torch lays
+        out the buckets.
 
         Args:
-            order: The order of another process, as `order` has returned it.
+            order: The order of an earlier process, as returned by `order`.
         """
         parameters = self._trained()
         if not self._noting or len(order) != len(parameters):
@@ -177,7 +178,7 @@ class Replicated:
         self._wrapper.reducer.prepare_for_forward()
         self._wrapper.reducer.prepare_for_backward([])
         with _without_hooks(parameters):
-            # One at a time, because autograd would choose the order of several itself.
+            # One at a time, because with several, autograd would choose the order.
             for at in order:
                 torch.autograd.backward(parameters[at], torch.zeros_like(parameters[at]))
         for parameter in parameters:
@@ -188,15 +189,15 @@ class Replicated:
 
     @property
     def why_not_apart(self) -> str | None:
-        """Return what cannot be done if a batch is split, or None."""
+        """Return what this model does not support if a batch is split, or None."""
         if self._wrapper.static_graph and not getattr(self._wrapper, _ENQUEUED):
-            return "a first step in several parts, by which torch cannot learn a static_graph,"
+            return "a first step in several parts, from which torch cannot record a static_graph,"
         return None
 
     # --- collectives of the loss or the model
 
     def own_collectives(self) -> int:
-        """Return how many collectives of the loss or the model a whole attempt has begun."""
+        """Return how many collectives the loss or the model has started in a complete attempt."""
         in_forward = self._tape.collectives.begun().total()
         in_backward = self._in_backward()
         if in_backward is not None:
@@ -204,7 +205,7 @@ class Replicated:
         return in_forward + (in_backward or 0)
 
     def _in_backward(self) -> int | None:
-        """Return how many collectives of the loss or the model backward has begun.
+        """Return how many collectives the loss or the model has started in backward.
 
         None if that is not known.
         """
@@ -220,13 +221,14 @@ class Replicated:
         return late.total() + on_own_group - self._reductions
 
     def _count_reductions(self, seen: int) -> int | None:
-        """Return how many reductions of gradients torch begins in a backward pass, or None if that
-        is not known.
+        """Return how many reductions of gradients torch starts in a backward pass.
+
+        None if that is not known.
 
         Args:
-            seen: How many collectives were begun on the group of the wrapper. If torch's log
-                confirms that all of them were reductions, no buckets have to be allocated to count
-                them.
+            seen: How many collectives were started on the group of the wrapper. If torch's log
+                confirms that all of them were reductions, there is no need to allocate buckets to
+                count them.
         """
         if self._unknown_hook() is not None:
             return None
@@ -235,8 +237,8 @@ class Replicated:
         sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
         if len(sizes.split(",")) + of_unused == seen:
             return seen
-        # The log may be that of an earlier step. The buckets themselves are certain, but allocate
-        # memory.
+        # The log may be that of an earlier step. The buckets themselves are reliable, but creating
+        # them needs memory.
         try:
             return len(self._wrapper.reducer._get_zeros_like_grad_buckets()) + of_unused
         except RuntimeError as error:
@@ -247,19 +249,19 @@ class Replicated:
     # --- after a failed attempt
 
     def why_unpayable(self) -> str | None:
-        """Return why the reductions of this model cannot be begun by hand; None if they can."""
+        """Return why the reductions of this model cannot be started by hand; None if they can."""
         if self._learns_graph:
-            return "torch was recording the static graph, and half of a recording cannot be undone"
+            return "torch was recording the static graph, which cannot be interrupted"
         if self._talks_in_backward:
-            return "the loss or the model begins collectives in backward, among those of torch"
+            return "the loss or the model starts collectives in backward, between those of torch"
         hook = self._unknown_hook()
         if hook is not None:
-            return f"the communication hook {hook!r} may keep what a failed attempt has left"
+            return f"the communication hook {hook!r} may keep state from a failed attempt"
         return None
 
     @property
     def _learns_graph(self) -> bool:
-        """Return whether torch records the static graph in this attempt."""
+        """Return whether torch is recording the static graph in this attempt."""
         return bool(self._wrapper.static_graph and self._attempts == 1)
 
     def _unknown_hook(self) -> str | None:
@@ -274,19 +276,18 @@ class Replicated:
         """Wait until the other ranks have completed their forward passes.
 
         Returns:
-            None, or a sentence that says why this rank cannot begin the collectives that the others
-            wait in.
+            None, or why this rank cannot start the collectives that the others are waiting in.
         """
         obstacle = self._tape.wait_for_row()
         if obstacle is None and self._talks_in_backward is None and self._tape.collectives.begun():
             return (
-                "it is not known yet whether the loss or the model also begins collectives in"
+                "it is not known yet whether the loss or the model also starts collectives in"
                 " backward"
             )
         return obstacle
 
     def pay_nan(self) -> bool:
-        """Begin the reductions of gradients that are still missing in this attempt, with NaN.
+        """Start the reductions of gradients that are still missing in this attempt, with NaN.
 
         Returns:
             Whether any were missing.
@@ -299,9 +300,9 @@ class Replicated:
         return bool(missing)
 
     def pay_own(self) -> None:
-        """Reduce the gradients of this rank, so that they become those of all ranks.
+        """Average the gradients of all ranks, after passes in which nothing was reduced.
 
-        The reducer receives them as in a backward pass, because only the reducer knows which
+        They are passed to the reducer as in a backward pass, because only the reducer knows which
         gradient belongs to which bucket.
         """
         begun = self._count()
@@ -322,7 +323,7 @@ class Replicated:
             torch.autograd.backward(parameters[::-1], gradients[::-1])
         if self._count() == begun:
             raise RuntimeError(
-                "DistributedDataParallel has not reduced the gradients that it was given"
+                "DistributedDataParallel did not reduce the gradients that were passed to it"
             )
 
     def _reduce(self, buckets: list[Any]) -> None:
@@ -350,7 +351,7 @@ class Replicated:
         ]
 
     def reset(self) -> None:
-        """Discard an attempt that has failed on one rank, on all ranks."""
+        """Discard an attempt that has failed on some rank. All ranks must call this."""
         self._tape.count_failed_attempt()
         self._wrapper.reducer._reset_state()
 
@@ -364,11 +365,11 @@ class Replicated:
             yield
 
     def rebuild(self) -> None:
-        """Let the reducer rebuild its buckets now, if that is due.
+        """Make the reducer rebuild its buckets now, if that is due.
 
-        torch does so in the first forward pass after the first step, in which it waits for all
-        ranks. A rank that runs its model alone would wait forever. All ranks call this at the same
-        moment instead.
+        torch does so in the first forward pass after the first step, and waits for all ranks. A
+        rank that runs its model alone would therefore wait forever. Instead, all ranks call this at
+        the same point.
         """
         self._wrapper.reducer._rebuild_buckets()
 
@@ -388,24 +389,26 @@ class Replicated:
                 yield
         finally:
             vars(wrapper).update(before)
-            # Else what was used now counts as used in the next step
+            # Otherwise parameters that were used here would count as used in the next step.
             if wrapper.find_unused_parameters:
                 wrapper.reducer._reset_state()
 
 
 @contextlib.contextmanager
 def _without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    held = [
+    """Remove the hooks of parameters inside the context."""
+    hook_dicts = [
         hooks
         for p in parameters
         for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)
         if hooks
     ]
-    kept = [dict(hooks) for hooks in held]
-    for hooks in held:
+    # The dicts themselves must stay, since autograd holds references to them.
+    copies = [dict(hooks) for hooks in hook_dicts]
+    for hooks in hook_dicts:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, own in zip(held, kept, strict=True):
-            hooks.update(own)
+        for hooks, copy in zip(hook_dicts, copies, strict=True):
+            hooks.update(copy)

@@ -1,9 +1,13 @@
-"""The row of numbers that each rank sends to all others in each step, during the backward pass."""
+"""The row of numbers that each rank sends to all others in each step, during the backward pass.
+
+`Said` is what a rank sends, `PendingRow` the exchange, and `Rows` what it receives from all ranks.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +15,32 @@ from torch import distributed
 
 from holdfast.core.errors import RankError
 
-STEP, EPOCH_END = 0.0, 1.0
-_WIDTH = 15
+# The kinds of rows: one for each attempt at a step, and one at the end of each epoch.
+STEP = 0.0
+EPOCH_END = 1.0
+
+
+class Column(IntEnum):
+    """The positions of the numbers in a row. `Said` and `Place` describe them."""
+
+    KIND = 0
+    NUMBER = 1
+    # At the end of an epoch, the items are the peak memory of the rank in bytes.
+    ITEMS = 2
+    LOSS = 3
+    STOP = 4
+    SAVE = 5
+    REFUSED = 6
+    REPEATS = 7
+    FAILED = 8
+    BETWEEN = 9
+    FORWARD = 10
+    GUARD = 11
+    EPOCH = 12
+    BATCH = 13
+    PASSED = 14
+
+
 # Newer versions of torch warn of the older name.
 _gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
@@ -22,7 +50,7 @@ class Place(NamedTuple):
 
     Attributes:
         epoch: The epoch, from 0.
-        batch: The batch of the epoch with which the step is made.
+        batch: The batch within the epoch that the step uses.
         passed: The number of batches without a step since the last batch with one.
     """
 
@@ -44,25 +72,31 @@ class Said:
     number: int
     # The number of the guard among those of this process, in the order of their creation.
     guard: int
-    # 0 without a stop request, 1 for one by a call, 1 plus its number for a signal.
+    # 0 without a stop request, 1 for a request by a call, 1 plus the signal number for a signal.
     stop: float = 0.0
-    # Whether a save is due after this step, and whether a save was refused. Those of the first rank
-    # count.
+    # Whether a save is due after this step, and whether a save was refused. Only the values of the
+    # first rank count.
     save: bool = False
     refused: bool = False
     # Whether another rank trains on the same samples and counts them.
     repeats: bool = False
-    # Whether this rank cannot make this attempt, or has made only half of its last step.
+    # Whether the attempt has failed on this rank, or its optimizer has failed in the last step.
     failed: bool = False
-    # Seconds from the end of the last step to the beginning of this one, and from there on.
+    # Seconds from the end of the last step to the start of this one.
     between: float = 0.0
+    # Seconds from the start of the attempt to its loss.
     forward: float = 0.0
     # The position in the data, which must be the same on all ranks.
     place: Place = _NOWHERE
 
     def numbers(self, loss: float, items: float) -> list[float]:
         """Return the row as numbers, with the loss and the number of items of this rank."""
-        flags = (
+        # In the order of `Column`.
+        row = (
+            self.kind,
+            self.number,
+            items,
+            loss,
             self.stop,
             self.save,
             self.refused,
@@ -71,54 +105,57 @@ class Said:
             self.between,
             self.forward,
             self.guard,
+            *self.place,
         )
-        return [
-            float(number) for number in (self.kind, self.number, items, loss, *flags, *self.place)
-        ]
+        return [float(number) for number in row]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of all ranks."""
 
+    # The row of each rank, in order of rank.
     each: list[list[float]]
 
     @property
     def items(self) -> float:
-        """Return the number of items of all ranks."""
-        return sum(row[2] for row in self.each)
+        """Return the total number of items over all ranks."""
+        return sum(row[Column.ITEMS] for row in self.each)
 
     @property
     def loss(self) -> float:
         """Return the mean loss over the items of all ranks."""
-        return sum(row[2] * row[3] for row in self.each) / self.items
+        weighted = (row[Column.ITEMS] * row[Column.LOSS] for row in self.each)
+        return sum(weighted) / self.items
 
     @property
     def stop(self) -> tuple[int, float]:
         """Return the rank with the strongest stop request, and that request."""
-        rank = max(range(len(self.each)), key=lambda rank: self.each[rank][4])
-        return rank, self.each[rank][4]
+        requests = [row[Column.STOP] for row in self.each]
+        strongest = max(requests)
+        return requests.index(strongest), strongest
 
     @property
     def failed(self) -> bool:
-        """Return whether a rank could not make this attempt, and knew it when it sent its row."""
+        """Return whether the attempt had failed on a rank when it sent its row."""
         return any(self.which_failed())
 
     def which_failed(self) -> list[bool]:
-        """Return for each rank whether it could not make this attempt."""
-        return [bool(row[8]) for row in self.each]
+        """Return for each rank whether its row says that it has failed."""
+        return [bool(row[Column.FAILED]) for row in self.each]
 
     def suspects(self) -> list[int]:
-        """Return the ranks that NaN or Inf may come from.
+        """Return the ranks on which NaN or Inf may have originated.
 
-        They are those whose loss is not finite; if there are none, all ranks.
+        They are those whose loss is not finite or, if there are none, all ranks.
         """
-        bad = [rank for rank, row in enumerate(self.each) if not math.isfinite(row[3])]
-        return bad or list(range(len(self.each)))
+        losses = [row[Column.LOSS] for row in self.each]
+        nonfinite = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        return nonfinite or list(range(len(losses)))
 
     def places(self) -> list[Place]:
         """Return the position of each rank in its data."""
-        return [Place(*(int(number) for number in row[12:15])) for row in self.each]
+        return [Place(*(int(number) for number in row[Column.EPOCH :])) for row in self.each]
 
     def check(self) -> None:
         """Raise H116 unless all ranks are at the same place."""
@@ -127,28 +164,28 @@ class Rows:
         raise RankError(
             self._difference(),
             limit=(
-                "all ranks must make the same steps with the same batches, since each of them waits"
-                " for the gradients of all"
+                "all ranks must run the same steps with the same batches, since each of them waits"
+                " for the gradients of all others"
             ),
             fix=(
                 "make the loaders of all ranks yield the same number of batches, as"
-                " holdfast.DataLoader does, and call guard.step on all ranks or on none, and for"
-                " several guards in the same order. If one rank has to skip a batch, let all skip"
-                " it (all_reduce the decision)."
+                " holdfast.DataLoader does; call guard.step on all ranks or on none and, with"
+                " several guards, in the same order. If one rank has to skip a batch, skip it on"
+                " all ranks (all_reduce the decision)."
             ),
             rule="H116",
         )
 
     def _difference(self) -> str:
         """Return a sentence about the first difference, in guard, kind, number or batch."""
-        guards = [row[11] for row in self.each]
+        guards = [row[Column.GUARD] for row in self.each]
         if len({*guards}) > 1:
             return (
-                f"the ranks are at guards {', '.join(f'{guard:.0f}' for guard in guards)}, counted"
-                " as they were made"
+                f"the ranks are at guards {', '.join(f'{guard:.0f}' for guard in guards)}, in order"
+                " of creation"
             )
         places = self.places()
-        kinds = [row[0] for row in self.each]
+        kinds = [row[Column.KIND] for row in self.each]
         if len({*kinds}) > 1:
             ended, stepping = kinds.index(EPOCH_END), kinds.index(STEP)
             text = (
@@ -157,7 +194,7 @@ class Rows:
             )
             has_skipped = places[ended].passed > places[stepping].passed
             return f"{text}; {self._passed_over(ended, stepping)}" if has_skipped else text
-        numbers = [row[1] for row in self.each]
+        numbers = [row[Column.NUMBER] for row in self.each]
         if len({*numbers}) > 1:
             return f"the ranks are at steps {', '.join(f'{number:.0f}' for number in numbers)}"
         ahead = max(range(len(places)), key=lambda rank: places[rank][:2])
@@ -191,30 +228,35 @@ class Rows:
 def _must_agree(row: list[float]) -> list[float]:
     """Return the part of a row that must be equal on all ranks.
 
-    Kind, number, guard and, in a step, the batch.
-
-    At the end of an epoch the batches may differ: a rank may have skipped an empty last batch,
-    which mixes no steps.
+    That is kind, number, guard and, in a step, the epoch and the batch. At the end of an epoch the
+    batches may differ: a rank may have skipped an empty last batch, which does no harm.
     """
-    return row[:2] + row[11 : 14 if row[0] == STEP else 12]
+    columns = [Column.KIND, Column.NUMBER, Column.GUARD]
+    if row[Column.KIND] == STEP:
+        columns += [Column.EPOCH, Column.BATCH]
+    return [row[column] for column in columns]
 
 
 class PendingRow:
-    """A row that is being sent to all ranks, and the rows that are received from them."""
+    """A running exchange of rows: sends the row of this rank, and receives those of all ranks."""
 
     def __init__(self, said: Said, loss: Any, items: Any, device: torch.device, group: Any) -> None:
         self._row = torch.tensor(said.numbers(0.0, 0.0), dtype=torch.float64, device=device)
-        self._row[2] = items
-        self._row[3] = loss
-        self._all = torch.empty(_WIDTH * group.size(), dtype=torch.float64, device=device)
+        self._row[Column.ITEMS] = items
+        self._row[Column.LOSS] = loss
+        self._all = torch.empty(len(Column) * group.size(), dtype=torch.float64, device=device)
         self._work = _gather(self._all, self._row, group=group, async_op=True)
         self._rows: Rows | None = None
 
     def rows(self) -> Rows:
-        """Wait for the rows of all ranks, and for the device."""
+        """Return the rows of all ranks. This waits for the other ranks and for the device.
+
+        Raises:
+            RankError: H116 if the ranks are not at the same place.
+        """
         if self._rows is None:
             assert self._work is not None
             self._work.wait()
-            self._rows = Rows(self._all.view(-1, _WIDTH).tolist())
+            self._rows = Rows(self._all.view(-1, len(Column)).tolist())
             self._rows.check()
         return self._rows

@@ -1,7 +1,7 @@
 """A model under ``fully_shard``: each rank holds some rows of each parameter, gradient and moment.
 
-No rank can run the model alone. A rank whose attempt has failed begins the same collectives as the
-others, according to their tapes, with its shards of the weights and with gradients of NaN.
+No rank can run the model alone. A rank whose attempt has failed starts the same collectives as the
+others, according to their tapes, with its real shards of the weights but NaN as gradients.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ _scatter: Any = (
     getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
 )
 _ALONE = (
-    "where it came from is not traced, because one rank cannot run a sharded model without the"
-    " others"
+    "its origin cannot be traced, because one rank cannot run a sharded model without the others"
 )
 
 
 class Sharded:
     """One model under ``fully_shard``.
 
-    The attributes and methods are those of `Replicated`.
+    It has the attributes and methods of `Replicated`.
 
     Args:
         model: The model.
@@ -53,8 +52,8 @@ class Sharded:
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"micro_batch_size": ("auto", None)}
     # The order of gradients does not matter here.
     order: ClassVar[list[int]] = []
-    # All ranks must make the same number of passes, so batches are not split. They must recompute
-    # the same modules, so no rank tries to recompute less.
+    # All ranks must run the same number of passes, so batches are not split. All must recompute the
+    # same modules, so no rank tries to recompute less.
     unobserved: ClassVar[Mapping[str, Any]] = {
         "diagnose": False,
         "micro_batch_size": None,
@@ -73,9 +72,9 @@ class Sharded:
         self._shards: Any = self._mesh.get_group(self._mesh.ndim - 1)
         # Whether losses are scaled, for fp16.
         self.scales = False
-        # torch's groups of parameters, by module.
+        # torch's parameter group for each of these modules, or None if it has none.
         self._groups: list[Any] = []
-        # Why its collectives cannot be begun by hand; None if they can.
+        # Why the collectives of the model cannot be started by hand; None if they can.
         self._unknown: str | None = None
 
     def record(self, tape: Tape) -> None:
@@ -84,7 +83,7 @@ class Sharded:
         if self._mesh.ndim > 1:
             self._unknown = "replicas of its shards would continue without it"
         elif not hasattr(self._root, "reset_iter_state"):
-            self._unknown = "this version of torch cannot discard half of an attempt"
+            self._unknown = "this version of torch cannot discard an unfinished attempt"
         for at, module in enumerate(self._modules if self._unknown is None else ()):
             groups = module._get_fsdp_state()._fsdp_param_groups
             self._groups.append(groups[0] if groups else None)
@@ -98,10 +97,10 @@ class Sharded:
                 )
 
     def begin(self) -> None:
-        """Begin an attempt.
+        """Start an attempt.
 
-        Parameters are sharded again first, since an evaluation, which has no backward pass, leaves
-        them unsharded.
+        Parameters are resharded first, since an evaluation, which has no backward pass, leaves them
+        unsharded.
         """
         for module in self._modules:
             module.reshard()
@@ -123,28 +122,28 @@ class Sharded:
         self._tape.end()
 
     def own_collectives(self) -> int:
-        """Return how many collectives of the loss or the model this attempt has begun.
+        """Return how many collectives the loss or the model has started in this attempt.
 
-        It is 0 if they cannot be told apart from those of torch.
+        Returns 0 if they cannot be distinguished from those of torch.
         """
         if self._unknown is not None:
             return 0
         return self._tape.collectives.begun().total()
 
     def why_unpayable(self) -> str | None:
-        """Return why the collectives of this model cannot be begun by hand; None if they can."""
+        """Return why the collectives of this model cannot be started by hand; None if they can."""
         if self.scales:
-            return "the gradient scaler of fp16 begins collectives as well"
+            return "the fp16 gradient scaler starts collectives as well"
         return self._unknown
 
     def follow(self, row: Callable[[], None]) -> str | None:
-        """Begin the collectives that the other ranks begin in this attempt.
+        """Start the collectives that the other ranks start in this attempt.
 
         Args:
-            row: Begins the exchange of the row.
+            row: Starts the exchange of the row.
 
         Returns:
-            None, or a sentence that says why that is not possible.
+            None, or why that is not possible.
         """
         self._forget()
         obstacle = self._tape.follow(partial(self._begin_by_hand, row))
@@ -152,26 +151,26 @@ class Sharded:
         return obstacle
 
     def _forget(self) -> None:
-        """Discard what an unfinished attempt has left in the parameters and in torch."""
-        # In the middle of backward, unsharded parameters have gradients.
+        """Discard the state that an unfinished attempt has left in the parameters and in FSDP."""
+        # In the middle of backward, unsharded parameters may have gradients.
         for parameter in self._root.parameters():
             parameter.grad = None
-        # This is None before the first forward pass.
+        # `_is_root` is None before the first forward pass.
         if self._root._get_fsdp_state()._is_root:
             self._root.reset_iter_state()
 
     def _begin_by_hand(self, row: Callable[[], None], kind: str, *about: Any) -> None:
-        """Begin a collective of another rank's tape.
+        """Start a collective from another rank's tape.
 
         Args:
-            row: Begins the exchange of the row.
+            row: Starts the exchange of the row.
             kind: The kind of collective.
-            about: Its description, as noted on the tape.
+            about: The rest of its description, as noted on the tape.
         """
         if kind == ROW:
             row()
         elif kind == "gather":
-            # With the real weights, because the other ranks compute with them.
+            # This uses the real weights, because the other ranks compute with them.
             module = self._modules[about[0]]
             module.unshard()
             module.reshard()
@@ -188,14 +187,16 @@ class Sharded:
         return torch.full((size,), math.nan, dtype=getattr(torch, dtype), device=self.device)
 
     def reset(self) -> None:
-        """Discard an attempt that has failed on one rank, on all ranks."""
+        """Discard an attempt that has failed on some rank. All ranks must call this."""
         self._tape.count_failed_attempt()
 
     def lay_out(self, order: list[int]) -> None:
         """Do nothing, since the order of gradients does not matter here."""
 
     def norms(self, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the norms of whole gradients, with torch's own arithmetic, in one collective.
+        """Return the norms of whole gradients, with the same arithmetic as torch.
+
+        This is one collective for all of them.
 
         Args:
             own: The norms of this rank's shards, each of shape ``()``.
@@ -221,10 +222,10 @@ class Sharded:
         return parts
 
     def shares(self, parts: Parts) -> Callable[[str, str, torch.Size], Share | None]:
-        """Return a function that says which rows of a saved tensor this rank needs.
+        """Return a function that returns which rows of a saved tensor this rank needs.
 
-        It takes the component, the name and the shape of the tensor. Moments are sharded like their
-        parameters, even if a run without sharding has saved them.
+        It takes the component, the name and the shape of the tensor. Moments are sharded in the
+        same way as their parameters, even if a run without sharding has saved them.
         """
         weights = {
             component_of("model", name): model.state_dict() for name, model in parts.models.items()
@@ -249,10 +250,10 @@ class Sharded:
 
 
 def _own_part(tensor: torch.Tensor, *, is_first: bool) -> Any:
-    """Return what this rank saves of a tensor, or None if another rank saves it.
+    """Return the part of a tensor that this rank saves, or None if another rank saves it.
 
     Raises:
-        CheckpointError: H310 for a tensor that is sharded otherwise than by rows.
+        CheckpointError: H310 for a tensor that is sharded in any other way than by rows.
     """
     if not isinstance(tensor, DTensor):
         return tensor if is_first else None
@@ -260,7 +261,7 @@ def _own_part(tensor: torch.Tensor, *, is_first: bool) -> Any:
     if problem is not None:
         raise CheckpointError(
             f"the state {problem}",
-            limit="each rank saves some rows",
+            limit="each rank saves some rows of each tensor",
             fix="use an optimizer whose moments have the shape of their weights, such as AdamW.",
             rule="H310",
         )
@@ -270,7 +271,7 @@ def _own_part(tensor: torch.Tensor, *, is_first: bool) -> Any:
 
 
 class _Noted:
-    """A collective of torch that calls `note` when it is begun."""
+    """A collective of torch that calls `note` when it starts."""
 
     def __init__(self, collective: Any, note: Callable[..., None]) -> None:
         self._collective = collective
@@ -311,7 +312,7 @@ def why_unknown(parameter: torch.Tensor, world_size: int) -> str | None:
 
 
 def _other_than_rows(tensor: DTensor) -> str | None:
-    """Return how a tensor is sharded, if it is not by rows over the last dimension of its mesh."""
+    """Return how a tensor is sharded; None if by rows over the last dimension of its mesh."""
     *others, last = tensor.placements
     if last == Shard(0) and all(placement == Replicate() for placement in others):
         return None

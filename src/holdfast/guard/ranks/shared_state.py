@@ -1,4 +1,4 @@
-"""Copy weights and optimizer state from one rank to all, after an optimizer failed half-way."""
+"""Copy weights and optimizer state to all ranks, after an optimizer failed on one of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def take_state(
 ) -> None:
     """Copy the parameters and the state of an optimizer from one rank to all ranks.
 
-    All ranks call this.
+    All ranks must call this.
 
     Args:
         optimizer: The optimizer.
@@ -28,10 +28,11 @@ def take_state(
         device: The device on which tensors are broadcast.
 
     Raises:
-        OutOfMemoryError: H402 if the state has a different form on another rank.
+        OutOfMemoryError: H402 if the state cannot be copied, for example because it has a different
+            form on another rank.
     """
     if not has_torch_layout(optimizer.state_dict()):
-        raise without_help("the optimizer keeps its own kind of state, which cannot be copied")
+        raise without_help("the optimizer keeps state of its own kind, which cannot be copied")
     states = [
         (parameter, optimizer.state.get(parameter, {}))
         for group_of_parameters in optimizer.param_groups
@@ -42,7 +43,7 @@ def take_state(
         for _, state in states
     ]
     if any(other_forms != forms for other_forms in messages.exchange("forms of state", forms)):
-        raise without_help("the state of the optimizer has another form on other ranks")
+        raise without_help("the state of the optimizer has a different form on other ranks")
     # Values that are not on the device, such as step counters.
     hosted: list[tuple[dict[str, Any], str]] = []
     for parameter, state in states:
@@ -58,27 +59,27 @@ def take_state(
 
 
 def healthy(behind: list[bool]) -> int:
-    """Return a rank that has made its whole step.
+    """Return a rank whose optimizer has completed its step.
 
     Args:
-        behind: For each rank, whether its optimizer failed half-way.
+        behind: For each rank, whether its optimizer failed.
 
     Raises:
         OutOfMemoryError: H402 if there is no such rank.
     """
     if all(behind):
-        raise without_help("this has happened on all ranks")
+        raise without_help("this happened on all ranks")
     return behind.index(False)
 
 
 def without_help(why: str) -> OutOfMemoryError:
-    """Return H402 for a rank that cannot receive the state of another one."""
+    """Return H402 for a failed optimizer whose rank cannot receive the state of another one."""
     return OutOfMemoryError(
-        "an optimizer ran out of memory half-way",
-        limit=f"weights and moments are half changed, and {why}",
+        "an optimizer ran out of memory in the middle of its step",
+        limit=f"weights and moments are only partly updated, and {why}",
         fix=(
-            "leave the optimizer more memory (fused=True, a smaller model or optimizer) and start"
-            " all ranks again: they continue from the newest checkpoint."
+            "leave more memory for the optimizer (fused=True, a smaller model or optimizer) and"
+            " start all ranks again: they resume from the newest checkpoint."
         ),
         rule="H402",
     )

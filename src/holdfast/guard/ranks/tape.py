@@ -1,13 +1,13 @@
-"""Record the collectives of an attempt, so that a rank whose attempt has failed can begin the same
+"""Record the collectives of an attempt, so that a rank whose attempt has failed can start the same
 ones by hand.
 
-The other ranks wait for the failed one in collectives whose order is not known beforehand. So each
-rank keeps a tape: a list of the collectives that the guard and the model's wrapper have begun in
-this attempt. A rank that has failed asks for the tapes of the others and follows them. In an
-undisturbed attempt only a short list is filled, and a thread waits.
+The other ranks wait for the failed one in collectives whose order is not known in advance. So each
+rank keeps a tape: a list of the collectives that the guard and the model's wrapper have started in
+this attempt. A rank that has failed asks for the tapes of the others and follows them. In a normal
+attempt this only costs a short list and a thread that waits.
 
-Collectives of the loss or the model itself (see ``collectives``) cannot be begun by hand, since
-their inputs are not known. If the failed rank has not begun one that another rank waits in, all
+Collectives of the loss or the model itself (see ``collectives``) cannot be started by hand, since
+their inputs are not known. If another rank waits in one that the failed rank has not started, all
 ranks end.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 from holdfast.guard.ranks.collectives import Collectives, shared_with
 from holdfast.guard.ranks.messages import Messages
 
-# Time between two looks at the tapes of the other ranks, or at our own.
+# The time between two checks for new entries on the tapes of the other ranks, or on our own.
 _POLL_SECONDS = 0.002
 ROW = "row"
 
@@ -38,25 +38,25 @@ class Tape:
         self._attempt = 0
         self._entries: list[list[Any]] = []
         self._is_over = True
-        # The number of attempts that failed on some rank. It is the same on all ranks, and names
-        # their messages.
+        # The number of attempts that failed on any rank. It is the same on all ranks, and is part
+        # of the keys of their messages.
         self._failed_attempts = 0
         messages.start(self._serve, "holdfast-tape")
 
     def begin(self) -> None:
-        """Begin an attempt. All ranks call this equally often."""
+        """Start a new tape for an attempt. All ranks must call this equally often."""
         self._entries = []
         self._is_over = False
         self.collectives.begin()
-        # Last, because the thread that sends the tape reads it first.
+        # This comes last, because the thread that sends the tape reads it first.
         self._attempt += 1
 
     def note(self, group: Any, *entry: Any) -> None:
-        """Note that a collective of the guard or of the model's wrapper is about to begin.
+        """Note that a collective of the guard or of the model's wrapper is about to start.
 
         Args:
             group: The process group of the collective.
-            entry: The arguments of `begin` in `follow`, which must be values that JSON can hold.
+            entry: A description, as JSON values. `follow` passes it as the arguments of `begin`.
         """
         self.collectives.foresee(group)
         if not self._is_over:
@@ -68,14 +68,14 @@ class Tape:
         self._is_over = True
 
     def follow(self, begin: Callable[..., None]) -> str | None:
-        """Begin the collectives that other ranks have begun and this one has not, until all have
+        """Start the collectives that other ranks start and this one has not, until all of them have
         ended the attempt.
 
         Args:
-            begin: A function that begins a collective by hand. It gets the arguments of `note`.
+            begin: Starts a collective by hand, given its description as passed to `note`.
 
         Returns:
-            None, or a sentence that says why this rank cannot follow.
+            None, or why this rank cannot follow.
 
         Raises:
             RankError: H114, if another rank does not end the attempt within the timeout of the
@@ -109,12 +109,11 @@ class Tape:
             time.sleep(_POLL_SECONDS)
 
     def wait_for_row(self) -> str | None:
-        """Wait until each other rank has begun to exchange its row, or has failed in this attempt
+        """Wait until each other rank has started to exchange its row, or has failed in this attempt
         as well.
 
         Returns:
-            None, or a sentence that says why this rank cannot begin the collective that the others
-            wait in.
+            None, or why this rank cannot start the collective that the others are waiting in.
 
         Raises:
             RankError: H114, if another rank does not get there within the timeout of the process
@@ -137,18 +136,22 @@ class Tape:
             time.sleep(_POLL_SECONDS)
 
     def _check_timeout(self, since: float, late_rank: int) -> None:
-        """Raise H114 about a rank if the timeout of the process group has passed since a
-        monotonic time.
+        """Report H114 about a rank if the timeout of the process group has passed.
+
+        Args:
+            since: When the wait started, as monotonic time.
+            late_rank: The rank.
         """
         if time.monotonic() > since + self._messages.timeout_seconds:
             self._messages.lose(
-                late_rank, "has not come to the end of a step, where another rank has failed"
+                late_rank, "has not reached the end of a step in which another rank has failed"
             )
 
     def _request_tapes(self) -> list[str]:
         """Ask the other ranks for their tapes.
 
-        Return the prefix of the keys under which each of them sends it.
+        Returns:
+            For each other rank, the prefix of the keys under which it will send its tape.
         """
         self.end()
         name = f"tape/{self._failed_attempts}"
@@ -156,13 +159,13 @@ class Tape:
         return [f"{name}/{rank}" for rank in self._messages.others]
 
     def _obstacle(self, names: list[str], *, all_have_ended: bool = False) -> str | None:
-        """Return a sentence about a rank that is in a collective of the loss or the model without
-        this rank, or None.
+        """Return a sentence about a collective of the loss or the model that only some ranks have
+        started, or None.
 
         Args:
             names: The prefixes of the tapes, in the order of the other ranks.
-            all_have_ended: Whether the counts of the other ranks are final. Then one that has begun
-                fewer collectives than this rank is an obstacle too.
+            all_have_ended: Whether the counts of the other ranks are final. If so, a rank that has
+                started fewer collectives than this one is an obstacle too.
         """
         own = self.collectives.begun()
         for name, rank in zip(names, self._messages.others, strict=True):
@@ -171,41 +174,39 @@ class Tape:
             groups = shared_with(rank)
             if any(others_count[group] > own[group] for group in groups):
                 return (
-                    f"rank {rank} is in a collective of the loss or the model, which this rank has"
-                    " not come to"
+                    f"rank {rank} is in a collective of the loss or the model that this rank has"
+                    " not reached"
                 )
             if all_have_ended and any(others_count[group] < own[group] for group in groups):
                 return (
-                    f"rank {rank} does not come to a collective of the loss or the model that this"
-                    " rank has begun"
+                    f"rank {rank} will not reach a collective of the loss or the model that this"
+                    " rank has started"
                 )
         return None
 
     def count_failed_attempt(self) -> None:
-        """Note that all ranks know that this attempt has failed on one of them.
-
-        All ranks call this equally often.
-        """
+        """Note that an attempt has failed on some rank. All ranks must call this equally often."""
         self._failed_attempts += 1
 
     def _serve(self, store: Any) -> None:
         """Send this rank's tape whenever another rank asks for it, in a thread."""
-        # The store raises once it is gone, which means that the run is over.
+        # The store raises an error once it is gone, which means that the run is over.
         with contextlib.suppress(RuntimeError):
-            for number in itertools.count():
-                name = f"tape/{number}"
-                called = self._messages.called(store, name)
-                if called is None:
+            for failed_attempts in itertools.count():
+                name = f"tape/{failed_attempts}"
+                # The rank that asks sends the number of the attempt, see `_request_tapes`.
+                attempt = self._messages.called(store, name)
+                if attempt is None:
                     return
-                self._send(store, f"{name}/{self._messages.rank}", int(called))
+                self._send(store, f"{name}/{self._messages.rank}", int(attempt))
 
     def _send(self, store: Any, name: str, attempt: int) -> None:
-        """Send the tape of an attempt entry by entry until the attempt is over.
+        """Send the tape of an attempt, entry by entry, until the attempt is over.
 
         Args:
             store: The store of the process group.
             name: The prefix of the keys.
-            attempt: The number of the attempt, which this rank may not have begun yet.
+            attempt: The number of the attempt, which this rank may not have started yet.
         """
         sent = 0
         collectives: Counter[str] = Counter()
@@ -216,8 +217,8 @@ class Tape:
                 continue
             is_over = self._is_over or self._attempt > attempt
             new = self._entries[sent:]
-            # Counted after the entries are read and sent before them: a rank that has read an entry
-            # then knows all collectives that were begun before it.
+            # The count is taken after reading the entries, and sent before them. A rank that has
+            # read an entry thus knows about all collectives that were started before it.
             begun = self.collectives.begun()
             if begun != collectives:
                 store.set(f"{name}/collectives", json.dumps(begun))

@@ -1,5 +1,5 @@
-"""Tell from the stack whether the main thread waits in a collective that the script has called,
-not the guard.
+"""Tell from the stack whether the main thread is waiting in a collective of the script, as opposed
+to one of the guard.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import distributed
 
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _WRAPPER = "/torch/nn/parallel/distributed.py"
-# A rank returns from these only after all ranks have entered.
+# A rank returns from these only after all ranks have entered them.
 _SYNCHRONIZING = frozenset(
     {
         "barrier",
@@ -32,7 +32,7 @@ _SYNCHRONIZING = frozenset(
         "reduce_scatter_single",
     }
 )
-# Some ranks, such as the sender, may return from these before others have entered.
+# Some ranks, such as the sender, may return from these before others have entered them.
 _ONE_SIDED = frozenset(
     {
         "broadcast",
@@ -47,11 +47,11 @@ _ONE_SIDED = frozenset(
 
 
 class Collective(NamedTuple):
-    """A collective over all ranks in which a thread waits.
+    """A collective over all ranks in which a thread is waiting.
 
     Attributes:
         name: The name of the function that the script has called, or a description.
-        synchronizes: Whether no rank returns from it before all ranks have entered.
+        synchronizes: Whether a rank returns from it only after all ranks have entered it.
     """
 
     name: str
@@ -64,15 +64,15 @@ def collective_of_main_thread() -> Collective | None:
     frame = None if identity is None else sys._current_frames().get(identity)
     outermost = None
     while frame is not None:
-        # Collectives call each other, as `all_gather_object` calls `all_gather`. The script has
-        # called the outermost.
+        # Collectives may call each other: `all_gather_object` calls `all_gather`. The script has
+        # called the outermost one.
         outermost = _collective_of(frame) or outermost
         frame = frame.f_back
     return outermost
 
 
 def _collective_of(frame: FrameType) -> Collective | None:
-    """Return the collective over all ranks that a stack frame executes, or None."""
+    """Return the collective over all ranks that a stack frame is executing, or None."""
     name = frame.f_code.co_name
     file = frame.f_code.co_filename
     if name == "_sync_buffers" and file.endswith(_WRAPPER):
@@ -86,7 +86,7 @@ def _collective_of(frame: FrameType) -> Collective | None:
 
 
 def _is_over_all_ranks(frame: FrameType) -> bool:
-    """Return whether the argument `group` of a collective is None or holds all ranks."""
+    """Return whether the argument `group` of a collective is None or contains all ranks."""
     group = frame.f_locals.get("group")
     if group is None:
         return True

@@ -1,8 +1,8 @@
 """The loop over batches behind `Guard.batches`: when it saves, when it stops, and how it rewinds.
 
 A *boundary* is the moment at which the body of the user's loop has finished with a batch. Only then
-is everything done that belongs to the batch, including what the script does after ``step``.
-Checkpoints are saved at boundaries.
+is the work for the batch complete, including what the script does after ``step``. Checkpoints are
+saved at boundaries.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.epoch import take_unkept_loaders
 from holdfast.memory.oom import naming_lack_of_memory
 
-# A scheduler that needs a metric is reported if it has received none in this many epochs. The
-# report is made at the end of the loop, or earlier after this many steps. By default Lightning
-# evaluates after each epoch, and the Trainer after 500 steps.
+# A scheduler that needs a metric is reported if it has received none in this many epochs. That
+# happens at the end of the loop or, in a run of at least this many steps, at the end of an epoch.
+# By default Lightning evaluates after each epoch, and the Trainer every 500 steps.
 _EPOCHS_WITHOUT_METRIC = 3
 _STEPS_WITHOUT_METRIC = 1000
-# This many epochs have an event each. Of the later ones only a few have, so that these events never
-# fill the ring of the recorder.
+# Each of the first epochs is recorded as an event, up to this many. After that only a few are, so
+# that these events never fill the ring of the recorder.
 _EPOCHS_WITH_EVENTS = 100
 
 
 class Loop:
-    """Iterates over the loader of one run, and does what is due at the boundaries."""
+    """Iterates over the loader of one run; saves, reports and stops at the boundaries."""
 
     def __init__(
         self, session: Session, stop: StopRequest, saves: Saves, recovery: Recovery
@@ -50,16 +50,16 @@ class Loop:
         self._recovery = recovery
         self._state = session.state
         self._own_steps = OwnStepsRefused(session.parts, session.state, session.record.left_by)
-        # Whether a save that is due was postponed.
+        # Whether the save that is due was postponed.
         self._postponed = False
         self._reported_waiting = False
         # The number of whole epochs in this loop.
         self._epochs = 0
         self._reported_unkept = False
-        # None once such a number was reported.
+        # Finds counters that no checkpoint holds; None once one of them was reported.
         self._unkept_numbers: UnkeptNumbers | None = UnkeptNumbers(session.parts)
         self._reported_loaders = False
-        # The generator of the last loop.
+        # The generator of the most recent loop.
         self._under_way: Generator[Any] | None = None
         watch(self)
 
@@ -70,19 +70,19 @@ class Loop:
         max_steps: int | None,
         release: Callable[[End], None],
     ) -> Generator[Any]:
-        """Return the batches of a new loop, which `leave` can end."""
+        """Start a new loop, which `leave` can end, and return its batches; see `batches`."""
         self._under_way = self.batches(cursor, max_epochs, max_steps, release)
         return self._under_way
 
     def leave(self) -> None:
-        """End the last loop as ``break`` does, if it is still suspended at a batch."""
+        """End the most recent loop, as ``break`` does, if it is still suspended at a batch."""
         if self._under_way is not None:
             self._under_way.close()
 
     def end_at_exit(self) -> None:
-        """End a run that is still open when the process ends.
+        """End a run that is still open when the process exits.
 
-        Later, when Python frees the iterator, nothing can be saved any more.
+        When Python frees the iterator later, it is too late to save.
         """
         # The generator raises ValueError if a thread that has not ended is still running it.
         with contextlib.suppress(ValueError):
@@ -103,7 +103,7 @@ class Loop:
         max_steps: int | None,
         release: Callable[[End], None],
     ) -> Generator[Any]:
-        """Yield batches until a limit is reached or a stop was requested; see `Guard.batches`.
+        """Yield batches until a limit is reached or a stop is requested; see `Guard.batches`.
 
         Args:
             cursor: The position in the loader.
@@ -115,7 +115,7 @@ class Loop:
             if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
                 raise PolicyError(
                     f"{name}={limit!r}",
-                    limit="a whole number is needed",
+                    limit=f"{name} counts in whole numbers",
                     fix="pass a whole number.",
                     rule="H105",
                 )
@@ -136,7 +136,7 @@ class Loop:
         self._record.emit(begun)
         self._report_unkept(cursor)
         self._epochs = 0
-        # Loaders that were advanced before the loop do not count.
+        # Discard reports about loaders that were advanced before the loop.
         take_unkept_loaders()
         how: End = "failed"
         try:
@@ -150,7 +150,7 @@ class Loop:
             self._honour_stop()
             self._session.save()
             if self._stop.by_signal:
-                # A launcher ends all ranks when the first one exits, so they wait until the
+                # A launcher kills all ranks when the first one exits, so they wait here until the
                 # checkpoint is complete.
                 self._ranks.agree("stop", dict)
             # A request may have come during the save.
@@ -161,8 +161,8 @@ class Loop:
                 how = "stopped" if self._save_as_asked() else "left"
             raise
         except BaseException as error:
-            behind = self._ranks.leave(error)
-            self._record.left_by(behind or error)
+            cause = self._ranks.leave(error)
+            self._record.left_by(cause or error)
             directory_is_lost = isinstance(error, RunDirectoryError)
             if (
                 isinstance(error, Exception)
@@ -171,8 +171,8 @@ class Loop:
             ):
                 # The loader failed at a boundary, so the state is complete.
                 self._session.saving.save()
-            if behind is not None:
-                raise behind from error
+            if cause is not None:
+                raise cause from error
             raise
         finally:
             try:
@@ -183,17 +183,17 @@ class Loop:
                 self._record.left_by(error)
                 raise
             finally:
-                # Whatever fails, the lock is released and the signal handlers are restored.
+                # No matter what fails, release the lock and restore the signal handlers.
                 self.count_batch()
                 cursor.leave()
                 self._state.in_loop = False
                 release(how)
 
     def _save_as_asked(self) -> bool:
-        """Save in a loop that is left between two batches, if a stop was requested.
+        """Save when a loop is left early, if a stop was requested.
 
-        The request also ends a loop that follows. With several ranks nothing is saved, because the
-        other ranks may not have left their loops.
+        The request stays in force, and also ends a loop that follows. With several ranks nothing is
+        saved, because the other ranks may still be in their loops.
 
         Returns:
             Whether the state was saved.
@@ -201,7 +201,7 @@ class Loop:
         if self._stop.reason is None or self._ranks.world_size > 1:
             return False
         if not self._session.saving.may_save_more:
-            # The state is incomplete, for example after half of a step that failed.
+            # The state is incomplete, for example because a step failed partway.
             return False
         self.count_batch()
         self._record.emit(
@@ -211,7 +211,7 @@ class Loop:
         return True
 
     def _honour_stop(self) -> None:
-        """Record once that this loop ends because of a stop request, if there is one."""
+        """If a stop was requested, record once that this loop ends because of it."""
         if self._stop.reason is not None and not self._stop.honoured:
             self._stop.honoured = True
             request = run_events.StopRequested(
@@ -224,18 +224,19 @@ class Loop:
     def _epoch(
         self, cursor: Cursor, finished: Callable[[], bool], *, needs_steps: bool
     ) -> Iterator[Any]:
-        """Yield the batches of the rest of an epoch.
+        """Yield the remaining batches of an epoch.
 
-        Ends early if the loop is finished, if a signal interrupts it, or after a rollback.
+        Ends early if the loop is finished, if a signal interrupts the wait for a batch, or if the
+        run has returned to an earlier position.
         """
         place = {PLACE: [cursor.epoch, cursor.batches]}
         self._ranks.agree("epoch", lambda: place | self._session.parts.settings())
         iterator = cursor.begin(self._session.random_state)
         self._report_unkept(cursor)
         self._session.random_state = None
-        before = self._progress()
+        progress_before = self._progress()
         is_whole = cursor.batches == 0
-        steps = self._record.global_step
+        steps_before = self._record.global_step
         while True:
             try:
                 with self._stop, naming_lack_of_memory("fetching a batch"):
@@ -247,27 +248,29 @@ class Loop:
             yield batch
             self._session.check_averages()
             if self._state.phase is Phase.REWOUND:
-                # The rest of the loop body has run on the restored state.
+                # The rest of the loop body has run on the restored state, so restore that again.
                 self._recovery.go_back_again()
                 return
             cursor.advance(used=self._state.batch_is_used)
             self._state.boundary()
             self._report_unkept_loaders()
-            # A save at the last batch can wait for the end of the epoch. With several ranks, the
-            # first one has decided for all that it is due now.
+            # A save that is due at the last batch can wait for the end of the epoch. With several
+            # ranks, the first one has already taken that into account for all.
             if self._ranks.world_size > 1 or not cursor.seems_to_end:
                 self._save_if_due()
             if finished():
                 return
         if (slow := self._ranks.end_epoch()) is not None:
             self._record.emit(slow)
-        epoch = cursor.end_epoch(needs_steps=needs_steps, stepped=before != self._progress())
-        self._epochs += is_whole
+        stepped = progress_before != self._progress()
+        epoch = cursor.end_epoch(needs_steps=needs_steps, stepped=stepped)
+        if is_whole:
+            self._epochs += 1
         if cursor.epoch <= _EPOCHS_WITH_EVENTS or (is_whole and _is_power_of_two(self._epochs)):
-            made = self._record.global_step - steps if is_whole else None
+            steps_in_epoch = self._record.global_step - steps_before if is_whole else None
             ended = run_events.EpochEnded(
                 epochs=cursor.epoch,
-                steps=made,
+                steps=steps_in_epoch,
                 batches=epoch.batches,
                 batch_size=epoch.batch_size,
             )
@@ -279,44 +282,43 @@ class Loop:
             self._report_waiting_schedulers(cursor.epoch)
 
     def _report_unkept(self, cursor: Cursor) -> None:
-        """Report once why a resumed run may read other batches."""
+        """Report once if a resumed run may read different batches, and why."""
         if self._reported_unkept or cursor.unkept is None:
             return
         self._reported_unkept = True
         self._record.emit(run_events.ResumeMayDiffer(why=cursor.unkept))
 
     def _report_unkept_numbers(self) -> None:
-        """Report once that a scheduler or an optimizer counts something that it does not save."""
+        """Report once if a scheduler or an optimizer has a counter that it does not save."""
         unkept = None if self._unkept_numbers is None else self._unkept_numbers.find()
         if unkept is None:
             return
         self._unkept_numbers = None
         holder, attribute = unkept
         why = (
-            f"none for {holder}, because its attribute {attribute} changes during training and is"
-            " not in its state_dict(), so a resume starts it from the beginning. Return it from"
-            " state_dict(), and restore it in load_state_dict(state)"
+            f"none for {holder}, because its attribute {attribute} changes during training but is"
+            " not in its state_dict(), so a resume starts again from the initial value. Return it"
+            " from state_dict(), and restore it in load_state_dict(state)"
         )
         self._record.emit(run_events.ResumeMayDiffer(why=why))
 
     def _report_unkept_loaders(self) -> None:
-        """Report once that the loop advances a second loader, whose position no checkpoint holds.
+        """Report once if the loop advances a second loader whose position no checkpoint holds.
 
-        A loader that is iterated to its end in the body of the loop, as for an evaluation, does
-        not count.
+        A loader that the loop body iterates to its end, as in an evaluation, does not count.
         """
         if self._reported_loaders or not take_unkept_loaders():
             return
         self._reported_loaders = True
         why = (
-            "none for a second holdfast.DataLoader, because the loop advances it, but no checkpoint"
-            " holds its position: a resume starts it from the beginning. Pass it by name:"
-            ' Guard(..., state={"labelled": loader})'
+            "none for a second holdfast.DataLoader, because the loop advances it but no checkpoint"
+            " holds its position: after a resume it starts from the beginning. Pass it to the"
+            ' guard: Guard(..., state={"labelled": loader})'
         )
         self._record.emit(run_events.ResumeMayDiffer(why=why))
 
     def _report_waiting_schedulers(self, epochs: int) -> None:
-        """Report once which schedulers need a metric and have received none in the whole run."""
+        """Report once which schedulers need a metric but have received none in the whole run."""
         if epochs < _EPOCHS_WITHOUT_METRIC or self._session.validated or self._reported_waiting:
             return
         waiting = self._session.schedules.without_metric()
@@ -347,7 +349,7 @@ class Loop:
             elif not self._postponed:
                 self._record.emit(
                     run_events.SavePostponed(
-                        why="loss or gradient norm stand out; until that is settled"
+                        why="loss or gradient norm stand out, and saving waits for them to settle"
                     )
                 )
                 self._postponed = True
@@ -357,22 +359,22 @@ class Loop:
     def _progress(self) -> tuple[int, int]:
         """Return two numbers that change with every step.
 
-        The global step will not do, since a rollback may return it to an earlier value.
+        The global step is not suitable, since a rollback may reset it to an earlier value.
         """
         counters = self._session.counters
         return counters.steps, counters.skipped_steps
 
     def count_batch(self) -> None:
-        """Count the batch that the loop body is using as trained, if a step was made with it."""
+        """Count the batch that the loop body is using as trained, if a step was run with it."""
         if self._state.batch_is_used:
             if self._session.cursor is not None:
                 self._session.cursor.advance(used=True)
             self._state.boundary()
 
     def boundary_outside(self) -> None:
-        """Save if that is due, when the script does not iterate `Guard.batches`.
+        """Save if a save is due, in a script that does not iterate `Guard.batches`.
 
-        Called at the beginning of a step, when the step before it is over.
+        Called at the beginning of a step, when the previous one is complete.
         """
         self._state.boundary()
         self._save_if_due()

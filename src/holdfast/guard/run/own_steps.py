@@ -1,8 +1,8 @@
 """Refuse optimizer steps that a loop over `Guard.batches` makes itself instead of through
 `Guard.step`.
 
-Such a step changes the weights, but the guard does not count it: no checkpoint would be due, and a
-run that was killed would begin again at step 0.
+Such a step changes the weights, but the guard does not count it: no save would ever be due, and a
+run that was killed would start again from step 0.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from holdfast.core.errors import BatchError
 from holdfast.guard.parts import Parts
 from holdfast.guard.phase import Phase, RunState
 
-# The phases in which `guard.step` runs, whose optimizers may be wrappers that step another
-# optimizer.
+# The phases in which `Guard.step` runs. Its optimizers may be wrappers that step another optimizer.
 _PHASES_OF_A_GUARDED_STEP = (Phase.IN_STEP, Phase.COMMITTING, Phase.ROLLING_BACK)
 
 # The states of all guards in this process: a loop that was never closed must not refuse the steps
@@ -51,8 +50,8 @@ class OwnStepsRefused:
 
     def __enter__(self) -> None:
         self._parameters = {id(parameter) for _, parameter in self._parts.named_parameters()}
-        # torch keeps the hook until it is removed. A strong reference in it would keep an abandoned
-        # run alive.
+        # torch keeps the hook until it is removed, so a strong reference in it would keep an
+        # abandoned run alive.
         reference = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -99,15 +98,17 @@ class OwnStepsRefused:
 
 
 def _unguarded_step(optimizer: Optimizer, name: str | None) -> BatchError:
-    """Return H212 about a step of an optimizer.
+    """Return H212 for an optimizer that was stepped outside of `Guard.step`.
 
-    Its name in the guard is None if the guard does not hold it.
+    Args:
+        optimizer: The optimizer.
+        name: Its name in the guard, or None if the guard does not hold it.
     """
     if name is None:
         subject = f"a {type(optimizer).__name__} that the guard does not hold"
         fix = (
-            "give it to the Guard (optimizer=...) and replace zero_grad, backward and step with "
-            "guard.step(batch, loss_fn), which makes the step."
+            "pass it to Guard (optimizer=...) and replace zero_grad, backward and step with "
+            "guard.step(batch, loss_fn)."
         )
     else:
         subject = f"optimizer {name!r}"
@@ -117,8 +118,8 @@ def _unguarded_step(optimizer: Optimizer, name: str | None) -> BatchError:
             f" optimizer={name!r})."
         )
     return BatchError(
-        f"{subject} was stepped by the loop itself, outside of guard.step",
-        limit="the guard does not count such steps, so no checkpoint would hold them",
+        f"the loop itself stepped {subject}, outside of guard.step",
+        limit="the guard does not see such steps, so no checkpoint would include them",
         fix=fix,
         rule="H212",
     )

@@ -1,7 +1,7 @@
 """The session of a run in one process: from opening its directory to closing it.
 
-It knows what belongs to the state of a run, and restores that state from checkpoints and from
-copies in host memory. When and how checkpoints are written is in ``saving``.
+It defines what belongs to the state of a run, and restores that state from checkpoints and from
+snapshots in host memory. When and how checkpoints are written is in ``saving``.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ from holdfast.numerics.spikes import SpikeDetector
 from holdfast.recorder.run_files import announce_recording, guarded
 from holdfast.recorder.scalars import CheckedScalars, outlets
 
-# Created once, since `log` is called in every step.
+# Created once, since `log` may be called in every step.
 _OPEN = contextlib.nullcontext()
-# The most names in one event.
+# The maximum number of names in one event.
 _MOST_NAMES = 10
 _CHANGED = (
-    "the weights, buffers or moments were changed without a step, so they are not those of the"
-    " training"
+    "the weights, buffers or moments were changed without a step, so they are not those that"
+    " training produced"
 )
 
 
@@ -99,15 +99,14 @@ class Session:
         self.schedules = schedules
         self.record = record = engine.record
         self.ranks = ranks = engine.ranks
-        # The state that differs between ranks, as the next checkpoint will hold it; None with one
-        # rank.
+        # The state of each rank that the next checkpoint will hold; None with a single rank.
         self._of_ranks: dict[str, Any] | None = None
         self.parts = parts = engine.parts
         self.policy = policy = engine.policy
         self.ladder = engine.ladder
         self.state = engine.state
         self._store = Store(directory.checkpoints)
-        # The id of the newest checkpoint when this object closed the directory.
+        # The id of the newest checkpoint when this session last closed the directory.
         self._newest_id: int | None = None
         self.saving = Saving(
             directory=directory,
@@ -132,14 +131,15 @@ class Session:
         self._settings = parts.settings()
         # The number of parameter groups; None once a change was reported.
         self._groups: int | None = len(parts.rates())
-        # Optimizers whose state has not been checked since their first step, which creates most of
-        # it.
+        # Optimizers that have not been stepped yet. Their state is checked after the first step,
+        # which creates most of it.
         self._new_state = set(parts.optimizers)
-        # The newest step that a rollback has shown to be older than the trouble.
+        # The step of a state to which the run has rolled back, and which predates the cause of the
+        # rollback. No rollback has to go further back than this.
         self._known_good = -1
         # The random state of a resumed run, until its loader is started.
         self.random_state: RandomState | None = None
-        # A position, and the random state that belongs to it whatever the script draws there.
+        # A position, and the random state to save with it instead of the current one.
         self._drawn_at: tuple[tuple[int, int], RandomState] | None = None
 
     @property
@@ -149,7 +149,7 @@ class Session:
 
     def open(self) -> None:
         """Lock the directory and continue the recording."""
-        # An abandoned guard of this process holds the lock until its last save is written.
+        # An abandoned guard in this process holds the lock until its last save is written.
         wait_for_jobs(self._directory.path)
         self._directory.acquire()
         try:
@@ -171,7 +171,7 @@ class Session:
             guarded[id(optimizer)] = (name, weakref.ref(self.record))
 
     def _describe(self) -> None:
-        """Record the settings of the run, such as optimizers and the policy's changed fields."""
+        """Record the settings of the run: optimizers, batch size, and non-default policy fields."""
         settings: dict[str, Any] = {}
         for field in fields(self.policy):
             value = getattr(self.policy, field.name)
@@ -195,45 +195,50 @@ class Session:
         """Raise H105 while averaged weights are in the models.
 
         Args:
-            there: Raise it too if the guard has no averages.
+            there: Whether to raise it also if the guard has no averages.
         """
         if self.state.averaged or (there and not self.parts.averages):
-            inside = (
-                "a step, a checkpoint or the next batch was asked for inside of guard.averaged()"
-            )
+            problem = "guard.averaged() without an average"
+            if self.state.averaged:
+                problem = "a step, a save or the next batch was requested inside guard.averaged()"
             raise PolicyError(
-                inside if self.state.averaged else "guard.averaged() without an average",
-                limit="it has the weights of Guard(averaged=...) in the model, for evaluation only",
+                problem,
+                limit=(
+                    "inside this context the model holds the weights of Guard(averaged=...), for"
+                    " evaluation only"
+                ),
                 fix=(
-                    "give an average; evaluate inside, and call guard.validated(...) and"
-                    " guard.step(...) after it."
+                    "pass averaged= to Guard; evaluate inside the context, and call"
+                    " guard.validated(...) and guard.step(...) after it."
                 ),
                 rule="H105",
             )
 
     def _check_not_continued(self) -> None:
+        """Raise H306 if another process has saved since this session closed the directory."""
         if self._newest_id is not None and self._store.next_save_id() - 1 != self._newest_id:
             raise RunDirectoryError(
-                f"run directory {self._directory.path} was continued by another process",
-                limit="the state in this process is not its newest any more",
-                fix="make a new Guard: it continues from the newest checkpoint.",
+                f"another process has continued the run in {self._directory.path}",
+                limit="the state in this process is no longer the newest",
+                fix="create a new Guard: it resumes from the newest checkpoint.",
                 rule="H306",
             )
 
     def close(self, how: End | None = None) -> None:
-        """Finish the save that is being written, end the recording, and unlock the directory.
+        """Wait for the save that is being written, end the recording, and unlock the directory.
 
         Args:
             how: How the run ended, as for `RunRecord.close`.
         """
         try:
             self.saving.finish()
-            # The script may repair the state before it opens the run again.
+            # A refusal concerns only the state of now, which the script may repair before it opens
+            # the run again.
             self.saving.take_refusal()
             if self.is_open:
                 note_last_step(self._directory.run_id, self.record.global_step)
                 self._newest_id = None
-                # If the checkpoints cannot be read, `report_loss` reports what that loses.
+                # If the checkpoints cannot be read, `report_loss` reports what is lost.
                 with contextlib.suppress(CheckpointError):
                     self._newest_id = (
                         self._store.next_save_id() - 1 if self.ranks.rank == 0 else None
@@ -252,10 +257,10 @@ class Session:
             self._directory.release()
 
     def recording(self, *, events: bool = True) -> AbstractContextManager[None]:
-        """Return a context in which events can be recorded, also after the end of the run.
+        """Return a context in which events can be recorded, even after the end of the run.
 
         Args:
-            events: Whether events will be recorded, and not only numbers.
+            events: Whether events will be recorded; False if only numbers will be.
 
         Raises:
             RunDirectoryError: H301 on entering, if another run has locked the directory.
@@ -264,20 +269,21 @@ class Session:
 
     @contextlib.contextmanager
     def _after_the_loop(self, *, events: bool) -> Iterator[None]:
-        """Open the record after the end of the run, and record the same ending again."""
+        """Open the record of a run that has ended; close it with the same ending afterwards."""
+        ending = self.record.ended
         with contextlib.ExitStack() as stack:
             self._directory.acquire()
             stack.callback(self._directory.release)
-            stack.callback(self.record.close, how := self.record.ended)
-            if events and how != "failed":
+            stack.callback(self.record.close, ending)
+            if events and ending != "failed":
                 self.record.open()
             yield
 
-    def log(self, found: CheckedScalars, step: int | None = None) -> None:
+    def log(self, scalars: CheckedScalars, step: int | None = None) -> None:
         """Record numbers.
 
         Args:
-            found: The numbers by name.
+            scalars: The numbers by name.
             step: The step that they belong to; None for the current one.
 
         Raises:
@@ -286,12 +292,14 @@ class Session:
         with self.recording(events=False):
             epoch = None if self.cursor is None else self.cursor.epoch
             self.record.scalars.write(
-                found, self.record.global_step if step is None else step, epoch
+                scalars, self.record.global_step if step is None else step, epoch
             )
 
     def statistics(self) -> Statistics:
-        """Return a snapshot of the run's totals. With fp16 this waits for the device once."""
-        counters, saving, plan = self.counters, self.saving.collected(), self.ladder.plan
+        """Return the run's current totals. With fp16 this synchronizes with the device once."""
+        counters = self.counters
+        saving = self.saving.collected()
+        plan = self.ladder.plan
         return Statistics(
             global_step=self.record.global_step,
             epoch=0 if self.cursor is None else self.cursor.epoch,
@@ -311,14 +319,14 @@ class Session:
 
     @property
     def is_calm(self) -> bool:
-        """Return whether no spike is suspected; a save waits until a suspicion is settled."""
+        """Return whether no spike is suspected. While one is, saves are postponed."""
         return self.policy.spike_action == "off" or self.spikes.is_calm()
 
     def check_new_state(self, names: Sequence[str]) -> None:
-        """Raise H310 or H105 after the first step of an optimizer if no checkpoint can hold its
-        state.
+        """Raise H310 or H105 if no checkpoint can hold the state of an optimizer.
 
-        Otherwise each save would fail, and the whole run would be lost.
+        Called after each step; only the first step of an optimizer is checked. Without this, every
+        save would fail, and the whole run would be lost.
         """
         if self._new_state:
             new = self._new_state.intersection(names)
@@ -327,14 +335,14 @@ class Session:
                 check_saveable(self.parts, new)
 
     def save_first(self) -> None:
-        """Save a checkpoint to return to before the first step."""
+        """Save a checkpoint before the first step, so that there is a state to roll back to."""
         self._hear_ranks()
         self.saving.save_first()
 
     def save(self) -> None:
         """Save a checkpoint of the current state and wait until it is written.
 
-        Nothing is saved while the state is incomplete, such as after half of a step.
+        Nothing is saved while the state is incomplete, for example after a step failed partway.
         """
         self._hear_ranks()
         self.saving.save()
@@ -343,18 +351,18 @@ class Session:
         """Return the checkpoint of the current state; it is saved now if the run is open.
 
         Args:
-            and_then: Called with the checkpoint, on the rank that chooses for all. If it raises an
-                OSError, that is recorded, and the checkpoint counts as missing.
+            and_then: Called with the checkpoint, on the first rank. If it raises an OSError, that
+                is recorded, and None is returned.
 
         Returns:
-            The checkpoint, or None if there is none of this state.
+            The checkpoint, or None if there is none of the current state.
         """
         if self.ranks.has_parted:
             return None
         if self.is_open:
             self.save()
 
-        def found() -> Entry | None:
+        def newest_if_current() -> Entry | None:
             entry = self.saving.saved_as
             if entry is None or self.saving.has_unsaved:
                 return None
@@ -367,10 +375,10 @@ class Session:
                 return None
             return entry
 
-        return self._chosen(found)
+        return self._chosen(newest_if_current)
 
     def save_when_due(self) -> None:
-        """Begin to save the current state in the background."""
+        """Start saving the current state in the background."""
         self.saving.save_when_due(busy=self._hear_ranks())
 
     def _hear_ranks(self) -> bool:
@@ -379,10 +387,13 @@ class Session:
         Returns:
             Whether a rank is still writing the previous checkpoint.
         """
-        self._of_ranks = found = self.states_of_ranks()
-        each_rank = [] if found is None else found["each"]
-        busy = [rank.pop("busy") for rank in each_rank]
-        forms = {rank.pop("form_of_optimizers") for rank in each_rank}
+        self._of_ranks = self.states_of_ranks()
+        if self._of_ranks is None:
+            return False
+        states = self._of_ranks["each"]
+        # These two are exchanged on this occasion, but are not part of the checkpoint.
+        busy = [state.pop("busy") for state in states]
+        forms = {state.pop("form_of_optimizers") for state in states}
         if len(forms) > 1:
             self._check_state_is_alike()
         return any(busy)
@@ -390,7 +401,7 @@ class Session:
     def _check_state_is_alike(self) -> None:
         """Raise H108 on all ranks if their optimizers hold different tensors.
 
-        One rank saves the state of the optimizers for all.
+        The first rank saves the state of the optimizers for all.
         """
         optimizers = self.parts.optimizers.items()
         forms = {
@@ -405,7 +416,7 @@ class Session:
             ) from None
 
     def own_state(self) -> dict[str, Any]:
-        """Return what may differ between ranks."""
+        """Return the state of this rank that may differ between ranks."""
         return {
             "random_state": self._random_state().to_tree(),
             "position": None if self.cursor is None else self.cursor.state_dict(),
@@ -417,15 +428,15 @@ class Session:
         }
 
     def states_of_ranks(self) -> dict[str, Any] | None:
-        """Return what a checkpoint holds of each of several ranks, see `Ranks.states`."""
+        """Return the state that a checkpoint holds for each rank; see `Ranks.states`."""
         return self.ranks.states(
             self.own_state, self._own_trees, self._engine.buffers.constant, self._unsaved_buffers
         )
 
     def _unsaved_buffers(self) -> list[str]:
-        """Return the names of changing buffers with ``persistent=False``.
+        """Return the names of mutable buffers with ``persistent=False``.
 
-        No ``state_dict`` holds these.
+        These are in no ``state_dict``.
         """
         changing = self._engine.buffers.now()
         return [
@@ -441,7 +452,11 @@ class Session:
         return {"buffers": self._own_tensors(), "states": self._own_states()}
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that are not broadcast, and frozen weights that a wrapper ignores."""
+        """Return by name the buffers and frozen weights that the ranks do not share.
+
+        These are buffers that are not broadcast, frozen weights that the wrapper ignores, and the
+        buffers of averages.
+        """
         keeper, parts = self._engine.buffers, self.parts
         buffers = keeper.now() | keeper.constant()
         own = {name: buffer for name, buffer in buffers.items() if self.ranks.keeps_apart(name)}
@@ -462,9 +477,9 @@ class Session:
         return {name: tensor.detach() for name, tensor in own.items()}
 
     def _own_states(self) -> dict[str, Any]:
-        """Return the state of the ``state=`` objects, without averages.
+        """Return the state of the ``state=`` objects.
 
-        The weights of an average are equal on all ranks.
+        Averages are left out, since their weights are equal on all ranks.
         """
         averages = {id(average) for average in self.parts.averages.values()}
         own = {}
@@ -484,23 +499,24 @@ class Session:
         return own
 
     def _random_state(self) -> RandomState:
+        """Return the random state to save with the current position."""
         if self._drawn_at is not None and self._drawn_at[0] == self._position():
             return self._drawn_at[1]
         return capture(self.parts.devices()) if self.cursor is None else self.cursor.random_state()
 
     def save_the_rest(self, open_again: Callable[[], None]) -> None:
-        """Save what is in no checkpoint when a run is closed: steps, or changes without a step.
+        """Save what no checkpoint holds when a run is closed: steps, or changes without a step.
 
-        Weights or moments that were changed without a step never replace those of the training:
-        the script may have put an average in their place, cast them for an export, or collected
-        statistics of other data.
+        If the script has changed weights or moments without a step, they are not saved: it may have
+        put an average in their place, cast them for an export, or collected statistics on other
+        data.
 
         Args:
             open_again: Opens the run directory if it is closed.
         """
         self.saving.finish()
         if self.ranks.has_parted:
-            # The other ranks' shards of the state cannot be collected any more.
+            # The other ranks' shards of the state can no longer be collected.
             return
         self._hear_ranks()
         try:
@@ -526,9 +542,9 @@ class Session:
         self.saving.save_again()
 
     def _saved_without_changes(self) -> Entry | None:
-        """Return the checkpoint of this position, if state has changed since without a step.
+        """Return the checkpoint of this position, if state has changed since then without a step.
 
-        None if nothing has changed, or the checkpoint must not be replaced.
+        None if nothing has changed, or if the checkpoint must not be replaced.
         """
         entry = self.saving.saved_as
         if (
@@ -536,7 +552,8 @@ class Session:
             or not self.saving.may_save_more
             or (self.cursor is not None and self.cursor.left_in_batch)
         ):
-            # The loop was left in the middle of a batch, which is no position to resume from.
+            # Nothing may be saved now. For example, the loop was left in the middle of a batch,
+            # which is not a position to resume from.
             return None
         if [newest.save_id for newest in self._store.entries()[:1]] != [entry.save_id]:
             # Another process has continued the run.
@@ -544,10 +561,10 @@ class Session:
         return entry if changes_without_a_step(self.parts, entry) else None
 
     def _keep_random_state_of(self, entry: Entry) -> None:
-        """Save this position with the random state of an earlier checkpoint of it.
+        """Make the next save of this position use the random state of its current checkpoint.
 
         Random numbers that the script draws in the middle of an epoch, or before the loop, are not
-        part of the training.
+        part of training.
         """
         if self.cursor is not None and (self.cursor.batches or self.random_state is not None):
             training = read_components(entry, ["training"])["training"]
@@ -555,7 +572,7 @@ class Session:
             self._drawn_at = (self._position(), random_state)
 
     def keep_snapshot(self) -> None:
-        """Copy the state to host memory, if a copy is due and the state is complete and good."""
+        """Take a snapshot in host memory, if one is due and the state is complete and finite."""
         step = self.record.global_step
         if not (self.snapshots.is_due(step) and self.state.may_be_saved and self.is_calm):
             return
@@ -568,10 +585,12 @@ class Session:
             self.record.emit(run_events.SnapshotFailed(error=describe_error(error)))
 
     def _good_state(self) -> dict[str, Any] | None:
+        """Return the state by component, or None if it holds NaN or Inf."""
         bad, _ = nonfinite_tensors(self.must_be_finite())
         return None if bad else gather(self.parts, self.training_state())
 
     def _spare_memory(self) -> None:
+        """Free the host memory of snapshots and of buffers for saving."""
         self.snapshots.give_up()
         self.saving.give_up_buffers()
 
@@ -583,7 +602,7 @@ class Session:
         return self.record.global_step, 0 if self.cursor is None else self.cursor.trained
 
     def must_be_finite(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors in which a good state has neither NaN nor Inf, with their names."""
+        """Yield the tensors that must hold no NaN or Inf in a state to save, with their names."""
         names: dict[int, str] = {}
         parameter: torch.Tensor
         for name, parameter in self.parts.named_parameters():
@@ -596,16 +615,15 @@ class Session:
         yield from self._engine.buffers.running_statistics()
 
     def training_state(self) -> dict[str, Any]:
-        """Return the guard's own state, which a checkpoint holds beside that of the parts."""
-        if self._groups is not None and self._groups != len(self.parts.rates()):
-            self._groups = None
-            self.record.emit(run_events.GroupsChanged())
-        cursor = self.cursor
-        of_ranks = {} if self._of_ranks is None else {"ranks": self._of_ranks}
-        return of_ranks | {
+        """Return the guard's own state, which a checkpoint holds in its component "training"."""
+        self._report_changed_groups()
+        state: dict[str, Any] = {}
+        if self._of_ranks is not None:
+            state["ranks"] = self._of_ranks
+        return state | {
             "global_step": self.record.global_step,
             "counters": asdict(self.counters),
-            "position": None if cursor is None else cursor.state_dict(),
+            "position": None if self.cursor is None else self.cursor.state_dict(),
             "random_state": self._random_state().to_tree(),
             "ladder": self.ladder.state_dict(),
             "loss_scale": self._engine.loss_scale.state_dict(),
@@ -619,10 +637,16 @@ class Session:
             "schedules": self.schedules.state_dict(),
         }
 
+    def _report_changed_groups(self) -> None:
+        """Report once that an optimizer has a different number of parameter groups than before."""
+        if self._groups is not None and self._groups != len(self.parts.rates()):
+            self._groups = None
+            self.record.emit(run_events.GroupsChanged())
+
     # --- restore
 
     def resume(self) -> Path | None:
-        """Continue from the newest good checkpoint.
+        """Restore the newest checkpoint that can be verified.
 
         Returns:
             The directory of the checkpoint, or None at the start of a run.
@@ -632,7 +656,7 @@ class Session:
         if entry is None:
             self._directory.check_not_lost()
             return None
-        # All digests match, so an error from here on is not a sign of damage, and the checkpoint
+        # All digests match, so an error from here on does not indicate damage, and the checkpoint
         # must not be moved aside.
         training = self._restore(entry)
         with reading(entry.path):
@@ -642,7 +666,7 @@ class Session:
                 for stall, whole in training["save_costs"]
             ]
             self._directory.note_resumed_from(training["run"])
-        # Outside of `reading`, since this runs the loader's own code, whose errors are not damage.
+        # This is outside of `reading`, since an error in the loader's own code is not damage.
         self._go_to_position_of(training)
         with reading(entry.path):
             restore(RandomState.from_tree(training["random_state"]))
@@ -656,7 +680,7 @@ class Session:
         return entry.path
 
     def _report_lost_state_of_ranks(self, training: Mapping[str, Any]) -> None:
-        """Record the state of single ranks in a checkpoint that this resume cannot restore."""
+        """Record which state of the individual ranks this resume cannot restore."""
         of_ranks = (training.get("ranks") or {"each": []})["each"]
         names = dict.fromkeys(
             name
@@ -679,14 +703,14 @@ class Session:
                 run_events.PositionNotKept(
                     why=(
                         f"the ranks were at batches {', '.join(map(str, batches))} when this"
-                        " checkpoint was written, because one of them had skipped a batch. All"
-                        " ranks continue at the position of rank 0"
+                        " checkpoint was written, because one of them had skipped a batch; all of"
+                        " them continue at the position of rank 0"
                     )
                 )
             )
 
     def report_steps_left_behind(self) -> None:
-        """Report if an earlier guard of this process had reached a later step of the run."""
+        """Report it if an earlier guard in this process had reached a later step of the run."""
         forget_left_steps(self._directory.path)
         previous_step = last_step(self._directory.run_id)
         if previous_step > self.record.global_step:
@@ -707,15 +731,20 @@ class Session:
         return {**facts, **self.parts.settings()}
 
     def _compare_settings(self, begun_with: dict[str, Any]) -> None:
-        given, self._settings = self._settings, begun_with
-        names = [
-            name for name, value in begun_with.items() if name in given and given[name] != value
+        """Report settings of the script that the checkpoint has overridden.
+
+        Args:
+            begun_with: The settings that the run began with.
+        """
+        own_settings = self._settings
+        self._settings = begun_with
+        changed = [
+            f"{name}: {value!r} stays, not {own_settings[name]!r}"
+            for name, value in begun_with.items()
+            if name in own_settings and own_settings[name] != value
         ]
-        if names:
-            changed = tuple(
-                f"{name}: {begun_with[name]!r} stays, not {given[name]!r}" for name in names[:10]
-            )
-            self.record.emit(run_events.SettingsKept(changed=changed))
+        if changed:
+            self.record.emit(run_events.SettingsKept(changed=tuple(changed[:_MOST_NAMES])))
 
     def go_on_from(self, training: Mapping[str, Any]) -> None:
         """Restore the counters and the detectors of the process that saved this state."""
@@ -730,18 +759,20 @@ class Session:
     def roll_back(
         self, *, rewind_data: bool, before_step: int | None = None, trusted: bool = False
     ) -> dict[str, Any] | None:
-        """Return to the newest good state: a copy in host memory, or else a checkpoint.
+        """Return to the newest good state: a snapshot in host memory, or otherwise a checkpoint.
 
         Args:
-            rewind_data: Whether the loader also returns to the position of that state.
-            before_step: Only states of at most this step; None for the newest.
-            trusted: Whether the state is known to be older than the trouble.
+            rewind_data: Whether the loader also returns to the position of that state. Only
+                checkpoints are used then.
+            before_step: Use only states taken at or before this step; None for the newest.
+            trusted: Whether states that old are known to predate the cause of the rollback.
 
         Returns:
             The guard's own part of that state, or None if there is no state to return to.
         """
         self.saving.finish()
-        kept, entry = None, None
+        kept = None
+        entry = None
         if before_step is not None:
             before_step = max(before_step, self._known_good)
         if not rewind_data:
@@ -753,7 +784,7 @@ class Session:
         if kept is None and entry is None:
             return None
         try:
-            # If reading fails half-way, the state is incomplete and must not be saved.
+            # If reading fails partway, the state is inconsistent and must not be saved.
             with self.state.rolling_back():
                 training = self._load_earlier(kept, entry)
                 if rewind_data:
@@ -762,22 +793,24 @@ class Session:
             self.record.emit(run_events.RollbackFailed(error=describe_error(error)))
             raise
         if kept is not None and not trusted:
-            # If this copy leads to the same trouble, the next rollback takes an older one.
+            # If the run fails again after this, the next rollback uses an older snapshot.
             self.snapshots.distrust(kept)
         self.saving.returned(to_checkpoint=kept is None)
         self.snapshots.returned_to(self.record.global_step)
         if trusted:
-            # All earlier states are good too.
+            # Earlier states are good as well, so no rollback needs to go further back.
             self._known_good = self.record.global_step
         return training
 
     def _load_earlier(self, kept: Kept | None, entry: Entry | None) -> dict[str, Any]:
+        """Load a snapshot or a checkpoint, and return the guard's own part of it."""
         if kept is not None:
             return self._put_back(copied_to_host(kept.trees))
         assert entry is not None
         return self._restore(entry, in_place=True)
 
     def _go_to_position_of(self, training: Mapping[str, Any]) -> None:
+        """Move the cursor to a saved position, and keep its random state for when a loop starts."""
         if self.cursor is not None and training["position"] is not None:
             self.cursor.load_state_dict(training["position"])
             self.cursor.compare_ranks(ranks_in(training), self.ranks.world_size)
@@ -787,7 +820,7 @@ class Session:
         """Return the newest checkpoint that can be verified; damaged ones are moved aside.
 
         Args:
-            before_step: Only checkpoints of at most this step; None for all.
+            before_step: Consider only checkpoints saved at or before this step; None for all.
         """
 
         def on_damaged(path: Path, why: str) -> None:
@@ -796,7 +829,7 @@ class Session:
         return self._chosen(lambda: self._store.newest_good(on_damaged, before_step=before_step))
 
     def _chosen(self, choose: Callable[[], Entry | None]) -> Entry | None:
-        """Return on all ranks the checkpoint that the first rank chooses."""
+        """Choose a checkpoint on the first rank, and return it on all ranks."""
         return self.ranks.chosen(
             choose,
             lambda entry: entry.path.name,
@@ -811,9 +844,10 @@ class Session:
             in_place: Whether to overwrite the tensors while they are read, which needs no
                 additional memory.
         """
-        into = live_tensors(self.parts) if in_place else {}
+        targets = live_tensors(self.parts) if in_place else {}
+        # With a sharded model, this rank reads only its own rows.
         shares = {} if self.ranks.shares is None else {"share_of": self.ranks.shares(self.parts)}
-        trees = read_components(entry, component_names(self.parts), into, **shares)
+        trees = read_components(entry, component_names(self.parts), targets, **shares)
         live = states_now(self.parts)
         with reading(entry.path):
             check_fits(trees, live, self.parts, f"checkpoint {entry.path.name}")
@@ -821,17 +855,25 @@ class Session:
         return self._put_back(trees)
 
     def _put_back(self, trees: dict[str, Any]) -> dict[str, Any]:
+        """Load a saved state into the objects of the run.
+
+        Args:
+            trees: The state by component, as `gather` returns it.
+
+        Returns:
+            The guard's own part of the state, as it applies to this rank.
+        """
         training = self._of_this_rank(trees["training"])
-        load(
-            trees | {f"state.{name}": tree for name, tree in training.get("states", {}).items()},
-            self.parts,
-        )
+        # The `state=` objects that differed between ranks are saved separately for each rank.
+        states_of_rank = training.get("states", {})
+        own_states = {f"state.{name}": tree for name, tree in states_of_rank.items()}
+        load({**trees, **own_states}, self.parts)
         self.load_own_tensors(training)
         self._engine.loss_scale.load_state_dict(training["loss_scale"])
         self._engine.state_was_replaced()
         self.record.global_step = training["global_step"]
-        # Checkpoints of earlier versions hold no counts. Then every step of the run counts for each
-        # schedule.
+        # Checkpoints of earlier versions hold no counts. In that case, each schedule has counted
+        # every step of the run.
         self.schedules.load_state_dict(
             training.get("schedules", {}), default=training["global_step"]
         )
@@ -841,18 +883,21 @@ class Session:
         """Restore the buffers and frozen weights that this rank does not share with others."""
         saved = training.get("buffers", {})
         self._engine.buffers.load(saved)
-        for name, tensor in self._own_tensors().items() if saved else ():
+        if not saved:
+            return
+        for name, tensor in self._own_tensors().items():
             if name in saved:
                 tensor.copy_(saved[name])
 
     def _of_this_rank(self, training: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the guard's own state with the entries that differ between ranks for this rank."""
         return {**training, **self.ranks.own_state(training)}
 
 
 def ranks_in(training: Mapping[str, Any]) -> int:
     """Return the number of ranks that wrote a checkpoint.
 
-    A run with one rank saves no state by rank.
+    A checkpoint without per-rank state was written by a single rank.
     """
     of_ranks = training.get("ranks")
     return 1 if of_ranks is None else len(of_ranks["each"])
@@ -862,8 +907,8 @@ def check_own(training: Mapping[str, Any]) -> None:
     """Check the guard's own state in a checkpoint.
 
     Raises:
-        TypeError, LookupError or ValueError: If no guard has written it; `reading` reports these
-            errors as damage.
+        TypeError, LookupError or ValueError: If it does not have the form that a guard writes.
+            `reading` reports these errors as damage.
     """
     check_count(training["global_step"])
     RandomState.from_tree(training["random_state"])

@@ -1,7 +1,8 @@
-"""`Guard.step`: the engine makes a step, and what belongs to the run around it happens here.
+"""What surrounds a step of the engine in `Guard.step`: counting, recording and recovery.
 
-`Steps` counts and records a step. `Recovery` decides what follows a step that was refused or failed
-half-way: skip its batch, return to an earlier state, or stop.
+`Steps` runs a step with the engine, counts it and records it. `Recovery` decides what follows a
+step that was refused (NaN or Inf, a loss spike) or in which an optimizer failed: skip the batch,
+return to an earlier state, or stop.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from holdfast.numerics.decisions import (
 from holdfast.numerics.spikes import GOOD_AFTER, Level
 from holdfast.recorder.black_box import StepMark
 
-# A divergence is over after this many further steps. PaLM (2022) restarted about 100 steps before a
-# spike and skipped 200 to 500 batches.
+# A divergence counts as overcome after this many further steps. PaLM (2022) restarted about 100
+# steps before a spike and skipped 200 to 500 batches.
 _BEYOND_SPIKES = 100
 
 
 class Recovery:
-    """Decides what follows a step that went wrong, and carries it out."""
+    """Decides what follows a failed step, and carries out the decision."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -64,7 +65,9 @@ class Recovery:
         Returns:
             Why it must not be committed, or None if it may.
         """
-        policy, counters, spikes = self._policy, self._session.counters, self._session.spikes
+        policy = self._policy
+        counters = self._session.counters
+        spikes = self._session.spikes
         if policy.spike_action == "off":
             return None
         facts = attempt.facts
@@ -74,7 +77,7 @@ class Recovery:
         reason = f"loss {facts.loss:g} and gradient norm {facts.total:g} stand out"
         if level is Level.DIVERGED:
             reason = (
-                f"the loss has run away and stays there ({facts.loss:g}; gradient norm"
+                f"the loss has run away and does not recover ({facts.loss:g}; gradient norm"
                 f" {facts.total:g})"
             )
         decision = decide_after_spike(
@@ -112,17 +115,15 @@ class Recovery:
         reason = describe_nonfinite(loss, outcome.culprits, outcome.culprit_count)
         if outcome.provenance is not None:
             if not math.isfinite(loss):
-                # A NaN in the loss makes all gradients NaN, so naming parameters says nothing.
+                # A NaN in the loss makes all gradients NaN, so names of parameters do not help.
                 reason = describe_nonfinite(loss, [], 0)
-            reason = (
-                f"{reason};"
-                f" {self.report_origin(outcome.provenance, self._dataset_indices(outcome, batch))}"
-            )
+            indices = self._dataset_indices(outcome, batch)
+            reason += f"; {self.report_origin(outcome.provenance, indices)}"
         if outcome.loss_scale is not None:
             collapsed = outcome.loss_scale < 1.0
             kind = run_events.LossScaleCollapsed if collapsed else run_events.LossScaleLowered
             self._record.emit(kind(loss_scale=outcome.loss_scale, reason=reason))
-            # fp16 training finds its loss scale by trial, so this is not a sign of trouble.
+            # fp16 training finds its loss scale by trial and error, so this is not a failure.
             if not collapsed:
                 return f"{reason}; fp16 loss scale lowered to {outcome.loss_scale:g}"
         counters.nonfinite_in_a_row += 1
@@ -136,6 +137,17 @@ class Recovery:
         return self._carry_out(decision, reason, NonFiniteError)
 
     def _carry_out(self, decision: Decision, reason: str, error: type[HoldfastError]) -> str:
+        """Roll back, skip the batch, or raise an error, as decided.
+
+        Args:
+            decision: The decision.
+            reason: Why the step was refused.
+            error: The kind of error to raise: `DivergenceError` after a spike, else
+                `NonFiniteError`.
+
+        Returns:
+            Why the step was refused and what was done.
+        """
         counters = self._session.counters
         self._record.emit(self._placed(decision, error))
         if isinstance(decision, RollBack):
@@ -143,16 +155,17 @@ class Recovery:
                 return f"{reason}; rolled back to step {self._record.global_step}"
             if error is DivergenceError:
                 decision = SkipStep(
-                    reason=f"{reason}; nothing to return to", promise="changes training"
+                    reason=f"{reason}; there is no earlier state to return to",
+                    promise="changes training",
                 )
             else:
                 decision = Stop(
-                    reason=f"{decision.reason}; no checkpoint to return to",
+                    reason=f"{decision.reason}; there is no checkpoint to return to",
                     promise=decision.promise,
                 )
             self._record.emit(self._placed(decision, error))
         if isinstance(decision, Stop):
-            # If the script catches the error and continues, it has changed something.
+            # If the script catches the error and continues, assume that it has fixed the cause.
             counters.nonfinite_in_a_row = 0
             counters.spikes_in_a_row = 0
             counters.rollbacks_in_a_row = 0
@@ -166,39 +179,57 @@ class Recovery:
         """Return to the last state before the first sign of trouble, and skip the batches since.
 
         Args:
-            spiked: Whether the trouble is a divergence, and not NaN or Inf.
+            spiked: True after a divergence, False after NaN or Inf.
 
         Returns:
             Whether there was a state to return to.
         """
-        session, failed_at = self._session, self._record.global_step
-        since = session.spikes.suspicious_since() or 0
-        # The cause of a divergence may lie some steps before its first sign, so a state counts as
-        # surely good only `GOOD_AFTER` steps later. If there is none, the newest state before the
-        # first sign will do; a second rollback goes further back.
-        surely_good = failed_at - since - GOOD_AFTER
-        for before in ([surely_good] if spiked else []) + [failed_at - since, None]:
-            training = session.roll_back(
-                rewind_data=False, before_step=before, trusted=before == surely_good
-            )
-            if training is not None:
-                break
-        else:
+        session = self._session
+        failed_at = self._record.global_step
+        training = self._restore_state_before_trouble(spiked=spiked)
+        if training is None:
             return False
-        session.counters.note_rollback(
-            failed_at, _BEYOND_SPIKES if spiked else self._policy.nonfinite_patience or 1
-        )
+        steps_to_prove = self._policy.nonfinite_patience or 1
+        if spiked:
+            steps_to_prove = _BEYOND_SPIKES
+        session.counters.note_rollback(failed_at, steps_to_prove)
         session.spikes.return_to(training["spikes"])
         self._record.emit(
             run_events.RolledBack(from_step=failed_at, to_step=self._record.global_step)
         )
         return True
 
-    def after_refused_save(self, why: str) -> None:
-        """Return to a checkpoint, or stop, because the state to save holds NaN or Inf.
+    def _restore_state_before_trouble(self, *, spiked: bool) -> dict[str, Any] | None:
+        """Restore the newest state that predates the trouble, or the newest of all if none does.
 
-        Every step had looked sound. A finite gradient of 1e22, for example, has an infinite square,
-        which is Adam's second moment.
+        The cause of a divergence may lie some steps before its first sign, so only a state from
+        `GOOD_AFTER` steps before that sign is certainly good. If there is none, the newest state
+        before the first sign is used; if that fails too, a second rollback goes further back.
+
+        Args:
+            spiked: True after a divergence, False after NaN or Inf.
+
+        Returns:
+            The guard's own part of that state, or None if there is no state at all.
+        """
+        first_sign = self._record.global_step - (self._session.spikes.suspicious_since() or 0)
+        certainly_good = first_sign - GOOD_AFTER
+        candidates: list[int | None] = [first_sign, None]
+        if spiked:
+            candidates.insert(0, certainly_good)
+        for before_step in candidates:
+            training = self._session.roll_back(
+                rewind_data=False, before_step=before_step, trusted=before_step == certainly_good
+            )
+            if training is not None:
+                return training
+        return None
+
+    def after_refused_save(self, why: str) -> None:
+        """Return to an earlier state, or stop, because the state to save holds NaN or Inf.
+
+        This happens although every step had looked good. A finite gradient of 1e22, for example,
+        makes Adam's second moment infinite, since that is computed from its square.
 
         Args:
             why: Which tensors hold NaN or Inf.
@@ -217,27 +248,27 @@ class Recovery:
         raise self._persistent(why, NonFiniteError)
 
     def _persistent(self, reason: str, error: type[HoldfastError]) -> HoldfastError:
+        """Return the error that stops a run because the trouble persists."""
         if error is DivergenceError:
             return DivergenceError(
                 reason,
-                limit=f"max_rollbacks={self._policy.max_rollbacks} are used up",
+                limit=f"all rollbacks are used up (max_rollbacks={self._policy.max_rollbacks})",
                 fix=(
-                    "lower the learning rate, set max_grad_norm, lengthen the warm-up; leave"
-                    ' spike_action at "warn" if the loss is meant to jump; the newest checkpoint is'
-                    " from before."
+                    "lower the learning rate, set max_grad_norm, or lengthen the warm-up; if the"
+                    ' loss is meant to jump, leave spike_action at "warn". The newest checkpoint'
+                    " predates the divergence."
                 ),
                 rule="H503",
             )
-        spent = (
-            f"nonfinite_patience={self._policy.nonfinite_patience} and"
-            f" max_rollbacks={self._policy.max_rollbacks}"
-        )
         return NonFiniteError(
             reason,
-            limit=f"{spent} are used up",
+            limit=(
+                f"nonfinite_patience={self._policy.nonfinite_patience} and"
+                f" max_rollbacks={self._policy.max_rollbacks} are used up"
+            ),
             fix=(
-                "lower the learning rate, set max_grad_norm, check the data of the batches that the"
-                " events name; the newest checkpoint is finite."
+                "lower the learning rate, set max_grad_norm, or check the data of the batches that"
+                " the events name. The newest checkpoint is finite."
             ),
             rule="H501",
         )
@@ -245,60 +276,66 @@ class Recovery:
     # --- samples
 
     def report_origin(self, provenance: Provenance, indices: Sequence[int] | None) -> str:
-        """Record where NaN or Inf came from, and return it as a message.
+        """Record where NaN or Inf came from, and return that as a message.
 
         Args:
             provenance: What a replay of the step has shown.
             indices: The dataset index of each sample in the batch, or None if they are not known.
         """
-        where = f"{provenance.where}: " if provenance.where else ""
+        rank = f"{provenance.where}: " if provenance.where else ""
         if provenance.origin is None:
-            self._record.emit(run_events.NonfiniteNotTraced(why=where + provenance.problem))
-            return where + (
-                provenance.problem if where else f"its origin is not known: {provenance.problem}"
-            )
+            self._record.emit(run_events.NonfiniteNotTraced(why=rank + provenance.problem))
+            if rank:
+                return rank + provenance.problem
+            return f"its origin is not known: {provenance.problem}"
+
         samples = provenance.samples
-        at = _at_places(indices, samples)
+        bad_indices = _at_places(indices, samples)
         self._record.emit(
             run_events.NonfiniteOrigin(
-                origin=asdict(provenance.origin), bad_samples=samples, dataset_indices=at
+                origin=asdict(provenance.origin), bad_samples=samples, dataset_indices=bad_indices
             )
         )
-        if not samples:
-            return f"{where}{provenance.origin}"
-        known = "" if at is None else f" (dataset index {_listed(at)})"
-        return (
-            f"{where}{provenance.origin}; without sample {_listed(samples)} of the batch{known} it"
-            " is finite"
-        )
+        message = f"{rank}{provenance.origin}"
+        if samples:
+            in_dataset = ""
+            if bad_indices is not None:
+                in_dataset = f" (dataset index {_listed(bad_indices)})"
+            message += f"; without sample {_listed(samples)} of the batch{in_dataset} it is finite"
+        return message
 
     def dropped(self, outcome: Outcome, batch: Any) -> None:
-        """Record that a step was made without some samples of its batch, and quarantine them."""
+        """Record that samples were left out of a step, and quarantine them."""
         provenance = outcome.provenance
         assert provenance is not None
         indices = self._dataset_indices(outcome, batch)
         reason = self.report_origin(provenance, indices)
         self._record.emit(run_events.SamplesDropped(reason=reason, **self._place()))
         cursor = self._session.cursor
-        at = _at_places(indices, provenance.samples)
-        if cursor is not None and at is not None:
+        bad_indices = _at_places(indices, provenance.samples)
+        if cursor is not None and bad_indices is not None:
             try:
-                cursor.quarantine(at, reason)
+                cursor.quarantine(bad_indices, reason)
             except LoaderError as error:
-                # The step is committed; samples that are not quarantined are dropped each time.
+                # The step is committed anyway. Samples that are not quarantined will be left out
+                # again whenever they come up.
                 self._record.emit(run_events.QuarantineFull(error=error.what))
 
     def micro_batches_dropped(self, outcome: Outcome, batch: Any) -> None:
-        """Record that a step was made without micro-batches whose loss was NaN or Inf."""
+        """Record that micro-batches whose loss was NaN or Inf were left out of a step."""
         ranges = outcome.attempt.dropped
         indices = self._dataset_indices(outcome, batch)
         if indices is not None:
-            # The attempt was made without these, so its ranges count only the samples that were
-            # left.
+            # Samples in `outcome.dropped` were removed before the attempt, so the ranges count only
+            # the remaining ones.
             indices = [index for place, index in enumerate(indices) if place not in outcome.dropped]
-        at = _at_places(indices, [place for start, end in ranges for place in range(start, end)])
+        places = [place for start, end in ranges for place in range(start, end)]
         self._record.emit(
-            run_events.MicroBatchDropped(samples=tuple(ranges), dataset_indices=at, **self._place())
+            run_events.MicroBatchDropped(
+                samples=tuple(ranges),
+                dataset_indices=_at_places(indices, places),
+                **self._place(),
+            )
         )
 
     def _dataset_indices(self, outcome: Outcome, batch: Any) -> list[int] | None:
@@ -306,24 +343,24 @@ class Recovery:
         cursor = self._session.cursor
         if cursor is None:
             return None
-        # The outcome counts the samples of its last attempt, which may have been made without some
-        # of them.
+        # The outcome counts the samples of its last attempt, from which some may have been removed.
         size = None if outcome.size is None else outcome.size + len(outcome.dropped)
         return cursor.sample_indices(batch, size)
 
     def _placed(self, decision: Decision, error: type[HoldfastError]) -> Decision:
-        """Return a decision with its position in the data, and a `Stop` with its error's rule."""
+        """Return a decision with its position in the data and, for a `Stop`, the error's rule."""
         rule: dict[str, Any] = {"rule": "H503" if error is DivergenceError else "H501"}
         return replace(decision, **self._place(), **(rule if isinstance(decision, Stop) else {}))
 
     def _place(self) -> dict[str, Any]:
+        """Return the position in the data as fields of an event."""
         cursor = self._session.cursor
         return {} if cursor is None else {"epoch": cursor.epoch, "batch": cursor.batches}
 
-    # --- an optimizer that failed half-way
+    # --- an optimizer that failed in the middle of its step
 
     def after_partial_step(self, partial: PartialOptimizerStep, *, rewind_data: bool) -> str:
-        """Return to the last good state after an optimizer ran out of memory half-way.
+        """Return to the last good state after an optimizer ran out of memory in its step.
 
         Args:
             partial: The failure.
@@ -335,17 +372,17 @@ class Recovery:
         at_step = self._record.global_step
         twice = self._failed_half_way_at == at_step
         self._session.counters.out_of_memory += 1
-        hindered = (
-            "it happened twice at this step" if twice else self._return(rewind_data=rewind_data)
-        )
-        if hindered is not None:
-            raise self._no_way_back(f"in the middle of step {at_step + 1} ({partial})", hindered)
+        obstacle: str | None = "it happened twice at this step"
+        if not twice:
+            obstacle = self._return(rewind_data=rewind_data)
+        if obstacle is not None:
+            raise self._no_way_back(f"in the middle of step {at_step + 1} ({partial})", obstacle)
         self._failed_half_way_at = at_step
         cursor = self._session.cursor
         promise: Promise = "changes training"
         rewind_data = rewind_data and cursor is not None and cursor.goes_back
         if rewind_data:
-            # The steps are made again, and optimizers then update one tensor at a time.
+            # The steps are repeated, with optimizers that update one tensor at a time.
             promise = "equal up to rounding" if self._updates_many_at_once() else "bit-exact"
         self._record.emit(RollBack(reason=str(partial), promise=promise, rewind_data=rewind_data))
         self._session.counters.note_rollback(at_step, self._policy.nonfinite_patience or 1)
@@ -357,11 +394,11 @@ class Recovery:
 
         The rest of the loop body has run on the restored state and may have changed it.
         """
-        hindered = self._return(rewind_data=True)
-        if hindered is not None:
+        obstacle = self._return(rewind_data=True)
+        if obstacle is not None:
             self._session.state.spoil()
             raise self._no_way_back(
-                f"in step {self._record.global_step + 1}, which was undone", hindered
+                f"in step {self._record.global_step + 1}, which was undone", obstacle
             )
         self._spare_optimizer_memory()
 
@@ -381,7 +418,7 @@ class Recovery:
         else:
             return "there is no checkpoint to return to" if returned is None else None
         clear_exception_frames(failure)
-        return f"memory does not suffice to read the checkpoint ({found})"
+        return f"there is not enough memory to read the checkpoint ({found})"
 
     def _updates_many_at_once(self) -> bool:
         """Return whether an optimizer uses torch's foreach implementation.
@@ -398,39 +435,49 @@ class Recovery:
         return any(foreach or (foreach is None and is_default) for foreach in settings)
 
     def _spare_optimizer_memory(self) -> None:
-        """Let optimizers update one tensor at a time, which needs the least temporary memory."""
+        """Make optimizers update one tensor at a time, which needs the least temporary memory."""
         for optimizer in self._session.parts.optimizers.values():
             for group in optimizer.param_groups:
                 if not group.get("fused") and "foreach" in group:
                     group["foreach"] = False
 
-    def _no_way_back(self, when: str, hindered: str) -> OutOfMemoryError:
-        reason = f"an optimizer ran out of memory {when}; {hindered}"
+    def _no_way_back(self, when: str, obstacle: str) -> OutOfMemoryError:
+        """Record the stop, and return H402 for an optimizer that failed in its step.
+
+        Args:
+            when: When that happened, in words.
+            obstacle: Why the run cannot return to an earlier state.
+        """
+        reason = f"an optimizer ran out of memory {when}; {obstacle}"
         self._record.emit(Stop(reason=reason, promise="bit-exact", rule="H402"))
         return OutOfMemoryError(
             f"the optimizer ran out of memory {when}",
-            limit=f"its weights and moments are half changed, and {hindered}",
+            limit=f"weights and moments are only partly updated, and {obstacle}",
             fix=(
-                "leave the optimizer more memory (fused=True, a smaller model or optimizer) and"
-                " start again: a checkpoint, if there is one, is from before."
+                "leave more memory for the optimizer (fused=True, a smaller model or optimizer) and"
+                " start again from the newest checkpoint, if there is one."
             ),
             rule="H402",
         )
 
 
 def _at_places(indices: Sequence[int] | None, places: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the dataset indices of the samples at some places of a batch, if they are known."""
+    """Return the dataset indices of the samples at these positions, or None if not known."""
     return None if indices is None else tuple(indices[place] for place in places)
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    return f"{', '.join(map(str, numbers[:5]))}{', ...' * (len(numbers) > 5)}"
+    """Return the first five numbers as text, such as "3, 8"."""
+    text = ", ".join(map(str, numbers[:5]))
+    if len(numbers) > 5:
+        text += ", ..."
+    return text
 
 
 class Steps:
-    """Makes the steps of one run with the step engine.
+    """Runs the steps of one run with the step engine.
 
-    ``accumulation`` uses its attributes to make a step batch by batch.
+    ``accumulation`` uses its attributes to run a step batch by batch.
     """
 
     def __init__(self, session: Session, engine: StepEngine, recovery: Recovery) -> None:
@@ -444,7 +491,7 @@ class Steps:
     def step(
         self, batch: Any, loss_fn: LossFunction, names: Sequence[str], *, split: Split | None
     ) -> StepResult:
-        """Make a step; see `Guard.step`."""
+        """Run a step; see `Guard.step`."""
         state = self.session.state
         diagnosis = self.engine.diagnosis
         started = self._clock.monotonic_seconds()
@@ -452,16 +499,16 @@ class Steps:
             raise BatchError(
                 f"loss_fn is a {type(loss_fn).__name__}",
                 limit=(
-                    "it is called with the batch, or with parts of it, as often as the step needs"
+                    "guard.step calls it with the batch, or with parts of it, as often as necessary"
                 ),
                 fix=(
-                    "pass a function: guard.step(batch, lambda batch: ...) computes the loss, and"
-                    " runs no backward."
+                    "pass a function that computes the loss without running backward:"
+                    " guard.step(batch, lambda batch: ...)."
                 ),
                 rule="H201",
             )
-        # The name of the series of losses: those of this function and these optimizers. It is the
-        # same after a restart.
+        # Losses are compared within a series: those of one loss function and set of optimizers. Its
+        # name is the same after a restart.
         optimizer = "+".join(names)
         series = f"{optimizer} {self.engine.attempts.safety.describe(loss_fn)}"
         self._record.step(
@@ -469,13 +516,13 @@ class Steps:
         )
         try:
             # The error must have its final form when the handler below saves the weights.
-            with naming_lack_of_memory("making a step"):
+            with naming_lack_of_memory("running a step"):
                 judge = partial(self.recovery.judge, series)
                 outcome = self.engine.run(batch, loss_fn, names, split=split, judge=judge)
                 if outcome.committed:
                     self._committed(outcome, batch, names, series)
         except PartialOptimizerStep as error:
-            half_way = error
+            partial_step = error
         except BaseException as error:
             state.step_failed()
             if isinstance(error, OutOfMemoryError) and self.engine.ranks.world_size == 1:
@@ -500,12 +547,13 @@ class Steps:
                 "" if len(self.parts.optimizers) == 1 else optimizer,
             )
             return outcome.result(reason)
-        return self._undone(half_way)
+        return self._undone(partial_step)
 
     def _undone(self, partial: PartialOptimizerStep) -> StepResult:
-        """Return to an earlier state after an optimizer ran out of memory half-way.
+        """Return to an earlier state after an optimizer ran out of memory in its step.
 
-        Called outside of the exception handler, which would keep the frames and their memory.
+        This must be called outside of the exception handler, which would keep the frames and their
+        memory alive.
         """
         state = self.session.state
         try:
@@ -518,11 +566,12 @@ class Steps:
         return partial.outcome.result(reason)
 
     def _committed(self, outcome: Outcome, batch: Any, names: Sequence[str], series: str) -> None:
-        """Do everything that belongs to a committed step.
+        """Update counters, schedulers and the memory ladder after a committed step.
 
-        Nothing may be saved before the end of it.
+        Nothing may be saved before this is complete.
         """
-        session, facts = self.session, outcome.attempt.facts
+        session = self.session
+        facts = outcome.attempt.facts
         self._record.global_step += 1
         if session.policy.spike_action != "off":
             session.spikes.accepted(series, facts.loss, facts.total)

@@ -1,10 +1,10 @@
 """The best checkpoints of each metric, which are kept beside the newest ones.
 
-    best/accuracy/best.json                         the best values with their steps
+    best/accuracy/best.json                         the best values and their steps
     best/accuracy/checkpoints/000012-step00000600/  hard links to the files of a checkpoint, which
-                                                    need no additional disk space
+                                                    take no disk space of their own
 
-``holdfast checkpoints`` reads the folder of a metric like a run directory.
+``holdfast checkpoints`` can read the folder of a metric as if it were a run directory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.core.files import make_folder, read_file, remove
 
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FILE = "best.json"
-# The path of a checkpoint that is kept, relative to the folder of the metric.
+# The path of one of the best checkpoints, relative to the folder of the metric.
 _PATH = re.compile(r"checkpoints/[\w-]+")
 
 
@@ -65,7 +65,7 @@ def as_metric(value: Any, keep: Any, patience: Any) -> float:
             "the metric must be a number, keep a whole number of at least 0, and patience a whole"
             " number of at least 1"
         ),
-        fix='such as guard.validated(accuracy, name="accuracy", mode="max", keep=2, patience=5).',
+        fix='for example: guard.validated(accuracy, name="accuracy", mode="max", keep=2).',
         rule="H105",
     )
 
@@ -76,7 +76,7 @@ def _is_count(count: Any, *, smallest: int) -> bool:
 
 
 class BestOf:
-    """The best checkpoints of one metric, also those of earlier processes of the run.
+    """The best checkpoints of one metric, including those of earlier processes of the run.
 
     Args:
         run_dir: The run directory.
@@ -85,7 +85,7 @@ class BestOf:
         writes: Whether this process writes and removes files; with several ranks only one does.
 
     Raises:
-        PolicyError: H105 for a name or a mode that cannot be used.
+        PolicyError: H105 for an invalid name or mode.
     """
 
     def __init__(
@@ -96,9 +96,10 @@ class BestOf:
             raise PolicyError(
                 f"validated with name={name!r} and mode={mode!r}",
                 limit=(
-                    'a name has 1 to 64 letters, digits, "_", "-" or "."; a mode is "min" or "max"'
+                    'a name consists of 1 to 64 letters, digits, "_", "-" and "."; the mode is'
+                    ' "min" or "max"'
                 ),
-                fix='such as guard.validated(accuracy, name="accuracy", mode="max").',
+                fix='for example: guard.validated(accuracy, name="accuracy", mode="max").',
                 rule="H105",
             )
         self._folder = run_dir / "best" / name
@@ -109,8 +110,8 @@ class BestOf:
         # The best value, and the step at which it was measured.
         self._value = math.nan
         self._step = -1
-        # The steps of the validations since then. A validation that is repeated after a restart
-        # counts once.
+        # The steps of the validations since then. As a set, because a validation that is repeated
+        # after a restart counts only once.
         self._since: set[int] = set()
         with contextlib.suppress(
             OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError
@@ -118,7 +119,7 @@ class BestOf:
             self._load(json.loads(read_file(self._folder / _FILE)))
 
     def _load(self, content: dict[str, Any]) -> None:
-        """Load the content of the file; if any of it is damaged, an error leaves all as it was."""
+        """Load the content of the file; raise an error and load nothing if any of it is damaged."""
         kept = [
             Best(
                 value=float(best["value"]),
@@ -126,7 +127,7 @@ class BestOf:
                 path=self._folder / best["path"],
             )
             for best in content["kept"]
-            # A folder that the file names is removed one day, so it must be one of ours.
+            # The folder will be removed one day, so a damaged file must not point elsewhere.
             if _PATH.fullmatch(best["path"])
         ]
         value = float(content["value"])
@@ -144,7 +145,7 @@ class BestOf:
         return len(self._since)
 
     def is_better(self, value: float, global_step: int, most: int) -> bool:
-        """Note a value, and return whether its checkpoint is one of the best.
+        """Record a value, and return whether its checkpoint is one of the best.
 
         Args:
             value: The value of the metric.
@@ -163,16 +164,16 @@ class BestOf:
         return len(self.kept) < most or any(self._improves(value, best.value) for best in self.kept)
 
     def _improves(self, value: float, other: float) -> bool:
-        """Return whether a value is better than another one."""
+        """Return whether a value is better than another."""
         if self._lower_is_better:
             return value < other
         return value > other
 
     def link(self, entry: Entry) -> None:
-        """Keep a checkpoint by hard links to its files.
+        """Keep a checkpoint by creating hard links to its files.
 
         Raises:
-            OSError: If the disk refuses.
+            OSError: If the links cannot be written.
         """
         path = self._path_of(entry)
         make_folder(self._folder.parent.parent, "best", self._folder.name, path.parent.name)
@@ -215,9 +216,10 @@ class BestOf:
         return -best.value, best.global_step
 
     def write(self) -> None:
-        """Write the file, if this process writes and the disk permits it.
+        """Write the file, if this process is the one that writes.
 
-        If it does not, the values are lost when the process ends.
+        If that fails, for example because the disk is full, the values are lost when the process
+        ends.
         """
         if not self._writes:
             return
@@ -239,7 +241,7 @@ def best_in(folder: Path) -> int | None:
     """Return the step of the best checkpoint in a folder.
 
     Returns:
-        The step; -1 if the file that says so is damaged; None if this is not a metric's folder.
+        The step; -1 if the folder's file is damaged; None if this is not the folder of a metric.
     """
     if not (folder / _FILE).exists():
         return None

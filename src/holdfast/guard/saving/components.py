@@ -1,4 +1,4 @@
-"""What a checkpoint holds: from live objects to its components, and back into the same objects.
+"""Convert the objects of a run to the components of a checkpoint, and load them back.
 
 model, model.<name>          the state_dict of each model, as plain safetensors with the model's own
                              names
@@ -53,7 +53,7 @@ def component_names(parts: Parts) -> list[str]:
 def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a run by component.
 
-    The tensors are the live ones and not copies.
+    The tensors are the live ones, not copies.
 
     Args:
         parts: The models, optimizers, schedulers and further state.
@@ -92,8 +92,8 @@ def check_models_can_be_saved(parts: Parts) -> None:
                 error.what,
                 limit=error.limit,
                 fix=(
-                    "keep the values of this tensor as a dense or a sparse COO tensor of floats,"
-                    " integers or bools; or make it in __init__, and keep it out of state_dict()"
+                    "store the values of this tensor as a dense or a sparse COO tensor of floats,"
+                    " integers or bools; or create it in __init__, and keep it out of state_dict()"
                     " with register_buffer(..., persistent=False)."
                 ),
                 rule=error.rule,
@@ -135,11 +135,10 @@ def _asking_for_state(part: str, value: Any) -> Iterator[None]:
         if not _is_of_the_part(error):
             raise
         raise PolicyError(
-            f"{part}, a {type(value).__name__}, raises {_text_of(error)} when it is asked for its"
-            " state_dict()",
+            f"state_dict() of {part}, a {type(value).__name__}, raises {_text_of(error)}",
             limit="no checkpoint could be saved",
             fix=(
-                "let state_dict() work before the first step too, or use another one; "
+                "make state_dict() work even before the first step, or use another class; "
                 "save_interval_steps=None trains without checkpoints."
             ),
             rule="H105",
@@ -147,9 +146,9 @@ def _asking_for_state(part: str, value: Any) -> Iterator[None]:
 
 
 def _is_of_the_part(error: Exception) -> bool:
-    """Return whether a user's object raised this error itself.
+    """Return whether the user's object itself raised this error.
 
-    False for errors of holdfast and for out-of-memory errors.
+    False for holdfast's own errors and for out-of-memory errors.
     """
     return not isinstance(error, HoldfastError) and find_out_of_memory(error) is None
 
@@ -181,7 +180,7 @@ def _kinds(parts: Parts) -> dict[str, str]:
     for name, scheduler in parts.schedulers.items():
         kinds[f"scheduler {name!r}"] = type(scheduler).__name__
     for name in parts.states:
-        # Of further state only the name must stay the same.
+        # For further state, only the name must stay the same.
         kinds[f"state {name!r}"] = "saved"
     return kinds
 
@@ -190,10 +189,10 @@ def _kinds(parts: Parts) -> dict[str, str]:
 
 
 def changes_without_a_step(parts: Parts, entry: Entry) -> bool:
-    """Return whether state differs from a checkpoint that a script may change between two steps.
+    """Return whether the script has changed state since a checkpoint without running a step.
 
-    That is the state of ``state=`` objects and of schedulers, and the parameter groups of
-    optimizers. This computes the digests of all tensors in them.
+    This compares the ``state=`` objects, the schedulers, and the parameter groups of the
+    optimizers. It computes the digests of all tensors in them.
     """
     trees: dict[str, Any] = {}
     for name, stateful in parts.states.items():
@@ -221,7 +220,7 @@ def changes_without_a_step(parts: Parts, entry: Entry) -> bool:
 
 
 def has_weights_of(parts: Parts, entry: Entry) -> bool:
-    """Return whether weights, buffers and moments are those of a checkpoint.
+    """Return whether weights, buffers and moments have the same values as in a checkpoint.
 
     This computes the digests of all tensors.
     """
@@ -244,7 +243,7 @@ def _is_of_a_group(name: str) -> bool:
 def check_fits(trees: Mapping[str, Any], live: Mapping[str, Any], parts: Parts, where: str) -> None:
     """Check that a checkpoint fits the models, optimizers and state of the guard.
 
-    Nothing is loaded before.
+    This runs before anything is loaded.
 
     Args:
         trees: The content of the checkpoint by component.
@@ -255,12 +254,12 @@ def check_fits(trees: Mapping[str, Any], live: Mapping[str, Any], parts: Parts, 
     Raises:
         RunDirectoryError: H304 if it holds another model.
         CheckpointError: H313 if it holds other optimizers, schedulers or state.
-        TypeError, ValueError or LookupError: If no guard has written this content.
+        TypeError, ValueError or LookupError: If the content is not what a guard writes.
     """
     for name in parts.models:
         component = component_of("model", name)
         if component not in trees:
-            raise _other_run(f"it holds no model {name!r}", where)
+            raise _other_run(f"it has no model {name!r}", where)
         _check_model(component, trees[component], live[component], where)
         metadata = trees["training"]["model_metadata"][name]
         if not all(isinstance(entry, dict) for entry in metadata.values()):
@@ -277,11 +276,11 @@ def _check_kinds(saved: Mapping[str, str], live: Mapping[str, str], where: str) 
     """Check that optimizers, schedulers and further state have the same names and classes."""
     for name in itertools.chain(saved, live):
         if name not in live:
-            raise _other_parts(f"it holds {name}, which is missing now", where)
+            raise _other_parts(f"it has {name}, which Guard did not receive", where)
         if name not in saved:
-            raise _other_parts(f"it holds no {name}", where)
+            raise _other_parts(f"it has no {name}", where)
         if saved[name] != live[name]:
-            raise _other_parts(f"{name} was a {saved[name]} and is a {live[name]}", where)
+            raise _other_parts(f"{name} was a {saved[name]} and is now a {live[name]}", where)
 
 
 def _check_groups(name: str, saved: Any, live: Mapping[str, Any], where: str) -> None:
@@ -295,7 +294,7 @@ def _check_groups(name: str, saved: Any, live: Mapping[str, Any], where: str) ->
     now = [len(group["params"]) for group in live["param_groups"]]
     if was != now:
         raise _other_parts(
-            f"optimizer {name!r} had parameter groups of {was} tensors and has {now}", where
+            f"optimizer {name!r} had {was} tensors in its parameter groups and now has {now}", where
         )
 
 
@@ -314,23 +313,23 @@ def _check_model(
         if must_be_tensor and not isinstance(was, torch.Tensor):
             raise TypeError(f"a {type(was).__name__} in place of the tensor {key!r}")
         if isinstance(was, torch.Tensor) and (was.shape != now.shape or was.dtype != now.dtype):
-            change = f"was {was.dtype} {tuple(was.shape)} and is {now.dtype} {tuple(now.shape)}"
+            change = f"was {was.dtype} {tuple(was.shape)} and is now {now.dtype} {tuple(now.shape)}"
             raise _other_run(f"{component}: tensor {key!r} {change}", where)
 
 
-def _other_run(what: str, where: str) -> HoldfastError:
+def _other_run(difference: str, where: str) -> HoldfastError:
     return RunDirectoryError(
-        f"{where} belongs to another model: {what}",
-        limit="a run continues only with the model that it was started with",
+        f"{where} belongs to another model: {difference}",
+        limit="a run can continue only with the model that it was started with",
         fix="use another run directory for the changed model, or undo the change.",
         rule="H304",
     )
 
 
-def _other_parts(what: str, where: str) -> HoldfastError:
+def _other_parts(difference: str, where: str) -> HoldfastError:
     return CheckpointError(
-        f"{where} does not fit the objects passed to Guard: {what}",
-        limit="every object needs its own saved state, or the resume would not be exact",
+        f"{where} does not fit the objects passed to Guard: {difference}",
+        limit="without the saved state of every object, the resume would not be exact",
         fix=(
             "pass the same optimizers, schedulers and state to Guard as before, or use a new run"
             " directory."
@@ -340,7 +339,7 @@ def _other_parts(what: str, where: str) -> HoldfastError:
 
 
 def load(trees: Mapping[str, Any], parts: Parts) -> None:
-    """Load saved state into the objects, each by its own ``load_state_dict``.
+    """Load saved state into the objects, each through its own ``load_state_dict``.
 
     Args:
         trees: The state by component, which `check_fits` has checked.
@@ -376,8 +375,8 @@ def _loading(part: str, value: Any) -> Iterator[None]:
         raise CheckpointError(
             f"{part}, a {type(value).__name__}, cannot load the state that it saved"
             f" ({_text_of(error)})",
-            limit="the checkpoint verifies and was left as it is",
-            fix="make its load_state_dict take what its state_dict returns, then start again.",
+            limit="the checkpoint is intact and was left unchanged",
+            fix="make its load_state_dict accept what its state_dict returns, then start again.",
             rule="H313",
         ) from error
 

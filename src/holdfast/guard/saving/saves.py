@@ -1,10 +1,11 @@
-"""Saving the checkpoints of an open run: when, in which thread, and which events report it.
+"""Save the checkpoints of an open run: when, in which thread, and with which events.
 
-At a boundary the state is copied into host buffers. While training continues, a thread then checks
-the copies for NaN and Inf, writes them, reads the files back, commits the checkpoint, and removes
-old ones. A save is made in the training thread instead if it must be finished when the call returns
-(the first save, the last one, and one that was requested), or if there is no memory for the
-buffers. Only one save runs at a time; code that reads the checkpoints waits for it first.
+A save is due when the interval of the policy has passed (`Saving.is_due`). At a boundary the state
+is then copied into host buffers. While training continues, a thread checks the copies for NaN and
+Inf, writes them, reads the files back, commits the checkpoint, and removes old ones. A save runs in
+the training thread instead if it must be complete when the call returns (the first save, the last
+one, and one that was requested), or if there is no memory for the buffers. Only one save runs at a
+time; code that reads the checkpoints waits for it first.
 """
 
 from __future__ import annotations
@@ -45,12 +46,11 @@ _MOST_MEMORY = 0.25
 _SMALL_BYTES = 4 * 2**20
 # The buffers are prepared this long before the first save is due.
 _AHEAD_SECONDS = 3.0
-# Time between two checks at boundaries of whether the lock is still held. A check takes a few
-# microseconds, on a network disk perhaps a millisecond. Before each save the lock is checked as
-# well.
+# Boundaries check whether the lock is still held, but no more often than this. A check takes a few
+# microseconds, on a network disk perhaps a millisecond. Each save checks the lock as well.
 _HOLD_SECONDS = 5.0
-# The buffers are this much larger than the state, because texts and positions grow slightly from
-# save to save.
+# The buffers are larger than the state by this factor, because strings and positions grow slightly
+# from save to save.
 _SPARE = 1.02
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -64,13 +64,13 @@ class _Save:
     shot: Snapshot
     # The tensors to check for NaN and Inf before writing.
     must_be_finite: Named
-    # The tensors with NaN or Inf among those that were checked already: some names, and the count.
+    # NaN or Inf found so far: the names of some of the tensors, and their number.
     bad: tuple[list[str], int] = ([], 0)
     # The position of the run; see `Session._position`.
     position: tuple[int, int]
-    # The time at which the save began.
+    # The time at which the save started.
     started: float
-    # How long the loop waited; None if it waits until the end of the save.
+    # How long the loop waited; None while it is waiting for the save to end.
     stall_seconds: float | None = None
     # How long the save took, once it has ended.
     seconds: float = 0.0
@@ -95,7 +95,7 @@ class Saving:
         clock: The source of time.
         run_state: The phase of the run, which says whether the state may be saved.
         state: Returns the state to save, by component.
-        must_be_finite: Returns the tensors in which a good state has neither NaN nor Inf.
+        must_be_finite: Returns the tensors that must hold no NaN or Inf in a state to save.
         position: Returns two numbers that change with every step or batch.
         cuda: The CUDA device of the run, if there is one.
         writers: The ranks that write; None if another rank writes for this one.
@@ -140,7 +140,7 @@ class Saving:
         self.saved_as: Entry | None = None
         # The step at which the newest save was attempted.
         self._tried_at_step: int | None = None
-        # The time of the last check of whether the directory is still locked by this run.
+        # When the lock on the directory was last checked.
         self._held_at = clock.monotonic_seconds()
         self._job: BackgroundJob[_Save | None] | None = None
         self._buffers: HostBuffers | None = None
@@ -159,8 +159,11 @@ class Saving:
     def is_due(self, after_steps: int = 0) -> bool:
         """Return whether a save is due.
 
+        The first save is due at once. Later ones are due after `save_interval_steps`, or when
+        `IntervalChooser` says that enough time has passed since the last attempt to save.
+
         Args:
-            after_steps: Return whether it will be due after this many further steps.
+            after_steps: Answer for the moment after this many further steps.
         """
         every = self._every
         if every is None:
@@ -176,7 +179,7 @@ class Saving:
 
     @property
     def has_unsaved(self) -> bool:
-        """Return whether there are steps that are in no checkpoint and may be saved."""
+        """Return whether there are steps that no checkpoint holds and that may be saved now."""
         return self.may_save_more and self._saved_at != self._position()
 
     @property
@@ -190,7 +193,7 @@ class Saving:
 
     @property
     def global_step(self) -> int:
-        """Return the number of optimizer steps in the weights."""
+        """Return the number of optimizer steps that went into the weights."""
         return self._record.global_step
 
     @property
@@ -205,14 +208,13 @@ class Saving:
         return refused
 
     def report_loss(self, *, left: bool) -> None:
-        """Report at the end of a run that saves have failed and its newest state is not saved.
+        """Report at the end of a run that its newest state is unsaved because saves have failed.
 
-        The process then ends with an exit code of its own, see ``unsaved``, unless a later save
-        succeeds.
+        The process then exits with a special code, see ``unsaved``, unless a later save succeeds.
 
         Args:
-            left: Whether the loop was left early. The steps since the newest checkpoint then count
-                only if a save has failed since; otherwise `note_left_steps` reports them.
+            left: Whether the loop was left early. Steps since the newest checkpoint are then
+                reported here only if the last save failed; otherwise `note_left_steps` does that.
         """
         error = self._newest_failure
         newest = None if self.saved_as is None else self.saved_as.global_step
@@ -225,14 +227,14 @@ class Saving:
         note_unsaved(self._directory.path, error or "saves have failed")
 
     def note_left_steps(self) -> None:
-        """Record the steps since the newest checkpoint, and name them when the process ends.
+        """Record the steps since the newest checkpoint, and name them when the process exits.
 
-        Does nothing if the newest save has failed, which `report_loss` reports.
+        Does nothing if the last save failed, since `report_loss` reports that.
         """
         if self.saved_as is None or self._newest_failure is not None or not self.has_unsaved:
             return
         if self._writers.rank:
-            # Rank 0 reports it for all.
+            # Rank 0 reports this for all ranks.
             return
         from_step = self.saved_as.global_step + 1
         to_step = self._record.global_step
@@ -243,15 +245,16 @@ class Saving:
     # --- save
 
     def save_first(self) -> None:
-        """Save a checkpoint to return to before the first step."""
+        """Save a checkpoint before the first step, so that there is a state to roll back to."""
         if self._tried_at_step is None:
             self.save()
 
     def save(self) -> None:
         """Save a checkpoint of the current state, and wait until it is written.
 
-        Does nothing while the state is incomplete, or if a checkpoint of it exists. A failure is
-        recorded and does not stop training. A state with NaN or Inf is refused.
+        Does nothing while the state is incomplete, or if a checkpoint of it exists. A state with
+        NaN or Inf is refused. Failures are recorded and do not stop training, except for those of
+        the first save that would affect every later save too.
 
         Raises:
             NonFiniteError: H502 if the first state holds NaN or Inf.
@@ -305,9 +308,9 @@ class Saving:
         return self.collected()._job is not None
 
     def save_when_due(self, *, busy: bool = False) -> None:
-        """Begin to save the current state in the background.
+        """Start saving the current state in the background.
 
-        If a save is still running, this one is tried again at the next boundary.
+        If a save is still running, nothing happens, and the next boundary tries again.
 
         Args:
             busy: Whether another rank is still writing its share of the previous checkpoint.
@@ -321,11 +324,21 @@ class Saving:
             self._save_in_background(busy=busy)
 
     def _save_in_background(self, *, busy: bool) -> None:
+        """Start a save in a thread, or save in this one if that is not possible.
+
+        Args:
+            busy: Whether another rank is still writing its share of the previous checkpoint.
+        """
+        if busy:
+            return
         started = self._clock.monotonic_seconds()
         try:
-            begun = False if busy or self._job is not None else self._hand_over(started)
-            # The other ranks have begun their shares, so this one must wait for its writer.
-            if begun is False and self._writers.are_several and not busy:
+            begun: bool | None = False
+            if self._job is None:
+                begun = self._hand_over(started)
+            if begun is False and self._writers.are_several:
+                # The other ranks have begun their shares, so this one must wait until its writer is
+                # free instead of trying again at the next boundary.
                 self.finish()
                 begun = self._hand_over(started)
         except RunDirectoryError:
@@ -333,8 +346,9 @@ class Saving:
         except Exception as error:  # noqa: BLE001 - the user's state_dict may raise anything
             let_through(error)
             self._failed_at_once(error, started)
-            begun = True
+            return
         if begun is None:
+            # Saving in the background is not possible.
             self.save()
 
     def _is_pointless(self) -> bool:
@@ -350,24 +364,31 @@ class Saving:
 
         Raises:
             RunDirectoryError: H301, if another run has taken the directory.
-            OSError: If the disk does not answer.
+            OSError: If the disk does not respond.
         """
         if self._directory.hold():
             what = (
-                f"{self._directory.path} was removed or moved while the run wrote into it; it is"
-                " made again"
+                f"{self._directory.path} was removed or moved during the run, and has been created"
+                " again"
             )
             self._record.emit(run_events.RecordingMovedAside(what=what))
 
     def _tried(self) -> None:
+        """Note that a save was attempted now, from which the next interval is counted."""
         self._tried_at_step = self._record.global_step
         self.chooser.tried(self._clock.monotonic_seconds())
 
     def _failed_at_once(self, error: Exception, started: float) -> None:
+        """Record that a save has failed before anything was written.
+
+        Args:
+            error: The error.
+            started: The time at which the save started.
+        """
         self._tried()
         self.failed += 1
         self._newest_failure = describe_error(error)
-        # The other ranks wait for the result of this one.
+        # The other ranks are waiting for the result of this rank's share.
         with contextlib.suppress(Exception):
             self._writers.all(partial(_raised, error))
         self._record_failure(
@@ -378,8 +399,8 @@ class Saving:
         """Copy the state, and start a thread that writes it.
 
         Returns:
-            True if the save has begun, False if the buffers are not ready yet, None if saving in
-            the background is not possible.
+            True if the save has begun or was refused, False if the buffers are not ready yet, None
+            if saving in the background is not possible.
         """
         encoded = encode(self._state())
         buffers = self._buffers_for(needed_bytes(encoded.tensors))
@@ -396,8 +417,8 @@ class Saving:
                 not_copied.append((name, tensor))
             else:
                 copies.append((name, copy))
-        # Tensors that the checkpoint does not hold, or not in this form, are checked before the
-        # training continues.
+        # Some tensors have no copy, because the checkpoint holds them in another form or not at
+        # all. They are checked now, before training changes them.
         bad = nonfinite_tensors(not_copied)
         stall = self._clock.monotonic_seconds() - started
         save = _Save(
@@ -419,7 +440,7 @@ class Saving:
             except (MemoryError, RuntimeError) as error:
                 if self._writers.are_several:
                     raise
-                self._stop_background(f"no thread can be started ({error})")
+                self._stop_background(f"no thread could be started ({error})")
                 return None
         return True
 
@@ -432,7 +453,7 @@ class Saving:
 
         Args:
             save: The save. Errors are stored in it and not raised.
-            find_nonfinite: Returns some names of tensors with NaN or Inf, and their number.
+            find_nonfinite: Returns the names of some tensors with NaN or Inf, and their number.
         """
         step = save.shot.global_step
         cpu_began = time.thread_time()
@@ -466,13 +487,13 @@ class Saving:
         return save
 
     def _remove_old_checkpoints(self, newest: Entry) -> list[str]:
-        """Remove old checkpoints, and return their names. The first rank does so for all."""
+        """Remove old checkpoints, and return their names. The first rank does this for all."""
         if self._writers.rank:
             return []
         try:
             removed = self._store.prune(self._keep_latest_k, known_good=newest)
         except (OSError, HoldfastError) as error:
-            # The new checkpoint is good nevertheless.
+            # The new checkpoint is good regardless.
             event = run_events.PruneFailed(error=str(error))
             self._record.emit(event, global_step=newest.global_step)
             return []
@@ -492,7 +513,7 @@ class Saving:
         self._record.emit(failed, global_step=global_step)
 
     def _end(self, save: _Save) -> float:
-        """Note how long a save took, and return how long the loop waited for it."""
+        """Set how long a save took, and return how long the loop waited for it."""
         save.seconds = self._clock.monotonic_seconds() - save.started
         if save.stall_seconds is None:
             save.stall_seconds = save.seconds
@@ -501,7 +522,7 @@ class Saving:
     # --- the writer
 
     def at_boundary(self) -> None:
-        """Process a save that has ended, check the lock, and prepare the buffers.
+        """Process a finished save, check the lock, and prepare the buffers.
 
         Raises:
             RunDirectoryError: H301 if another run has taken the directory.
@@ -510,7 +531,7 @@ class Saving:
         self.chooser.boundary(now)
         if now - self._held_at > _HOLD_SECONDS:
             self._held_at = now
-            # The next save will meet and report the same error.
+            # The next save will hit the same error and report it.
             with contextlib.suppress(OSError):
                 self._hold_directory()
         if self._job is not None:
@@ -520,8 +541,8 @@ class Saving:
             and not self._made_ready
             and self._record.global_step > (self._tried_at_step or 0)
         ):
-            # The optimizers have created their state, so the size is known. A run that ends before
-            # a save is due needs no buffers, so they are prepared late.
+            # The optimizers have created their state, so the size is known. With "auto", buffers
+            # are prepared shortly before a save is due, since a run that ends earlier needs none.
             self._made_ready = self._every != "auto" or self.chooser.is_overdue(
                 now + _AHEAD_SECONDS, auto=True
             )
@@ -535,23 +556,24 @@ class Saving:
         job = self._job
         try:
             save = None if job is None else job.result()
-            # Only now, since an interrupted wait leaves the job running.
+            # Cleared only after the wait, since an interrupted wait leaves the job running.
             self._job = None
         except Exception as error:  # noqa: BLE001 - training continues without a writer
             self._job = None
             self._buffers = None
-            self._stop_background(f"the writer has failed: {describe_error(error)}")
+            self._stop_background(f"the writer thread failed: {describe_error(error)}")
         else:
             if save is not None:
                 self._take_in(save)
 
     def collected(self) -> Saving:
-        """Process a save that has ended, if there is one, and return this object."""
+        """Process a finished save, if there is one, and return this object."""
         if self._job is not None and not self._job.is_running:
             self.finish()
         return self
 
     def _take_in(self, save: _Save, *, first: bool = False) -> None:
+        """Note the result of a save that has ended, in the training thread."""
         if save.entry is None:
             self.failed += 1
             self._newest_failure = (
@@ -575,9 +597,9 @@ class Saving:
     # --- its memory
 
     def _buffers_for(self, needed: int) -> HostBuffers | None:
-        """Return buffers for copies of a size, or None.
+        """Return host buffers that are large enough for copies of the state.
 
-        None means that a thread is still preparing them, or that they are not possible.
+        Returns None if a thread is still preparing them, or if there is no memory for them.
 
         Args:
             needed: The size of the state in bytes.
@@ -589,7 +611,7 @@ class Saving:
         available = None if size <= _SMALL_BYTES else available_bytes()
         if available is not None and size > _MOST_MEMORY * available:
             self._stop_background(
-                f"copies of the state take {size} bytes and {available} are available"
+                f"copies of the state would take {size} of {available} available bytes"
             )
             return None
         try:
@@ -597,8 +619,10 @@ class Saving:
             if size > _SMALL_BYTES:
                 self._job = BackgroundJob(buffers.touch, self._directory.path)
         except (OSError, RuntimeError) as error:
-            # There is no memory, or no thread can be started.
-            self._stop_background(f"{size} bytes for copies of the state were refused ({error})")
+            # There is no memory, or no thread could be started.
+            self._stop_background(
+                f"{size} bytes for copies of the state could not be allocated ({error})"
+            )
             return None
         self._buffers = buffers
         if size <= _SMALL_BYTES:
@@ -611,15 +635,15 @@ class Saving:
         self._record.emit(run_events.SavesSynchronous(why=why))
 
     def give_up_buffers(self) -> None:
-        """Free the buffers for good, because memory is short.
+        """Free the buffers permanently, because memory is short.
 
-        From now on the loop waits for saves.
+        From now on, saves run in the training thread.
         """
         wanted = not self._made_ready and self._record.global_step > (self._tried_at_step or 0)
         if self._in_background and (self._buffers is not None or wanted):
             self.finish()
             self._buffers = None
-            self._stop_background("the memory of the copies was given back after out-of-memory")
+            self._stop_background("the memory for copies was released after an out-of-memory")
 
     # --- after a resume or a rollback
 
@@ -633,22 +657,24 @@ class Saving:
         """Note that the run has returned to an earlier step.
 
         Args:
-            to_checkpoint: Whether to a checkpoint, and not to a snapshot in host memory.
+            to_checkpoint: True after a return to a checkpoint, False after one to a snapshot in
+                host memory.
         """
         step = self._record.global_step
         self._tried_at_step = step if to_checkpoint else min(self._tried_at_step or 0, step)
-        # The state that was refused does not exist any more.
+        # The state that was refused no longer exists.
         self._refused = None
 
 
 def _raised(error: Exception) -> Any:
+    """Raise an error, as a function that can be passed to `Writers.all`."""
     raise error
 
 
 def _for_good(error: Exception | None) -> Exception | None:
-    """Return the error to raise before any work if no save of this run can ever succeed.
+    """Return the error to raise at the first save if no save of this run can ever succeed.
 
-    None for errors that may pass, such as a full disk.
+    Returns None for errors that may pass, such as a full disk.
     """
     if not isinstance(error, OSError):
         return error
@@ -656,7 +682,7 @@ def _for_good(error: Exception | None) -> Exception | None:
         return None
     return RunDirectoryError(
         f"the first checkpoint cannot be written ({error})",
-        limit="nothing of this run could be saved",
+        limit="the run could not save any progress",
         fix=(
             "make the folder writable, choose another run directory, or set"
             " save_interval_steps=None."
@@ -669,6 +695,6 @@ def _unhealthy_start(bad: list[str], count: int) -> NonFiniteError:
     return NonFiniteError(
         f"NaN or Inf in {counted(count, 'tensor')} before the first step: {', '.join(bad)}",
         limit="training cannot recover from weights that are not finite",
-        fix="check the initialisation or the weights that were loaded.",
+        fix="check the initialization or the weights that were loaded.",
         rule="H502",
     )

@@ -1,8 +1,8 @@
 """Snapshots: copies of the last good states in host memory.
 
 A rollback to a snapshot loses fewer steps than one to a checkpoint. Two snapshots are kept, since
-the newer one may have been taken before its state was noticed to be bad. When to roll back is
-decided in ``run/steps.py``.
+the newer one may hold a state that had already gone bad without being noticed. ``run/steps.py``
+decides when to roll back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_TIME = 0.01
 # The largest share of the available memory that a snapshot may take. The rest is for activations,
 # loaders and the script.
 _MOST_MEMORY = 0.25
-# A state of up to this size is copied without measuring the available memory, which takes
+# A state of up to this size is copied without measuring the available memory, since measuring takes
 # milliseconds.
 _SMALL_BYTES = 16 * 2**20
 
@@ -65,7 +65,7 @@ class Snapshots:
         self._took_seconds = 0.0
 
     def is_due(self, global_step: int) -> bool:
-        """Return whether the interval has passed since the last snapshot, and also enough time."""
+        """Return whether the interval and enough time have passed since the last snapshot."""
         if self._interval is None:
             return False
         if global_step // self._interval <= self._last_step // self._interval:
@@ -78,7 +78,8 @@ class Snapshots:
 
         Args:
             global_step: The current step.
-            read: Returns the state by component, or None if it is not good.
+            read: Returns the state by component, or None if it holds NaN or Inf, in which case no
+                snapshot is taken.
 
         Returns:
             False if the state does not fit into host memory. No more snapshots are taken then.
@@ -92,7 +93,7 @@ class Snapshots:
         if not self._fits(size):
             self.give_up()
             return False
-        # The oldest one is dropped first, so that there are never more than `_KEPT` in memory.
+        # Make room before copying, so that there are never more than `_KEPT` snapshots in memory.
         del self._kept[: 1 - _KEPT]
         self._kept.append(Kept(global_step=global_step, trees=copied_to_host(trees)))
         now = self._clock.monotonic_seconds()
@@ -110,7 +111,7 @@ class Snapshots:
         return available is None or size <= _MOST_MEMORY * available
 
     def failed(self, global_step: int) -> None:
-        """Note that a snapshot failed. The next is taken an interval later, up to a few times."""
+        """Note that a snapshot failed. After `_MOST_FAILURES` in a row, no more are taken."""
         self._last_step = global_step
         self._last_seconds = self._clock.monotonic_seconds()
         self._failures += 1
@@ -118,24 +119,24 @@ class Snapshots:
             self.give_up()
 
     def newest(self, before_step: int) -> Kept | None:
-        """Return the newest snapshot of at most this step, or None."""
+        """Return the newest snapshot taken at or before this step, or None."""
         for snapshot in reversed(self._kept):
             if snapshot.global_step <= before_step:
                 return snapshot
         return None
 
     def returned_to(self, global_step: int) -> None:
-        """Drop the snapshots of later steps, after a rollback to this one."""
-        self._kept = [kept for kept in self._kept if kept.global_step <= global_step]
+        """Drop the snapshots of later steps, after a rollback to this step."""
+        self._kept = [snapshot for snapshot in self._kept if snapshot.global_step <= global_step]
         self._last_step = global_step
         self._last_seconds = self._clock.monotonic_seconds()
 
     def distrust(self, kept: Kept) -> None:
-        """Drop a snapshot that led to the same trouble again."""
+        """Drop a snapshot to which the run has returned, in case it leads to the same failure."""
         self._kept = [snapshot for snapshot in self._kept if snapshot is not kept]
 
     def give_up(self) -> None:
-        """Free all snapshots and take no more, because the memory is needed elsewhere."""
+        """Free all snapshots and stop taking them, because the memory is needed elsewhere."""
         self._kept = []
         self._interval = None
 

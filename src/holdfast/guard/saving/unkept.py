@@ -1,7 +1,7 @@
 """Find counters of schedulers and optimizers that are missing from their ``state_dict``.
 
-After a resume, such a counter starts from its initial value without any error: the learning rate,
-for example, returns to that of the first step.
+After a resume, such a counter silently starts again from its initial value, so that, for example,
+the learning rate returns to that of the first step.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from holdfast.guard.parts import Parts
 from holdfast.guard.scheduler_state import state_of
 
-# The search for a value ends after this many values of a state. That covers the parameter groups,
+# The search for a value in a state stops after this many values. That covers the parameter groups,
 # but not the state of every parameter of a large model.
 _MOST_VALUES = 10_000
 
 
 class UnkeptNumbers:
-    """Finds attributes that change during training and are in no checkpoint.
+    """Finds numeric attributes that change during training but are in no checkpoint.
 
     Args:
-        parts: The schedulers and optimizers of the run, as they are before training.
+        parts: The schedulers and optimizers of the run, before training.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -39,8 +39,8 @@ class UnkeptNumbers:
         An attribute counts as saved if the ``state_dict`` holds its value under any name.
 
         Returns:
-            The scheduler or optimizer, such as ``"scheduler 'optimizer'"``, and the name of the
-            attribute.
+            A description of the scheduler or optimizer, such as ``"scheduler 'optimizer'"``, and
+            the name of the attribute.
         """
         for name, holder in self._holders.items():
             before = self._before[name]

@@ -1,13 +1,13 @@
-"""End the process with exit code 74 if the newest state of a run is in no checkpoint.
+"""Exit with code 74 if the newest state of a run is in no checkpoint.
 
-When the last save has failed, nothing is raised, because the code after the loop may still write
-the weights to another disk. But if the process would end with exit code 0, it ends with `EXIT_CODE`
-and prints the reason on stderr.
+If the last save fails, no error is raised, because the code after the loop may still write the
+weights to another disk. But if the process would exit with code 0, it exits with `EXIT_CODE`
+instead and prints the reason on stderr.
 
-A loop that was left early, as by `break`, saves nothing, as documented. If nobody has saved its
-last steps when the process ends, a line on stderr names them, and the exit code stays.
+A loop that is left early, for example by `break`, does not save. If its last steps are still
+unsaved when the process exits, a line on stderr names them, and the exit code is unchanged.
 
-Saving and recording events is done in ``saves``.
+Saving itself, and recording its events, is in ``saves``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ EXIT_CODE = 74
 # The reason why the newest state of a run is in no checkpoint, by run directory.
 _unsaved: dict[Path, str] = {}
 
-# The first and the last of the steps that no checkpoint holds since a loop was left early, by run
-# directory.
+# The first and the last unsaved step of a loop that was left early, by run directory.
 _left_steps: dict[Path, tuple[int, int]] = {}
 
 # Whether the script called `sys.exit` with a status that is not 0.
@@ -39,22 +38,17 @@ _script_failed = False
 
 
 class Run(Protocol):
-    """A run that may still be open when the process ends, because its loop was left and nobody
-    closed it.
-    """
+    """A run that may still be open when the process exits, after its loop was left early."""
 
     def end_at_exit(self) -> None:
-        """Carry out a stop that was requested.
-
-        Note the steps of the run that are in no checkpoint.
-        """
+        """Save if a stop was requested; otherwise note the steps that are in no checkpoint."""
 
 
 _runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 def watch(run: Run) -> None:
-    """Call `end_at_exit` of a run when the process ends, if the run still exists."""
+    """Call `end_at_exit` of a run when the process exits, if the run still exists."""
     if not _is_in_a_test():
         _runs.add(run)
 
@@ -64,7 +58,7 @@ def note_unsaved(run_dir: Path, why: str) -> None:
 
     Args:
         run_dir: The run directory.
-        why: The reason, which follows a colon in the message.
+        why: The reason, as it follows a colon in the message.
     """
     if _is_in_a_test():
         return
@@ -74,36 +68,29 @@ def note_unsaved(run_dir: Path, why: str) -> None:
 
 
 def note_left_steps(run_dir: Path, from_step: int, to_step: int) -> None:
-    """Note that a loop was left early with these steps in no checkpoint, although no save has
-    failed.
-    """
+    """Note that a loop was left early with these steps unsaved, although no save has failed."""
     if not _is_in_a_test():
         _left_steps[run_dir] = from_step, to_step
 
 
 def forget_left_steps(run_dir: Path) -> None:
-    """Forget the steps of a loop that was left.
-
-    They are saved, or a new guard has reported them.
-    """
+    """Forget the unsaved steps of a loop, once they are saved or a new guard has reported them."""
     _left_steps.pop(run_dir, None)
 
 
 def note_saved(run_dir: Path) -> None:
-    """Note that a checkpoint of a run was written, which makes up for failed saves before it."""
+    """Note that a checkpoint of a run was written, so that earlier failed saves do not matter."""
     _unsaved.pop(run_dir, None)
     forget_left_steps(run_dir)
 
 
 def _is_in_a_test() -> bool:
-    """Return whether pytest runs a test in this process. Then the exit code belongs to pytest."""
+    """Return whether pytest is running a test in this process, so that it sets the exit code."""
     return "pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ
 
 
 def _watch_sys_exit() -> None:
-    """Replace `sys.exit` to learn whether the script chose an exit code of its own, which then
-    stays.
-    """
+    """Replace `sys.exit` to learn whether the script chose its own exit code, which is kept."""
     original = sys.exit
     if getattr(original, "watched_by_guard", False):
         return
@@ -126,28 +113,24 @@ def _ends_with_an_exception() -> bool:
 
 
 def _report_left_steps() -> None:
-    """Name the steps that no checkpoint holds on stderr, unless an uncaught exception has said
-    enough.
-    """
+    """Name the unsaved steps on stderr, unless the script ended with an uncaught exception."""
     if _ends_with_an_exception():
         return
     for run_dir, (from_step, to_step) in _left_steps.items():
         if run_dir in _unsaved:
             continue
-        steps, verb = f"steps {from_step} to {to_step}", "are"
+        unsaved_steps = f"steps {from_step} to {to_step} of {run_dir} are"
         if from_step == to_step:
-            steps, verb = f"step {to_step}", "is"
+            unsaved_steps = f"step {to_step} of {run_dir} is"
         text = (
-            f"holdfast: {steps} of {run_dir} {verb} in no checkpoint; call guard.close() after the"
-            " loop, or leave it with guard.request_stop()\n"
+            f"holdfast: {unsaved_steps} in no checkpoint; call guard.close() after the loop, or"
+            " leave it with guard.request_stop()\n"
         )
         write_to_stderr(text)
 
 
 def _end_runs() -> None:
-    """Report what is lost when the process ends, and end it with `EXIT_CODE` if saves have
-    failed.
-    """
+    """End the runs that are still open, report unsaved steps, and set the exit code."""
     for run in list(_runs):
         try:
             run.end_at_exit()
@@ -158,7 +141,7 @@ def _end_runs() -> None:
 
 
 def _set_exit_code() -> None:
-    """End this process with `EXIT_CODE` if a run is not saved and the exit code would be 0."""
+    """Make the process exit with `EXIT_CODE` if a run is unsaved and the code would be 0."""
     if not _unsaved or _script_failed or _ends_with_an_exception():
         return
     for run_dir, why in _unsaved.items():
@@ -167,18 +150,18 @@ def _set_exit_code() -> None:
             f" {EXIT_CODE}.\n"
         )
         write_to_stderr(text)
-    # Python has no way to change the exit code at this point: it runs the other atexit functions,
-    # flushes its streams, frees its modules and then calls exit(0) of the C library. That calls the
-    # function registered here, which calls exit again with our code; the second call continues the
-    # work of the first, see exit(3) of Linux.
+    # Python offers no way to change the exit code at this point: it runs the other atexit
+    # functions, flushes its streams, frees its modules and then calls exit(0) of the C library.
+    # That calls the function registered here, which calls exit again with our code. The second call
+    # continues the work of the first; see the man page exit(3) on Linux.
     library = ctypes.CDLL(None)
     library.__cxa_atexit(
         ctypes.cast(library.exit, ctypes.c_void_p), ctypes.c_void_p(EXIT_CODE), None
     )
 
 
-# Registered on import, because atexit functions run in reverse order: one that the script registers
-# later, such as `guard.close`, runs earlier and may still save.
+# Registered on import, because atexit functions run in reverse order: a function that the script
+# registers later, such as `guard.close`, runs before this one and may still save.
 atexit.register(_end_runs)
 os.register_at_fork(after_in_child=_unsaved.clear)
 os.register_at_fork(after_in_child=_left_steps.clear)

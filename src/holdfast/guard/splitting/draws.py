@@ -1,8 +1,8 @@
 """Give the parts of a batch the same random numbers as the whole batch, for a comparison.
 
-The numbers that the loss function draws for all samples are recorded, and each part is then given
-its rows of them. A random loss can thus be compared as exactly as any other, and a loss that shares
-random numbers between samples is noticed.
+The random numbers that the loss function draws for all samples are recorded, and each part then
+receives its rows of them. A random loss can thus be compared as exactly as any other, and a loss
+that shares random numbers between samples is noticed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class NotRepeatableError(Exception):
 class Draws:
     """Records what torch draws in the first call after `start`, and repeats it for the parts.
 
-    Random numbers of python and numpy have no rows. Each call starts with the same seed, as if all
-    samples shared the numbers; or with `in_order` the generators continue from part to part, as if
-    the numbers were drawn for one sample after the other. If the loss function seeds a torch
-    generator itself, its numbers are the same in each call anyway, and nothing is repeated.
+    Random numbers from Python and numpy have no rows. Each call therefore starts with the same
+    seed, as if all samples shared the numbers. With `in_order`, the generators instead continue
+    from part to part, as if the numbers were drawn for one sample after the other. If the loss
+    function seeds a torch generator itself, its numbers are the same in each call anyway, and
+    nothing is repeated.
 
     Args:
         devices: The accelerators whose generators are watched.
@@ -45,10 +46,10 @@ class Draws:
     ) -> None:
         # Whether any random number was drawn.
         self.drew = False
-        # Whether samples share random numbers. After a split each part draws its own, which changes
-        # the variance.
+        # Whether samples share random numbers. After a split, each part would draw its own, which
+        # changes the variance.
         self.shared = False
-        # Whether python or numpy drew.
+        # Whether Python's or numpy's generator was used.
         self.outside_torch = False
         self._devices = devices
         self._tolerance = tolerance
@@ -56,7 +57,7 @@ class Draws:
         self._in_order = in_order
         # The draws of the call with all samples; None before it.
         self._made: list[_Draw] | None = None
-        # What the parts were given, by operation and state of the generator.
+        # The numbers that the parts received, by operation and state of the generator.
         self._given: dict[Any, list[Any]] = {}
         self._samples = 0
 
@@ -75,41 +76,44 @@ class Draws:
             samples: The number of samples in the call.
 
         Raises:
-            NotRepeatableError: If a part asks for other numbers than the whole batch, or fails with
-                the ones that it is given.
+            NotRepeatableError: If a part draws other random numbers than the whole batch, or fails
+                with those that it receives.
         """
         if not (self._in_order and first):
             seed_cpu(self._seed)
-            # A different seed for each part. With the same one it would look as if the loss
+            # Each part gets a different seed. With the same one, it would look as if the loss
             # function had seeded the generator.
             torch.default_generator.manual_seed(self._seed + first)
         if self._made is None:
-            self._made = made = []
+            self._made = recorded = []
             before = capture()
-            with _Drawing(self._devices, lambda draw: made.append(draw.copied())):
+            with _Drawing(self._devices, lambda draw: recorded.append(draw.copied())):
                 yield
             after = capture()
             self.outside_torch = (
                 before.python is not after.python or before.numpy is not after.numpy
             )
-            self.drew |= bool(made) or self.outside_torch
+            self.drew |= bool(recorded) or self.outside_torch
             self.shared |= self.outside_torch and not self._in_order
             return
-        left = iter(self._made)
+        recorded_draws = iter(self._made)
+
+        def repeat(draw: _Draw) -> None:
+            self._repeat(next(recorded_draws, None), draw, first, samples)
+
         try:
-            with _Drawing(
-                self._devices, lambda draw: self._repeat(next(left, None), draw, first, samples)
-            ):
+            with _Drawing(self._devices, repeat):
                 yield
         except Exception as error:
             if not self._made or find_out_of_memory(error) is not None:
                 raise
             raise NotRepeatableError from error
-        if next(left, None) is not None:
+        if next(recorded_draws, None) is not None:
+            # The part has drawn less often than the whole.
             raise NotRepeatableError
 
     def backward(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which a recomputed forward pass is given the same numbers again."""
+        """Return a context in which a recomputed forward pass receives the same numbers again."""
 
         def again(draw: _Draw) -> None:
             for new, old in zip(draw.drawn, self._given.get(draw.place(), draw.drawn), strict=True):
@@ -117,19 +121,27 @@ class Draws:
 
         return _Drawing(self._devices, again) if self._given else contextlib.nullcontext()
 
-    def _repeat(self, made: _Draw | None, draw: _Draw, first: int, samples: int) -> None:
-        if made is None or made.op is not draw.op:
+    def _repeat(self, recorded: _Draw | None, draw: _Draw, first: int, samples: int) -> None:
+        """Overwrite the numbers that a part has just drawn with those of the whole.
+
+        Args:
+            recorded: The corresponding draw of the whole, or None if that has drawn less often.
+            draw: The draw of the part.
+            first: The position of the first sample of the part.
+            samples: The number of samples in the part.
+        """
+        if recorded is None or recorded.op is not draw.op:
             raise NotRepeatableError
-        if first and made.place() == draw.place():
+        if first and recorded.place() == draw.place():
             # The loss function has seeded the generator.
             return
         rows = [
             self._rows(old, new, first, samples)
-            for old, new in zip(made.inputs, draw.inputs, strict=True)
+            for old, new in zip(recorded.inputs, draw.inputs, strict=True)
         ]
         if not same(rows, draw.inputs, tolerance=self._tolerance):
             raise NotRepeatableError
-        for old, new in zip(made.drawn, draw.drawn, strict=True):
+        for old, new in zip(recorded.drawn, draw.drawn, strict=True):
             self.shared |= old.shape == new.shape and samples < self._samples
             new.copy_(self._rows(old, new, first, samples))
         self._given[draw.place()] = draw.copied().drawn
@@ -145,11 +157,16 @@ class Draws:
         if whole.shape == part.shape:
             return whole
         if whole.ndim == part.ndim:
-            grows = [d for d in range(whole.ndim) if whole.shape[d] != part.shape[d]]
-            rows = part.shape[grows[0]] // samples
-            sizes = rows * self._samples, rows * samples
-            if len(grows) == 1 and (whole.shape[grows[0]], part.shape[grows[0]]) == sizes:
-                return whole.narrow(grows[0], rows * first, rows * samples)
+            differing = [d for d in range(whole.ndim) if whole.shape[d] != part.shape[d]]
+            dimension = differing[0]
+            rows_per_sample = part.shape[dimension] // samples
+            matches = (
+                len(differing) == 1
+                and whole.shape[dimension] == rows_per_sample * self._samples
+                and part.shape[dimension] == rows_per_sample * samples
+            )
+            if matches:
+                return whole.narrow(dimension, rows_per_sample * first, rows_per_sample * samples)
         raise NotRepeatableError
 
 
@@ -199,7 +216,7 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _states(self, kwargs: Any) -> list[torch.Tensor]:
-        """Return the states of all generators, and of the one that the call is given."""
+        """Return the states of the default generators and of the one that is passed to the call."""
         state = capture(self._devices)
         states = [state.cpu, *state.devices.values()]
         generator = kwargs.get("generator")
@@ -218,7 +235,7 @@ def _read_and_written(func: Any, args: Sequence[Any]) -> tuple[list[Any], list[A
         else:
             written.append(argument)
     if func._schema.name.endswith("_like"):
-        # The first argument is only an example, whose values do not matter.
+        # The first argument gives only shape and dtype; its values do not matter.
         read = read[1:]
     return read, written
 

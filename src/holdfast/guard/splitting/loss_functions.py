@@ -1,15 +1,15 @@
 """Facts about loss functions: forbidden calls, identity, and side effects.
 
 **Forbidden calls.** A loss function returns a loss, and leaves backward and the optimizers to the
-guard. It may compute gradients of anything but parameters.
+guard. It may compute gradients, but not with respect to parameters.
 
 **Identity.** A lambda in a loop is a new object each time, but the same function. Two partials of
-one function with different ``reduction`` are different functions. Functions are told apart by their
-code, and by the strings and flags that are bound to them. Numbers do not count, since a step or a
-weight that changes would make a new function in every step.
+one function with different ``reduction`` are different functions. Functions are distinguished by
+their code, and by the strings and flags that are bound to them. Numbers do not count, since a step
+number or a changing weight would make a new function in every step.
 
-**Side effects.** What a call changes in plain attributes of modules, or in variables of the
-function, is in no checkpoint, and changes once more when an attempt is repeated.
+**Side effects.** If a call changes plain attributes of modules, or variables of the function, no
+checkpoint holds the change, and a retry makes it once more.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Called: TypeAlias = Literal["backward", "step", "zero_grad"]
 _FIX = {
     "backward": (
         "leave out loss.backward() and return the loss with its graph: guard.step runs backward."
-        " For a gradient of something else, such as an input, call torch.autograd.grad(loss, x)."
+        " For the gradient of something else, such as an input, use torch.autograd.grad(loss, x)."
     ),
     "step": (
         "leave out optimizer.step(), and scaler.step() around it: guard.step does that after it has"
@@ -52,7 +52,7 @@ _FIX = {
 
 
 class CalledInsideError(BatchError):
-    """H209: the loss function has called what only the guard may call."""
+    """H209: the loss function has called a function that only the guard may call."""
 
     called: Called = "backward"
 
@@ -64,7 +64,7 @@ def called_inside(called: Called) -> CalledInsideError:
         action = "ran backward into parameters"
     error = CalledInsideError(
         f"loss_fn {action}",
-        limit="it may only return a loss, because it can be called several times for one step",
+        limit="it may only return a loss, because it may be called several times per step",
         fix=_FIX[called],
         rule="H209",
     )
@@ -75,7 +75,8 @@ def called_inside(called: Called) -> CalledInsideError:
 class ReturningALoss:
     """A context for calls of a loss function.
 
-    In it optimizers refuse to step. Leaving it raises H209 if ``.grad`` of a parameter has changed.
+    Inside it, optimizers refuse to step. Leaving it raises H209 if the ``.grad`` of a parameter has
+    changed.
 
     Args:
         optimizers: The optimizers of the guard.
@@ -95,8 +96,8 @@ class ReturningALoss:
             attributes = vars(optimizer)
             # Schedulers replace `step` in the same way.
             self._own.append((attributes, attributes.get("step")))
-            # `zero_grad` is not replaced, since frameworks call it at times when there are no
-            # gradients. A call that clears gradients is noticed at the end.
+            # `zero_grad` is not replaced, since frameworks may call it when there are no gradients.
+            # A call that does clear gradients is noticed at the end.
             attributes["step"] = _refuse_step
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -121,7 +122,7 @@ def _marks(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Surround forward and backward, and raise H211 if hooks of parameters have moved weights."""
+    """Surround a backward pass, and raise H211 if hooks of parameters have changed weights."""
     hooked = [
         p
         for p in parameters
@@ -132,18 +133,18 @@ def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     moved = sum(p._version != version for p, version in zip(hooked, before, strict=True))
     if moved:
         raise BatchError(
-            f"hooks have moved {counted(moved, 'parameter')} in backward",
-            limit="a step can be retried, clipped or skipped only before the weights have moved",
+            f"hooks have changed {counted(moved, 'parameter')} in backward",
+            limit="a step can be retried, clipped or skipped only while the weights are unchanged",
             fix=(
-                "remove the hooks that call optimizer.step(), give the optimizer to the Guard, and"
-                " start again: the weights of this step cannot be taken back."
+                "remove the hooks that call optimizer.step(), pass the optimizer to Guard, and"
+                " start again: the weights of this step cannot be restored."
             ),
             rule="H211",
         )
 
 
 class FilledOutside:
-    """Finds gradients that the script has computed between the guard's creation and the first step.
+    """Finds gradients that the script computed between creating the guard and the first step.
 
     Args:
         parameters: The parameters of the guard.
@@ -157,11 +158,11 @@ class FilledOutside:
         self._begun_before = FilledOutside.begun
 
     def check(self) -> None:
-        """Raise H210 in the first step if the script has computed gradients.
+        """In the first step, raise H210 if the script has already computed gradients.
 
-        If there are gradients, this waits for the device.
+        If there are gradients, this synchronizes with the device.
         """
-        # If so, another guard may have stepped the same parameters.
+        # If another guard has run a step since, the gradients may come from that.
         others_have_stepped = FilledOutside.begun != self._begun_before
         FilledOutside.begun += 1
         were_empty = self._empty
@@ -181,9 +182,9 @@ class FilledOutside:
                     " would be lost"
                 ),
                 fix=(
-                    "return that loss from loss_fn too, as loss_a + loss_b, and leave out"
-                    " backward() outside; if the gradients are not wanted, call"
-                    " optimizer.zero_grad() before."
+                    "let loss_fn include that loss, as in loss_a + loss_b, and remove the"
+                    " backward() outside of it; if the gradients are not needed, call"
+                    " optimizer.zero_grad() before guard.step."
                 ),
                 rule="H210",
             )
@@ -196,11 +197,11 @@ _DEPTH = 3
 
 
 def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
-    """Return a text that identifies a loss function, and stays the same after a restart of the run.
+    """Return a text that identifies a loss function, and is the same after a restart of the run.
 
     Args:
         loss_fn: The loss function.
-        depth: How far to follow what is bound to the function. At 0 only its code counts.
+        depth: How many levels of bound objects to include. At 0 only the code counts.
     """
     if isinstance(loss_fn, TwoPass):
         return f"{description_of(loss_fn.outputs, depth)} {description_of(loss_fn.loss, depth)}"
@@ -219,7 +220,7 @@ def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
                 # The variable has no value yet.
                 pass
         bound += [*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values()]
-        # A function of a script may refer to flags in global variables.
+        # A function in a script may use flags in global variables.
         outside = getattr(loss_fn, "__globals__", {})
         bound += [flag for name in code.co_names if type(flag := outside.get(name)) in (bool, str)]
         return _with(_name_of(code), bound, depth) if bound else _name_of(code)
@@ -258,13 +259,13 @@ def _has_weights(value: Any) -> bool:
 # --- side effects
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
-# Only these containers are iterated, because iterating others may have side effects itself.
+# Only these containers are iterated, because iterating over others may itself have side effects.
 _CONTAINERS = (list, tuple, set, frozenset, deque, np.ndarray)
-# The most entries of a container that are compared; of a longer one only the length is.
+# Containers with more entries than this are compared only by their length.
 _LOOKED_AT = 64
-# The most elements of a tensor that are compared; of a larger one only the sum is.
+# Tensors with more elements than this are compared only by their sum.
 _WHOLE = 1 << 20
-# The attributes of every module.
+# The attributes that every module has.
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
@@ -276,20 +277,20 @@ def find_side_effects(
     known: Sequence[Any] = (),
     logs_too: bool = False,
 ) -> tuple[str, ...]:
-    """Return the names of what a second pass over the same samples changes.
+    """Return the names of attributes and variables that a second pass over some samples changes.
 
-    What a pass only overwrites, such as the last attention or a cache that is filled once, is the
-    same after the second pass and is not returned. Variables from outside of the loss function, and
-    its attributes, may be counters or logs. They count only if the second loss differs from the
-    first.
+    State that a pass only overwrites, such as the last attention map or a cache that is filled
+    once, is the same after the second pass and is not returned. Variables from outside the loss
+    function, and its attributes, may be counters or logs. They count only if the second loss
+    differs from the first.
 
     Args:
         models: The models by name.
         loss_fn: The loss function.
-        forward: Runs a forward pass, the same one each time, and returns the loss; NaN if memory
-            was short.
-        known: Objects that are restored, and do not count.
-        logs_too: Whether variables and attributes of the loss function count in any case.
+        forward: Runs a forward pass, the same one each time, and returns the loss; NaN if there was
+            not enough memory.
+        known: Objects that are restored, and therefore do not count.
+        logs_too: Whether variables and attributes of the loss function always count.
 
     Returns:
         Names such as ``"layer.calls"`` or ``"loss_fn: hidden"``.
@@ -332,7 +333,7 @@ def _attributes(models: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def _variables(function: Any, own: Sequence[Any]) -> dict[str, Any]:
-    """Return copies of the variables that a function can reach from outside of itself.
+    """Return copies of the outside variables that a function can reach.
 
     They are its free variables, globals, bound arguments, and the attributes of its object.
     """
@@ -375,8 +376,8 @@ def _inside(value: Any) -> Any:
 def _snapshot(value: Any, depth: int) -> Any:
     """Return a value in a form that can be compared later.
 
-    Plain values stay as they are, small tensors are copied, and containers are followed to some
-    depth. Of any other value only its type counts.
+    Plain values are returned unchanged, small tensors are copied, and containers are followed to a
+    given depth. For any other value, only the type counts.
     """
     if isinstance(value, _PLAIN):
         return value

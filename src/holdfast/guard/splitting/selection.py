@@ -1,24 +1,24 @@
 """Detect a loss that selects samples by values that the model has computed.
 
 Examples are hard-example mining (the mean of the largest quarter of the losses), a threshold
-(``loss[loss > 0.7].mean()``) and a mean over sufficiently confident pseudo-labels. While such a
-loss selects all samples, it is a plain mean and passes every trial of splitting. Once the model has
-learned more, splitting would change its gradient.
+(``loss[loss > 0.7].mean()``) and a mean over sufficiently confident pseudo-labels. As long as such
+a loss selects all samples, it is a plain mean, and trials of splitting cannot tell the difference.
+Once the model has learned more, splitting would change the gradient.
 
 A ``TorchFunctionMode`` traces one call of the loss function. It marks each tensor that depends on
 parameters, that is a loss or depends on one, that is a mask computed from such values, or that
-depends on a selection. Only selections on which the returned loss depends count, so an accuracy for
-a log does not.
+depends on a selection. Only selections on which the returned loss depends count, so an accuracy
+that is only logged does not.
 
-Some selections treat a sample in a part as in the whole batch and do not count: masks computed from
-the batch alone (padding, ``ignore_index``), selections within a sample (the classes of a beam, the
-pixels of an image), and those inside the model (the experts of a token) unless they depend on a
-loss.
+Some selections have the same result in a part as in the whole batch, and do not count: masks
+computed from the batch alone (padding, ``ignore_index``), selections within a sample (the classes
+of a beam, the pixels of an image), and those inside the model (the experts of a token), unless they
+depend on a loss.
 
-Values that leave torch as an array or a list cannot be followed. Where entries of a vector of
-losses are picked by position afterwards, the positions may come from there, so that counts as a
-selection. Single numbers (``.item()``) and TorchScript are not traced at all. The checks that are
-repeated while batches are split cover these.
+Values that leave torch as an array or a list cannot be followed. If entries of a vector of losses
+are picked by position afterwards, the positions may have been computed from those values, so that
+counts as a selection. Single numbers (``.item()``) and TorchScript are not traced at all. They are
+covered by the checks that are repeated while batches are being split.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Functions that select by rank, with the position of their argument `dim` and its default (None:
-# all dimensions).
+# Functions that select by rank, with the position and the default of their argument `dim`. None
+# means all dimensions.
 _BY_RANK: dict[str, tuple[int, int | None]] = {
     "topk": (2, -1),
     "sort": (1, -1),
@@ -132,12 +132,12 @@ HOST = "positions chosen outside of torch"
 
 
 class Selection(NamedTuple):
-    """One selection that the loss function made.
+    """A selection made by the loss function.
 
     Attributes:
         function: The name of the torch function, such as ``"topk"``, `MASK` for any use of a mask,
             or `HOST` for positions that may have been chosen outside of torch.
-        size: The size of the dimension from which it selected.
+        size: The size of the dimension that it selects from.
     """
 
     function: str
@@ -176,14 +176,11 @@ class SelectionFinder(TorchFunctionMode):
         self._modules = {id(module) for model in models for module in model.modules()}
         self._marks = WeakTensorKeyDictionary()
         self._selections: list[Selection] = []
-        # Whether several values that depend on parameters or losses were read as an array or a
-        # list.
+        # Whether values that depend on parameters or losses were read as an array or a list.
         self._values_left_torch = False
 
     def reaching(self, losses: Sequence[torch.Tensor]) -> list[Selection]:
-        """Return the selections on which these losses depend, in the order in which they were
-        made.
-        """
+        """Return the selections on which these losses depend, in chronological order."""
         indices: set[int] = set()
         for loss in losses:
             indices |= self._marks_of(loss).selections
@@ -215,7 +212,7 @@ class SelectionFinder(TorchFunctionMode):
         marks: _Marks | None = self._marks.get(tensor)  # type: ignore[no-untyped-call]
         if marks is not None:
             return marks
-        # A frozen parameter counts too, since it may belong to an average of the trained weights.
+        # Frozen parameters count too, since they may belong to an average of the trained weights.
         return (
             _Marks(parameters=True)
             if isinstance(tensor, nn.Parameter) or tensor.requires_grad
@@ -225,7 +222,7 @@ class SelectionFinder(TorchFunctionMode):
     def _marks_of_result(
         self, name: str, args: Any, kwargs: Any, argument_marks: Sequence[_Marks]
     ) -> _Marks:
-        """Return the marks of a function's result, from those of its arguments that have any."""
+        """Return the marks of a function's result, given those of its marked arguments."""
         selections: frozenset[int] = frozenset().union(
             *(marks.selections for marks in argument_marks)
         )
@@ -246,15 +243,14 @@ class SelectionFinder(TorchFunctionMode):
         )
 
     def _selects_for_loss(self, marks: _Marks) -> bool:
-        """Return whether a selection by values with these marks belongs to the loss and not to the
-        model.
+        """Return whether a selection by such values belongs to the loss rather than to the model.
 
         Inside the model's ``forward``, only values that depend on a loss or a mask count.
         """
         return marks.loss or marks.is_mask or (marks.parameters and not self._is_in_model())
 
     def _is_in_model(self) -> bool:
-        """Return whether the ``forward`` of a module of the models is running."""
+        """Return whether the ``forward`` of one of the models' modules is running."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             if (
@@ -275,9 +271,7 @@ class SelectionFinder(TorchFunctionMode):
         return self._selection_on_host(name, args, kwargs)
 
     def _selection_on_host(self, name: str, args: Any, kwargs: Any) -> Selection | None:
-        """Return a selection from a vector by positions that may have been chosen outside of
-        torch, or None.
-        """
+        """Return a selection by positions that may have been computed outside of torch, or None."""
         values = args[0] if args else kwargs.get("input")
         if (
             not self._values_left_torch
@@ -287,7 +281,7 @@ class SelectionFinder(TorchFunctionMode):
             return None
         if values.ndim != 1 or not self._selects_for_loss(self._marks_of(values)):
             return None
-        # A slice or a number picks the same entries whatever their values are.
+        # A slice or a number picks entries regardless of their values.
         if name == "__getitem__" and not isinstance(args[1], (list, np.ndarray, torch.Tensor)):
             return None
         return Selection(HOST, values.shape[0])
@@ -305,9 +299,7 @@ class SelectionFinder(TorchFunctionMode):
         return Selection(name, values.shape[dimension]) if isinstance(dimension, int) else None
 
     def _selecting_mask(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Return a mask by which this call selects, or whose entries it counts over the first
-        dimension.
-        """
+        """Return the mask by which a call selects or counts over the first dimension, or None."""
         if name == "__getitem__":
             candidates = pytree.tree_leaves(args[1:])
         elif name in _BY_MASK or (name == "where" and len(args) + len(kwargs) == 1):

@@ -1,17 +1,17 @@
-"""Try whether splitting a batch leaves its gradient unchanged, and with which weights.
+"""Try out whether splitting a batch leaves its gradient unchanged, and with which weights.
 
 The gradient of 4 samples is compared with the weighted sum of the gradients of 3 and 1 of them. If
-the loss function does not declare what its mean is over, everything in the batch that it may be
-over is tried. If nothing reproduces the gradient, the samples are coupled (in-batch negatives, a
-pairwise loss).
+the loss function does not declare what its mean is taken over, all candidates in the batch are
+tried. If none reproduces the gradient, the samples are coupled (in-batch negatives, a pairwise
+loss).
 
 Models are in training mode, except for layers such as BatchNorm, which `SplitSafety` handles. The
-parts are given the random numbers that the whole has drawn for their samples. If that is not
+parts receive the random numbers that the whole has drawn for their samples. If that is not
 possible, only losses with declared items are compared, in evaluation mode.
 
-On the CPU this runs in a forked copy of the process, so it leaves no trace in this one. A process
-that uses an accelerator cannot be forked. The trial then runs in the process itself, only when a
-split is about to be made, and the caller restores everything.
+On the CPU this runs in a forked copy of the process, so it has no effect on the original. A process
+that uses an accelerator cannot be forked. The trial then runs in the process itself, and only right
+before a split, and the caller restores everything.
 """
 
 from __future__ import annotations
@@ -62,38 +62,41 @@ from holdfast.numerics.loss import Terms, read_loss, without_graph
 # The number of samples in a trial.
 _SAMPLES = 4
 # The largest relative difference of gradients that counts as rounding. In fp32 the rounding of
-# 3 + 1 samples against 4 stays below 1e-5; coupled losses differ by 0.01 and more.
+# 3 + 1 samples against 4 stays below 1e-5; coupled losses differ by 0.01 or more.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF_TOLERANCE = 5e-2
 # A small sum added to a mean changes the gradient by less than the tolerance, but grows with the
-# batch. On the CPU in fp32, gradients or losses must therefore differ by less than this, which
-# rounding does not reach in both of them.
-_SMALL, _SMALL_OF_LOSS = 2e-5, 3e-6
+# batch. On the CPU in fp32, the gradients or the losses must therefore differ by less than these
+# limits; rounding never exceeds both.
+_SMALL = 2e-5
+_SMALL_OF_LOSS = 3e-6
 # On accelerators and in half precision, losses must agree up to this share of the tolerance. They
 # are means of terms that do not cancel, so they are rounded less than gradients.
 _OF_LOSS_WHERE_ROUNDED = 0.1
 # Weights that differ by less than this change gradients by less than a coupled loss does.
 TELLING = 0.01
-# The most sets of four samples that are compared.
+# The maximum number of sets of four samples to compare.
 _MOST_WINDOWS = 4
 # The number of comparisons with different random numbers, if samples share them.
 _SEEDS = 3
-# The most comparisons with a part that holds nothing to count, and the most samples that are
-# searched for one.
-_MOST_EMPTY, _MOST_ONE_BY_ONE = 2, 256
-# The most sets of four samples that are searched for one that tells weightings apart. Cutting and
-# counting one takes 0.1 ms.
+# The maximum number of comparisons with a part without items, and the maximum number of samples to
+# search for such a part.
+_MOST_EMPTY = 2
+_MOST_ONE_BY_ONE = 256
+# The maximum number of sets of four samples to search for one that distinguishes weightings.
+# Cutting and counting one takes 0.1 ms.
 _LOOKED_THROUGH = 64
 _NOT_REPEATABLE = (
-    "called again, the loss gives another gradient: it carries state, or its random numbers cannot"
-    " be given to parts (a permutation, a generator of numpy), so that it cannot be tried whether"
-    " these make up the whole"
+    "called again, the loss gives a different gradient: it carries state, or its random numbers"
+    " cannot be repeated for parts of the batch (a permutation, a numpy generator), so no trial can"
+    " show whether the parts add up to the whole"
 )
-# The share of a micro-batch that is in the first of its two parts, in the two comparisons.
-_HALVES, _QUARTERS = 0.5, 0.75
+# The share of a micro-batch that goes into the first of its two parts, in the two comparisons.
+_HALVES = 0.5
+_QUARTERS = 0.75
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
-# What the loss draws: no random numbers, some for each sample, some that all samples share (each
-# part then draws its own), or some that could not be given to the parts.
+# What the loss draws: no random numbers, separate ones for each sample, some that all samples share
+# (after a split each part would draw its own), or some that could not be repeated for the parts.
 Draw: TypeAlias = Literal["none", "own", "shared", "unknown"]
 # From best to worst.
 _DRAWS: tuple[Draw, ...] = ("none", "own", "shared", "unknown")
@@ -106,21 +109,26 @@ _FROM_BEST_TO_WORST: tuple[Outcome, ...] = ("unknown", "exact", "random", "coupl
 class SplitCheckResult:
     """The result of a check.
 
-    The outcomes are ``"exact"``: splitting keeps the gradient; ``"coupled"``: it does not, or that
-    could not be shown; ``"random"``: it would with the same random numbers, or the user says so;
-    ``"trusted"``: the user says that it is exact; ``"unknown"``: it could not be tried.
+    Its outcomes:
+
+    - ``"exact"``: splitting keeps the gradient.
+    - ``"random"``: splitting would keep the gradient if the random numbers were the same, or the
+      loss function declares its items.
+    - ``"coupled"``: splitting changes the gradient, or the check could not show that it does not.
+    - ``"trusted"``: the user says that splitting is exact.
+    - ``"unknown"``: the check failed.
     """
 
     outcome: Outcome
     # The relative L2 difference of the gradients, weighted as they will be in training.
     difference: float = float("nan")
-    # Whether the loss function declares what its mean is over, or takes the outputs of all samples.
+    # Whether the loss function declares what its mean is taken over, or is a `TwoPass`.
     declared: bool = False
     # Whether the loss function changes the tensors of its batch.
     changes_batch: bool = False
     # The name of a buffer, other than running statistics, that a forward pass changes.
     changed_buffer: str = ""
-    # For "unknown" what went wrong; for "coupled" why it could not be shown.
+    # For "unknown", what went wrong; for "coupled", why the check could not show the opposite.
     why: str = ""
     # The random numbers in training.
     draws: Draw = "none"
@@ -133,7 +141,7 @@ class SplitCheckResult:
     side_effects: tuple[str, ...] = ()
     # The function by which the loss selects samples, such as "topk"; empty if it selects none.
     selects: str = ""
-    # What the loss function has called that only the guard may call.
+    # The forbidden call that the loss function made, if any.
     called: Called | None = None
     # For "unknown", whether the process could not be forked for the trial.
     not_made: bool = False
@@ -143,10 +151,10 @@ class SplitCheckResult:
         return self.held[0] if self.held else SAMPLES
 
     def may_turn_wrong(self) -> bool:
-        """Return whether splitting may change the gradient later, though no trial has shown it.
+        """Return whether splitting may change the gradient later, although no trial has so far.
 
-        A loss that selects samples may have selected all of them so far. A sum over samples that
-        exceed a threshold is no such loss, since each part adds its own samples.
+        A loss that selects samples may have selected all of them so far. A sum over the samples
+        above a threshold is safe, since each part adds its own samples.
         """
         is_sum = not self.declared and self.weighting().kind == "sum"
         return bool(self.selects) and not (is_sum and self.selects == MASK)
@@ -173,13 +181,13 @@ class SplitCheckResult:
 
 
 def merged(verdicts: Sequence[SplitCheckResult], **facts: Any) -> SplitCheckResult:
-    """Return the result of several checks together, which is the worst of them.
+    """Combine the results of several checks. The worst outcome counts.
 
-    A weighting holds if it held in a check and failed in none.
+    A weighting holds if it held in some check and failed in none.
 
     Args:
         verdicts: The results.
-        **facts: Fields of the result to set.
+        **facts: Fields to set in the result.
     """
     chosen = max(verdicts, key=lambda verdict: _FROM_BEST_TO_WORST.index(verdict.outcome))
     failed = tuple(dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.failed))
@@ -224,7 +232,7 @@ class SplitCheck:
     loss_fn: Callable[[Any], Any]
     # Where the batch dimension is.
     split: Split
-    # Keeps states that are restored before each evaluation, and compared after it.
+    # Copies of the states, which are restored before each evaluation and compared after it.
     states: StateKeeper
     models: Mapping[str, nn.Module]
     # The parameters whose gradients are compared. Their ``.grad`` is overwritten and then cleared.
@@ -233,7 +241,7 @@ class SplitCheck:
     calling: Callable[[], contextlib.AbstractContextManager[Any]]
     # Whether that context computes in half precision.
     rounds_to_half: bool
-    # Whether this process is a copy that is thrown away, so that side effects can be tried.
+    # Whether this process is a copy that will be discarded, so that side effects do no harm.
     in_a_copy: bool
     # The weightings that held in earlier batches.
     known: Sequence[Weighting] = ()
@@ -244,16 +252,16 @@ class SplitCheck:
     _buffers: BufferKeeper | None = field(default=None, init=False)
     # Whether the loss function declares items, and whether it changes its batch.
     _seen: tuple[bool, bool] = field(default=(False, False), init=False)
-    # The share of the samples that is in the first part; None for all but one sample.
+    # The share of the samples that goes into the first part; None for all but one sample.
     _first_share: float | None = field(default=None, init=False)
-    # The names of states that differ after the parts from those after the whole.
+    # The names of states that have different values after the parts than after the whole.
     uneven: list[str] = field(default_factory=list)
 
     def run(self, batch: Any, size: int, empty: int | None = None) -> SplitCheckResult:
         """Compare several sets of four samples of a batch.
 
-        They are the first samples, some from all over the batch, and those by which the candidates
-        for the weighting can be told apart.
+        They are the first samples, some from all over the batch, and some that distinguish the
+        candidates for the weighting.
 
         Args:
             batch: The batch.
@@ -274,41 +282,41 @@ class SplitCheck:
         side_effects = self._side_effects(windows[0]) if self.in_a_copy else ()
         weightings = list(dict.fromkeys([*find_weightings(batch, size), *self.known]))
         with self._trying():
-            found = self._through(windows, weightings)
+            results = self._through(windows, weightings)
             if not callable(self.split):
-                found += self._with_an_empty_sample(batch, size, weightings, empty)
-                found += self._of_one_label(windows[0], batch, weightings)
+                results += self._with_an_empty_sample(batch, size, weightings, empty)
+                results += self._of_one_label(windows[0], batch, weightings)
             selects = self._find_selection(windows[0])
         changed_buffer = changed_buffer or next(iter(self.uneven), "")
         return merged(
-            found, changed_buffer=changed_buffer, side_effects=side_effects, selects=selects
+            results, changed_buffer=changed_buffer, side_effects=side_effects, selects=selects
         )
 
     def compare_halves(self, part: Any, size: int) -> SplitCheckResult:
         """Compare the gradient of a micro-batch with that of its two halves.
 
-        A loss may begin to couple samples, or to select some of them, long after the first steps.
-        Four samples show that less often than a whole micro-batch does. The halves alone are not
-        enough: the largest quarter of eight losses is the same if each half holds one of the two.
-        So a cut into three quarters and one quarter follows.
+        A loss may start to couple samples, or to select some of them, long after the first steps.
+        Four samples reveal that less often than a whole micro-batch. Halves alone are not enough
+        either: the largest two of eight losses are the same if each half contains one of them. The
+        micro-batch is therefore also cut into three quarters and one quarter.
 
         Args:
-            part: A micro-batch of a size that has fitted into memory before.
+            part: A micro-batch of a size that is known to fit into memory.
             size: The number of samples in it.
         """
         self.states.keep()
         weightings = list(dict.fromkeys([*find_weightings(part, size), *self.known]))
-        compared: list[SplitCheckResult] = []
+        results: list[SplitCheckResult] = []
         with self._trying():
             for share in (_HALVES, _QUARTERS) if size >= _SAMPLES else (_HALVES,):
                 self._first_share = share
-                found = self._compare_if_it_fits(part, weightings)
-                compared.append(replace(found, why=found.why or _why_apart(found, size)))
-                if found.outcome == "coupled":
+                result = self._compare_if_it_fits(part, weightings)
+                results.append(replace(result, why=result.why or _why_apart(result, size)))
+                if result.outcome == "coupled":
                     break
             selects = self._find_selection(part)
         changed_buffer = next(iter(self.uneven), "")
-        return merged(compared, changed_buffer=changed_buffer, selects=selects)
+        return merged(results, changed_buffer=changed_buffer, selects=selects)
 
     @contextlib.contextmanager
     def _trying(self) -> Iterator[None]:
@@ -330,8 +338,8 @@ class SplitCheck:
         Args:
             batch: The batch.
             size: The number of samples in it, of which four are used; None to use all of them.
-            logs_too: Whether to include changes without effect on the next loss, such as a log, or
-                a counter that may have an effect later.
+            logs_too: Whether to include changes that do not affect the next loss, such as in a log,
+                or in a counter that may have an effect later.
         """
         self.states.keep()
         few = (
@@ -359,29 +367,38 @@ class SplitCheck:
     def _through(
         self, windows: Sequence[Any], weightings: Sequence[Weighting]
     ) -> list[SplitCheckResult]:
-        left = [windows[0], *windows[1:][-1:]]
+        """Compare the first and the last set of samples, then sets that distinguish weightings.
+
+        As long as several weightings have held for all sets so far, the next set is the one for
+        which they differ most.
+
+        Args:
+            windows: The sets of samples.
+            weightings: The candidates for the weighting.
+        """
+        next_windows = [windows[0], *windows[1:][-1:]]
         others = list(windows[1:-1][:_LOOKED_THROUGH])
-        found: list[SplitCheckResult] = []
-        while left:
-            found.append(self._compare_if_it_fits(left.pop(0), weightings))
-            failed = {weighting for verdict in found for weighting in verdict.failed}
-            alive = [weighting for weighting in weightings if weighting not in failed]
-            if (
-                left
-                or found[-1].declared
-                or found[-1].outcome != "exact"
-                or len(found) >= _MOST_WINDOWS
-            ):
+        results: list[SplitCheckResult] = []
+        while next_windows:
+            result = self._compare_if_it_fits(next_windows.pop(0), weightings)
+            results.append(result)
+            is_decided = result.declared or result.outcome != "exact"
+            if next_windows or is_decided or len(results) >= _MOST_WINDOWS:
                 continue
-            telling = [disagreement(alive, self._cut(window)) for window in others]
-            if len(alive) > 1 and telling and max(telling) > TELLING:
-                left.append(others.pop(telling.index(max(telling))))
-        return found
+            failed = {weighting for earlier in results for weighting in earlier.failed}
+            remaining = [weighting for weighting in weightings if weighting not in failed]
+            if len(remaining) < 2 or not others:
+                continue
+            differences = [disagreement(remaining, self._cut(window)) for window in others]
+            largest = max(differences)
+            if largest > TELLING:
+                next_windows.append(others.pop(differences.index(largest)))
+        return results
 
     def _with_an_empty_sample(
         self, batch: Any, size: int, weightings: Sequence[Weighting], empty: int | None
     ) -> list[SplitCheckResult]:
-        """Compare three samples and one that holds nothing to count, but may have a loss."""
+        """Compare three samples and one that contains no items, but may still have a loss."""
         one_by_one = micro_batches(batch, size, 1, self.split)[:_MOST_ONE_BY_ONE]
         chosen = [
             tuple(with_an_empty_one(weighting, one_by_one, _SAMPLES)) for weighting in weightings
@@ -400,7 +417,8 @@ class SplitCheck:
     ) -> list[SplitCheckResult]:
         """Compare these samples as if all of them had the rarest label of the batch.
 
-        Four samples seldom have the same label. With a loss that compares labels, that matters.
+        Four samples rarely have the same label, so otherwise a loss that compares labels might not
+        show that it couples samples.
         """
         size = batch_size(batch, self.split)
         uneven_before = len(self.uneven)
@@ -417,27 +435,27 @@ class SplitCheck:
             labels.append(leaf)
             return torch.full_like(leaf, values[counts.argmin()])
 
-        found = []
+        result = None
         self._begin(0)
         states = self.states.now()
-        # The integers may be lengths or row numbers instead of labels, so that others fail.
+        # The integers may be lengths or row numbers instead of labels, so that changing them fails.
         with contextlib.suppress(Exception):
             alike = pytree.tree_map(relabelled, window, batch)
             if labels:
-                found.append(self._compare(alike, weightings, SplitCheck._difference))
-        # They may be row numbers of a state, to which the loss function writes.
+                result = self._compare(alike, weightings, SplitCheck._difference)
+        # They may be row numbers of a state that the loss function writes to.
         are_rows = not same(states, self.states.now())
         del self.uneven[uneven_before:]
         self._clear()
-        if are_rows or not found or found[0].why:
+        if are_rows or result is None or result.why:
             return []
         why = ""
-        if found[0].outcome == "coupled":
+        if result.outcome == "coupled":
             why = (
                 "the gradient over 4 samples of one label differs by"
-                f" {found[0].difference:.1%} from that over 3 + 1 of them"
+                f" {result.difference:.1%} from that over 3 + 1 of them"
             )
-        return [replace(found[0], why=why)]
+        return [replace(result, why=why)]
 
     def _cut(self, window: Any) -> _Parts:
         few = batch_size(window, self.split)
@@ -447,10 +465,7 @@ class SplitCheck:
         return micro_batches(window, few, first, self.split)
 
     def _compare_if_it_fits(self, window: Any, weightings: Sequence[Weighting]) -> SplitCheckResult:
-        """Compare the gradients of 4 samples, or of 2, or only the losses of 2.
-
-        The next one is tried if memory does not suffice for the one before.
-        """
+        """Compare the gradients of 4 samples; if memory is short, of 2; or only the losses of 2."""
         pair = micro_batches(window, batch_size(window, self.split), 2, self.split)[0][0]
         gradients, losses = SplitCheck._difference, SplitCheck._difference_of_losses
         tries = [(window, gradients), (pair, gradients), (pair, losses)]
@@ -469,50 +484,69 @@ class SplitCheck:
     def _compare(
         self, window: Any, weightings: Sequence[Weighting], compare: _Compared
     ) -> SplitCheckResult:
-        """Compare some samples with their two parts, for each weighting."""
-        found = self._compare_as_it_is(window, weightings, compare)
-        if found.draws != "unknown" or not found.declared:
-            return found
+        """Compare some samples with their two parts, for each weighting.
+
+        If their random numbers cannot be repeated, this falls back to evaluation mode.
+        """
+        result = self._compare_as_it_is(window, weightings, compare)
+        if result.draws != "unknown" or not result.declared:
+            return result
         # The loss may draw random numbers in training mode only.
         with _modes(self.models.values(), nn.Module.modules):
-            found = self._compare_as_it_is(window, weightings, compare)
-        if found.outcome in ("exact", "random"):
+            result = self._compare_as_it_is(window, weightings, compare)
+        if result.outcome in ("exact", "random"):
             return replace(
-                found,
+                result,
                 outcome="random",
                 draws="own" if isinstance(self.loss_fn, TwoPass) else "unknown",
             )
-        return found
+        return result
 
     def _compare_as_it_is(
         self, window: Any, weightings: Sequence[Weighting], compare: _Compared
     ) -> SplitCheckResult:
+        """Compare some samples with their two parts, in the current mode of the models."""
         if isinstance(self.loss_fn, TwoPass):
             return self._compare_with(None, window, weightings, compare)
-
-        def drawn(*, in_order: bool = False) -> SplitCheckResult:
-            draws = Draws(self._devices(), self._least_tolerance(), self._seed, in_order=in_order)
-            try:
-                found = self._compare_with(draws, window, weightings, compare)
-            except NotRepeatableError:
-                # Numbers that are drawn for one sample after the other are the same for parts
-                # without any help.
-                found = self._compare_with(None, window, weightings, compare)
-                return (
-                    replace(found, outcome="random", draws="own")
-                    if found.outcome == "exact"
-                    else found
-                )
-            tries_again = found.draws == "unknown" and draws.outside_torch and not in_order
-            return drawn(in_order=True) if tries_again else found
-
-        found = drawn()
+        result = self._compare_with_same_draws(window, weightings, compare)
         for _ in range(1, _SEEDS):
-            # The shared numbers may decide whether samples are mixed, so others are tried too.
-            if found.outcome == "random" and found.draws == "shared":
+            # The shared numbers may decide whether samples are mixed, so try other numbers too.
+            if result.outcome == "random" and result.draws == "shared":
                 self._seed += 1
-                found = merged([found, drawn()])
-        return found
+                other_result = self._compare_with_same_draws(window, weightings, compare)
+                result = merged([result, other_result])
+        return result
+
+    def _compare_with_same_draws(
+        self,
+        window: Any,
+        weightings: Sequence[Weighting],
+        compare: _Compared,
+        *,
+        in_order: bool = False,
+    ) -> SplitCheckResult:
+        """Compare some samples with two parts that receive the random numbers of the whole.
+
+        Args:
+            window: The samples.
+            weightings: The candidates for the weighting, unless items are declared.
+            compare: Compares the whole with the parts: `_difference` or `_difference_of_losses`.
+            in_order: How random numbers from outside torch are repeated; see `Draws`. The other
+                way is tried first.
+        """
+        draws = Draws(self._devices(), self._least_tolerance(), self._seed, in_order=in_order)
+        try:
+            result = self._compare_with(draws, window, weightings, compare)
+        except NotRepeatableError:
+            # If the numbers are drawn for one sample after the other, the parts draw the same ones
+            # without any help.
+            result = self._compare_with(None, window, weightings, compare)
+            if result.outcome == "exact":
+                return replace(result, outcome="random", draws="own")
+            return result
+        if result.draws == "unknown" and draws.outside_torch and not in_order:
+            return self._compare_with_same_draws(window, weightings, compare, in_order=True)
+        return result
 
     def _compare_with(
         self, draws: Draws | None, window: Any, weightings: Sequence[Weighting], compare: _Compared
@@ -520,10 +554,10 @@ class SplitCheck:
         """Compare some samples with their two parts, for each weighting.
 
         Args:
-            draws: The random numbers to repeat in the parts; None to repeat none.
+            draws: Repeats random numbers in the parts; None to repeat none.
             window: The samples.
             weightings: The candidates for the weighting, unless items are declared.
-            compare: Compares the whole with the parts.
+            compare: Compares the whole with the parts: `_difference` or `_difference_of_losses`.
         """
         self._draws = draws
         whole = [(window, batch_size(window, self.split))]
@@ -542,7 +576,7 @@ class SplitCheck:
         for weighting in () if declared else weightings:
             weights = shares(weighting, parts)
             if weights is None:
-                # The samples hold nothing of it, so it cannot be tried.
+                # The samples contain nothing that it counts, so it cannot be tried.
                 continue
             if weights not in differences:
                 differences[weights] = compare(self, whole, parts, weighting, 0)
@@ -578,7 +612,7 @@ class SplitCheck:
 
     def _fits(self, difference: _Difference) -> bool:
         """Return whether a difference is only rounding."""
-        # False for NaN too.
+        # This is also False for NaN.
         is_within_tolerance = difference.of_gradients <= self._least_tolerance()
         if not is_within_tolerance:
             return False
@@ -588,14 +622,14 @@ class SplitCheck:
         return difference.of_gradients <= _SMALL or difference.of_losses <= _SMALL_OF_LOSS
 
     def _is_unrepeatable(self, draws: Draws | None, whole: _Parts, compare: _Compared) -> bool:
-        """Return whether the whole differs from itself, so that different parts prove nothing."""
+        """Return whether a repetition of the whole differs too, so that the parts prove nothing."""
         if draws is not None and draws.outside_torch:
             return True
         if isinstance(self.loss_fn, TwoPass) and not self._fits(
             compare(self, whole, whole, SAMPLES, 0)
         ):
             raise RuntimeError(
-                "the outputs of a TwoPass draw from a generator of their own, which two passes"
+                "the outputs of a TwoPass draw from a generator of their own, which the two passes"
                 " share"
             )
         return not self._fits(compare(self, whole, whole, SAMPLES, 1))
@@ -605,44 +639,50 @@ class SplitCheck:
     ) -> _Difference:
         """Compare gradients and losses.
 
-        The difference of gradients is NaN if that of the whole is zero or not finite.
+        The difference of gradients is NaN if the gradient of the whole is zero or not finite.
         """
         self._clear()
         self._begin(0, whole)
-        expected = self._accumulate(whole, whole, SAMPLES)
-        norm, left = self._norm(), self.states.now()
+        expected_loss = self._accumulate(whole, whole, SAMPLES)
+        norm = self._norm()
+        states_after_whole = self.states.now()
         if not math.isfinite(norm) or norm == 0:
             return _Difference(math.nan, 0.0)
+        # Adding the gradients of the parts to the negated gradient of the whole leaves the
+        # difference.
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = -parameter.grad
         self._begin(seed)
-        found, tolerance = self._accumulate(parts, whole, weighting), self._least_tolerance()
-        now = self.states.now()
+        loss = self._accumulate(parts, whole, weighting)
+        states_after_parts = self.states.now()
+        tolerance = self._least_tolerance()
         self.uneven.extend(
-            name for name in left if not same(left[name], now[name], tolerance=tolerance)
+            name
+            for name, state in states_after_whole.items()
+            if not same(state, states_after_parts[name], tolerance=tolerance)
         )
-        of_losses = abs(found - expected) / (abs(expected) or 1.0)
-        if self.has_passed and self._is_rounding(expected, found):
+        of_losses = abs(loss - expected_loss) / (abs(expected_loss) or 1.0)
+        if self.has_passed and self._is_rounding(expected_loss, loss):
             return _Difference(0.0, of_losses)
         return _Difference(_finite_or_inf(self._norm() / norm), of_losses)
 
-    def _is_rounding(self, expected: float, found: float) -> bool:
+    def _is_rounding(self, expected: float, loss: float) -> bool:
         """Return whether two losses are equal up to rounding, so that their gradients do not count.
 
-        Near a minimum the gradients of samples cancel, and what remains is rounding. A loss near
-        zero is the rounding of its logits. Neither shows that samples are coupled.
+        Near a minimum the gradients of samples cancel out, and only rounding remains. A loss near
+        zero is mostly rounding of its logits. Neither shows that samples are coupled.
         """
         is_exact = not self._devices() and self._least_tolerance() != _HALF_TOLERANCE
         allowed = _SMALL_OF_LOSS if is_exact else self._least_tolerance() * _OF_LOSS_WHERE_ROUNDED
-        return abs(found - expected) <= allowed * max(1.0, abs(expected))
+        return abs(loss - expected) <= allowed * max(1.0, abs(expected))
 
     def _difference_of_losses(
         self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int
     ) -> _Difference:
-        """Compare only losses, which coupled samples change too, with rare exceptions."""
+        """Compare only losses. With rare exceptions, coupled samples show there too."""
         if isinstance(self.loss_fn, TwoPass):
-            # The loss of all samples is computed at once, whatever the parts are.
+            # The loss is computed for all samples at once, regardless of the parts.
             return _Difference(0.0, 0.0)
 
         def value(parts: _Parts, weighting: Weighting) -> float:
@@ -653,9 +693,10 @@ class SplitCheck:
         self._begin(0, whole)
         expected = without_graph(lambda: value(whole, SAMPLES))
         self._begin(seed)
-        found = without_graph(lambda: value(parts, weighting))
-        gap = _finite_or_inf(abs(found - expected) / (abs(expected) or 1.0))
-        return _Difference(gap if math.isfinite(expected) else math.nan, 0.0)
+        loss = without_graph(lambda: value(parts, weighting))
+        if not math.isfinite(expected):
+            return _Difference(math.nan, 0.0)
+        return _Difference(_finite_or_inf(abs(loss - expected) / (abs(expected) or 1.0)), 0.0)
 
     def _accumulate(self, parts: _Parts, whole: _Parts, weighting: Weighting) -> float:
         """Add the gradient of the mean over some parts to ``.grad``, and return the mean."""
@@ -670,7 +711,7 @@ class SplitCheck:
             return float(run.accumulate(self.loss_fn, whole[0][0], parts).total().detach())
         losses = self._losses(parts, weighting)
         for loss in losses:
-            # A part without anything that counts has no gradient.
+            # A part without items has no gradient.
             if loss.requires_grad:
                 with contextlib.nullcontext() if self._draws is None else self._draws.backward():
                     loss.backward(inputs=self._reached())  # type: ignore[no-untyped-call]
@@ -683,33 +724,31 @@ class SplitCheck:
         self, parts: _Parts, weighting: Weighting, *, needs_graph: bool = True
     ) -> list[torch.Tensor]:
         """Return the loss of each part, weighted by its declared items or by `weighting`."""
-        read, first = [], 0
+        results = []
+        first = 0
         for part, samples in parts:
-            with (
-                contextlib.nullcontext()
-                if self._draws is None
-                else self._draws.call(first, samples)
-            ):
-                read.append(self._terms(part, samples, needs_graph=needs_graph))
+            context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+            if self._draws is not None:
+                context = self._draws.call(first, samples)
+            with context:
+                results.append(self._terms(part, samples, needs_graph=needs_graph))
             first += samples
         if len(parts) == 1:
-            self._seen = read[0][0].declared or isinstance(self.loss_fn, TwoPass), read[0][1]
-        terms = [each for each, _ in read]
-        rows = [[weight] for weight in shares(weighting, parts) or (0.0,) * len(parts)]
-        if terms[0].declared:
-            counts = [part_terms.read()[1] for part_terms in terms]
-            totals = [sum(column) for column in zip(*counts, strict=True)]
-            rows = [
-                [count / (total or 1.0) for count, total in zip(row, totals, strict=True)]
-                for row in counts
-            ]
-        return [
-            sum(
-                (m * w for m, w in zip(each.means, row, strict=True) if w),
-                torch.zeros_like(each.means[0]),
+            ((whole_terms, changes_batch),) = results
+            self._seen = (
+                whole_terms.declared or isinstance(self.loss_fn, TwoPass),
+                changes_batch,
             )
-            for each, row in zip(terms, rows, strict=True)
-        ]
+        terms_of_parts = [terms for terms, _ in results]
+        losses = []
+        weights_of_parts = _weights_of_terms(terms_of_parts, parts, weighting)
+        for terms, weights in zip(terms_of_parts, weights_of_parts, strict=True):
+            # A term with weight 0 is left out, since its mean may be NaN.
+            weighted = [
+                mean * weight for mean, weight in zip(terms.means, weights, strict=True) if weight
+            ]
+            losses.append(sum(weighted, torch.zeros_like(terms.means[0])))
+        return losses
 
     def _terms(self, part: Any, samples: int, *, needs_graph: bool = True) -> tuple[Terms, bool]:
         """Call the loss function with a copy of a part.
@@ -731,15 +770,15 @@ class SplitCheck:
     def _find_selection(self, window: Any) -> str:
         """Return the name of the function by which the loss selects samples, or an empty string.
 
-        A selection is one among samples if the dimension from which it selects grows with their
+        A selection is one among samples if the dimension that it selects from grows with their
         number.
         """
         few = batch_size(window, self.split)
         selections = []
         for part, _ in [(window, few), self._cut(window)[0]]:
             finder = SelectionFinder(self.models.values())
-            # The trials have shown that the loss can be called. If tracing fails, selections are
-            # just not detected.
+            # The trials have shown that the loss can be called. If tracing fails, no selections are
+            # detected.
             terms = None
             with contextlib.suppress(Exception), finder:
                 terms = self._terms_once(part)
@@ -757,8 +796,8 @@ class SplitCheck:
             )
         whole, part = selections
         if len(whole) != len(part):
-            # A selection for each sample is not one among samples. One that was made in only one of
-            # two runs is.
+            # Each sample may have made a selection of its own, which is harmless. A selection that
+            # happened in only one of the two runs is not.
             return "" if whole and part else (whole or part)[0].function
         grown = [
             first.function
@@ -768,21 +807,22 @@ class SplitCheck:
         return next(iter(grown), "")
 
     def _forward_once(self, window: Any) -> float:
-        """Run the loss function in training mode and return the loss; NaN if memory is short."""
+        """Run the loss function in training mode and return the loss; NaN if out of memory."""
         terms = self._terms_once(window)
         return math.nan if terms is None else float(terms.total().detach())
 
     def _terms_once(self, window: Any) -> Terms | None:
-        """Run the loss function once and return its terms, or None if memory is too short."""
+        """Run the loss function once and return its terms, or None if it runs out of memory."""
         self._begin(0)
         try:
-            # With gradients, as in training: a loss function may change things only then
+            # In a copy it runs with gradients, as in training, since some loss functions change
+            # state only then.
             if self.in_a_copy:
                 with torch.enable_grad():
-                    found = self._called(self.loss_fn, window)
+                    loss = self._called(self.loss_fn, window)
             else:
-                found = without_graph(lambda: self._called(self.loss_fn, window))
-            return read_loss(found, None, needs_graph=False)
+                loss = without_graph(lambda: self._called(self.loss_fn, window))
+            return read_loss(loss, None, needs_graph=False)
         except Exception as error:
             if find_out_of_memory(error) is None:
                 raise
@@ -817,11 +857,11 @@ class SplitCheck:
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def _begin(self, seed: int, whole: _Parts | None = None) -> None:
-        """Restore the state in which all evaluations begin.
+        """Restore the state in which all evaluations start.
 
         Args:
-            seed: A number that changes the random numbers.
-            whole: The whole, if its draws will be recorded; None for parts.
+            seed: A number that selects the random numbers.
+            whole: The whole, if its draws are to be recorded; None for parts.
         """
         self.states.put_back()
         if self._buffers is not None:
@@ -838,14 +878,31 @@ class SplitCheck:
             parameter.grad = None
 
 
-def _why_apart(found: SplitCheckResult, size: int) -> str:
-    """Return a sentence about the difference between a micro-batch and its parts, if too large."""
-    if found.outcome != "coupled":
+def _why_apart(result: SplitCheckResult, size: int) -> str:
+    """Return a sentence about how a micro-batch differs from its parts; empty if it does not."""
+    if result.outcome != "coupled":
         return ""
-    share = "is finite, and that over its parts is not"
-    if math.isfinite(found.difference):
-        share = f"differs by {found.difference:.2%} from that over two parts of it"
-    return f"the gradient over a micro-batch of {size} samples {share}"
+    difference = "is finite, but that over its parts is not"
+    if math.isfinite(result.difference):
+        difference = f"differs by {result.difference:.2%} from that over its two parts"
+    return f"the gradient over a micro-batch of {size} samples {difference}"
+
+
+def _weights_of_terms(
+    terms_of_parts: Sequence[Terms], parts: _Parts, weighting: Weighting
+) -> list[list[float]]:
+    """Return for each part the weight of each term of its loss.
+
+    If the loss declares items, a weight is the part's share of the items of that term. Otherwise
+    there is one term, which `weighting` weights.
+    """
+    if not terms_of_parts[0].declared:
+        return [[weight] for weight in shares(weighting, parts) or (0.0,) * len(parts)]
+    counts = [terms.read()[1] for terms in terms_of_parts]
+    totals = [sum(column) for column in zip(*counts, strict=True)]
+    return [
+        [count / (total or 1.0) for count, total in zip(row, totals, strict=True)] for row in counts
+    ]
 
 
 def _kind_of(draws: Draws | None) -> Draw:
@@ -866,7 +923,7 @@ def _finite_or_inf(difference: float) -> float:
 def _modes(
     models: Iterable[nn.Module], of: Callable[[nn.Module], Iterable[nn.Module]]
 ) -> Iterator[None]:
-    """Set some modules to evaluation mode, and switch off the dropout of recurrent layers.
+    """Put some modules into evaluation mode, and switch off the dropout of recurrent layers.
 
     The random numbers of recurrent layers cannot be repeated for parts.
 
@@ -893,7 +950,7 @@ def _modes(
 
 
 def mixing_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that currently compute statistics over the samples of a forward pass."""
+    """Return the layers that, in their current mode, compute statistics over the samples."""
     return [
         module
         for module in model.modules()
@@ -906,15 +963,15 @@ def mixing_layers(model: nn.Module) -> list[nn.Module]:
 def in_a_copy(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
     """Run a check in a forked copy of this process, and return its result.
 
-    If memory is short, it is run again in another copy, without oneDNN. oneDNN creates and keeps a
-    kernel for each new size. If memory for one is refused, it creates no more kernels in that
-    process, or ends it.
+    If memory is short, the check is run again in another copy, without oneDNN. oneDNN creates and
+    keeps a kernel for each new size. If it cannot allocate one, it either creates no more kernels
+    in that process or crashes it.
     """
     result = _result_of_copy(run)
     if result.short_of_memory and onednn.is_on():
 
         def without_onednn() -> SplitCheckResult:
-            # Only in the copy, which is thrown away.
+            # This affects only the copy.
             onednn.switch_off()
             return run()
 
@@ -930,17 +987,17 @@ def _result_of_copy(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
             outcome="unknown", why=str(error), short_of_memory=error.died, not_made=error.not_made
         )
     except MemoryError as error:
-        # In this process, while it forked the copy or read its result.
+        # This process ran out of memory while it forked the copy or read the result.
         return SplitCheckResult(
             outcome="unknown", why=f"no memory for a copy of this process ({error})", not_made=True
         )
 
 
 def attempted(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
-    """Return the result of a check, or the reason why there is none."""
+    """Return the result of a check, or an "unknown" one with the reason if the check fails."""
     try:
-        # Otherwise code would be compiled for the sizes of the trial, and a forked copy has no
-        # threads that compile.
+        # Eager mode, since otherwise code would be compiled for the sizes of the trial, and a
+        # forked copy has no threads that compile.
         with eager():
             return run()
     except CalledInsideError as error:

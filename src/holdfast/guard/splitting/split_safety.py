@@ -1,18 +1,18 @@
 """Decide whether batches may be split for a loss function, and what that promises.
 
-A trial of four samples shows at the first step what splitting would change. The result is an event;
-a promise that cannot be kept is also a warning, or an error if the policy asks for micro-batches of
-a certain size. If the trial gives no answer, batches are not split.
+In the first step, a trial with four samples shows what splitting would change. The result is
+recorded as an event. If splitting would change training, there is also a warning, or an error if
+the policy sets the micro-batch size. If the trial gives no answer, batches are not split.
 
-While batches are split, the trial is repeated at the 1st, 2nd, 4th, 8th, ... of them, and the worst
-result counts. A mean over tokens, for example, looks like a mean over samples as long as all
-sentences have the same length. A batch that could tell apart what was equal in all trials so far is
-tried before it is split.
+While batches are being split, the trial is repeated at the 1st, 2nd, 4th, 8th, ... split step, and
+the worst result counts. A mean over tokens, for example, looks like a mean over samples as long as
+all sentences have the same length. If a batch can distinguish weightings that were equal in all
+trials so far, it is tried before it is split.
 
 In addition, a micro-batch is compared with its two halves from time to time, see
 `steps_between_checks`. If they differ, the promise is lowered, and the next few split steps are
 checked as well. After a second failure among these, batches are no longer split. The promise was
-then wrong for some steps; the event ``split_stopped`` names the last step at which it was right.
+then wrong for some steps; the event ``split_stopped`` names the last step for which it held.
 """
 
 from __future__ import annotations
@@ -71,26 +71,26 @@ from holdfast.memory.ladder import Remedies
 from holdfast.memory.tensors import versions_of
 
 LossFunction: TypeAlias = Callable[[Any], Any]
-# A batch is cut into this many pieces to find out whether it tells weightings apart.
+# A batch is cut into this many pieces to find out whether it distinguishes weightings.
 _PIECES = 8
-# The most loss functions that are told apart by the strings that are bound to them. With more, such
-# a string probably changes in every step.
+# At most this many loss functions are distinguished by the strings that are bound to them. If there
+# are more, such a string probably changes in every step.
 _MOST_KNOWN = 64
-# The first of the batches that tell weightings apart are all tried; after this many, only the 32nd,
-# 64th, and so on.
+# The first batches that distinguish weightings are all tried; after this many, only the 32nd, 64th,
+# and so on.
 _ALWAYS = 16
-# The largest share of the time of split steps that comparing micro-batches with their halves may
-# take. Two runs of one script differ by 1 % anyway. A loss that begins to couple samples is then
+# Comparing micro-batches with their halves may take at most this share of the time of split steps.
+# Two runs of the same script differ by 1 % anyway. A loss that starts to couple samples is then
 # detected after a few hundred steps.
 _SHARE_OF_CHECKS = 0.01
-# The number of split steps between two such checks until their cost is known, and the least
-# afterwards. The trials of the 2nd, 4th, ..., 64th split step come before.
+# The number of split steps between two such comparisons until their cost is known, and the minimum
+# afterwards. Before that, the trials at the 2nd, 4th, ..., 64th split step serve the same purpose.
 _FEWEST_STEPS_BETWEEN = 64
 # After a comparison has failed, this many of the next split steps are checked too. A single failure
-# may be a value that rounding has moved across a threshold. A loss that selects samples fails in
-# more than half of the steps.
+# may come from rounding that has moved a value across a threshold. A loss that selects samples
+# fails in more than half of the steps.
 _STEPS_IN_DOUBT = 4
-# The most steps between two checks, in case a clock does not advance.
+# The maximum number of steps between two comparisons, in case a clock does not advance.
 _MOST_STEPS_BETWEEN = 2**16
 
 
@@ -101,7 +101,7 @@ def steps_between_checks(check_seconds: float, step_seconds: float) -> int:
     ranks whose clocks differ slightly check in the same steps.
 
     Args:
-        check_seconds: How long the last check has taken.
+        check_seconds: How long the last comparison took.
         step_seconds: How long the attempts of a split step take.
     """
     steps = _FEWEST_STEPS_BETWEEN
@@ -118,42 +118,42 @@ class _Known:
     verdict: SplitCheckResult | None = None
     # Whether it changes the tensors of its batch; None if that is not known yet.
     changes_batch: bool | None = None
-    # The number of steps with this function, of those that were split, and of those whose batch
-    # told weightings apart.
+    # The number of steps with this function; of these, how many were split; and of these, how many
+    # had a batch that distinguishes weightings.
     steps: int = 0
     split_steps: int = 0
     telling_steps: int = 0
-    # Whether a part was tried that holds nothing of what the mean is over.
+    # Whether a trial had a part with no items, that is, nothing for the mean to count.
     tried_empty: bool = False
-    # The facts that were reported last: the hazard that forbids splitting, the weighting, and
+    # The last facts that were reported: the hazard that forbids splitting, the weighting, and
     # whether splitting may change the gradient later.
     said: tuple[tuple[str, str] | None, Weighting, bool] | None = None
-    # The last step at which a check has passed.
+    # The last step at which a check passed.
     equal_until_step: int | None = None
     # The number of comparisons of a micro-batch with its halves.
     later_checks: int = 0
     steps_between_checks: int = _FEWEST_STEPS_BETWEEN
-    # The number of next split steps to check, because a micro-batch differed from its halves.
+    # How many of the next split steps to check, after a micro-batch has differed from its halves.
     steps_in_doubt: int = 0
-    # The number of split steps since the last comparison, and how long their attempts have taken.
+    # The number of split steps since the last comparison, and how long their attempts took.
     timed_steps: int = 0
     timed_seconds: float = 0.0
-    # Whether nothing has to be tried any more as long as batches are not split.
+    # Whether no further trial is necessary until a batch is split.
     settled: bool = False
-    # The names of what a forward pass changes; None if that is not known yet.
+    # The names of attributes and variables that a forward pass changes; None if not known yet.
     side_effects: tuple[str, ...] | None = None
     warned: bool = False
 
     def chosen(self) -> Weighting:
-        """Return what parts are weighted by, as far as it is known."""
+        """Return what parts are weighted by, according to the trials so far."""
         return SAMPLES if self.verdict is None else self.verdict.weighting()
 
     def add_comparison(self, comparison: SplitCheckResult) -> None:
         """Add the result of comparing a micro-batch with its halves.
 
-        A failure counts only if there is a second one in the steps that are checked because of the
-        first. A comparison that was not possible, for example for lack of memory, does not change
-        the verdict.
+        A failure counts only if it is followed by a second one in the next few split steps, which
+        are checked because of the first. A comparison that was impossible, for example because of a
+        lack of memory, does not change the verdict.
         """
         assert self.verdict is not None
         if comparison.outcome == "coupled" and not self.steps_in_doubt:
@@ -164,14 +164,14 @@ class _Known:
             self.verdict = merged([self.verdict, comparison])
 
     def may_turn_wrong(self) -> bool:
-        """Return whether splitting may change the gradient later, though no trial has shown it."""
+        """Return whether splitting may change the gradient later, although no trial has so far."""
         return self.steps_in_doubt > 0 or (
             self.verdict is not None and self.verdict.may_turn_wrong()
         )
 
 
 class SplitSafety:
-    """Finds out whether batches may be split, for each loss function of a run.
+    """Determines for each loss function of a run whether batches may be split.
 
     Args:
         parts: The models, optimizers and further state of the run.
@@ -191,17 +191,21 @@ class SplitSafety:
         self._policy = policy
         self._buffers = buffers
         self._record = record
+        # What is known about each loss function, by its description.
         self._known: dict[str, _Known] = {}
+        # A weak reference to the last loss function, and what is known about it.
         self._last: tuple[Callable[[], Any], _Known] = (lambda: None, _Known())
+        # Why the first batch without a batch dimension cannot be split, or None.
         self._uncuttable: str | None = None
         self._reported_no_copy = False
-        # Whether a trial of the current step has run in this process, and not in a copy.
+        # Whether a trial of the current step has run in this process rather than in a copy.
         self._has_run_here = False
         parameters = [parameter for _, parameter in parts.named_parameters()]
+        # Returns a context for a call of a loss function; see `ReturningALoss`.
         self.inside = functools.partial(ReturningALoss, parts.optimizers.values(), parameters)
 
     def keeper(self) -> BufferKeeper:
-        """Return a new keeper of buffers and states, for passes that are taken back in a step."""
+        """Return a new keeper of buffers and states, for extra passes that are undone in a step."""
         untouched = self._buffers.states.untouched()
         states = {
             name: state for name, state in kept_states(self.parts).items() if name not in untouched
@@ -214,8 +218,8 @@ class SplitSafety:
         None if the batch has no batch dimension.
 
         Raises:
-            BatchError: H205 for an empty batch, or if the batch does not fit what ``split=`` or the
-                policy says.
+            BatchError: H205 for an empty batch, or if the batch does not match ``split=`` or the
+                policy.
         """
         if isinstance(batch, Window):
             sizes = [self.size_of(part, split) for part in batch]
@@ -225,8 +229,8 @@ class SplitSafety:
         except BatchError as error:
             if self._policy.micro_batch_size is None:
                 return None
-            # By default it is only a guess that all tensors have the batch dimension first.
-            # Otherwise the user has said something that is wrong.
+            # With default settings, it is only a guess that all tensors have the batch dimension
+            # first, so a mismatch is no error. Otherwise the user's setting is wrong.
             if self._policy.micro_batch_size != "auto" or (error.rule != "H205" and split != 0):
                 raise
             if self._uncuttable is None:
@@ -236,14 +240,14 @@ class SplitSafety:
         if size == 0:
             raise BatchError(
                 "the batch has 0 samples",
-                limit="a step needs at least one",
+                limit="a step needs at least one sample",
                 fix="leave out empty batches, or use drop_last=True.",
                 rule="H205",
             )
         return size
 
     def check(self, work: Work, part: int | None) -> tuple[bool, bool]:
-        """Try what splitting changes, if that is due, and report what cannot be promised.
+        """Run a trial of splitting if one is due, and report what cannot be promised.
 
         Args:
             work: The step.
@@ -254,64 +258,70 @@ class SplitSafety:
             restored; and whether the batch may be split.
 
         Raises:
-            BatchError: H206 or H207 if the policy asks for micro-batches of a certain size, and
-                splitting would change the training.
+            BatchError: H206 or H207 if the policy sets the micro-batch size, and splitting would
+                change training.
         """
         known = self._of(work.loss_fn)
         splits_now = part is not None
         if not splits_now and known.settled:
             return False, True
-        # In a window the flags of the function may have changed since its first batch.
+        # In a window, flags of the function may have changed since the first batch.
         self.describe(work.loss_fn)
         known = self._last[1]
         known.steps += 1
         known.split_steps += splits_now
         self._has_run_here = False
         size = work.size
-        forks = self._forks()
-        due = self._is_trial_due(known, work, part)
+        can_fork = self._forks()
+        trial_is_due = self._is_trial_due(known, work, part)
         # The batches of a window are weighted even if none of them is split.
-        weighs = isinstance(work.batch, Window) and len(work.batch) > 1 and not work.batch.added
+        is_weighted = (
+            isinstance(work.batch, Window) and len(work.batch) > 1 and not work.batch.added
+        )
         may_ever_split = self._policy.micro_batch_size is not None and size is not None
-        tries = may_ever_split and size != 1 and (forks or splits_now or weighs)
-        looked = False
-        if due and tries:
-            looked = self._try_split(known, work, splits=splits_now or weighs)
-        compares = tries and splits_now and self._is_later_check_due(known, due=due)
-        if part is not None and compares:
+        # Without a fork, a trial runs in this process, so it waits until the result is needed.
+        may_try = may_ever_split and size != 1 and (can_fork or splits_now or is_weighted)
+        has_looked = False
+        if trial_is_due and may_try:
+            has_looked = self._try_split(known, work, splits=splits_now or is_weighted)
+        must_compare = may_try and splits_now and self._is_later_check_due(known, due=trial_is_due)
+        if part is not None and must_compare:
             self._compare_halves(known, work, part)
-        # In the second step too, since the first batch may be one that resets what others change.
+        # This includes the second step, since the first batch may be special, for example because
+        # the loss function resets a counter at the start of an epoch.
         if known.steps <= 2:
-            self._check_side_effects(known, work, look=forks and not looked)
+            self._check_side_effects(known, work, look=can_fork and not has_looked)
 
         refused = self._refused(known)
         if splits_now and refused is not None:
             self._stop_splitting(known, *refused)
-        news = (refused, known.chosen(), known.may_turn_wrong())
-        if known.steps == 1 or (splits_now and news != known.said):
+        facts = (refused, known.chosen(), known.may_turn_wrong())
+        if known.steps == 1 or (splits_now and facts != known.said):
             self._say(known, size, refused)
-        known.said = news
-        if refused is None and splits_now and (due or compares) and not known.steps_in_doubt:
+        known.said = facts
+        was_checked = trial_is_due or must_compare
+        if refused is None and splits_now and was_checked and not known.steps_in_doubt:
             known.equal_until_step = self._record.global_step
-        tried = known.verdict is not None and known.verdict.outcome != "unknown"
-        # Changes that begin later are found before a split, and before a step is repeated.
-        known.settled = tried or not (forks or weighs) or not may_ever_split
+        has_verdict = known.verdict is not None and known.verdict.outcome != "unknown"
+        # Changes in the loss function are still noticed before a split or a retry.
+        known.settled = has_verdict or not (can_fork or is_weighted) or not may_ever_split
         return self._has_run_here, refused is None
 
     def _is_trial_due(self, known: _Known, work: Work, part: int | None) -> bool:
         """Return whether a trial of four samples is due in this step."""
         if part is None:
             return _is_power_of_two(known.steps)
-        due = _is_power_of_two(known.split_steps)
-        if not due and self._tells_apart(known, work):
+        is_due = _is_power_of_two(known.split_steps)
+        if not is_due and self._tells_apart(known, work):
             known.telling_steps += 1
-            due = known.telling_steps <= _ALWAYS or _is_power_of_two(known.telling_steps)
+            is_due = known.telling_steps <= _ALWAYS or _is_power_of_two(known.telling_steps)
         if not known.tried_empty and work.size is not None and not callable(work.split):
+            # The first time that a part would contain no items, that must be tried.
             batch = largest_of(work.batch, work.split)
             parts = micro_batches(batch, work.size, part, work.split)
             known.tried_empty = bool(with_an_empty_one(known.chosen(), parts, 2))
-            due = due or known.tried_empty
-        return due
+            is_due = is_due or known.tried_empty
+        return is_due
 
     def _check_side_effects(self, known: _Known, work: Work, *, look: bool) -> None:
         """Look for side effects of a forward pass, and report them once.
@@ -319,7 +329,7 @@ class SplitSafety:
         Args:
             known: The facts about the loss function.
             work: The step.
-            look: Whether to look for them, if none are known.
+            look: Whether to look for side effects if none are known.
         """
         if look and not known.side_effects:
             side_effects = self._look_for_side_effects(known, work)
@@ -331,18 +341,18 @@ class SplitSafety:
                 run_events.SideEffects(
                     attributes=known.side_effects,
                     why=(
-                        "each forward pass changes them, they are in no checkpoint, and repeating"
-                        " an attempt changes them once more; keep such state in a buffer, or in an"
-                        " object passed as state="
+                        "each forward pass changes them, including those of a retry, and no"
+                        " checkpoint holds them; keep such state in a buffer, or in an object"
+                        " passed as state="
                     ),
                 )
             )
 
     def _stop_splitting(self, known: _Known, hazard: SplitHazard, why: str) -> None:
-        """Report that batches must not be split, in a step that was about to be.
+        """Report that batches must not be split, in a step that was about to split its batch.
 
         Raises:
-            BatchError: H206 or H207 if the policy asks for micro-batches of a certain size.
+            BatchError: H206 or H207 if the policy sets the micro-batch size.
         """
         if known.split_steps > 1:
             self._record.emit(
@@ -366,7 +376,7 @@ class SplitSafety:
         elif self._policy.micro_batch_size is None:
             split = "off"
         elif verdict is None:
-            split = "possible, to be tried out before the first one"
+            split = "possible, to be tried before the first split"
         else:
             split = "possible"
         if verdict is not None:
@@ -380,7 +390,7 @@ class SplitSafety:
                 split_promise=split_promise,
                 weighting=weighting,
                 split_check=None if verdict is None else verdict.facts(),
-                # None on an accelerator, where side effects are not looked for.
+                # This is None on an accelerator, where side effects are not searched for.
                 side_effects=known.side_effects,
             )
         )
@@ -389,11 +399,11 @@ class SplitSafety:
             self._record.emit(run_events.SplitRefused(why=refused[1], allow_split_with=refused[0]))
 
     def remedies(self, work: Work) -> Remedies:
-        """Return what may be done about an out-of-memory, after trying what is not known yet."""
+        """Return the possible remedies for an out-of-memory, after a trial of splitting."""
         if work.size is None or self._policy.micro_batch_size is None:
             return Remedies(
                 no_split=self._uncuttable
-                or "micro_batch_size=None, or a sharded model, turns splitting off",
+                or "splitting is off, because of micro_batch_size=None or a sharded model",
                 smallest=0,
             )
         self.describe(work.loss_fn)
@@ -433,7 +443,7 @@ class SplitSafety:
         try:
             self._last = (weakref.ref(loss_fn), known)
         except TypeError:
-            # There are no weak references to it, so it is described whenever it is needed.
+            # It does not support weak references, so it must be described again each time.
             self._last = ((lambda: None), known)
         return text
 
@@ -442,11 +452,11 @@ class SplitSafety:
         return self._of(loss_fn).chosen()
 
     def empty_is_tried(self, loss_fn: LossFunction) -> bool:
-        """Return whether a part without items was tried, or must not be."""
+        """Return whether a part without items needs no trial, or has had one."""
         return self._of(loss_fn).tried_empty or not self._policy.check_split
 
     def may_leave_out(self, work: Work, place: int) -> bool:
-        """Try whether a part that has a loss but no items can be left out.
+        """Find out by a trial whether a part that has a loss but no items can be left out.
 
         The random state and the buffers of the step must be restored afterwards.
 
@@ -455,7 +465,7 @@ class SplitSafety:
             place: The position of the first sample of the part.
 
         Raises:
-            BatchError: H207 if it cannot, and the policy asks for micro-batches of a certain size.
+            BatchError: H207 if it cannot, and the policy sets the micro-batch size.
         """
         known = self._of(work.loss_fn)
         known.tried_empty = True
@@ -469,7 +479,7 @@ class SplitSafety:
         return refused is None
 
     def _tells_apart(self, known: _Known, work: Work) -> bool:
-        """Return whether this batch tells weightings apart that were equal in all trials so far.
+        """Return whether this batch distinguishes weightings that were equal in all trials so far.
 
         This counts entries of the batch's integer tensors and masks, unless items are declared.
         """
@@ -488,16 +498,16 @@ class SplitSafety:
         return disagreement(remaining, pieces) > TELLING
 
     def _hazards(self, known: _Known) -> dict[SplitHazard, str]:
-        """Return what splitting would change, by the name under which a policy allows it."""
+        """Return the reasons not to split, by the names under which the policy can allow them."""
         verdict = known.verdict
         hazards: dict[SplitHazard, str] = {}
-        # In evaluation mode these layers are no hazard, so their current mode counts.
+        # The current mode counts, since in evaluation mode these layers are harmless.
         norms = self._mixing_layers()
         if norms:
             layers = counted(len(norms), f"{type(norms[0]).__name__} layer")
             hazards["batch_norm"] = (
-                f"in training mode, the statistics of {layers} are taken over the samples of one"
-                " forward pass"
+                f"in training mode, {layers} would compute statistics over a micro-batch instead of"
+                " the batch"
             )
         changed_buffers = list(self._buffers.mutable_outside_norms())
         if verdict is not None and verdict.changed_buffer:
@@ -506,8 +516,8 @@ class SplitSafety:
             hazards["buffers"] = f"each forward pass changes the buffer {changed_buffers[0]!r}"
         if verdict is not None and verdict.outcome == "unknown":
             hazards["coupled_loss"] = (
-                f"it could not be found out whether that keeps the gradient ({verdict.why};"
-                " check_split=False says that it does)"
+                f"a trial could not show whether splitting keeps the gradient ({verdict.why};"
+                " set check_split=False if you know that it does)"
             )
         if verdict is not None and verdict.outcome == "coupled":
             hazards["coupled_loss"] = _coupling(verdict)
@@ -526,8 +536,8 @@ class SplitSafety:
             return "changes training"
         draws = "none" if known.verdict is None else known.verdict.draws
         if draws in ("shared", "unknown"):
-            # If samples share random numbers, the mean over draws stays, but their variance does
-            # not.
+            # If samples share random numbers, splitting changes the variance of the loss, although
+            # not its expected value.
             return "changes training"
         if known.may_turn_wrong():
             return "changes training"
@@ -541,21 +551,22 @@ class SplitSafety:
         return "equal up to rounding"
 
     def _refusal(self, hazard: str, why: str) -> BatchError:
-        """Return H206 or H207 for a policy that asks for micro-batches of a certain size."""
+        """Return H206 or H207 for a policy that sets the micro-batch size."""
         items = ""
         if hazard == "coupled_loss":
             items = (
-                "return Loss(mean, items) if samples are independent and the mean is over something"
-                " that the batch does not show; pass TwoPass(outputs, loss) if the loss compares"
-                " samples; if it pads to the longest sample, trim each part to its own and leave"
-                " padding out of the mean (docs/how-to/out-of-memory.md); else "
+                "if samples are independent and the mean is over something that the batch does not"
+                " show, return Loss(mean, items); if the loss compares samples, pass"
+                " TwoPass(outputs, loss); if batches are padded to the longest sample, trim each"
+                " part to its own longest sample and leave padding out of the mean"
+                " (docs/how-to/out-of-memory.md); otherwise "
             )
         return BatchError(
             f"micro_batch_size={self._policy.micro_batch_size}, and {why}",
             limit="splitting such a batch changes training",
             fix=(
-                f'{items}use micro_batch_size="auto" (recompute comes before splitting), or accept'
-                f" it by name with Policy(allow_split_with=({hazard!r},))."
+                f'{items}use micro_batch_size="auto" (which tries recompute before splitting), or'
+                f" allow it with Policy(allow_split_with=({hazard!r},))."
             ),
             rule="H207" if hazard == "coupled_loss" else "H206",
         )
@@ -571,7 +582,7 @@ class SplitSafety:
             return False
 
     def _report_no_copy(self, why: str) -> None:
-        """Record once that the system refuses to fork a copy of this process."""
+        """Record once that this process cannot be forked for a trial."""
         if not self._reported_no_copy:
             self._reported_no_copy = True
             self._record.emit(run_events.SplitNotTried(why=why))
@@ -579,16 +590,16 @@ class SplitSafety:
     def _try_split(
         self, known: _Known, work: Work, empty: int | None = None, *, splits: bool = True
     ) -> bool:
-        """Try whether the batch of a step can be split, and note the verdict.
+        """Run a trial of splitting with the batch of a step, and note the verdict.
 
         Args:
             known: The facts about the loss function.
             work: The step.
-            empty: The position of a sample that is tried as a part without items, or None.
+            empty: The position of a sample to try as a part without items, or None.
             splits: Whether this step is about to be split, so that the verdict is needed now.
 
         Returns:
-            Whether side effects were checked too.
+            Whether the trial has also looked for side effects.
         """
         if not self._policy.check_split:
             known.verdict = SplitCheckResult(outcome="trusted", why="check_split=False")
@@ -603,7 +614,7 @@ class SplitSafety:
             known, work, lambda check: check.run(batch, size, empty), here=splits
         )
         if result.not_made:
-            # There is no verdict yet. The trial is repeated before the first split.
+            # There is no verdict yet. The first split will try again.
             return False
         known.verdict = result if known.verdict is None else merged([known.verdict, result])
         if known.verdict.changes_batch or known.verdict.outcome != "unknown":
@@ -623,9 +634,9 @@ class SplitSafety:
     ) -> SplitCheckResult:
         """Run a check and return its verdict.
 
-        The check runs in a copy of this process, or in this process if copies are not possible. If
-        the system refuses a copy only at the moment, it runs in this process only if `here` is set,
-        because the verdict is needed now.
+        The check runs in a forked copy of this process if possible, and otherwise in this process.
+        If only this fork has failed, for example for lack of memory, the check runs in this process
+        only if `here` is True, because the verdict is needed now.
 
         Raises:
             BatchError: H209, for a loss function that calls backward or steps an optimizer.
@@ -647,7 +658,7 @@ class SplitSafety:
         return result
 
     def note_split_step(self, loss_fn: LossFunction, seconds: float) -> None:
-        """Note how long the attempt of a split step has taken, which limits the time of checks."""
+        """Note how long the attempt of a split step took, to limit the time spent on checks."""
         known = self._of(loss_fn)
         known.timed_steps += 1
         known.timed_seconds += seconds
@@ -655,14 +666,13 @@ class SplitSafety:
     def _is_later_check_due(self, known: _Known, *, due: bool) -> bool:
         """Return whether a micro-batch must be compared with its halves.
 
-        That is not done in the first split step, since a micro-batch of this size must have fitted
-        before.
+        Not in the first split step, since it is not known yet that a micro-batch of this size fits.
         """
         verdict = known.verdict
         if not self._policy.check_split or known.split_steps < 2 or verdict is None:
             return False
         if verdict.outcome not in ("exact", "random"):
-            # Splitting promises nothing that could turn out wrong.
+            # In this case splitting makes no promise that could turn out wrong.
             return False
         if due or known.steps_in_doubt > 0:
             return True
@@ -694,13 +704,13 @@ class SplitSafety:
     def _look_for_side_effects(
         self, known: _Known, work: Work, *, logs_too: bool = False
     ) -> tuple[str, ...] | None:
-        """Return the names of what a forward pass changes, or None if that cannot be tried."""
+        """Return the names of what a forward pass changes, or None if a trial is impossible."""
         check = self._split_check(known, work, in_a_copy=True)
         size = work.size
         batch = work.batch if size is None else largest_of(work.batch, work.split)
         result = in_a_copy(lambda: attempted(lambda: check.look(batch, size, logs_too=logs_too)))
         if result.outcome == "unknown" and size is not None:
-            # A few samples may not do, for example if a state has the size of the whole batch.
+            # A few samples may fail, for example if a state has the size of the whole batch.
             result = in_a_copy(
                 lambda: attempted(lambda: check.look(batch, None, logs_too=logs_too))
             )
@@ -709,9 +719,9 @@ class SplitSafety:
         return None if result.outcome == "unknown" else result.side_effects
 
     def side_effects(self, work: Work) -> tuple[str, ...]:
-        """Return the names of what a loss function changes and that is not restored before a retry.
+        """Return the names of state that a loss function changes and a retry does not restore.
 
-        If that could not be tried, the only entry says so.
+        If that is not known because a trial was impossible, the only entry says so.
         """
         known = self._of(work.loss_fn)
         names = known.side_effects
@@ -721,10 +731,11 @@ class SplitSafety:
             if names_now is not None:
                 names = names_now
         if names is None and self._forks():
-            return ("unknown, since it could not be tried out",)
+            return ("unknown, since a trial was not possible",)
         return names or ()
 
     def _split_check(self, known: _Known, work: Work, *, in_a_copy: bool) -> SplitCheck:
+        """Return a check of a step's loss function, which has not run yet."""
         return SplitCheck(
             loss_fn=work.loss_fn,
             split=work.split,
@@ -744,7 +755,7 @@ class SplitSafety:
             yield
 
     def called(self, loss_fn: LossFunction, function: Callable[[Any], Any], part: Any) -> Any:
-        """Call a function of a loss with a batch, or with a copy if it may change the batch.
+        """Call a loss function, or a part of it, with a copy of the batch if it may change that.
 
         Args:
             loss_fn: The loss function.
@@ -763,11 +774,11 @@ class SplitSafety:
         return result
 
     def batch_was_changed(self, loss_fn: LossFunction) -> BatchError:
-        """Return H208 for a loss function that has changed the batch of a step to be repeated."""
+        """Return H208 for a loss function that changed its batch in a step that must be retried."""
         self.notice_change(loss_fn)
         return BatchError(
             "loss_fn changed the tensors of its batch in place, and the step ran out of memory",
-            limit="a step can be repeated only with an unchanged batch",
+            limit="a step can be retried only with an unchanged batch",
             fix=(
                 "do not change the batch in place: write x = x - mean instead of x -= mean. From"
                 " the next step on, loss_fn receives copies."
@@ -785,24 +796,26 @@ def _is_power_of_two(count: int) -> bool:
 
 
 def _coupling(verdict: SplitCheckResult) -> str:
-    """Return a sentence about how much the gradients differ, and which weightings were tried."""
+    """Return a sentence that says how much gradients differ, and which weightings were tried."""
     if verdict.why:
         return verdict.why
     share = verdict.difference
     percent = f"{share:.1%}" if share >= 1e-3 else f"{100 * share:.1g}%"
-    differs = f"differs from that over 3 + 1 of them by {percent}"
-    if math.isnan(verdict.difference):
-        differs = "differs from that over 3 + 1 of them in one batch or another"
-    if math.isinf(verdict.difference):
-        differs = "is finite, and that over 3 + 1 of them is not"
+    difference = f"differs by {percent} from that over 3 + 1 of them"
+    if math.isnan(share):
+        difference = "differs from that over 3 + 1 of them in at least one batch"
+    if math.isinf(share):
+        difference = "is finite, but that over 3 + 1 of them is not"
     others = [
         str(weighting) for weighting in verdict.failed if weighting.kind not in ("samples", "sum")
     ]
-    tried = ", as a mean over samples" if verdict.failed else ""
+    tried = ""
+    if verdict.failed:
+        tried = ", weighted as a mean over samples"
     if others:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        tried += f"; nor is it a sum, or a mean over {', '.join(others[:3])}{more}"
-    return f"the gradient over 4 samples {differs}{tried}"
+        tried += f"; neither a sum nor a mean over {', '.join(others[:3])}{more} matches"
+    return f"the gradient over 4 samples {difference}{tried}"
 
 
 def _drops(module: nn.Module) -> bool:

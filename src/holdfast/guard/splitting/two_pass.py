@@ -1,4 +1,4 @@
-"""Split a batch although its loss compares samples with each other.
+"""Split a batch even though its loss compares samples with each other.
 
     pass 1    compute the outputs of each part, without a graph
     loss      compute the loss of the outputs of all samples, and its gradient with respect to them
@@ -6,8 +6,8 @@
               of that gradient
 
 The gradient is exact if the outputs of a sample depend on that sample alone. Every part needs one
-more forward pass. The method is that of Gao et al., "Scaling deep contrastive learning batch size
-under memory limited setup" (2021), for any loss.
+additional forward pass. This generalizes the method of Gao et al., "Scaling deep contrastive
+learning batch size under memory limited setup" (2021), to any loss.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ Inputs = Callable[[], Sequence[torch.Tensor] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoPassRun:
-    """What is needed to carry out the two passes."""
+    """Carries out the two passes."""
 
     # Calls a function with a batch or a part, in the contexts that a forward pass needs.
     call: Call
-    # Runs backward of a loss into some tensors; None means all.
+    # Runs backward from a loss into some tensors; None means all.
     backward: Callable[[torch.Tensor, Sequence[torch.Tensor] | None], None]
-    # Returns a new keeper of buffers and states, which must change only once for each part.
+    # Returns a new keeper of buffers and states. Each part must change these only once, although
+    # its forward pass runs twice.
     keeper: Callable[[], BufferKeeper]
     # The accelerators whose random state is restored.
     devices: Sequence[torch.device]
@@ -76,7 +77,7 @@ class TwoPassRun:
     ) -> Terms:
         """Add the gradient of the loss over all samples to ``.grad``, part by part.
 
-        Buffers and random state end as if the outputs and the loss were computed once.
+        Afterwards, buffers and random state are as if outputs and loss had been computed once.
 
         Args:
             split_loss: The loss function.
@@ -191,16 +192,17 @@ def _check_outputs(leaves: Sequence[Any], samples: int, first: Sequence[Any]) ->
                 " batch"
             ),
             fix=(
-                "return tensors with one entry per sample, padded alike in each part; compute what"
-                " belongs to the whole batch in the second function."
+                "return tensors with one entry per sample, padded to the same size in each part;"
+                " compute anything that concerns the whole batch in the second function."
             ),
             rule="H201",
         )
 
 
 def _forms(leaves: Sequence[Any]) -> str:
-    found = (
+    """Return the shapes of tensors, and the types of other values, as text."""
+    forms = (
         tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
         for leaf in leaves
     )
-    return f"[{', '.join(map(str, found))}]"
+    return f"[{', '.join(map(str, forms))}]"

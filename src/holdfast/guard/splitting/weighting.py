@@ -1,7 +1,7 @@
-"""Find what the mean of a bare loss may be over, and how much of it each part of a batch holds.
+"""Find what the mean of a bare loss may be taken over, and how much of that each part contains.
 
-A mean may be over samples, over valid labels, over the entries of a mask, and so on. The candidates
-are found in the batch; which of them is right is tried by ``split_check``.
+A mean may be taken over samples, valid labels, the entries of a mask, and so on. This module finds
+the candidates in the batch; ``split_check`` tries out which of them is right.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _ORDER: tuple[Kind, ...] = ("samples", "labels", "mask", "total", "sum")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighting:
-    """What a mean may be over.
+    """What the mean of a loss is taken over, and thus what the parts of a batch are weighted by.
 
     The kinds are ``"samples"``; ``"labels"`` or ``"mask"``, the entries of a tensor that are not
     `ignored`; ``"total"``, the sum of a tensor, such as lengths or weights; and ``"sum"``, which
-    says that the loss is a sum, so that the losses of parts are added.
+    means that the loss is a sum, so that the losses of parts are added.
     """
 
     kind: Kind
@@ -38,12 +38,12 @@ class Weighting:
     keys: Keys = ()
     # The value of entries that do not count.
     ignored: int = 0
-    # The dimension whose first entries do not count either, as in labels for the next token; -1 for
-    # none.
+    # The dimension along which the first entry does not count either, as with labels for the next
+    # token; -1 for none.
     shifted: int = -1
 
     def rank(self) -> int:
-        """Return the position of its kind in the order of kinds, the most common first."""
+        """Return the position of this kind among all kinds, most common first."""
         return _ORDER.index(self.kind)
 
     def __str__(self) -> str:
@@ -59,7 +59,9 @@ class Weighting:
         }[self.kind]
 
     def count(self, part: Any, samples: int) -> float | torch.Tensor:
-        """Return how much of it a part holds, on an accelerator as a tensor.
+        """Return the weight of a part, that is, how much of what is counted it contains.
+
+        On an accelerator the result is a tensor.
 
         Args:
             part: A part of the batch.
@@ -70,8 +72,9 @@ class Weighting:
         leaf: Any = _follow(part, self.keys)
         if not isinstance(leaf, torch.Tensor) or self.shifted >= leaf.ndim:
             raise BatchError(
-                f"the loss was found to be a mean over {self}, which this batch does not hold",
-                limit="parts of a batch are weighted by what the mean is over",
+                f"earlier batches showed that the loss is a mean over {self}, which this batch does"
+                " not contain",
+                limit="the parts of a batch are weighted by what the mean is taken over",
                 fix="return Loss(mean, items), which does not depend on the form of the batch.",
                 rule="H207",
             )
@@ -89,9 +92,9 @@ SAMPLES = Weighting(kind="samples")
 
 
 def find_weightings(batch: Any, size: int) -> list[Weighting]:
-    """Return what the mean of a loss may be over, the most common first.
+    """Return what the mean of a loss may be taken over, most common first.
 
-    For each integer tensor and each mask on an accelerator, this waits for the device once.
+    This synchronizes with the device once for each integer tensor and each mask.
 
     Args:
         batch: The batch.
@@ -115,7 +118,11 @@ def _is_plain(leaf: torch.Tensor) -> bool:
 
 
 def _of_tensor(keys: Keys, leaf: torch.Tensor, size: int) -> list[Weighting]:
-    shifts = [-1] if leaf.ndim != 2 else [-1, 1 if leaf.shape[0] == size else 0]
+    """Return the weightings that a tensor of the batch may stand for."""
+    shifts = [-1]
+    if leaf.ndim == 2:
+        # The labels may be for the next token, along the dimension that is not the batch.
+        shifts.append(1 if leaf.shape[0] == size else 0)
     if leaf.dtype == torch.bool:
         return _entries("mask", keys, (0, 1), shifts)
     facts = [leaf.min(), ((leaf != 0) & (leaf != 1)).any()]
@@ -156,7 +163,7 @@ def _entries(
 
 
 def shares(weighting: Weighting, parts: Sequence[tuple[Any, int]]) -> tuple[float, ...] | None:
-    """Return the weight of each part, or None if the parts hold nothing of it."""
+    """Return the share of each part, or None if no part contains anything that is counted."""
     try:
         counts = [float(weighting.count(part, samples)) for part, samples in parts]
     except BatchError:
@@ -168,15 +175,15 @@ def shares(weighting: Weighting, parts: Sequence[tuple[Any, int]]) -> tuple[floa
 def with_an_empty_one(
     weighting: Weighting, parts: Sequence[tuple[Any, int]], most: int
 ) -> list[int]:
-    """Return the positions of some parts, of which the last one holds nothing.
+    """Return the positions of some parts, the last of which contains nothing that is counted.
 
     Args:
         weighting: What is counted.
         parts: The parts, with the number of samples in each.
-        most: The most positions to return.
+        most: The maximum number of positions to return.
 
     Returns:
-        The positions; empty if all parts hold something.
+        The positions; empty if all parts contain something.
     """
     weights = shares(weighting, parts) or ()
     if 0.0 not in weights:
@@ -186,9 +193,9 @@ def with_an_empty_one(
 
 
 def disagreement(weightings: Sequence[Weighting], parts: Sequence[tuple[Any, int]]) -> float:
-    """Return the largest difference between the weights of a part, from 0 to 1.
+    """Return the largest difference between the weights that a part can have, from 0 to 1.
 
-    A sum always differs from the means, and is left out.
+    A sum is left out, since it always differs from the means.
     """
     all_weights = [shares(weighting, parts) for weighting in weightings if weighting.kind != "sum"]
     by_part = zip(*(weights for weights in all_weights if weights is not None), strict=True)

@@ -1,4 +1,4 @@
-"""Gradient accumulation: several batches that make one optimizer step together."""
+"""Gradient accumulation: one optimizer step over several batches."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ class Window(list[Any]):
     """The batches of one step. The loss function is called with each of them, in this order.
 
     After an out-of-memory each batch is split separately; batches are never joined, since they may
-    be padded differently. Sample positions count through all batches.
+    be padded differently. Sample positions are counted through all batches.
 
     Args:
         batches: The batches, at least one.
         added: Whether the caller has already divided each loss by the number of batches, so that
-            losses and gradients are added. Otherwise the step equals that of one large batch: each
-            loss is weighted by its number of samples, or by the number of items that it declares or
-            its mean is over.
+            losses and gradients are simply added. Otherwise the step equals that of one large
+            batch: each loss is weighted by its number of items or samples.
         on_cut: Called with the remaining batches after samples were removed, before they are used.
     """
 

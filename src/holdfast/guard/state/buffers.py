@@ -1,8 +1,8 @@
-"""Keep the buffers that a forward pass changes, so that an attempt can be taken back.
+"""Copy the buffers that a forward pass changes, so that an attempt can be taken back.
 
-The first step shows which buffers change. Their values are compared, since BatchNorm updates its
-statistics without autograd noticing. From then on only those buffers are copied, into memory that
-is allocated once. The others are watched by their version counters.
+The first step shows which buffers change. It compares values, since BatchNorm updates its
+statistics without changing their version counters. From then on only those buffers are copied, into
+memory that is allocated once. The others are watched through their version counters.
 """
 
 from __future__ import annotations
@@ -56,39 +56,46 @@ class BufferKeeper:
         self._constant: list[_Place] = []
         # Whether the first step has shown which buffers change.
         self._known = False
-        # Of each mutable buffer, the tensor and a copy of its values at the last `keep`.
+        # For each mutable buffer, the tensor and a copy of its values at the last `keep`.
         self._before: list[torch.Tensor | None] = []
         self._copies: list[torch.Tensor | None] = []
-        # Of each constant buffer, the tensor and its version counter at the last `keep`.
+        # For each constant buffer, the tensor and its version counter at the last `keep`.
         self._versions: list[tuple[torch.Tensor | None, int]] = []
 
     def keep(self, earlier: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
         """Copy the buffers that may change, and note the versions of the others.
 
-        This is one fused copy and does not wait for the device.
+        This is one fused copy and does not synchronize with the device.
 
         Args:
-            earlier: The `copies` of an earlier process, which replace the current values of these
-                buffers.
+            earlier: The `copies` of an earlier process, to keep instead of the current values of
+                these buffers.
         """
         self.states.keep()
         if not self._mutable and not self._constant:
             return
-        now = [place.now() for place in self._mutable]
+        buffers = [place.now() for place in self._mutable]
         self._note_versions()
-        same = len(now) == len(self._before) and all(
-            buffer is before and (buffer is copy or buffer.shape == copy.shape)  # type: ignore[union-attr]
-            for buffer, before, copy in zip(now, self._before, self._copies, strict=True)
-        )
-        if not same and [_kind(buffer) for buffer in now] != [_kind(copy) for copy in self._copies]:
-            self._copies = [None if buffer is None else _room_for(buffer) for buffer in now]
-        self._before = now
+        if not self._copies_fit(buffers):
+            self._copies = [None if buffer is None else _room_for(buffer) for buffer in buffers]
+        self._before = buffers
         _copy(self._copies, self._before)
         if earlier:
             _copy(self._copies, [earlier.get(place.name) for place in self._mutable])
 
+    def _copies_fit(self, buffers: list[torch.Tensor | None]) -> bool:
+        """Return whether these buffers can be copied into the memory of the last copies."""
+        # Usually the tensors are the same as at the last `keep`, which is quick to check.
+        are_same_tensors = len(buffers) == len(self._before) and all(
+            buffer is before and (buffer is copy or buffer.shape == copy.shape)  # type: ignore[union-attr]
+            for buffer, before, copy in zip(buffers, self._before, self._copies, strict=True)
+        )
+        if are_same_tensors:
+            return True
+        return [_kind(buffer) for buffer in buffers] == [_kind(copy) for copy in self._copies]
+
     def copies(self) -> dict[str, torch.Tensor]:
-        """Return the values at the last `keep` of the buffers that may change, by name."""
+        """Return by name the values that the mutable buffers had at the last `keep`."""
         named = zip(self._mutable, self._copies, strict=True)
         return {place.name: copy for place, copy in named if copy is not None}
 
@@ -98,8 +105,8 @@ class BufferKeeper:
         Buffers become the same tensor objects again, with the same values.
 
         Returns:
-            The names of buffers that had changed for the first time, so that there was no copy,
-            and of states that could not be restored.
+            The names of what could not be restored: buffers that have changed for the first time,
+            so that there is no copy, and states.
         """
         for place, buffer in zip(self._mutable, self._before, strict=True):
             place.module._buffers[place.key] = buffer
@@ -113,7 +120,7 @@ class BufferKeeper:
         return late + self.states.put_back()
 
     def learn(self) -> list[str]:
-        """Note which buffers and states an attempt has changed that will be committed.
+        """Note which buffers and states were changed by an attempt that will be committed.
 
         In the first step this compares the values of all buffers.
 
@@ -126,8 +133,11 @@ class BufferKeeper:
         changed: list[_Place] = []
         constant: list[_Place] = []
         for place, before, copy in zip(self._mutable, self._before, self._copies, strict=True):
-            same = place.now() is before and (before is None or _equal(before, copy))
-            (constant if same and not place.is_statistic else changed).append(place)
+            is_same = place.now() is before and (before is None or _equal(before, copy))
+            if is_same and not place.is_statistic:
+                constant.append(place)
+            else:
+                changed.append(place)
         self._mutable = changed
         self._constant = constant
         self._known = True
@@ -137,7 +147,7 @@ class BufferKeeper:
         return [place.name for place in changed] + late
 
     def _learn_late(self) -> list[str]:
-        """Move buffers that have changed after all to the mutable ones, and return their names."""
+        """Move constant buffers that have now changed to the mutable ones; return their names."""
         late = [
             place
             for place, (buffer, version) in zip(self._constant, self._versions, strict=True)
@@ -171,19 +181,20 @@ class BufferKeeper:
                 buffer.data.copy_(saved[name])
 
     def mutable_outside_norms(self) -> list[str]:
-        """Return the names of buffers that change and are not statistics of a norm layer."""
+        """Return the names of the mutable buffers, without the statistics of norm layers."""
         return [place.name for place in self._mutable if self._known and not place.is_statistic]
 
     def running_statistics(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the running statistics of norm layers by name.
+        """Return the running statistics of norm layers by name, to check that they are finite.
 
-        Other buffers may be infinite on purpose, such as masks and minima.
+        Other buffers, such as masks and minima, may be infinite on purpose.
         """
         norms = [place for place in self._mutable if place.is_statistic]
         return [(place.name, buffer) for place in norms if (buffer := place.now()) is not None]
 
 
 def _kind(buffer: torch.Tensor | None) -> tuple[object, ...] | None:
+    """Return the facts by which two tensors must agree for one to be copied into the other."""
     if buffer is None or has_no_values(buffer):
         return None
     return (buffer.shape, buffer.dtype, buffer.layout, buffer.device)
@@ -194,7 +205,7 @@ def _version(buffer: torch.Tensor | None) -> int:
 
 
 def _copy(targets: list[torch.Tensor | None], sources: list[torch.Tensor | None]) -> None:
-    """Copy values without autograd noticing, as BatchNorm does, so that a graph stays valid."""
+    """Copy values without changing version counters, so that existing graphs stay valid."""
     plain_pairs = []
     for target, source in zip(targets, sources, strict=True):
         if target is None or source is None:
@@ -203,7 +214,7 @@ def _copy(targets: list[torch.Tensor | None], sources: list[torch.Tensor | None]
             plain_pairs.append((target.data, source.data))
         elif not has_no_values(target):
             copy_bits(target, source)
-    # By dtype, because with several dtypes a GPU would launch a kernel for each tensor.
+    # Grouped by dtype, because with mixed dtypes a GPU would launch one kernel per tensor.
     for dtype in {target.dtype for target, _ in plain_pairs}:
         pairs = [pair for pair in plain_pairs if pair[0].dtype is dtype]
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
@@ -212,14 +223,15 @@ def _copy(targets: list[torch.Tensor | None], sources: list[torch.Tensor | None]
 def _once(
     tensors: list[torch.Tensor | None], like: list[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
+    """Apply `once` to each tensor, so that expanded buffers are not written to several times."""
     return [
-        t if t is None or live is None else once(t, live)
-        for t, live in zip(tensors, like, strict=True)
+        tensor if tensor is None or buffer is None else once(tensor, buffer)
+        for tensor, buffer in zip(tensors, like, strict=True)
     ]
 
 
 def _room_for(buffer: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same kind to copy a buffer into."""
+    """Return an uninitialized tensor into which a buffer can be copied."""
     if has_no_values(buffer):
         return buffer
     if is_plain(buffer):

@@ -1,10 +1,10 @@
-"""Keep the ``state=`` objects, which a loss function may change, so that an attempt can be taken
+"""Copy the ``state=`` objects, which a loss function may change, so that an attempt can be taken
 back.
 
-Frozen parameters are kept too, since a forward pass may move them (a momentum encoder). A small
-object is copied in every step. A large one is copied until the first step has shown that the loss
-function does not change it; then its fingerprint is compared in a few steps only. If it changes
-after all, it is copied from then on, and the guard reports that it was not restored.
+Frozen parameters are copied too, since a forward pass may change them, as in a momentum encoder. A
+small object is copied in every step. A large one is copied until the first step has shown that the
+loss function does not change it; after that only its fingerprint is compared, in a few steps. If it
+changes later, the guard reports that it was not restored, and copies it from then on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FrozenParameters:
         return {name: local(p.detach()) for name, p in self._frozen}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Copy values into the frozen parameters, without autograd noticing."""
+        """Copy values into the frozen parameters, without changing version counters."""
         for name, parameter in self._frozen:
             if is_plain(parameter):
                 local(parameter.data).copy_(state[name])
@@ -83,26 +83,26 @@ class StateKeeper:
         return [kept.stateful for kept in self._kept]
 
     def untouched(self) -> set[str]:
-        """Return the names of the large objects that have not changed so far."""
+        """Return the names of the large objects that no step has changed so far."""
         return {kept.name for kept in self._kept if kept.untouched}
 
     def keep(self, *, look: bool = False) -> None:
-        """Copy what may change.
+        """Copy the objects that may change.
 
         Args:
-            look: Whether to compute the fingerprints of large objects that have not changed so far,
-                so that a change is noticed.
+            look: Whether to compute the fingerprint of each large object that has not changed so
+                far, so that a change is noticed. Otherwise that happens in a few steps only.
         """
         for kept in self._kept:
             kept.keep(look=look)
 
     def put_back(self) -> list[str]:
-        """Restore everything to the last `keep`, and return the names of what could not be."""
+        """Restore all objects to the last `keep`; return the names of those that could not be."""
         with torch.no_grad():
             return [kept.name for kept in self._kept if not kept.put_back()]
 
     def learn(self) -> list[str]:
-        """Note which large objects an attempt has changed that will be committed.
+        """Note which large objects were changed by an attempt that will be committed.
 
         Returns:
             The names of those that have changed for the first time.
@@ -121,15 +121,19 @@ class _Kept:
         self.name = name
         self.stateful = stateful
         self._every = every
-        # Whether the object changes; None if that is not known yet.
+        # Whether the loss function changes the object; None if that is not known yet.
         self._changes: bool | None = None
         if isinstance(stateful, FrozenParameters) and not every:
-            # Frozen weights may be many times larger than trained ones, so they are not copied
-            # before they have changed.
+            # Frozen weights may be much larger than trained ones, so they are not copied before
+            # they have changed for the first time.
             self._changes = False
         self.large = False
+        # The number of steps so far.
         self._steps = 0
+        # The state at the last `keep`, in a tuple, since the state itself may be None. None if
+        # there is no copy.
         self._copy: tuple[Any] | None = None
+        # The fingerprint of the state at the last `keep`, or None if it was not computed.
         self._print: list[Any] | None = None
 
     @property
@@ -137,14 +141,18 @@ class _Kept:
         return self.large and self._changes is False
 
     def keep(self, *, look: bool) -> None:
-        self._steps += not look
-        self._copy = self._print = None
-        if self.large and self._changes is False and not look and self._steps & (self._steps - 1):
+        if not look:
+            self._steps += 1
+        self._copy = None
+        self._print = None
+        is_power_of_two = self._steps & (self._steps - 1) == 0
+        if self.untouched and not look and not is_power_of_two:
+            # Large objects are checked only in steps 1, 2, 4, 8, and so on.
             return
         if isinstance(self.stateful, FrozenParameters) and not self.stateful.choose():
             self._copy = ({},)
             return
-        # An object that cannot say or copy its state: nothing is promised
+        # Nothing can be promised for an object whose state cannot be read or copied.
         with contextlib.suppress(Exception):
             tree = self.stateful.state_dict()
             self.large = not self._every and not is_small(
@@ -158,21 +166,25 @@ class _Kept:
             except Exception as error:
                 if find_out_of_memory(error) is None:
                     raise
-                # There is no memory for a copy, so changes can only be noticed.
+                # There is no memory for a copy, so changes can be noticed but not undone.
                 self.large = True
                 self._changes = bool(self._changes)
                 self._print = fingerprint(tree)
 
     def put_back(self) -> bool:
-        """Restore the object, and return whether it is as it was at `keep`, as far as known."""
+        """Restore the object.
+
+        Returns:
+            Whether the object is known to be as it was at the last `keep`.
+        """
         try:
             if self._copy is None:
-                if self._print is not None and self._print != fingerprint(
-                    self.stateful.state_dict()
-                ):
-                    # It is copied from the next step on.
-                    self._changes = True
-                    return False
+                if self._print is not None:
+                    has_changed = self._print != fingerprint(self.stateful.state_dict())
+                    if has_changed:
+                        # It is copied from the next step on.
+                        self._changes = True
+                        return False
                 return self.large and not self._changes
             if same(self.stateful.state_dict(), self._copy[0]):
                 return True

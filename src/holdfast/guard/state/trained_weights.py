@@ -1,8 +1,7 @@
-"""Whether the weights in the models are those that training has left there.
+"""Notice when the weights in the models are not the trained ones.
 
-Many scripts put an average of the weights into the model for an evaluation, and take it out again
-afterwards. A checkpoint that is written between the two would hold the average as if it had been
-trained.
+Many scripts put an average of the weights into the model for an evaluation, and restore the trained
+weights afterwards. A checkpoint written in between would hold the average in their place.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-# An average that was swapped in differs everywhere, so a few numbers of a few parameters show it.
-# They are copied after each step, on the device and without waiting for it.
+# An average differs from the trained weights everywhere, so comparing a few numbers of a few
+# parameters is enough. They are copied after each step, on the device and without synchronizing.
 _PARAMETERS_OF_A_MODEL = 2
 _NUMBERS_OF_A_PARAMETER = 16
 
 
 class TrainedWeights:
-    """Remembers a few numbers of the weights of each model as they are after a step.
+    """Remembers a few of the weights of each model after a step.
 
     Args:
-        models: By name.
+        models: The models by name.
     """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
@@ -32,13 +31,13 @@ class TrainedWeights:
         self._numbers: list[torch.Tensor] = []
 
     def remember(self) -> None:
-        """Note the current weights. This takes a few microseconds and does not wait."""
+        """Note the current weights. This takes a few microseconds and does not synchronize."""
         self._numbers = [_some_numbers(parameter).clone() for parameter in self._parameters]
 
     def are_in_place(self) -> bool:
-        """Return whether the weights are still those that were remembered last.
+        """Return whether the weights are still those of the last `remember`.
 
-        This waits for the device once for each of a few parameters. True if nothing was remembered.
+        True if there was none. This synchronizes with the device once per compared parameter.
         """
         try:
             return all(
@@ -64,7 +63,7 @@ def _first_and_last(model: nn.Module) -> list[nn.Parameter]:
 def _is_readable(parameter: nn.Parameter) -> bool:
     """Return whether the values of a parameter can be copied and compared.
 
-    Those of float8 and of sharded parameters cannot.
+    Those of float8 parameters and of sharded parameters cannot.
     """
     return (
         type(parameter.data) is torch.Tensor

@@ -55,7 +55,7 @@ def copied(tree: Any, copy_tensor: Callable[[torch.Tensor], torch.Tensor] = torc
 
 
 def is_flat(tree: Any) -> bool:
-    """Return whether this is a list or tuple of plain values only. It may be long."""
+    """Return whether this is a list or tuple that holds only plain values, possibly many."""
     return type(tree) in (list, tuple) and _PLAIN.issuperset(map(type, tree))
 
 
@@ -67,41 +67,43 @@ def children_of(tree: Any) -> list[Any]:
 
 
 def is_small(tree: Any, *, most_entries: int, most_bytes: int) -> bool:
-    """Return whether a tree has at most this many entries and bytes of values."""
-    entries = size = 0
-    left = [tree]
-    while left:
-        node = left.pop()
+    """Return whether a tree has at most this many entries and bytes of tensors and arrays."""
+    entries = 0
+    size = 0
+    remaining = [tree]
+    while remaining:
+        node = remaining.pop()
         if isinstance(node, torch.Tensor):
             size += bytes_of(node)
         elif isinstance(node, np.ndarray):
             size += node.nbytes
         entries += 1
-        inner = children_of(node)
-        if entries > most_entries or size > most_bytes or len(inner) > most_entries:
+        children = children_of(node)
+        if entries > most_entries or size > most_bytes or len(children) > most_entries:
             return False
-        left += inner
+        remaining += children
     return True
 
 
 def fingerprint(tree: Any) -> list[Any]:
-    """Return numbers that almost certainly differ once the tree has changed.
+    """Return numbers that almost certainly change if anything in the tree changes.
 
-    This waits for the device once.
+    A tensor contributes its shape and the sum of its bits, any other leaf a checksum. This waits
+    for the device.
     """
-    found: list[Any] = []
-    left = [tree]
-    while left:
-        node = left.pop()
-        inner = children_of(node)
+    entries: list[Any] = []
+    remaining = [tree]
+    while remaining:
+        node = remaining.pop()
+        children = children_of(node)
         if isinstance(node, torch.Tensor) and not has_no_values(node):
-            found += [(tuple(part.shape), bits_of(part).sum()) for part in parts_of(node)]
-        elif not inner:
-            found.append(zlib.crc32(repr(node).encode()))
-        left += inner
-    sums = [entry[1].cpu() for entry in found if isinstance(entry, tuple)]
+            entries += [(tuple(part.shape), bits_of(part).sum()) for part in parts_of(node)]
+        elif not children:
+            entries.append(zlib.crc32(repr(node).encode()))
+        remaining += children
+    sums = [entry[1].cpu() for entry in entries if isinstance(entry, tuple)]
     numbers = iter(torch.stack(sums).tolist() if sums else [])
-    return [(entry[0], next(numbers)) if isinstance(entry, tuple) else entry for entry in found]
+    return [(entry[0], next(numbers)) if isinstance(entry, tuple) else entry for entry in entries]
 
 
 def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
@@ -110,8 +112,8 @@ def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
     Args:
         first: A tree.
         second: Another tree.
-        tolerance: The largest difference of two tensors or numbers, relative to the L2 norm of the
-            first one.
+        tolerance: The largest difference between two tensors or numbers, relative to the L2 norm of
+            the first one.
     """
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         return _same_tensors(first, second, tolerance)
@@ -130,8 +132,9 @@ def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
         return len(first) == len(second) and all(
             same(one, other, tolerance=tolerance) for one, other in zip(first, second, strict=True)
         )
-    defined = {name for each in type(first).__mro__[:-1] for name in vars(each)}
-    if hasattr(first, "__dict__") and "__eq__" not in defined:
+    # Without an `__eq__` of its own, an object would equal only itself, so attributes are compared.
+    has_own_equality = any("__eq__" in vars(kind) for kind in type(first).__mro__[:-1])
+    if hasattr(first, "__dict__") and not has_own_equality:
         return same(vars(first), vars(second), tolerance=tolerance)
     return bool(first == second)
 

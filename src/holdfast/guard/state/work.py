@@ -1,4 +1,4 @@
-"""The input of one step, and the state at its beginning."""
+"""`Work`: the input of one step, and the state at its beginning."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ class Work:
     prepared: bool = False
     # Whether the last attempt measured what recomputing modules would save.
     measured: bool = False
-    # Names of state that the loss function has changed and that could not be restored.
+    # Names of state that the loss function changed and that could not be restored.
     lost: list[str] = field(default_factory=list)

@@ -1,4 +1,6 @@
-"""The step as a transaction: attempts, the way back, the commit.
+"""The step as a transaction: it is attempted, and then committed, skipped or taken back.
 
-Who splits a batch is `splitting`.
+Read `engine` first, which drives a step. `attempts` makes one attempt and takes it back; `passes`
+runs its forward and backward passes, over the whole batch or over micro-batches; `replay` finds
+where NaN or Inf came from. Whether a batch may be split is decided in ``splitting``.
 """

@@ -1,6 +1,6 @@
-"""One attempt of a step: forward, backward, the gradient norms, and restoring what it changed.
+"""One attempt at a step: forward, backward, the gradient norms, and restoring what it changed.
 
-What follows an attempt is decided in ``engine``. Nothing here moves a weight.
+``engine`` decides what follows an attempt. Nothing here changes a weight.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from holdfast.numerics.gradients import Group, inspect, local
 from holdfast.numerics.loss import check_count
 
 _NOTHING = contextlib.nullcontext()
-# A function that returns the context of a forward and backward pass which the diagnosis samples, or
-# None if it does not sample this one.
+# A function that returns a context in which the diagnosis observes a forward and backward pass, or
+# None if it does not observe this one.
 Observing: TypeAlias = Callable[[], contextlib.AbstractContextManager[None] | None]
 
 
 class Attempts:
-    """Makes attempts with one set of parts, and takes them back.
+    """Makes attempts at steps, and takes them back.
 
     Args:
         parts: The models, optimizers and further state of the run.
         policy: The policy of the run.
         record: Where events are recorded.
-        observing: Returns the context of an attempt that the diagnosis samples.
+        observing: Returns a context in which the diagnosis observes an attempt, or None.
         ranks: The ranks of the run; None for a single process.
     """
 
@@ -79,7 +79,7 @@ class Attempts:
             self.safety, self.loss_scale, parts.device_type(), policy.precision, ranks
         )
         self._drops = policy.drop_nonfinite_samples
-        # The micro-batch size that the policy asks for.
+        # The micro-batch size that the policy sets.
         self._asked = policy.micro_batch_size
         wanted = policy.recompute
         self._modules = (
@@ -93,42 +93,43 @@ class Attempts:
         )
         # Whether the newest attempt was measured.
         self._was_measured = False
-        # The modules whose recomputation was verified once.
+        # The modules whose recomputation has been verified.
         self._verified = set[str]()
         self._all_parameters = [p for _, p in parts.named_parameters()]
         self._filled_outside = FilledOutside(self._all_parameters)
         # Parameters whose hooks have not been checked yet.
         self._unlooked = self._all_parameters
         self.observing = observing
-        # By optimizer, the parameters whose state was created before their first step.
+        # By optimizer, the parameters whose state we created before their first step. Emptied when
+        # the unused part of that state has been removed.
         self._born: dict[str, list[torch.Tensor]] = {}
-        # The ids of the parameters of the last step, and the parameters that it did not move.
+        # The ids of the parameters of the last step, and all parameters that were not part of it.
         self._stepped_last: list[int] = []
         self._others: list[torch.Tensor] = []
 
     @property
     def compiled(self) -> bool:
-        """Whether code in this process is compiled.
+        """Return whether code in this process is compiled.
 
-        The forward of a module must not be replaced then.
+        If so, the ``forward`` of a module must not be replaced.
         """
         return self._parts.compiled or anything_compiled()
 
     def state_was_replaced(self) -> None:
-        """Note that optimizer state was loaded, so that parts of it may be missing again."""
+        """Note that optimizer state was loaded, so that some of it may have to be created again."""
         self._born.clear()
 
     def begin(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split) -> Work:
-        """Keep everything that an attempt may change, and clear the gradients."""
+        """Copy everything that an attempt may change, and clear the gradients."""
         self._filled_outside.check()
         size = self.safety.size_of(batch, split)
         self.buffers.keep()
         tensors = tensors_in(batch)
         parameters = [
-            p
+            parameter
             for name in names
-            for g in self._parts.optimizers[name].param_groups
-            for p in g["params"]
+            for group in self._parts.optimizers[name].param_groups
+            for parameter in group["params"]
         ]
         if len(names) > 1:
             # Two optimizers may hold the same parameter.
@@ -149,9 +150,9 @@ class Attempts:
         )
 
     def _inputs(self, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return the parameters that may receive gradients, as ``inputs`` of ``backward``.
+        """Return the parameters that may receive gradients, as ``inputs`` for ``backward``.
 
-        None if backward reaches no other parameter anyway.
+        Returns None if no other parameter could receive a gradient anyway.
         """
         ids = list(map(id, parameters))
         if ids != self._stepped_last:
@@ -167,8 +168,8 @@ class Attempts:
         """Run forward and backward as planned, and compute the gradient norms."""
         self._prepare(work.names)
         work.prepared = True
-        # The hooks of all parameters are checked in the first attempt only, since that takes time
-        # for each of them.
+        # The hooks of all parameters are checked only in the first attempt, since the check takes
+        # time for each parameter.
         self._passes.watched = self._unlooked
         self._unlooked = []
         work.measured = False
@@ -197,16 +198,17 @@ class Attempts:
                 f"no parameter of {', '.join(work.names)} received a gradient",
                 limit="the loss must depend on the parameters that are stepped",
                 fix=(
-                    "check that the loss uses the right model, that nothing on the way is detached,"
-                    " and that optimizer= names the right optimizer."
+                    "check that the loss uses the right model, that nothing between them is"
+                    " detached, and that optimizer= names the right optimizer."
                 ),
                 rule="H202",
             )
         self._let_state_exist(work.names)
+        # If the number of items is a tensor, it is read in the same synchronization as the norms.
         items = passed.items if isinstance(passed.items, torch.Tensor) else None
         facts, norms = inspect(groups, passed.loss, items, share=self._ranks.norms)
         if facts.items is not None:
-            # A mean over no items does not exist, so 0 is refused like NaN.
+            # There is no mean over 0 items, so 0 is refused in the same way as NaN.
             check_count(facts.items or math.nan, counted=passed.counted)
         return StepAttempt(
             loss=passed.loss,
@@ -222,11 +224,11 @@ class Attempts:
     # --- recomputation
 
     def _measuring(self, work: Work, plan: StepPlan) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a pass that measures what recomputing each module would save.
+        """Return a context that measures how much memory recomputing each module would save.
 
-        It measures after an out-of-memory, as long as the batch is not split. Micro-batches are not
-        measured, because hooks on saved tensors create reference cycles, which would keep each
-        micro-batch in memory until the cycles are collected.
+        Only attempts after an out-of-memory are measured, and only if the batch is not split: hooks
+        on saved tensors create reference cycles, which would keep each micro-batch in memory until
+        the cycles are collected.
         """
         if not work.out_of_memory or self._measured is None or self.compiled:
             return _NOTHING
@@ -238,7 +240,7 @@ class Attempts:
     def modules_to_recompute(self, plan: StepPlan) -> tuple[str, ...]:
         """Return the modules to recompute after an attempt ran out of memory.
 
-        They are those of the plan if recomputing more modules would not help.
+        If recomputing more modules would not help, these are the modules of the plan.
         """
         if self.compiled:
             return ()
@@ -254,7 +256,7 @@ class Attempts:
         return work.measured and not isinstance(error, HoldfastError) and not is_sticky(error)
 
     def give_up_measuring(self, failure: Exception) -> None:
-        """Stop measuring, so that no further module is recomputed from now on."""
+        """Stop measuring. From now on, no further modules are chosen for recomputation."""
         self._measured = None
         why = (
             "the memory that modules keep could not be measured:"
@@ -268,7 +270,7 @@ class Attempts:
         If it is not known which module that is, stop recomputing all modules of the plan.
         """
         block = None
-        why = "one of them computes another result the second time"
+        why = "one of them computes a different result when it is run again"
         if isinstance(failure, RecomputeDiffersError):
             block = failure.block
             why = failure.why
@@ -280,14 +282,14 @@ class Attempts:
         self._record.emit(run_events.RecomputeImpossible(why=why, modules=tuple(failing)))
 
     def _check_recompute(self) -> None:
-        """Raise H102 if the policy names modules to recompute and code is compiled."""
+        """Raise H102 if the policy names modules to recompute although code is compiled."""
         if self._must_recompute and self.compiled:
             raise PolicyError(
-                "recompute names modules, and torch.compile is at work in this process",
-                limit="a compiled graph holds its modules as they were when it was compiled",
+                "recompute names modules, but this process uses torch.compile",
+                limit="a compiled graph ignores later changes to its modules",
                 fix=(
                     "use torch.utils.checkpoint in forward, which is compiled with it, and leave"
-                    " recompute= out."
+                    " out recompute=."
                 ),
                 rule="H102",
             )
@@ -323,6 +325,7 @@ class Attempts:
         return passed
 
     def _passed(self, work: Work, plan: StepPlan, *, drops: bool) -> PassResult:
+        """Run forward and backward over the whole batch or over micro-batches, as planned."""
         if isinstance(work.batch, Window):
             return self._over_window(work, work.batch, plan)
         if (
@@ -345,9 +348,9 @@ class Attempts:
         return self._ranks.shared(passed, work.parameters)
 
     def _is_learned(self, plan: StepPlan) -> bool:
-        """Return whether this rank splits batches because memory was short.
+        """Return whether this rank splits batches because it ran out of memory.
 
-        False if it only uses the micro-batch size of the policy.
+        False if the micro-batch size is that of the policy.
         """
         return plan.micro_batch_size not in (None, self._asked)
 
@@ -367,8 +370,12 @@ class Attempts:
                 cut.append(self._cut(batch, size, work.split, plan))
         parts = [part for batch in cut for part in batch]
         if len(window) == len(parts) == 1:
-            (batch, size), shared = parts[0], window.added and self._ranks.world_size > 1
-            return self._passes.whole(batch, None if shared else size, work.loss_fn, work.inputs)
+            batch, samples = parts[0]
+            # With `added`, all ranks count the same, so the number of samples must not matter.
+            counts_equally = window.added and self._ranks.world_size > 1
+            return self._passes.whole(
+                batch, None if counts_equally else samples, work.loss_fn, work.inputs
+            )
         with self._ranks.apart(by_itself=self._is_learned(plan)):
             if window.added:
                 passed = self._passes.added(cut, work.loss_fn, work.inputs)
@@ -384,22 +391,24 @@ class Attempts:
 
         A parameter that two optimizers hold appears once.
         """
-        found, seen = [], set[torch.Tensor]()
+        groups = []
+        earlier = set[torch.Tensor]()
         for name in names:
             for index, group in enumerate(self._parts.optimizers[name].param_groups):
-                own = [p for p in group["params"] if p.grad is not None]
-                if len(names) > 1:  # two optimizers may hold the same one
-                    own = [p for p in own if p not in seen]
-                    seen.update(own)
-                found.append(Group(f"{name}.{group.get('name', index)}", name, own))
-        return found
+                parameters = [p for p in group["params"] if p.grad is not None]
+                if len(names) > 1:
+                    # Two optimizers may hold the same parameter.
+                    parameters = [p for p in parameters if p not in earlier]
+                    earlier.update(parameters)
+                groups.append(Group(f"{name}.{group.get('name', index)}", name, parameters))
+        return groups
 
     # --- the state of optimizers
 
     def _prepare(self, names: Sequence[str]) -> None:
         """Create all optimizer state before the first attempt.
 
-        An out-of-memory can still be remedied there.
+        An out-of-memory at this point can still be remedied.
         """
         for name in names:
             if name not in self._born:
@@ -413,7 +422,7 @@ class Attempts:
                 self._born[name] = _create_state(optimizer, trainable)
 
     def _let_state_exist(self, names: Sequence[str]) -> None:
-        """Create the state of parameters that receive their first gradient only now."""
+        """Create the state of parameters that have just received their first gradient."""
         for name in names:
             optimizer = self._parts.optimizers[name]
             state = optimizer.state
@@ -427,7 +436,7 @@ class Attempts:
     def drop_unused_state(self, name: str) -> None:
         """Remove the state of parameters that received no gradient in their optimizer's first step.
 
-        It was created before that step, and an unguarded optimizer would not have it.
+        The guard has created it before that step; without a guard it would not exist.
         """
         if self._born[name]:
             _drop_state(
@@ -438,7 +447,7 @@ class Attempts:
     # --- taking an attempt back
 
     def restore(self, work: Work) -> None:
-        """Restore the random state and the buffers of the step's beginning, and clear gradients."""
+        """Restore random state and buffers to the beginning of the step, and clear gradients."""
         for parameter in work.parameters:
             parameter.grad = None
         late = self.buffers.put_back()
@@ -453,9 +462,9 @@ class Attempts:
         self.loss_scale.forget()
 
     def as_promised(self, decision: Decision, work: Work) -> Decision:
-        """Return a decision to repeat an attempt, with the promise that can be kept.
+        """Return a decision to repeat an attempt, with a promise that can be kept.
 
-        The promise is lower if the loss function changes state that could not be restored.
+        The promise is lowered if the loss function changes state that could not be restored.
         """
         lost = [*dict.fromkeys([*work.lost, *self.safety.side_effects(work)])]
         if not lost or isinstance(decision, Stop):
@@ -469,6 +478,8 @@ class Attempts:
     def learn(self, work: Work) -> None:
         """Note which buffers and states were changed by the attempt that will be committed."""
         late = [name for name in self.buffers.learn() if name in self.buffers.states.names()]
+        # An object that changes for the first time had no copy, so it was not restored between
+        # attempts either.
         if late and work.attempts > 1:
             self._record.emit(run_events.NotRestored(names=tuple(late)))
 
@@ -476,20 +487,21 @@ class Attempts:
 def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Create the optimizer state of parameters that have none.
 
-    If Adam runs out of memory while it allocates its moments, an entry is left that holds only
-    ``step``, and every later step fails with ``KeyError: 'exp_avg'``. torch's optimizers create
-    their state in ``_init_group``, which is called here before the step, with gradients of zeros
-    that need no memory. SGD creates its momentum from the first gradient instead. If it runs out of
-    memory in its first step, the run returns to the last good state, as for any out-of-memory
-    within an optimizer step.
+    If Adam runs out of memory while it allocates its moments, it leaves behind an entry that holds
+    only ``step``, and every later step fails with ``KeyError: 'exp_avg'``. torch's optimizers
+    create their state in ``_init_group``, which is called here before the step, with zero gradients
+    that take no memory. SGD instead creates its momentum from the first gradient. If it runs out of
+    memory in its first step, the run returns to the last good state, as after any out-of-memory in
+    an optimizer step.
 
     Returns:
         The parameters whose state was created. If an error is raised, no state was created.
     """
-    make = getattr(optimizer, "_init_group", None)
-    if make is None:
+    init_group = getattr(optimizer, "_init_group", None)
+    if init_group is None:
         return []
-    lists = len(inspection.signature(make).parameters) - 1
+    # Its first parameter is the group; the others are lists that it fills for the step.
+    list_count = len(inspection.signature(init_group).parameters) - 1
     without_state = {
         id(parameter) for parameter in parameters if not optimizer.state.get(parameter)
     }
@@ -501,7 +513,7 @@ def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> l
     try:
         with _only_gradients_of(optimizer, missing):
             for group in optimizer.param_groups:
-                make(group, *([] for _ in range(lists)))
+                init_group(group, *([] for _ in range(list_count)))
     except BaseException:
         _drop_state(optimizer, missing)
         raise
@@ -511,20 +523,19 @@ def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> l
 
 @contextlib.contextmanager
 def _only_gradients_of(optimizer: Optimizer, chosen: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let these parameters have gradients of zero, without memory, and all others none."""
+    """Give these parameters zero gradients that take no memory, and all others no gradient."""
     everything = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.grad for p in everything]
     try:
         for p in everything:
             p.grad = None
         for p in chosen:
-            # Of one that is sharded, something of its form: nothing is computed with it.
-            is_whole = local(p) is p
-            p.grad = (
-                torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)
-                if is_whole
-                else p.detach()
-            )
+            is_sharded = local(p) is not p
+            if is_sharded:
+                # Any tensor with the same sharding will do, since its values are not used.
+                p.grad = p.detach()
+            else:
+                p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)
         yield
     finally:
         for p, gradient in zip(everything, before, strict=True):

@@ -1,18 +1,18 @@
-"""The step engine: a step commits, or it leaves no trace and says why.
+"""The step engine: a step either commits, or everything is restored and the outcome says why.
 
-    begin      keep the random state and the mutable buffers, and clear the gradients
+    begin      copy the random state and the mutable buffers, and clear the gradients
     attempt    run forward and backward of every micro-batch, and compute the gradient norms. After
                an out-of-memory: leave the exception handler, drop the frames, restore everything,
                ask the memory ladder what to change, and attempt the step again
     skip       after NaN or Inf: restore everything, replay the step under a tracer, and name the
-               operation that it came from
+               operation that produced it
     commit     clip the gradients, step every optimizer, update the loss scale. The caller calls
-               `state.committed` when everything else that belongs to the step is done
-    take_back  restore everything, at any moment before the commit
+               `state.committed` when the rest of the step, such as its counters, is complete
+    take_back  restore everything, at any time before the commit
 
-`run` takes one batch through these; ``accumulation`` calls them one by one. Nothing is retried
-inside the commit: if an optimizer fails half-way, `PartialOptimizerStep` is raised, and the run has
-to return to an earlier state.
+`run` takes one batch through these phases; ``accumulation`` calls them one by one. Nothing is
+retried inside the commit: if an optimizer runs out of memory in its step, `PartialOptimizerStep` is
+raised, and the run must return to an earlier state.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ from holdfast.memory.saved_bytes import NOTHING_SAVES
 from holdfast.memory.tensors import versions_of
 from holdfast.numerics.gradients import Group, clip, nonfinite_gradients
 
-# The first steps create optimizer state and choose kernels, which needs memory only once.
+# The steps before this one create optimizer state and choose kernels. The memory that they need for
+# that can be released afterwards.
 _SETTLED_STEP = 3
 
 
 class StepEngine:
-    """Makes steps with one set of parts.
+    """Runs the steps of one run.
 
     Args:
         parts: The models, optimizers and further state of the run.
@@ -100,13 +101,13 @@ class StepEngine:
         self._replay = Replay(parts, self.attempts)
         self._step_id = 0
         self._reports_no_gain = policy.recompute is True
-        # Called when host memory is short, to free what can be freed.
+        # Called when host memory is short, to free snapshots and buffers.
         self.spare_memory: Callable[[], None] = lambda: None
-        # The optimizers that have stepped, so that the kernels for whole batches exist.
+        # The optimizers that have stepped, so that the kernels for their whole batches exist.
         self._stepped: set[str] = set()
 
     def state_was_replaced(self) -> None:
-        """Note that optimizer state was loaded, so that parts of it may be missing again."""
+        """Note that optimizer state was loaded, so that some of it may have to be created again."""
         self.attempts.state_was_replaced()
 
     def run(
@@ -118,13 +119,13 @@ class StepEngine:
         split: Split | None,
         judge: Callable[[StepAttempt], Decision | None],
     ) -> Outcome:
-        """Make one step, if necessary without the samples that NaN or Inf came from.
+        """Run one step, if necessary without the samples that NaN or Inf came from.
 
         Args:
             batch: The batch.
             loss_fn: The loss function.
             names: The names of the optimizers to step.
-            split: Where the batch dimension is; None for that of the guard.
+            split: Where the batch dimension is; None uses the setting of the guard.
             judge: Returns why an attempt with finite values must not be committed, or None.
         """
         work = self.begin(batch, loss_fn, names, split)
@@ -135,16 +136,17 @@ class StepEngine:
         if sound_batch is None:
             return outcome
         assert outcome.provenance is not None
-        work_again = self.begin(sound_batch, loss_fn, names, work.split)
-        repeated = self._try(work_again, judge)
+        second_work = self.begin(sound_batch, loss_fn, names, work.split)
+        second_outcome = self._try(second_work, judge)
         return replace(
-            repeated,
-            attempts=outcome.attempts + repeated.attempts,
+            second_outcome,
+            attempts=outcome.attempts + second_outcome.attempts,
             provenance=outcome.provenance,
             dropped=outcome.provenance.samples,
         )
 
     def _try(self, work: Work, judge: Callable[[StepAttempt], Decision | None]) -> Outcome:
+        """Attempt a step that has begun, and commit or skip it."""
         self._step_id += 1
         attempt = self.attempt(work)
         if attempt.facts.nonfinite:
@@ -164,7 +166,7 @@ class StepEngine:
     def begin(
         self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None
     ) -> Work:
-        """Keep everything that an attempt may change, and clear the gradients."""
+        """Copy everything that an attempt may change, and clear the gradients."""
         work = self.attempts.begin(batch, loss_fn, names, self._split if split is None else split)
         self.state.begin()
         return work
@@ -172,7 +174,7 @@ class StepEngine:
     def attempt(self, work: Work) -> StepAttempt:
         """Make attempts until one fits into memory, and leave its gradients in the parameters.
 
-        If an error is raised, the step leaves no trace.
+        If an error is raised, everything is restored first.
         """
         try:
             return self._attempt_until_it_fits(work)
@@ -181,17 +183,17 @@ class StepEngine:
             raise
 
     def take_back(self, work: Work) -> None:
-        """Leave no trace of a step."""
+        """Restore everything that a step has changed."""
         self.attempts.take_back(work)
         self.state.take_back()
 
     def keep(
         self, work: Work, attempt: StepAttempt
     ) -> tuple[dict[torch.Tensor, torch.Tensor], Outcome]:
-        """End the attempt of one batch of a step that consists of several batches.
+        """End the attempt at one batch of a step over several batches.
 
         Returns:
-            The gradients by parameter, which are taken out of the parameters, and the outcome.
+            The gradients by parameter, which are removed from the parameters, and the outcome.
         """
         gradients = {p: p.grad for p in work.parameters if p.grad is not None}
         for parameter in work.parameters:
@@ -203,8 +205,8 @@ class StepEngine:
 
     def skip(self, work: Work, attempt: StepAttempt) -> Outcome:
         """Take back a step with NaN or Inf, and find out where they came from."""
-        mine = {id(p) for p in work.parameters}
-        named = ((name, p) for name, p in self.parts.named_parameters() if id(p) in mine)
+        stepped_ids = {id(p) for p in work.parameters}
+        named = ((name, p) for name, p in self.parts.named_parameters() if id(p) in stepped_ids)
         culprits, count = nonfinite_gradients(named)
         self.loss_scale.update()
         self.take_back(work)
@@ -213,7 +215,7 @@ class StepEngine:
             work, attempt, culprits=culprits, culprit_count=count, loss_scale=scale
         )
         if not self.policy.provenance or (scale is not None and scale >= 1.0):
-            # fp16 training finds its loss scale by trial, so nothing is wrong.
+            # fp16 training finds its loss scale by trial and error, so this is not a failure.
             return outcome
         provenance = self.ranks.origin(
             lambda: self._replay.find(work, self.ladder.plan),
@@ -224,7 +226,7 @@ class StepEngine:
     def without_bad_samples(self, work: Work, outcome: Outcome) -> Any | None:
         """Return the batch of a skipped step without the samples that NaN or Inf came from.
 
-        None if the policy does not ask for it, or these samples are not known.
+        None if the policy does not drop samples, or if these samples are not known.
         """
         if not self.policy.drop_nonfinite_samples:
             return None
@@ -240,7 +242,7 @@ class StepEngine:
             outcome = self._outcome(work, attempt, committed=True)
             if versions_of(work.tensors) != work.versions:
                 self._safety.notice_change(work.loss_fn)
-            # Before a weight moves, because an error here can still be taken back.
+            # This comes before any weight changes, so that an error can still be taken back.
             self.attempts.learn(work)
         except BaseException as error:
             self._undo(work, error)
@@ -249,8 +251,8 @@ class StepEngine:
         try:
             self._step_optimizers(work.names, outcome, work.parameters)
             if self._step_id < _SETTLED_STEP and self.parts.device_type() == "cpu":
-                # Memory that only the first steps need, such as a copy of the batch, would stay in
-                # the heap.
+                # Otherwise memory that only the first steps need, such as a copy of the batch,
+                # would stay in the heap.
                 trim_heap()
             if self.loss_scale.enabled:
                 self.loss_scale.update()
@@ -262,7 +264,7 @@ class StepEngine:
         return outcome
 
     def _undo(self, work: Work, error: BaseException) -> None:
-        """Take back a step that ended with an error, or report a dead device."""
+        """Take back a step that ended with an error; raise H403 if the device cannot be used."""
         if is_sticky(error):
             self.state.spoil()
             raise _dead_device(error) from error
@@ -271,6 +273,16 @@ class StepEngine:
     # --- attempts
 
     def _attempt_until_it_fits(self, work: Work) -> StepAttempt:
+        """Make attempts until one succeeds on all ranks, and apply a remedy after each failure.
+
+        The failures that are handled here are an out-of-memory, a module that cannot be recomputed
+        or measured, a micro-batch without items, and a failure on another rank.
+
+        Raises:
+            OutOfMemoryError: H401 if no remedy is left.
+            BatchError: H208 if the loss function has changed the batch, so that it cannot be
+                retried.
+        """
         ranks = self.ranks
         if ranks.begin is not None:
             ranks.begin()
@@ -296,7 +308,7 @@ class StepEngine:
                 ):
                     raise
                 failure = error
-            # The frames of the failed attempt can be dropped only outside of the handler.
+            # The frames of the failed attempt can be dropped only outside the exception handler.
             if failure is not None:
                 clear_exception_frames(failure)
                 ranks.pay(found or describe_error(failure), work.parameters)
@@ -323,7 +335,7 @@ class StepEngine:
                 self.attempts.give_up_recomputing(self.ladder.plan, failure)
                 self.ladder.without_recompute()
                 del failure
-                # Its frames are in reference cycles, so they are collected here.
+                # The frames are in reference cycles, which this collects.
                 release_memory(self._devices)
                 continue
             del failure
@@ -332,13 +344,13 @@ class StepEngine:
             release_memory(self._devices)
             if is_onednn_failure(found) and switch_off_if_broken():
                 self.record.emit(run_events.OnednnSwitchedOff())
-                # oneDNN has failed, not the batch: attempt the same with torch's own kernels.
+                # oneDNN failed, not the batch. Repeat the attempt with torch's own kernels.
                 continue
             work.out_of_memory += 1
             self._decide(work, found)
 
     def _timed_attempt(self, work: Work) -> StepAttempt:
-        """Make an attempt, and note how long it has taken if it splits its batch."""
+        """Make an attempt and, if its batch is split, note how long it took."""
         if self._samples_of_a_part(work) is None:
             return self.attempts.make(work, self.ladder.plan)
         began = self.record.clock.monotonic_seconds()
@@ -360,7 +372,7 @@ class StepEngine:
             self.record.emit(news)
 
     def _check_split(self, work: Work) -> None:
-        """Check whether the loss function allows splitting, and stop splitting if it does not."""
+        """Check whether the loss function allows splitting; if not, stop splitting batches."""
         part = self._samples_of_a_part(work)
         tried_here, may_split = self._safety.check(work, part)
         if tried_here:
@@ -369,7 +381,7 @@ class StepEngine:
             self.ladder.without_split()
 
     def _decide(self, work: Work, found: str) -> None:
-        """Record an out-of-memory, ask the ladder what to do about it, and record the decision.
+        """Record an out-of-memory, let the ladder decide what to change, and record the decision.
 
         Raises:
             OutOfMemoryError: H401 if no remedy is left.
@@ -404,11 +416,12 @@ class StepEngine:
         self.record.emit(replace(decision, rule="H401") if isinstance(decision, Stop) else decision)
         if isinstance(decision, Stop):
             raise self._does_not_fit(work, found, decision.reason)
-        makes_kernels = isinstance(decision, SplitDecision) or not self._stepped.issuperset(
+        # oneDNN creates kernels for new sizes, which is unsafe when memory is short.
+        needs_new_kernels = isinstance(decision, SplitDecision) or not self._stepped.issuperset(
             work.names
         )
         if (
-            makes_kernels
+            needs_new_kernels
             and self.parts.device_type() == "cpu"
             and switch_off_if_unsafe(self.parts.models.values())
         ):
@@ -419,19 +432,19 @@ class StepEngine:
         if work.size is None:
             batch = "the batch"
             fix = (
-                "pass split= with the batch dimension of each part, for instance split={'frames':"
-                " 1, 'mask': None, 'targets': 'items'}, so that the batch can be split; or free"
-                " memory, use a smaller batch or model; "
+                "pass split= with the batch dimension of each part, for example split={'frames': 1,"
+                " 'mask': None, 'targets': 'items'}, so that the batch can be split; or free"
+                " memory, or use a smaller batch or model; "
             )
         else:
             batch = f"a batch of {work.size} samples"
             fix = (
-                "free memory, use a smaller batch or model, or return Loss(mean, items) if samples"
-                " are independent, TwoPass(outputs, loss) if the loss compares them, or allow what"
-                " was refused by Policy(allow_split_with=...); "
+                "free memory, or use a smaller batch or model; or make the batch splittable: return"
+                " Loss(mean, items) if samples are independent, TwoPass(outputs, loss) if the loss"
+                " compares them, or allow the refused split with Policy(allow_split_with=...); "
             )
         return OutOfMemoryError(
-            f"{batch} does not fit, in {work.attempts} attempts ({error})",
+            f"{batch} does not fit into memory, after {work.attempts} attempts ({error})",
             limit=reason,
             fix=fix + "the weights are those of the last committed step.",
             rule="H401",
@@ -444,11 +457,11 @@ class StepEngine:
                 no_split="the state of the optimizer does not fit, whatever the micro-batch"
             )
         if work.out_of_memory == 1 and not self.ladder.on_trial:
-            # The first remedy repeats the attempt as it was, so nothing has to be known.
+            # The first remedy is an unchanged retry, which needs no further information.
             return Remedies()
         if self.ranks.why_only_retry is not None:
             return Remedies(no_split=self.ranks.why_only_retry)
-        # Kernels of accelerators may add in a different order each time.
+        # Kernels on accelerators may sum in a different order each time.
         exact = self.parts.device_type() == "cpu"
         modules = self.attempts.modules_to_recompute(self.ladder.plan)
         remedies = self._safety.remedies(work)
@@ -470,7 +483,7 @@ class StepEngine:
     def _clip(self, groups: Sequence[Group], norms: torch.Tensor, total: float) -> None:
         """Clip the gradients; nothing is computed if the total norm is well below the limit."""
         limit = self.policy.max_grad_norm
-        # Well below the limit, the factor of `clip_grad_norm_` is exactly 1.
+        # Well below the limit, `clip_grad_norm_` would multiply by exactly 1.
         if limit is not None and total > 0.99 * limit - 1e-5:
             clip(
                 groups,
@@ -483,13 +496,24 @@ class StepEngine:
     def _step_optimizers(
         self, names: Sequence[str], outcome: Outcome, moved: Sequence[torch.Tensor]
     ) -> None:
+        """Step the optimizers, and update the averages.
+
+        Args:
+            names: The names of the optimizers.
+            outcome: The outcome of the step, for the error.
+            moved: The parameters of the optimizers.
+
+        Raises:
+            PartialOptimizerStep: If an optimizer runs out of memory, unless this rank will receive
+                the state of another one.
+        """
         for name in names:
             try:
                 self.diagnosis.before_step(name, outcome.attempt)
                 self.parts.optimizers[name].step()
                 self.diagnosis.after_step(name)
                 self.attempts.drop_unused_state(name)
-                # Averages are updated here, because a failure half-way is undone.
+                # Averages are updated here, since an out-of-memory here can still be undone.
                 if self.parts.averages and name == names[-1]:
                     self.parts.update_averages(moved)
                 continue
@@ -511,18 +535,19 @@ class StepEngine:
 
 
 def _dead_device(error: BaseException) -> DeviceError:
-    """Return H403 for an error after which nothing on the device can be used."""
+    """Return H403 for an error after which the device is unusable in this process."""
     message = str(error).strip().splitlines()[0][:200]
-    fix = "start the run again: it continues from its newest checkpoint."
+    fix = "start the run again: it resumes from its newest checkpoint."
     if "assert" in message:
         # The same batch would fail the same assertion again.
         fix = (
-            "find the index or label outside its range (the same batch on the CPU names it), then"
+            "find the index or label that is out of range (running the same batch on the CPU names"
+            " it), then"
             f" {fix}"
         )
     return DeviceError(
         f"the device reports {message!r}",
-        limit="its context is dead and nothing on it can be retried or saved",
+        limit="its context is dead, so nothing on it can be retried or saved",
         fix=fix,
         rule="H403",
     )
@@ -532,8 +557,8 @@ class _ModelOrder:
     """The order of the parameters in the model, as opposed to that in the optimizer's groups.
 
     ``clip_grad_norm_(model.parameters(), ...)`` takes the norm of the norms in the order of the
-    model. With parameters in several groups, a different order changes the last bit, and so the
-    whole run.
+    model. If parameters are in several groups, a different order changes the last bit of the norm,
+    and eventually the whole run.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -543,11 +568,11 @@ class _ModelOrder:
     def of(self, groups: Sequence[Group], device: torch.device) -> torch.Tensor | None:
         """Return the positions of the groups' parameters, sorted by their order in the model.
 
-        The order is computed once for given sizes of the groups. If a step has gradients for other
-        parameters, but for as many in each group, it may use the order of an earlier step.
+        The order is cached by the sizes of the groups. A step that has gradients for different
+        parameters, but for equally many in each group, therefore uses the order of an earlier step.
 
         Returns:
-            Shape ``(parameters,)``, or None if the groups hold them in the order of the model.
+            Shape ``(parameters,)``, or None if the groups are already in the order of the model.
         """
         if len(groups) < 2:
             return None

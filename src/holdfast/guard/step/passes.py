@@ -1,6 +1,6 @@
 """Forward and backward over a batch, in one pass or in several that give the same gradient.
 
-`LossScale`, the loss scaling of fp16, is here too.
+This module also has `LossScale`, the loss scaling for fp16.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ _Parts: TypeAlias = Sequence[tuple[Any, int]]
 
 
 class EmptyPartError(Exception):
-    """A micro-batch, which begins at sample `place`, declares no items but has a loss.
+    """A micro-batch declares that it has no items, but its loss is not zero.
 
-    Whether it can be left out has to be tried.
+    Whether it can be left out must be found out by a trial.
+
+    Args:
+        place: The position of its first sample in the batch.
     """
 
     def __init__(self, place: int) -> None:
@@ -71,7 +74,7 @@ class Passes:
     def whole(
         self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Inputs
     ) -> PassResult:
-        """Run one pass without any arithmetic of the guard, bit-identical to an unguarded loop."""
+        """Run one pass without any arithmetic by the guard, bit-identical to an unguarded loop."""
         terms = self._forward(batch, size, loss_fn)
         if terms.declared:
             terms.check_items()
@@ -94,10 +97,10 @@ class Passes:
 
         The number of items is known only after each forward pass. The weights are therefore
         relative to an estimate, and the gradients are corrected once at the end. That is impossible
-        for a loss of several terms, which share ``.grad``: their items are counted beforehand, in
-        forward passes without a graph.
+        for a loss with several terms, since their gradients add up in ``.grad``: their items are
+        counted beforehand, in forward passes without a graph.
 
-        Every part waits for the device once.
+        Every part synchronizes with the device once.
 
         Args:
             parts: The micro-batches, with the number of samples in each.
@@ -139,23 +142,22 @@ class Passes:
         return PassResult(*tally.finish(parameters)[:4], put_together(extra))
 
     def added(self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Inputs) -> PassResult:
-        """Run several batches, whose losses are added.
+        """Run several batches whose losses are added.
 
         If a batch is split, its parts are weighted by their shares of its mean.
         """
-        losses, samples = [], 0
+        losses = []
+        samples = 0
         for parts in batches:
             weights = shares(self._safety.weighting(loss_fn), parts) if len(parts) > 1 else (1.0,)
             for (part, size), weight in zip(parts, weights or (0.0,) * len(parts), strict=True):
-                terms, samples = self._forward(part, size, loss_fn), samples + size
+                terms = self._forward(part, size, loss_fn)
+                samples += size
                 if terms.declared:
                     raise BatchError(
-                        "loss_fn declares the items of its mean, for a window of batches that are"
-                        " added as they are",
-                        limit=(
-                            "what each of them weighs is either declared or settled by the caller"
-                        ),
-                        fix="return the bare loss, or make the window without added=True.",
+                        "loss_fn declares the items of its mean, in a window with added=True",
+                        limit="with added=True, the caller has already weighted the losses",
+                        fix="return the bare loss, or create the window without added=True.",
                         rule="H203",
                     )
                 # A part without items has the weight 0.
@@ -168,9 +170,9 @@ class Passes:
     def _in_two_passes(self, loss_fn: TwoPass, batch: Any, parts: _Parts, inputs: Inputs) -> Terms:
         if batch is None:
             raise BatchError(
-                "a TwoPass is given a window of several batches",
+                "a TwoPass received a window of several batches",
                 limit="it compares the samples of one batch",
-                fix="collate the samples into one batch: it is cut when memory is short.",
+                fix="collate the samples into one batch, which is split when memory is short.",
                 rule="H203",
             )
         run = TwoPassRun(
@@ -256,7 +258,7 @@ class LossScale:
             self._unscaled = False
 
     def forget(self) -> None:
-        """Take back `unscale`. torch's scaler offers no way to do that, so a new one is made."""
+        """Undo `unscale`. torch's scaler has no method for that, so a new one is created."""
         if self._unscaled:
             state = self._scaler.state_dict()
             self._scaler = self._new()
@@ -264,7 +266,7 @@ class LossScale:
             self._unscaled = False
 
     def value(self) -> float | None:
-        """Return the scale, or None without loss scaling. This waits for the device once."""
+        """Return the scale, or None without loss scaling. This synchronizes with the device."""
         return self._scaler.get_scale() if self.enabled else None
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -289,14 +291,22 @@ class _Tally:
         self._drops = drops
         # The number of samples in the parts so far.
         self._seen = 0
-        # The estimated number of items of each term in the whole batch.
+        # The estimated number of items of each term in the whole batch. Empty before the first
+        # part, which also decides the following facts about the loss.
         self._estimates: list[float] = []
+        # The number of items of each term in the parts so far.
         self._items: list[float] = []
+        # Whether the loss has several terms.
         self._several = True
+        # Whether the loss is a mean, and not a sum.
         self._is_mean = True
+        # Whether the loss function declares the number of items.
         self._declared = True
+        # The weighted sum of the losses of the parts so far.
         self._loss: torch.Tensor | None = None
+        # The loss of the last part that was dropped.
         self._bad: torch.Tensor | None = None
+        # ``(start, end)`` of the samples in each part that was dropped.
         self._dropped: list[tuple[int, int]] = []
 
     def weigh(
@@ -315,7 +325,7 @@ class _Tally:
         if not any(counts):
             if to_try:
                 raise EmptyPartError(start)
-            # A part without items has no mean, and does not count.
+            # A part without items has no mean, so it does not count.
             return None
         if self._drops and _is_bad(means, counts):
             self._dropped.append((start, self._seen))
@@ -343,8 +353,10 @@ class _Tally:
         samples: int,
         count_rest: Callable[[], list[list[float]]],
     ) -> None:
+        """Estimate the number of items in the whole batch from the first part that counts."""
         self._items = [0.0] * len(counts)
-        self._declared, self._several = terms.declared, len(counts) > 1
+        self._declared = terms.declared
+        self._several = len(counts) > 1
         self._is_mean = terms.declared or self._weighting.kind != "sum"
         if self._several:
             self._estimates = [sum(column) for column in zip(counts, *count_rest(), strict=True)]
@@ -358,7 +370,7 @@ class _Tally:
         self._loss = loss if self._loss is None else self._loss + loss
 
     def finish(self, parameters: Sequence[torch.Tensor]) -> PassResult:
-        """Correct the gradients by the number of items counted, and return the result."""
+        """Replace the estimate by the counted items in the gradients, and return the result."""
         if self._loss is None:
             if self._bad is None:
                 raise bad_items(0)
@@ -389,11 +401,11 @@ def _uneven(what: str) -> BatchError:
     return BatchError(
         f"loss_fn returned {what}",
         limit=(
-            "the terms of a loss must be the same for each part, and their items for each pass"
-            " over it"
+            "a loss must have the same terms for each part, and each pass over a part must count"
+            " the same items"
         ),
         fix=(
-            "return the same terms each time, with items=0 where there are none; count them from"
+            "always return the same terms, with items=0 where there are none, and count items from"
             " the batch."
         ),
         rule="H203",

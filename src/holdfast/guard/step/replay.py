@@ -1,7 +1,7 @@
 """Replay a step with NaN or Inf under a tracer, to find the operation, module and samples.
 
-The replay starts from the state in which the failed step began, and leaves no trace either. It runs
-only after a failure.
+The replay runs only after a failure. It starts from the state in which the failed step began, and
+restores that state at the end.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from holdfast.numerics.eager import eager
 from holdfast.numerics.provenance import NeedsOtherRanksError, UntraceableError, find_nan, trace
 
 _FINITE = (
-    "a replay of the same step is finite: a race, the hardware, compiled code, or randomness that"
-    " is not torch's"
+    "a replay of the same step is finite: a race, the hardware, compiled code, or randomness from"
+    " outside torch"
 )
 
 
 class Replay:
-    """Replays failed steps with one set of parts."""
+    """Replays the failed steps of one run."""
 
     def __init__(self, parts: Parts, attempts: Attempts) -> None:
         self._parts = parts
@@ -42,37 +42,38 @@ class Replay:
     def find(self, work: Work, plan: StepPlan) -> Provenance:
         """Replay a step that was taken back, and return where its NaN or Inf came from.
 
-        An error of the replay is part of the result, since training has to continue.
+        An error in the replay is returned as part of the result, since training must continue.
         """
         if versions_of(work.tensors) != work.versions:
             return Provenance(
                 problem="loss_fn changes its batch in place, so the step cannot be replayed"
             )
         try:
-            # Otherwise torch would compile code for every size that the search tries, and keep it.
+            # Eager mode, since otherwise torch would compile code for every size that the search
+            # tries, and keep it.
             with eager():
                 return self._search(work, plan)
         except Exception as error:  # noqa: BLE001 - an error here must not end the run
             failure = error
-        found = find_out_of_memory(failure)
-        why = found or f"{type(failure).__name__}: {failure}"[:300]
+        out_of_memory = find_out_of_memory(failure)
+        why = out_of_memory or f"{type(failure).__name__}: {failure}"[:300]
         clear_exception_frames(failure)
         del failure
         self._attempts.take_back(work)
-        if found is not None:
+        if out_of_memory is not None:
             release_memory(self._parts.devices())
         return Provenance(problem=f"the replay failed ({why})")
 
     def look_at_batch(self, work: Work) -> Provenance:
-        """Return whether the batch holds NaN, for a step that cannot be replayed."""
+        """Return where the batch holds NaN, for a step that cannot be replayed."""
         return Provenance(origin=find_nan(_batch_tensors(work), work.size))
 
     def _search(self, work: Work, plan: StepPlan) -> Provenance:
-        mine = {id(p) for p in work.parameters}
+        stepped_ids = {id(p) for p in work.parameters}
         named = [
             (name, p)
             for name, p in self._parts.named_parameters()
-            if p.requires_grad and id(p) in mine
+            if p.requires_grad and id(p) in stepped_ids
         ]
 
         def run_once() -> torch.Tensor:
@@ -98,7 +99,7 @@ class Replay:
     ) -> tuple[int, ...]:
         """Return the samples without which the step is finite.
 
-        Empty if only all ranks together could try that.
+        Empty if finding them would need the other ranks, which do not replay the step.
         """
         try:
             return self._samples(work, plan, hint)
@@ -118,7 +119,7 @@ class Replay:
         def is_bad(chosen: Sequence[int]) -> bool:
             indices = list(chosen)
             if len(indices) < smallest:
-                # BatchNorm needs at least two samples, so the samples are repeated.
+                # BatchNorm needs at least two samples, so repeat them.
                 indices *= math.ceil(smallest / len(indices))
             part = replace(work, batch=selected(work.batch, indices, work.split), size=len(indices))
             self._attempts.restore(work)
