@@ -327,7 +327,7 @@ def test_the_thread_goes_on_after_a_failure_and_ends_when_it_is_told(scene: Scen
             stop.set()
         raise KeyError("anything")
 
-    scene.watchdog.look = look  # type: ignore[method-assign]
+    scene.watchdog.check = look  # type: ignore[method-assign]
     scene.watchdog.run(stop)
     assert len(looks) == 2
     assert scene.kinds() == ["watching_failed", "watching_failed"]
