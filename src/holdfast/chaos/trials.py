@@ -152,7 +152,7 @@ class Bench:
         self.workplace = workplace
         self.deadline = deadline
         # An attempt hangs if nothing is recorded or printed for this long. The campaign lowers both
-        # limits once it knows the undisturbed run.
+        # limits once the undisturbed run has been measured.
         self.stall_seconds = 600.0
         self.max_seconds = 1e9
         # Time in which the command ran, over all attempts.

@@ -59,7 +59,7 @@ def catalogue() -> dict[str, RulePage]:
 
 
 def find_rule(rule_id: str) -> RulePage:
-    """Return the rule with this id, in upper or lower case.
+    """Return the rule with this id, which is matched case-insensitively.
 
     Raises:
         PolicyError: H702 if there is no such rule.

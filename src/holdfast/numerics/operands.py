@@ -42,7 +42,7 @@ class Operand:
 
     @property
     def is_mask(self) -> bool:
-        """Whether it holds only 0 and -Inf: an additive mask, whose Inf is intended."""
+        """Whether the tensor is an additive mask, which holds only 0 and -Inf on purpose."""
         has_infinities = self.negative_inf > 0 and self.negative_inf == self.inf
         rest_is_zero = self.least is None or self.least == self.most == 0.0
         return has_infinities and rest_is_zero and self.inf < self.count and self.nan == 0

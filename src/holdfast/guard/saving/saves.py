@@ -179,7 +179,7 @@ class Saving:
 
     @property
     def has_unsaved(self) -> bool:
-        """Return whether there are steps that no checkpoint holds and that may be saved now."""
+        """Return whether there are unsaved steps that can be saved now."""
         return self.may_save_more and self._saved_at != self._position()
 
     @property

@@ -374,7 +374,7 @@ class Watchdog:
         blamed = diagnosis.process
         phase = suspect.standing.phase
         is_traced = blamed.last.state == "t"
-        # A debugger holds it, or it is a program about which nothing is known.
+        # The process is being debugged, or nothing is known about its program.
         if is_traced or suspect.info.torch is None:
             return "wait"
         if diagnosis.kind == "stopped" and blamed.pid not in self._continued:
