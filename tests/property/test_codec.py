@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,9 @@ from holdfast.checkpoint.codec import SAVED_AS, Encoder, decode
 from holdfast.checkpoint.loading import read_components
 from holdfast.checkpoint.saver import snapshot, write
 from holdfast.checkpoint.store import Store
+
+# torch warns once in a process when the first tensor of complex32 is made.
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
 _DTYPES = [*SAVED_AS, torch.complex32, torch.complex64, torch.complex128]
 
