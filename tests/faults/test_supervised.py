@@ -135,8 +135,9 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 def soon_gone(mark: str, *pids: int) -> bool:
-    """Return whether neither processes with the mark are left nor these, which have none any
-    more while they end.
+    """Return whether all processes with the mark have ended soon, and these PIDs too.
+
+    While a process ends, it has no mark any more, so a PID can be named in addition.
     """
     deadline = time.monotonic() + 20.0
     while marked_processes(mark, []) or any(

@@ -1,4 +1,4 @@
-"""`holdfast doctor`: check whether this machine is ready for a training run.
+"""`holdfast doctor`: check whether this machine is ready to train.
 
 `CHECKS` lists the checks in the order in which they are printed. Each answers one question about
 the machine, which is its docstring. No CUDA context is created, and torch is not imported.
@@ -67,7 +67,7 @@ def run(
     ] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Check whether this machine is ready for a training run.
+    """Check whether this machine is ready to train.
 
     Prints one line for each check, with a fix if there is a problem. The exit code is always 0.
     """

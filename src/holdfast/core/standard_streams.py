@@ -16,12 +16,10 @@ _STANDARD_STREAMS = (0, 1, 2)
 
 
 def write_to_stderr(text: str) -> None:
-    """Write a short text to stderr, if that is possible without waiting.
+    """Write a text to stderr, if that is possible without waiting.
 
-    Nothing is written if stderr is closed, or a pipe whose reader does not keep up.
-
-    Args:
-        text: At most `select.PIPE_BUF` bytes, which a pipe that is ready takes at once.
+    Nothing is written if stderr is closed, or is a pipe whose reader does not keep up. A pipe that
+    is ready takes `select.PIPE_BUF` bytes at once, so a longer text is cut.
     """
     if sys.__stderr__ is None:
         # stderr was closed when the process started, so the descriptor may be that of another file.
@@ -29,7 +27,8 @@ def write_to_stderr(text: str) -> None:
     with suppress(OSError):
         _, ready, _ = select.select([], [_STDERR], [], 0)
         if ready:
-            os.write(_STDERR, text.encode(errors="backslashreplace"))
+            data = text.encode(errors="backslashreplace")
+            os.write(_STDERR, data[: select.PIPE_BUF])
 
 
 def reserve_standard_descriptors() -> None:

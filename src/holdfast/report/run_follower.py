@@ -173,8 +173,8 @@ class RunFollower:
             if run is None:
                 continue
             for guard in guard_sources(run, attempt=news.source.attempt):
-                known = {source.directory.resolve() for source in self.sources}
-                if guard.directory.resolve() not in known:
+                followed = {source.directory.resolve() for source in self.sources}
+                if guard.directory.resolve() not in followed:
                     self._guards[guard.directory] = guard
                     self.sources.append(guard)
 

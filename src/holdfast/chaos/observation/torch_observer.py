@@ -87,7 +87,7 @@ class TorchObserver:
     Args:
         torch: The module, as the script has imported it.
         trace: The trace of this process.
-        files: Is told which checkpoints are saved.
+        files: Receives the checkpoints that are saved.
         injector: Injects the fault of this attempt.
         shield: Runs our code.
         imports: Reports which modules are imported.

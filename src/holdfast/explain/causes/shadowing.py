@@ -17,7 +17,7 @@ _NAMED_FILE = re.compile(
 def find_shadowing_file(raised: Statement) -> str:
     """Return the file beside the user's script that shadows a module, or an empty text.
 
-    Such a file was imported by a library, which cannot have meant to, or by itself.
+    Such a file was imported by a library, which meant another module, or by the file itself.
     """
     frames = _importing_frames(raised)
     for importer, imported in itertools.pairwise(frames):
