@@ -162,8 +162,7 @@ class Parts:
         """Put averaged parameters and buffers into the models inside the context.
 
         Args:
-            state: The state of the run. Its ``averaged`` is True inside the context, in which
-                nothing must be saved.
+            state: The state of the run, which lets nothing be saved inside the context.
         """
         # An average that was never updated holds the initial weights.
         names = [name for name, average in self.averages.items() if average.n_averaged > 0]
@@ -176,13 +175,13 @@ class Parts:
             for _, tensor in named_tensors(self.averages[name].module)
         ]
         trained = [tensor.clone() for tensor in in_models]
-        state.averaged = True
+        state.swap_in_averages()
         try:
             _copy_all(in_averages, in_models)
             yield
         finally:
             _copy_all(trained, in_models)
-            state.averaged = False
+            state.swap_out_averages()
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

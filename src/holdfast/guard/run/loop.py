@@ -14,7 +14,6 @@ from typing import Any
 from holdfast.core.errors import PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.guard.cursor import Cursor
-from holdfast.guard.phase import Phase
 from holdfast.guard.ranks.one import PLACE, Saves
 from holdfast.guard.record import End
 from holdfast.guard.run.own_steps import OwnStepsRefused
@@ -125,7 +124,7 @@ class Loop:
             enough = enough or (max_steps is not None and self._record.global_step >= max_steps)
             return enough or self._stop.reason is not None
 
-        self._state.in_loop = True
+        self._state.enter_loop()
         begun = run_events.LoopStarted(
             resume_promise=cursor.promise,
             epoch=cursor.epoch,
@@ -176,7 +175,7 @@ class Loop:
             raise
         finally:
             try:
-                if self._state.phase is Phase.REWOUND:
+                if self._state.must_rewind:
                     self._recovery.go_back_again()
             except BaseException as error:
                 how = "failed"
@@ -186,7 +185,7 @@ class Loop:
                 # No matter what fails, release the lock and restore the signal handlers.
                 self.count_batch()
                 cursor.leave()
-                self._state.in_loop = False
+                self._state.leave_loop()
                 release(how)
 
     def _save_as_asked(self) -> bool:
@@ -247,7 +246,7 @@ class Loop:
                 return
             yield batch
             self._session.check_averages()
-            if self._state.phase is Phase.REWOUND:
+            if self._state.must_rewind:
                 # The rest of the loop body has run on the restored state, so restore that again.
                 self._recovery.go_back_again()
                 return

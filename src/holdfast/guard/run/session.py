@@ -33,7 +33,6 @@ from holdfast.guard.cursor import Cursor, check_position
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.optimizer_state import describe_state, state_tensors
 from holdfast.guard.optimizers import SHARDED_STATE_FIX, SHARDED_STATE_LIMIT
-from holdfast.guard.phase import Phase
 from holdfast.guard.record import End, describe_error
 from holdfast.guard.result import Counters, Statistics
 from holdfast.guard.run.last_steps import last_step, note_last_step
@@ -187,7 +186,7 @@ class Session:
 
     def check_not_in_step(self) -> None:
         """Raise H209 within a loss function, and H105 while averaged weights are in the models."""
-        if self.state.phase is Phase.IN_STEP:
+        if self.state.is_attempting:
             raise called_inside("step")
         self.check_averages()
 
