@@ -9,6 +9,7 @@ guard         `Guard`, the public face; ``hosted`` and ``accumulation`` serve th
               frameworks
 arguments     checks the arguments of `Guard` and makes `Parts` of them, with ``optimizers``,
               ``schedules`` and ``scheduler_interface``
+context       what the objects that carry out a run share
 run           one run: its loop over batches, its steps, what follows NaN or a spike, resuming
 step          one step: attempts, passes, replays; their results are in ``result``
 splitting     whether a batch may be split, and how its parts are weighted

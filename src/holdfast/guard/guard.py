@@ -30,6 +30,7 @@ from holdfast.core.policy.policy import Policy
 from holdfast.core.standard_streams import reserve_standard_descriptors
 from holdfast.core.vector_functions import settle_vector_functions
 from holdfast.guard.arguments import check_loader, gather_parts
+from holdfast.guard.context import RunContext
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.images import keep_image
@@ -174,8 +175,9 @@ class Guard:
         self._record = RunRecord(
             self._directory.recorder, clock, ranks.rank if ranks.world_size > 1 else None
         )
-        self._engine = StepEngine(self._parts, self.policy, self._record, split, ranks)
-        self._session = Session(self._engine, self._directory, clock, self._cursor, schedules)
+        context = RunContext.of(self._parts, self.policy, self._record, ranks)
+        self._session = Session(context, self._directory, clock, self._cursor, schedules)
+        self._engine = StepEngine(context, split, self._session.reserves)
         self._recovery = Recovery(self._session)
         self._steps = Steps(self._session, self._engine, self._recovery)
         self._stop, saves = ranks.agreed(self._asked, self._session.saving, self._cursor)

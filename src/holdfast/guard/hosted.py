@@ -240,14 +240,14 @@ class HostedGuard(Guard):
             self._session.load_own_tensors(state)
         self._session.go_on_from(state)
         self._engine.loss_scale.load_state_dict(state["loss_scale"])
-        self._engine.state_was_replaced()
+        self._session.note_state_replaced()
         self._record.global_step = state["global_step"]
         self._host_saved_at = state["global_step"]
         self._record.emit(run_events.Resumed(by="the framework"))
 
     def note_state_replaced(self) -> None:
         """Note that the framework has loaded weights and optimizer state."""
-        self._engine.state_was_replaced()
+        self._session.note_state_replaced()
 
     def check_lock(self) -> None:
         """Raise H301 if another run has taken the run directory; call this before saving."""

@@ -29,6 +29,7 @@ from holdfast.core.clock import Clock
 from holdfast.core.containers import check_count, check_number
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
+from holdfast.guard.context import RunContext
 from holdfast.guard.cursor import Cursor, check_position
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.optimizer_state import describe_state, state_tensors
@@ -47,13 +48,13 @@ from holdfast.guard.saving.components import (
     load,
     states_now,
 )
+from holdfast.guard.saving.reserves import Reserves
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.saving.snapshots import Kept, Snapshots
 from holdfast.guard.saving.unsaved import forget_left_steps
 from holdfast.guard.schedules import Schedules
 from holdfast.guard.splitting.loss_functions import called_inside
 from holdfast.guard.state.trees import copied_to_host
-from holdfast.guard.step.engine import StepEngine
 from holdfast.loader.random_state import RandomState, capture, restore
 from holdfast.loader.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
@@ -76,7 +77,7 @@ class Session:
     """The state of one run, and its restoration.
 
     Args:
-        engine: The step engine, with the parts, the policy, the record and the ranks of the run.
+        context: What the objects of the run share.
         directory: The run directory.
         clock: The source of time.
         cursor: The position in the loader, or None if the guard has no loader.
@@ -85,25 +86,25 @@ class Session:
 
     def __init__(
         self,
-        engine: StepEngine,
+        context: RunContext,
         directory: RunDirectory,
         clock: Clock,
         cursor: Cursor | None,
         schedules: Schedules,
     ) -> None:
-        self._engine = engine
+        self._context = context
         self._directory = directory
         self.clock = clock
         self.cursor = cursor
         self.schedules = schedules
-        self.record = record = engine.record
-        self.ranks = ranks = engine.ranks
+        self.record = record = context.record
+        self.ranks = ranks = context.ranks
         # The state of each rank that the next checkpoint will hold; None with a single rank.
         self._of_ranks: dict[str, Any] | None = None
-        self.parts = parts = engine.parts
-        self.policy = policy = engine.policy
-        self.ladder = engine.ladder
-        self.state = engine.state
+        self.parts = parts = context.parts
+        self.policy = policy = context.policy
+        self.ladder = context.ladder
+        self.state = context.state
         self._store = Store(directory.checkpoints)
         # The id of the newest checkpoint when this session last closed the directory.
         self._newest_id: int | None = None
@@ -121,7 +122,8 @@ class Session:
             writers=ranks.writers,
         )
         self.snapshots = Snapshots(policy.snapshot_interval_steps, clock, available_bytes)
-        engine.spare_memory = self._spare_memory
+        # Memory that the engine may free.
+        self.reserves = Reserves(self.snapshots, self.saving)
         self.spikes = SpikeDetector(objective=policy.objective)
         self.counters = Counters()
         # Whether `Guard.validated` was called, which steps the schedulers that need a metric.
@@ -311,7 +313,7 @@ class Session:
             checkpoints_failed=saving.failed,
             micro_batch_size=plan.micro_batch_size,
             recompute=bool(plan.recompute),
-            loss_scale=self._engine.loss_scale.value(),
+            loss_scale=self._context.loss_scale.value(),
         )
 
     # --- what is saved
@@ -429,7 +431,7 @@ class Session:
     def states_of_ranks(self) -> dict[str, Any] | None:
         """Return the state that a checkpoint holds for each rank; see `Ranks.states`."""
         return self.ranks.states(
-            self.own_state, self._own_trees, self._engine.buffers.constant, self._unsaved_buffers
+            self.own_state, self._own_trees, self._context.buffers.constant, self._unsaved_buffers
         )
 
     def _unsaved_buffers(self) -> list[str]:
@@ -437,7 +439,7 @@ class Session:
 
         These are in no ``state_dict``.
         """
-        changing = self._engine.buffers.now()
+        changing = self._context.buffers.now()
         return [
             name
             for model_name, model in self.parts.models.items()
@@ -456,7 +458,7 @@ class Session:
         These are buffers that are not broadcast, frozen weights that the wrapper ignores, and the
         buffers of averages.
         """
-        keeper, parts = self._engine.buffers, self.parts
+        keeper, parts = self._context.buffers, self.parts
         buffers = keeper.now() | keeper.constant()
         own = {name: buffer for name, buffer in buffers.items() if self.ranks.keeps_apart(name)}
         for model_name, model in parts.models.items():
@@ -588,11 +590,6 @@ class Session:
         bad, _ = nonfinite_tensors(self.must_be_finite())
         return None if bad else gather(self.parts, self.training_state())
 
-    def _spare_memory(self) -> None:
-        """Free the host memory of snapshots and of buffers for saving."""
-        self.snapshots.give_up()
-        self.saving.give_up_buffers()
-
     def _position(self) -> tuple[int, int]:
         """Return two numbers that change with every step or batch, but not at the end of an epoch.
 
@@ -611,7 +608,7 @@ class Session:
         for optimizer_name, optimizer in self.parts.optimizers.items():
             for key, value in state_tensors(optimizer, names):
                 yield f"{optimizer_name}: {key}", local(value)
-        yield from self._engine.buffers.running_statistics()
+        yield from self._context.buffers.running_statistics()
 
     def training_state(self) -> dict[str, Any]:
         """Return the guard's own state, which a checkpoint holds in its component "training"."""
@@ -625,9 +622,9 @@ class Session:
             "position": None if self.cursor is None else self.cursor.state_dict(),
             "random_state": self._random_state().to_tree(),
             "ladder": self.ladder.state_dict(),
-            "loss_scale": self._engine.loss_scale.state_dict(),
+            "loss_scale": self._context.loss_scale.state_dict(),
             "spikes": self.spikes.state_dict(),
-            "diagnosis": self._engine.diagnosis.state_dict(),
+            "diagnosis": self._context.diagnosis.state_dict(),
             "save_costs": [
                 [cost.stall_seconds, cost.seconds] for cost in self.saving.chooser.costs
             ],
@@ -753,7 +750,7 @@ class Session:
         self.counters.resumes += 1
         self.ladder.load_state_dict(training["ladder"])
         self.spikes.load_state_dict(training["spikes"])
-        self._engine.diagnosis.load_state_dict(training["diagnosis"])
+        self._context.diagnosis.load_state_dict(training["diagnosis"])
 
     def roll_back(
         self, *, rewind_data: bool, before_step: int | None = None, trusted: bool = False
@@ -868,8 +865,8 @@ class Session:
         own_states = {f"state.{name}": tree for name, tree in states_of_rank.items()}
         load({**trees, **own_states}, self.parts)
         self.load_own_tensors(training)
-        self._engine.loss_scale.load_state_dict(training["loss_scale"])
-        self._engine.state_was_replaced()
+        self._context.loss_scale.load_state_dict(training["loss_scale"])
+        self.note_state_replaced()
         self.record.global_step = training["global_step"]
         # Checkpoints of earlier versions hold no counts. In that case, each schedule has counted
         # every step of the run.
@@ -878,10 +875,14 @@ class Session:
         )
         return training
 
+    def note_state_replaced(self) -> None:
+        """Note that weights and optimizer state were loaded from elsewhere."""
+        self._context.created_state.forget()
+
     def load_own_tensors(self, training: Mapping[str, Any]) -> None:
         """Restore the buffers and frozen weights that this rank does not share with others."""
         saved = training.get("buffers", {})
-        self._engine.buffers.load(saved)
+        self._context.buffers.load(saved)
         if not saved:
             return
         for name, tensor in self._own_tensors().items():

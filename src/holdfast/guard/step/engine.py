@@ -29,14 +29,12 @@ from holdfast.core.events import run_events
 from holdfast.core.events.data import Promise
 from holdfast.core.events.decisions import Decision, Stop
 from holdfast.core.events.decisions import Split as SplitDecision
-from holdfast.core.policy.policy import Policy
-from holdfast.guard.diagnosis import Diagnosis
+from holdfast.guard.context import RunContext
 from holdfast.guard.optimizers import closure_missing, failed_without_closure
 from holdfast.guard.parts import Parts
-from holdfast.guard.phase import RunState
-from holdfast.guard.ranks.one import OneRank
-from holdfast.guard.record import RunRecord, describe_error
+from holdfast.guard.record import describe_error
 from holdfast.guard.result import Outcome, PartialOptimizerStep, StepAttempt
+from holdfast.guard.saving.reserves import Reserves
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.state.work import Work
 from holdfast.guard.step.attempts import Attempts
@@ -44,7 +42,7 @@ from holdfast.guard.step.passes import EmptyPartError
 from holdfast.guard.step.replay import Replay
 from holdfast.loader.splitting import Split
 from holdfast.memory.host_memory import trim_heap
-from holdfast.memory.ladder import MemoryLadder, Remedies
+from holdfast.memory.ladder import Remedies
 from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken, switch_off_if_unsafe
 from holdfast.memory.oom import (
     clear_exception_frames,
@@ -66,49 +64,34 @@ class StepEngine:
     """Runs the steps of one run.
 
     Args:
-        parts: The models, optimizers and further state of the run.
-        policy: The policy of the run.
-        record: Where events are recorded.
+        context: What the objects of the run share.
         split: Where the batch dimension is; see `Guard`.
-        ranks: The ranks of the run; None for a single process.
+        reserves: Host memory that can be freed when an attempt runs out of memory.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        policy: Policy,
-        record: RunRecord,
-        split: Split,
-        ranks: OneRank | None = None,
-    ) -> None:
-        self.parts = parts
-        self.policy = policy
-        self.record = record
-        self.ranks = ranks or OneRank()
-        self.ladder = MemoryLadder.of(policy)
-        self.state = RunState()
+    def __init__(self, context: RunContext, split: Split, reserves: Reserves) -> None:
+        self.parts = context.parts
+        self.policy = context.policy
+        self.record = context.record
+        self.ranks = context.ranks
+        self.ladder = context.ladder
+        self.state = context.state
+        self.diagnosis = context.diagnosis
+        self.buffers = context.buffers
+        self.loss_scale = context.loss_scale
+        self.earlier_gradients = context.earlier_gradients
+        self._created_state = context.created_state
+        self._reserves = reserves
         self._split = split
-        self._devices = parts.devices()
-        self.diagnosis = Diagnosis(parts, policy, record)
-        self.attempts = Attempts(parts, policy, record, self.diagnosis.attempt, self.ranks)
+        self._devices = context.parts.devices()
+        self.attempts = Attempts(context)
         self._safety = self.attempts.safety
-        # A trial in a forked copy of one rank would wait for the other ranks.
-        self._safety.may_copy = self.ranks.world_size == 1
-        self._safety.alone = self.ranks.alone
-        self.buffers = self.attempts.buffers
-        self.loss_scale = self.attempts.loss_scale
-        self._model_order = _ModelOrder(parts)
-        self._replay = Replay(parts, self.attempts)
+        self._model_order = _ModelOrder(context.parts)
+        self._replay = Replay(context.parts, self.attempts)
         self._step_id = 0
-        self._reports_no_gain = policy.recompute is True
-        # Called when host memory is short, to free snapshots and buffers.
-        self.spare_memory: Callable[[], None] = lambda: None
+        self._reports_no_gain = context.policy.recompute is True
         # The optimizers that have stepped, so that the kernels for their whole batches exist.
         self._stepped: set[str] = set()
-
-    def state_was_replaced(self) -> None:
-        """Note that optimizer state was loaded, so that some of it may have to be created again."""
-        self.attempts.state_was_replaced()
 
     def run(
         self,
@@ -340,7 +323,7 @@ class StepEngine:
                 continue
             del failure
             if self.parts.device_type() == "cpu":
-                self.spare_memory()
+                self._reserves.free()
             release_memory(self._devices)
             if is_onednn_failure(found) and switch_off_if_broken():
                 self.record.emit(run_events.OnednnSwitchedOff())
@@ -512,7 +495,7 @@ class StepEngine:
                 self.diagnosis.before_step(name, outcome.attempt)
                 self.parts.optimizers[name].step()
                 self.diagnosis.after_step(name)
-                self.attempts.drop_unused_state(name)
+                self._created_state.drop_unused(name)
                 # Averages are updated here, since an out-of-memory here can still be undone.
                 if self.parts.averages and name == names[-1]:
                     self.parts.update_averages(moved)
@@ -529,7 +512,7 @@ class StepEngine:
             release_memory(self._devices)
             if self.ranks.falls_behind():
                 self.record.emit(run_events.StateTaken(error=found))
-                self.attempts.drop_unused_state(name)
+                self._created_state.drop_unused(name)
                 continue
             raise PartialOptimizerStep(f"optimizer {name!r}: {found}", outcome)
 

@@ -38,7 +38,9 @@ class Optimization:
         self._split = split
         self._logs = StepLogs(module, self._trainer)
         # The gradients of a window, while its batches arrive.
-        self.accumulation = Accumulation(guard, self._begin_attempt)
+        self.accumulation = Accumulation(guard)
+        # The number of the attempt to which the logged values belong.
+        self._logged_attempt: int | None = None
         # The batch that Lightning has loaded, or the one used for the step.
         self._batch: Any = None
         # Whether the last step left the weights unchanged.
@@ -53,7 +55,7 @@ class Optimization:
     def close(self) -> None:
         """Undo the changes to Lightning's objects."""
 
-    def _begin_attempt(self) -> None:
+    def _undo_previous_attempt(self) -> None:
         self._logs.undo_attempt()
 
     @contextlib.contextmanager
@@ -63,10 +65,14 @@ class Optimization:
         It yields whether this is an attempt of the step. Otherwise it is a test of splitting, or a
         replay to find a cause, and anything logged in it is undone.
         """
-        if not self.accumulation.attempting:
+        attempt = self.accumulation.attempt
+        if attempt is None:
             with self._logs.discarded():
                 yield False
             return
+        if attempt != self._logged_attempt:
+            self._logged_attempt = attempt
+            self._undo_previous_attempt()
         self._logs.begin_part(part, self._batch)
         yield True
         # The weight of the part in the logged values.
