@@ -144,7 +144,7 @@ class Accumulation:
         names = self._steps.parts.optimizer_names(optimizer)
         work = self._engine.begin(batch, loss_fn, names, split)
         attempt = self._engine.attempt(work)
-        session.counters.out_of_memory += work.out_of_memory
+        session.counters.note_out_of_memory(work.out_of_memory)
         if not attempt.facts.nonfinite:
             gradients, outcome = self._engine.keep(work, attempt)
             self._gradients.hold(gradients)

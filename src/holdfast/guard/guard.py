@@ -159,7 +159,7 @@ class Guard:
             and self._parts.device_type() == "cpu"
         ):
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
-        self._cursor = None if loader is None else Cursor(loader, self._parts.devices())
+        self._cursor = None if loader is None else self._cursor_over(loader)
         # The best validations of each metric, by its name.
         self._validated: dict[str, BestOf] = {}
         # True once it is known where the data continues: either `batches` has moved there, or the
@@ -196,6 +196,10 @@ class Guard:
         except BaseException:
             self._release()
             raise
+
+    def _cursor_over(self, loader: Iterable[Any]) -> Cursor:
+        """Return the position at the beginning of a loader."""
+        return Cursor(loader, self._parts.devices())
 
     def _report_steps_left_behind(self) -> None:
         self._session.report_steps_left_behind()
@@ -313,7 +317,7 @@ class Guard:
         before it is over, so a save may be due, and a stop request ends the process.
         """
         self._session.check_not_in_step()
-        if self._stop.honoured and self._ending() is not None:
+        if self._stop.honored and self._ending() is not None:
             # The script has caught the exception of the stop and continues training.
             self._stop.reset(raised=True)
         if not self._record.is_open:
@@ -429,7 +433,7 @@ class Guard:
     def _end_process(self) -> NoReturn:
         """Save a checkpoint and end the process, because there is no `batches` loop to end."""
         self._swapped.close()
-        self._stop.honoured = True
+        self._stop.honor()
         request = run_events.StopRequested(
             reason=str(self._stop.reason),
             signal=self._stop.signal_name,
@@ -493,7 +497,6 @@ class Guard:
         """
         self._session.check_averages()
         number = as_metric(value, keep, patience)
-        self._session.validated = True
         if name not in self._validated:
             # All ranks read the file here, before any of them writes it.
             self._validated[name] = BestOf(
@@ -503,7 +506,7 @@ class Guard:
         with self._ranks.together():
             # The values are compared as text, since NaN is not equal to itself.
             self._ranks.agree("guard.validated", lambda: {name: repr(number)})
-        self._session.counters.epochs_validated = self.epoch
+        self._session.counters.note_validation(self.epoch)
         changed = self._session.schedules.validated(number, mode, self.epoch)
         if name == "loss":
             self._engine.diagnosis.validated(number)

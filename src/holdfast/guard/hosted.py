@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -114,11 +114,15 @@ class ExternalCursor(Cursor):
     """
 
     # The dataset indices of the samples in the next step, or None if the framework has not told us.
-    next_samples: list[int] | None = None
+    _next_samples: list[int] | None = None
+
+    def note_next_samples(self, indices: list[int] | None) -> None:
+        """Note which samples of the dataset the next step uses, in order."""
+        self._next_samples = indices
 
     def sample_indices(self, batch: Any, size: int | None) -> list[int] | None:  # noqa: ARG002 - the host knows
         """Return the dataset indices of the step's samples, or None if they are not known."""
-        return self.next_samples
+        return self._next_samples
 
 
 class HostedGuard(Guard):
@@ -139,14 +143,9 @@ class HostedGuard(Guard):
     # How many saves of the framework have failed.
     _failed_host_saves = 0
 
-    def __init__(
-        self, run_dir: str | os.PathLike[str], *, loader: Any = None, **parts: Any
-    ) -> None:
-        super().__init__(run_dir, loader=loader, **parts)
-        if loader is not None:
-            cursor = ExternalCursor(loader, self._parts.devices())
-            self._cursor = cursor
-            self._session.cursor = cursor
+    def _cursor_over(self, loader: Iterable[Any]) -> Cursor:
+        """Return an `ExternalCursor`, since the framework iterates the loader."""
+        return ExternalCursor(loader, self._parts.devices())
 
     # --- steps
 
@@ -171,7 +170,7 @@ class HostedGuard(Guard):
     def note_next_samples(self, indices: list[int] | None) -> None:
         """Note which samples of the dataset the next step uses, in order."""
         if isinstance(self._cursor, ExternalCursor):
-            self._cursor.next_samples = indices
+            self._cursor.note_next_samples(indices)
 
     def count_from(self, global_step: int) -> None:
         """Set the global step to the framework's, for a checkpoint without a guard's state."""

@@ -180,6 +180,36 @@ class Counters:
     # Epochs that were completed at the last call of `Guard.validated`.
     epochs_validated: int = 0
 
+    def note_out_of_memory(self, attempts: int = 1) -> None:
+        """Count attempts that ran out of memory."""
+        self.out_of_memory += attempts
+
+    def note_skipped_step(self) -> None:
+        """Count a step that was skipped."""
+        self.skipped_steps += 1
+
+    def note_spike(self) -> None:
+        """Count a step that was refused because its loss or gradient norm stood out."""
+        self.spikes_in_a_row += 1
+
+    def note_nonfinite(self) -> None:
+        """Count a step that was refused because of NaN or Inf."""
+        self.nonfinite_in_a_row += 1
+
+    def note_resume(self) -> None:
+        """Count a resume from a checkpoint."""
+        self.resumes += 1
+
+    def note_validation(self, epochs: int) -> None:
+        """Note how many epochs were complete when a metric was reported."""
+        self.epochs_validated = epochs
+
+    def end_rows(self) -> None:
+        """Start all rows of failures again from 0."""
+        self.nonfinite_in_a_row = 0
+        self.spikes_in_a_row = 0
+        self.rollbacks_in_a_row = 0
+
     def note_good_step(self, global_step: int) -> None:
         """Count a committed step; far enough after a rollback, it ends a row of rollbacks."""
         self.steps += 1

@@ -795,7 +795,8 @@ class _Stop(StopRequest):
 
     def reset(self, *, raised: bool = False) -> None:
         """Forget a request that has ended a loop, including that of this rank itself."""
-        self._own.honoured = self.honoured
+        if self.honored:
+            self._own.honor()
         self._own.reset(raised=raised)
         super().reset(raised=raised)
 

@@ -146,14 +146,14 @@ class Loop:
             if self._stop.reason is None:
                 self._report_waiting_schedulers(cursor.epoch)
             self._report_unkept_numbers()
-            self._honour_stop()
+            self._honor_stop()
             self._session.save()
             if self._stop.by_signal:
                 # A launcher kills all ranks when the first one exits, so they wait here until the
                 # checkpoint is complete.
                 self._ranks.agree("stop", dict)
             # A request may have come during the save.
-            self._honour_stop()
+            self._honor_stop()
             how = "finished" if self._stop.reason is None else "stopped"
         except GeneratorExit:
             with self._record.errors():
@@ -209,10 +209,10 @@ class Loop:
         self._session.save()
         return True
 
-    def _honour_stop(self) -> None:
+    def _honor_stop(self) -> None:
         """If a stop was requested, record once that this loop ends because of it."""
-        if self._stop.reason is not None and not self._stop.honoured:
-            self._stop.honoured = True
+        if self._stop.reason is not None and not self._stop.honored:
+            self._stop.honor()
             request = run_events.StopRequested(
                 reason=self._stop.reason,
                 signal=self._stop.signal_name,
@@ -232,7 +232,7 @@ class Loop:
         self._ranks.agree("epoch", lambda: place | self._session.parts.settings())
         iterator = cursor.begin(self._session.random_state)
         self._report_unkept(cursor)
-        self._session.random_state = None
+        self._session.note_loader_started()
         progress_before = self._progress()
         is_whole = cursor.batches == 0
         steps_before = self._record.global_step
@@ -318,7 +318,7 @@ class Loop:
 
     def _report_waiting_schedulers(self, epochs: int) -> None:
         """Report once which schedulers need a metric but have received none in the whole run."""
-        if epochs < _EPOCHS_WITHOUT_METRIC or self._session.validated or self._reported_waiting:
+        if epochs < _EPOCHS_WITHOUT_METRIC or self._reported_waiting:
             return
         waiting = self._session.schedules.without_metric()
         if waiting:

@@ -126,8 +126,6 @@ class Session:
         self.reserves = Reserves(self.snapshots, self.saving)
         self.spikes = SpikeDetector(objective=policy.objective)
         self.counters = Counters()
-        # Whether `Guard.validated` was called, which steps the schedulers that need a metric.
-        self.validated = False
         # The settings that the run began with.
         self._settings = parts.settings()
         # The number of parameter groups; None once a change was reported.
@@ -747,7 +745,7 @@ class Session:
         self.counters = Counters(
             **{name: check_count(value) for name, value in training["counters"].items()}
         )
-        self.counters.resumes += 1
+        self.counters.note_resume()
         self.ladder.load_state_dict(training["ladder"])
         self.spikes.load_state_dict(training["spikes"])
         self._context.diagnosis.load_state_dict(training["diagnosis"])
@@ -804,6 +802,10 @@ class Session:
             return self._put_back(copied_to_host(kept.trees))
         assert entry is not None
         return self._restore(entry, in_place=True)
+
+    def note_loader_started(self) -> None:
+        """Note that the loader is at its position, so that its random state was restored."""
+        self.random_state = None
 
     def _go_to_position_of(self, training: Mapping[str, Any]) -> None:
         """Move the cursor to a saved position, and keep its random state for when a loop starts."""

@@ -103,10 +103,10 @@ class Recovery:
         Returns:
             Why the step was refused and what was done, as `StepResult.reason`.
         """
-        self._session.counters.skipped_steps += 1
+        self._session.counters.note_skipped_step()
         if outcome.decision is None:
             return self._after_nonfinite_step(outcome, batch)
-        self._session.counters.spikes_in_a_row += 1
+        self._session.counters.note_spike()
         return self._carry_out(outcome.decision, outcome.decision.reason, DivergenceError)
 
     def _after_nonfinite_step(self, outcome: Outcome, batch: Any) -> str:
@@ -126,7 +126,7 @@ class Recovery:
             # fp16 training finds its loss scale by trial and error, so this is not a failure.
             if not collapsed:
                 return f"{reason}; fp16 loss scale lowered to {outcome.loss_scale:g}"
-        counters.nonfinite_in_a_row += 1
+        counters.note_nonfinite()
         decision = decide_after_nonfinite(
             reason=reason,
             in_a_row=counters.nonfinite_in_a_row,
@@ -166,9 +166,7 @@ class Recovery:
             self._record.emit(self._placed(decision, error))
         if isinstance(decision, Stop):
             # If the script catches the error and continues, assume that it has fixed the cause.
-            counters.nonfinite_in_a_row = 0
-            counters.spikes_in_a_row = 0
-            counters.rollbacks_in_a_row = 0
+            counters.end_rows()
             if error is DivergenceError:
                 # Diverged weights are never saved.
                 self._session.state.spoil()
@@ -371,7 +369,7 @@ class Recovery:
         """
         at_step = self._record.global_step
         twice = self._failed_half_way_at == at_step
-        self._session.counters.out_of_memory += 1
+        self._session.counters.note_out_of_memory()
         obstacle: str | None = "it happened twice at this step"
         if not twice:
             obstacle = self._return(rewind_data=rewind_data)
@@ -530,7 +528,7 @@ class Steps:
                 self.session.saving.save()
             raise
         else:
-            self.session.counters.out_of_memory += outcome.out_of_memory
+            self.session.counters.note_out_of_memory(outcome.out_of_memory)
             reason = None
             if not outcome.committed:
                 state.skipped()
