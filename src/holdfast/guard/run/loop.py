@@ -15,7 +15,7 @@ from holdfast.core.errors import PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.phase import Phase
-from holdfast.guard.ranks.one import PLACE, Saves
+from holdfast.guard.ranks.interface import PLACE, Saves
 from holdfast.guard.record import End
 from holdfast.guard.run.own_steps import OwnStepsRefused
 from holdfast.guard.run.session import Session
@@ -161,7 +161,7 @@ class Loop:
                 how = "stopped" if self._save_as_asked() else "left"
             raise
         except BaseException as error:
-            cause = self._ranks.leave(error)
+            cause = self._ranks.announce_failure(error)
             self._record.left_by(cause or error)
             directory_is_lost = isinstance(error, RunDirectoryError)
             if (

@@ -21,7 +21,8 @@ from holdfast.core.events import run_events
 from holdfast.core.events.decisions import Decision, Stop
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.parts import Parts
-from holdfast.guard.ranks.one import OneRank
+from holdfast.guard.ranks.interface import Ranks
+from holdfast.guard.ranks.single_process import SingleProcess
 from holdfast.guard.record import RunRecord
 from holdfast.guard.result import PassResult, StepAttempt
 from holdfast.guard.splitting.loss_functions import FilledOutside
@@ -40,7 +41,7 @@ from holdfast.memory.recompute import RecomputeDiffersError, recomputing
 from holdfast.memory.saved_bytes import SavedBytes
 from holdfast.memory.tensors import versions_of
 from holdfast.numerics.eager import anything_compiled
-from holdfast.numerics.gradients import Group, inspect, local
+from holdfast.numerics.gradients import Group, local
 from holdfast.numerics.loss import check_count
 
 _NOTHING = contextlib.nullcontext()
@@ -66,17 +67,17 @@ class Attempts:
         policy: Policy,
         record: RunRecord,
         observing: Observing = lambda: None,
-        ranks: OneRank | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._parts = parts
-        self._ranks = ranks = ranks or OneRank()
+        self._ranks: Ranks = SingleProcess() if ranks is None else ranks
         self._record = record
         self._devices = parts.devices()
         self.buffers = BufferKeeper(parts.models, StateKeeper(kept_states(parts)))
         self.loss_scale = LossScale(parts.device_type(), enabled=policy.precision == "fp16")
         self.safety = SplitSafety(parts, policy, self.buffers, record)
         self._passes = Passes(
-            self.safety, self.loss_scale, parts.device_type(), policy.precision, ranks
+            self.safety, self.loss_scale, parts.device_type(), policy.precision, self._ranks
         )
         self._drops = policy.drop_nonfinite_samples
         # The micro-batch size that the policy sets.
@@ -181,15 +182,7 @@ class Attempts:
             with observed or _NOTHING, self._measuring(work, plan):
                 passed = self.run(work, plan, verify=True)
         self._verified.update(plan.recompute)
-        if self._ranks.gathered is not None:
-            rows = self._ranks.gathered(work.parameters)
-            passed = PassResult(
-                passed.loss.new_tensor(rows.loss),
-                rows.items,
-                passed.dropped,
-                passed.counted,
-                passed.extra,
-            )
+        passed = self._ranks.combine(passed, work.parameters)
         if self.loss_scale.enabled:
             self.loss_scale.unscale(self._parts.optimizers, work.names)
         groups = self.groups(work.names)
@@ -206,7 +199,7 @@ class Attempts:
         self._let_state_exist(work.names)
         # If the number of items is a tensor, it is read in the same synchronization as the norms.
         items = passed.items if isinstance(passed.items, torch.Tensor) else None
-        facts, norms = inspect(groups, passed.loss, items, share=self._ranks.norms)
+        facts, norms = self._ranks.inspect_gradients(groups, passed.loss, items)
         if facts.items is not None:
             # There is no mean over 0 items, so 0 is refused in the same way as NaN.
             check_count(facts.items or math.nan, counted=passed.counted)
@@ -335,7 +328,7 @@ class Attempts:
         ):
             return self._passes.whole(work.batch, work.size, work.loss_fn, work.inputs)
         pieces = self._cut(work.batch, work.size, work.split, plan)
-        with self._ranks.apart(by_itself=self._is_learned(plan)):
+        with self._ranks.no_sync(only_this_rank=self._is_learned(plan)):
             passed = self._passes.parted(
                 pieces,
                 work.size,
@@ -345,7 +338,7 @@ class Attempts:
                 batch=work.batch,
                 drops=drops and self._drops,
             )
-        return self._ranks.shared(passed, work.parameters)
+        return self._ranks.reduce_gradients(passed, work.parameters)
 
     def _is_learned(self, plan: StepPlan) -> bool:
         """Return whether this rank splits batches because it ran out of memory.
@@ -376,7 +369,7 @@ class Attempts:
             return self._passes.whole(
                 batch, None if counts_equally else samples, work.loss_fn, work.inputs
             )
-        with self._ranks.apart(by_itself=self._is_learned(plan)):
+        with self._ranks.no_sync(only_this_rank=self._is_learned(plan)):
             if window.added:
                 passed = self._passes.added(cut, work.loss_fn, work.inputs)
             else:
@@ -384,7 +377,7 @@ class Attempts:
                 passed = self._passes.parted(
                     parts, samples, work.loss_fn, work.parameters, work.inputs, drops=False
                 )
-        return self._ranks.shared(passed, work.parameters, added=window.added)
+        return self._ranks.reduce_gradients(passed, work.parameters, added=window.added)
 
     def groups(self, names: Sequence[str]) -> list[Group]:
         """Return the parameter groups of these optimizers, with the parameters that have gradients.
