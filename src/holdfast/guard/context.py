@@ -9,7 +9,7 @@ from holdfast.core.policy.policy import Policy
 from holdfast.guard.diagnosis import Diagnosis
 from holdfast.guard.parts import Parts
 from holdfast.guard.phase import RunState
-from holdfast.guard.ranks.one import OneRank
+from holdfast.guard.ranks.interface import Ranks
 from holdfast.guard.record import RunRecord
 from holdfast.guard.state.buffers import BufferKeeper
 from holdfast.guard.state.created_state import CreatedState
@@ -31,7 +31,7 @@ class RunContext:
     policy: Policy
     # Where events are recorded.
     record: RunRecord
-    ranks: OneRank
+    ranks: Ranks
     # The phase of the run, and whether its state is sound.
     state: RunState
     # Which remedies for an out-of-memory are in use, and which come next.
@@ -46,7 +46,7 @@ class RunContext:
     diagnosis: Diagnosis
 
     @classmethod
-    def of(cls, parts: Parts, policy: Policy, record: RunRecord, ranks: OneRank) -> Self:
+    def of(cls, parts: Parts, policy: Policy, record: RunRecord, ranks: Ranks) -> Self:
         """Return the context of a run that begins."""
         loss_scale = LossScale(parts.device_type(), enabled=policy.precision == "fp16")
         return cls(

@@ -141,7 +141,7 @@ class Guard:
         policy: Policy,
     ) -> None:
         ranks = self._ranks
-        self.policy = ranks.policy(policy)
+        self.policy = ranks.supported_policy(policy)
         schedules = Schedules(
             self._parts.schedulers,
             self._parts.optimizers,
@@ -180,7 +180,7 @@ class Guard:
         self._engine = StepEngine(context, split, self._session.reserves)
         self._recovery = Recovery(self._session)
         self._steps = Steps(self._session, self._engine, self._recovery)
-        self._stop, saves = ranks.agreed(self._asked, self._session.saving, self._cursor)
+        self._stop, saves = ranks.connect(self._asked, self._session.saving, self._cursor)
         self._boundaries = Loop(self._session, self._stop, saves, self._recovery)
         weakref.finalize(self, self._asked.uninstall)
         # At exit this must run before the interpreter shuts down: if the observer's hooks were
@@ -381,7 +381,7 @@ class Guard:
 
         If it was caused by the error of another rank, that error is raised instead.
         """
-        cause = self._ranks.leave(error)
+        cause = self._ranks.announce_failure(error)
         self._record.left_by(cause or error)
         if cause is not None:
             raise cause from error
@@ -427,7 +427,7 @@ class Guard:
             self.close()
         else:
             self._record.left_by(kind if error is None else error)
-            self._ranks.leave(RuntimeError(kind.__name__) if error is None else error)
+            self._ranks.announce_failure(RuntimeError(kind.__name__) if error is None else error)
             self._release("failed")
 
     def _end_process(self) -> NoReturn:

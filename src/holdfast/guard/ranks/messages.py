@@ -85,6 +85,7 @@ class Messages:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
+        self.world_size = world_size
         self._ranks = range(world_size)
         self.others = [other for other in self._ranks if other != rank]
         self.guard = next(_guards)

@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.core.errors import PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.guard.cursor import Cursor
-from holdfast.guard.ranks.one import PLACE, Saves
+from holdfast.guard.ranks.interface import PLACE, Saves
 from holdfast.guard.record import End
 from holdfast.guard.run.own_steps import OwnStepsRefused
 from holdfast.guard.run.session import Session
@@ -211,7 +211,7 @@ class Loop:
         Raises:
             The error of another rank, if that has caused this one.
         """
-        cause = self._ranks.leave(error)
+        cause = self._ranks.announce_failure(error)
         self._record.left_by(cause or error)
         is_interrupt = not isinstance(error, Exception)
         directory_is_lost = isinstance(error, RunDirectoryError)

@@ -115,7 +115,7 @@ class Session:
             policy=policy,
             clock=clock,
             run_state=self.state,
-            state=lambda: ranks.share(gather(parts, self.training_state())),
+            state=lambda: ranks.part_to_save(gather(parts, self.training_state())),
             must_be_finite=self.must_be_finite,
             position=self._position,
             cuda=next((device for device in parts.devices() if device.type == "cuda"), None),
@@ -356,7 +356,7 @@ class Session:
         Returns:
             The checkpoint, or None if there is none of the current state.
         """
-        if self.ranks.has_parted:
+        if self.ranks.has_left_group:
             return None
         if self.is_open:
             self.save()
@@ -427,8 +427,8 @@ class Session:
         }
 
     def states_of_ranks(self) -> dict[str, Any] | None:
-        """Return the state that a checkpoint holds for each rank; see `Ranks.states`."""
-        return self.ranks.states(
+        """Return the state that a checkpoint holds for each rank; see `Ranks.gather_states`."""
+        return self.ranks.gather_states(
             self.own_state, self._own_trees, self._context.buffers.constant, self._unsaved_buffers
         )
 
@@ -458,7 +458,7 @@ class Session:
         """
         keeper, parts = self._context.buffers, self.parts
         buffers = keeper.now() | keeper.constant()
-        own = {name: buffer for name, buffer in buffers.items() if self.ranks.keeps_apart(name)}
+        own = {name: buffer for name, buffer in buffers.items() if self.ranks.may_differ(name)}
         for model_name, model in parts.models.items():
             frozen = {
                 f"{model_name}.{key}": p
@@ -514,13 +514,13 @@ class Session:
             open_again: Opens the run directory if it is closed.
         """
         self.saving.finish()
-        if self.ranks.has_parted:
+        if self.ranks.has_left_group:
             # The other ranks' shards of the state can no longer be collected.
             return
         self._hear_ranks()
         try:
             if not self.saving.has_unsaved:
-                if self.ranks.shares is not None:
+                if self.ranks.shards_state:
                     # One rank cannot know whether another has changed its shard.
                     return
                 entry = self._saved_without_changes()
@@ -828,7 +828,7 @@ class Session:
 
     def _chosen(self, choose: Callable[[], Entry | None]) -> Entry | None:
         """Choose a checkpoint on the first rank, and return it on all ranks."""
-        return self.ranks.chosen(
+        return self.ranks.choose_on_first(
             choose,
             lambda entry: entry.path.name,
             lambda name: next(entry for entry in self._store.entries() if entry.path.name == name),
@@ -844,8 +844,8 @@ class Session:
         """
         targets = live_tensors(self.parts) if in_place else {}
         # With a sharded model, this rank reads only its own rows.
-        shares = {} if self.ranks.shares is None else {"share_of": self.ranks.shares(self.parts)}
-        trees = read_components(entry, component_names(self.parts), targets, **shares)
+        share_of = self.ranks.rows_to_load(self.parts)
+        trees = read_components(entry, component_names(self.parts), targets, share_of)
         live = states_now(self.parts)
         with reading(entry.path):
             check_fits(trees, live, self.parts, f"checkpoint {entry.path.name}")

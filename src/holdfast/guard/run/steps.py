@@ -24,6 +24,7 @@ from holdfast.core.errors import (
 from holdfast.core.events import run_events
 from holdfast.core.events.data import Promise
 from holdfast.core.events.decisions import Decision, RollBack, SkipStep, Stop
+from holdfast.guard.optimizers import OptimizerMemory
 from holdfast.guard.result import Outcome, PartialOptimizerStep, Provenance, StepAttempt, StepResult
 from holdfast.guard.run.session import Session
 from holdfast.guard.splitting.split_safety import LossFunction
@@ -51,7 +52,7 @@ class Recovery:
         self._record = session.record
         self._policy = session.policy
         self._failed_half_way_at: int | None = None
-        session.ranks.spare_memory = self._spare_optimizer_memory
+        self._optimizer_memory = OptimizerMemory(session.parts.optimizers.values())
 
     # --- steps that left no trace
 
@@ -384,7 +385,7 @@ class Recovery:
             promise = "equal up to rounding" if self._updates_many_at_once() else "bit-exact"
         self._record.emit(RollBack(reason=str(partial), promise=promise, rewind_data=rewind_data))
         self._session.counters.note_rollback(at_step, self._policy.nonfinite_patience or 1)
-        self._spare_optimizer_memory()
+        self._optimizer_memory.release()
         return f"{partial}; returned to step {self._record.global_step}"
 
     def go_back_again(self) -> None:
@@ -398,7 +399,7 @@ class Recovery:
             raise self._no_way_back(
                 f"in step {self._record.global_step + 1}, which was undone", obstacle
             )
-        self._spare_optimizer_memory()
+        self._optimizer_memory.release()
 
     def _return(self, *, rewind_data: bool) -> str | None:
         """Return to the last good state.
@@ -431,13 +432,6 @@ class Recovery:
         ]
         settings = [group.get("foreach", False) for group in groups if not group.get("fused")]
         return any(foreach or (foreach is None and is_default) for foreach in settings)
-
-    def _spare_optimizer_memory(self) -> None:
-        """Make optimizers update one tensor at a time, which needs the least temporary memory."""
-        for optimizer in self._session.parts.optimizers.values():
-            for group in optimizer.param_groups:
-                if not group.get("fused") and "foreach" in group:
-                    group["foreach"] = False
 
     def _no_way_back(self, when: str, obstacle: str) -> OutOfMemoryError:
         """Record the stop, and return H402 for an optimizer that failed in its step.

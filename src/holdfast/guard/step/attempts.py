@@ -33,7 +33,7 @@ from holdfast.memory.recompute import RecomputeDiffersError, recomputing
 from holdfast.memory.saved_bytes import SavedBytes
 from holdfast.memory.tensors import versions_of
 from holdfast.numerics.eager import anything_compiled
-from holdfast.numerics.gradients import Group, inspect
+from holdfast.numerics.gradients import Group
 from holdfast.numerics.loss import check_count
 
 _NOTHING = contextlib.nullcontext()
@@ -166,15 +166,7 @@ class Attempts:
         passed = self._observed(work, plan)
         self._earlier_gradients.add_to_parameters()
         self._verified.update(plan.recompute)
-        if self._ranks.gathered is not None:
-            rows = self._ranks.gathered(work.parameters)
-            passed = PassResult(
-                passed.loss.new_tensor(rows.loss),
-                rows.items,
-                passed.dropped,
-                passed.counted,
-                passed.extra,
-            )
+        passed = self._ranks.combine(passed, work.parameters)
         if self._loss_scale.enabled:
             self._loss_scale.unscale(self._parts.optimizers, work.names)
         groups = self.groups(work.names)
@@ -191,7 +183,7 @@ class Attempts:
         self._created_state.complete(work.names)
         # If the number of items is a tensor, it is read in the same synchronization as the norms.
         items = passed.items if isinstance(passed.items, torch.Tensor) else None
-        facts, norms = inspect(groups, passed.loss, items, share=self._ranks.norms)
+        facts, norms = self._ranks.inspect_gradients(groups, passed.loss, items)
         if facts.items is not None:
             # There is no mean over 0 items, so 0 is refused in the same way as NaN.
             check_count(facts.items or math.nan, counted=passed.counted)
@@ -333,7 +325,7 @@ class Attempts:
         ):
             return self._passes.whole(work.batch, work.size, work.loss_fn, work.inputs)
         pieces = self._cut(work.batch, work.size, work.split, plan)
-        with self._ranks.apart(by_itself=self._is_learned(plan)):
+        with self._ranks.no_sync(only_this_rank=self._is_learned(plan)):
             passed = self._passes.parted(
                 pieces,
                 work.size,
@@ -343,7 +335,7 @@ class Attempts:
                 batch=work.batch,
                 drops=drops and self._drops,
             )
-        return self._ranks.shared(passed, work.parameters)
+        return self._ranks.reduce_gradients(passed, work.parameters)
 
     def _is_learned(self, plan: StepPlan) -> bool:
         """Return whether this rank splits batches because it ran out of memory.
@@ -374,7 +366,7 @@ class Attempts:
             return self._passes.whole(
                 batch, None if counts_equally else samples, work.loss_fn, work.inputs
             )
-        with self._ranks.apart(by_itself=self._is_learned(plan)):
+        with self._ranks.no_sync(only_this_rank=self._is_learned(plan)):
             if window.added:
                 passed = self._passes.added(cut, work.loss_fn, work.inputs)
             else:
@@ -382,7 +374,7 @@ class Attempts:
                 passed = self._passes.parted(
                     parts, samples, work.loss_fn, work.parameters, work.inputs, drops=False
                 )
-        return self._ranks.shared(passed, work.parameters, added=window.added)
+        return self._ranks.reduce_gradients(passed, work.parameters, added=window.added)
 
     def groups(self, names: Sequence[str]) -> list[Group]:
         """Return the parameter groups of these optimizers, with the parameters that have gradients.

@@ -200,7 +200,7 @@ class StepEngine:
         if not self.policy.provenance or (scale is not None and scale >= 1.0):
             # fp16 training finds its loss scale by trial and error, so this is not a failure.
             return outcome
-        provenance = self.ranks.origin(
+        provenance = self.ranks.find_origin(
             lambda: self._replay.find(work, self.ladder.plan),
             lambda: self._replay.look_at_batch(work),
         )
@@ -267,18 +267,15 @@ class StepEngine:
                 retried.
         """
         ranks = self.ranks
-        if ranks.begin is not None:
-            ranks.begin()
+        ranks.begin_attempt()
         self._check_split(work)
         while True:
-            if work.attempts and ranks.plan is not None:
-                self.ladder.plan = ranks.plan(self.ladder.plan)
+            if work.attempts:
+                self.ladder.plan = ranks.plan_of_next_attempt(self.ladder.plan)
             work.attempts += 1
             failure = None
             try:
                 attempt = self._timed_attempt(work)
-                if ranks.accepts is None:
-                    return attempt
                 if ranks.accepts(attempt):
                     self._report_news()
                     return attempt
@@ -294,10 +291,9 @@ class StepEngine:
             # The frames of the failed attempt can be dropped only outside the exception handler.
             if failure is not None:
                 clear_exception_frames(failure)
-                ranks.pay(found or describe_error(failure), work.parameters)
+                ranks.complete_collectives(found or describe_error(failure), work.parameters)
             self.attempts.take_back(work)
-            if ranks.begin is not None:
-                ranks.begin()
+            ranks.begin_attempt()
             self.buffers.states.keep(look=True)
             if versions_of(work.tensors) != work.versions:
                 raise self._safety.batch_was_changed(work.loss_fn)
@@ -350,7 +346,7 @@ class StepEngine:
         return None if samples == work.size else samples
 
     def _report_news(self) -> None:
-        news = self.ranks.take_news()
+        news = self.ranks.take_event()
         if news is not None:
             self.record.emit(news)
 
@@ -510,7 +506,7 @@ class StepEngine:
             clear_exception_frames(failure)
             del failure
             release_memory(self._devices)
-            if self.ranks.falls_behind():
+            if self.ranks.request_optimizer_state():
                 self.record.emit(run_events.StateTaken(error=found))
                 self._created_state.drop_unused(name)
                 continue

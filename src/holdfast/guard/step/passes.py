@@ -12,7 +12,8 @@ import torch
 from holdfast.core.errors import BatchError
 from holdfast.core.policy.kinds import Precision
 from holdfast.guard.precision import autocast
-from holdfast.guard.ranks.one import OneRank
+from holdfast.guard.ranks.interface import Ranks
+from holdfast.guard.ranks.single_process import SingleProcess
 from holdfast.guard.result import PassResult
 from holdfast.guard.splitting.loss_functions import weights_stay
 from holdfast.guard.splitting.split_safety import LossFunction, SplitSafety
@@ -57,10 +58,10 @@ class Passes:
         loss_scale: LossScale,
         device_type: str,
         precision: Precision,
-        ranks: OneRank | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._safety = safety
-        self._ranks = ranks or OneRank()
+        self._ranks: Ranks = SingleProcess() if ranks is None else ranks
         self._loss_scale = loss_scale
         self._device_type = device_type
         self._precision: Precision = precision
@@ -75,7 +76,7 @@ class Passes:
         terms = self._forward(batch, size, loss_fn)
         if terms.declared:
             terms.check_items()
-        loss = self._ranks.weighed(terms)
+        loss = self._ranks.weighted_loss(terms)
         self._backward(loss, inputs())
         return PassResult(loss.detach(), terms.items[0], (), terms.counted, terms.extra)
 
