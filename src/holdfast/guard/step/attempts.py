@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from holdfast.core.errors import BatchError, HoldfastError, PolicyError
+from holdfast.core.errors import BatchError, PolicyError
 from holdfast.core.events import run_events
 from holdfast.core.events.decisions import Decision, Stop
 from holdfast.guard.context import RunContext
@@ -28,8 +29,7 @@ from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split, micro_batches, tensors_in
 from holdfast.memory.blocks import find_blocks, named_submodules
 from holdfast.memory.ladder import StepPlan
-from holdfast.memory.oom import is_sticky
-from holdfast.memory.recompute import RecomputeDiffersError, recomputing
+from holdfast.memory.recompute import recomputing
 from holdfast.memory.saved_bytes import SavedBytes
 from holdfast.memory.tensors import versions_of
 from holdfast.numerics.eager import anything_compiled
@@ -238,32 +238,20 @@ class Attempts:
             return plan.recompute
         return self._measured.choose(plan.recompute)
 
-    def may_come_of_measuring(self, work: Work, error: Exception) -> bool:
-        """Return whether measuring may have caused an error.
-
-        Parts of `torch.func`, for example, refuse hooks on saved tensors.
-        """
-        return work.measured and not isinstance(error, HoldfastError) and not is_sticky(error)
-
-    def give_up_measuring(self, failure: Exception) -> None:
+    def give_up_measuring(self, error: str) -> None:
         """Stop measuring. From now on, no further modules are chosen for recomputation."""
         self._measured = None
-        why = (
-            "the memory that modules keep could not be measured:"
-            f" {type(failure).__name__}: {failure}"
-        )
+        why = f"the memory that modules keep could not be measured: {error}"
         self._record.emit(run_events.RecomputeImpossible(why=why[:300]))
 
-    def give_up_recomputing(self, plan: StepPlan, failure: Exception) -> None:
+    def give_up_recomputing(self, plan: StepPlan, block: nn.Module | None, why: str) -> None:
         """Stop recomputing a module that cannot be recomputed.
 
-        If it is not known which module that is, stop recomputing all modules of the plan.
+        Args:
+            plan: The plan of the attempt.
+            block: The module; None to stop recomputing all modules of the plan.
+            why: Why it cannot be recomputed.
         """
-        block = None
-        why = "one of them computes a different result when it is run again"
-        if isinstance(failure, RecomputeDiffersError):
-            block = failure.block
-            why = failure.why
         failing = [
             name for name in plan.recompute if block is None or self._modules.get(name) is block
         ]
