@@ -2,7 +2,8 @@
 
 The work is done elsewhere:
 
-- ``run/session.py``: the open run directory, resuming, and what a checkpoint holds
+- ``run/session.py``: the open run directory; ``run/saved_state.py``: what a checkpoint holds;
+  ``run/restoration.py``: resuming and rolling back
 - ``run/loop.py``: `Guard.batches`, the boundaries between batches, when to save and to stop
 - ``run/steps.py``: `Guard.step`, and what follows a step that was refused
 - ``step/engine.py``: one step as a transaction
@@ -175,8 +176,10 @@ class Guard:
         self._record = RunRecord(
             self._directory.recorder, clock, ranks.rank if ranks.world_size > 1 else None
         )
-        context = RunContext.of(self._parts, self.policy, self._record, ranks)
-        self._session = Session(context, self._directory, clock, self._cursor, schedules)
+        context = RunContext.of(
+            self._parts, self.policy, self._record, ranks, self._cursor, schedules
+        )
+        self._session = Session(context, self._directory, clock)
         self._engine = StepEngine(context, split, self._session.reserves)
         self._recovery = Recovery(self._session)
         self._steps = Steps(self._session, self._engine, self._recovery)
@@ -190,7 +193,7 @@ class Guard:
             self._open()
         try:
             with naming_lack_of_memory("resuming from a checkpoint"):
-                self.resumed_from: Path | None = self._session.resume()
+                self.resumed_from: Path | None = self._session.restoration.resume()
             self._report_steps_left_behind()
             self._trained_weights.remember()
         except BaseException:
@@ -202,7 +205,7 @@ class Guard:
         return Cursor(loader, self._parts.devices())
 
     def _report_steps_left_behind(self) -> None:
-        self._session.report_steps_left_behind()
+        self._session.restoration.report_steps_left_behind()
 
     # --- facts
 

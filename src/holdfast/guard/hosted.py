@@ -208,7 +208,7 @@ class HostedGuard(Guard):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint of the framework, as JSON values."""
-        state = self._session.training_state()
+        state = self._session.saved_state.training()
         encoder = Encoder("holdfast")
         encoded: dict[str, Any] = encoder.encode({name: state[name] for name in _CARRIED_STATE})
         assert not encoder.tensors, sorted(encoder.tensors)
@@ -236,17 +236,17 @@ class HostedGuard(Guard):
         if of_ranks is not None:
             first_rank = of_ranks["each"][0]
             state.update(self._ranks.own_state({**first_rank, **state, "ranks": of_ranks}))
-            self._session.load_own_tensors(state)
-        self._session.go_on_from(state)
+            self._session.saved_state.load_own_tensors(state)
+        self._session.restoration.continue_from(state)
         self._engine.loss_scale.load_state_dict(state["loss_scale"])
-        self._session.note_state_replaced()
+        self._session.restoration.note_state_replaced()
         self._record.global_step = state["global_step"]
         self._host_saved_at = state["global_step"]
         self._record.emit(run_events.Resumed(by="the framework"))
 
     def note_state_replaced(self) -> None:
         """Note that the framework has loaded weights and optimizer state."""
-        self._session.note_state_replaced()
+        self._session.restoration.note_state_replaced()
 
     def check_lock(self) -> None:
         """Raise H301 if another run has taken the run directory; call this before saving."""
@@ -260,7 +260,7 @@ class HostedGuard(Guard):
 
         Such a state must not be saved.
         """
-        names, count = nonfinite_tensors(self._session.must_be_finite())
+        names, count = nonfinite_tensors(self._session.saved_state.must_be_finite())
         if not count:
             return None
         return f"NaN or Inf in {counted(count, 'tensor')}: {', '.join(names)}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
 
+from holdfast.core.containers import check_count
 from holdfast.core.events.decisions import Decision
 from holdfast.numerics.gradients import GradientFacts, Group
 from holdfast.numerics.provenance import Origin
@@ -179,6 +180,12 @@ class Counters:
     row_ends_at: int = 0
     # Epochs that were completed at the last call of `Guard.validated`.
     epochs_validated: int = 0
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore the totals in a checkpoint. Counters that it lacks start at 0."""
+        restored = Counters(**{name: check_count(value) for name, value in saved.items()})
+        for counter in fields(self):
+            setattr(self, counter.name, getattr(restored, counter.name))
 
     def note_out_of_memory(self, attempts: int = 1) -> None:
         """Count attempts that ran out of memory."""

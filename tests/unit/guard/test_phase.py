@@ -15,7 +15,7 @@ from torch import nn
 
 import holdfast
 from holdfast.guard.phase import TRANSITIONS, Phase, RunState, Soundness, Transition
-from holdfast.guard.run import loop, session
+from holdfast.guard.run import loop, restoration
 from holdfast.guard.saving import components
 from holdfast.guard.state.buffers import BufferKeeper
 
@@ -308,7 +308,7 @@ def test_a_rollback_that_fails_half_way_gives_back_lock_and_handlers(
             raise OSError("the disk is gone")
         components.load(*given)
 
-    monkeypatch.setattr(session, "load", load_once)
+    monkeypatch.setattr(restoration, "load", load_once)
     batches = guard.batches(max_epochs=1)
     assert not guard.step(next(batches), square_of(model)).skipped
     assert guard.step(next(batches), square_of(model)).skipped

@@ -277,9 +277,9 @@ class Loop:
         """
         place = {PLACE: [cursor.epoch, cursor.batches]}
         self._ranks.agree("epoch", lambda: place | self._session.parts.settings())
-        iterator = cursor.begin(self._session.random_state)
+        iterator = cursor.begin(self._session.restoration.random_state)
         self._report_unkept(cursor)
-        self._session.note_loader_started()
+        self._session.restoration.note_loader_started()
         begun = _EpochBegin(
             progress=self._progress(),
             is_whole=cursor.batches == 0,

@@ -217,7 +217,7 @@ class Recovery:
         if spiked:
             candidates.insert(0, certainly_good)
         for before_step in candidates:
-            training = self._session.roll_back(
+            training = self._session.restoration.roll_back(
                 rewind_data=False, before_step=before_step, trusted=before_step == certainly_good
             )
             if training is not None:
@@ -408,7 +408,7 @@ class Recovery:
             None, or why that was impossible.
         """
         try:
-            returned = self._session.roll_back(rewind_data=rewind_data)
+            returned = self._session.restoration.roll_back(rewind_data=rewind_data)
         except Exception as error:
             found = find_out_of_memory(error)
             if found is None:

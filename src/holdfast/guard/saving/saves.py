@@ -92,6 +92,7 @@ class Saving:
         store: The checkpoints in it.
         record: Where events are recorded.
         policy: The policy of the run.
+        chooser: Chooses when to save.
         clock: The source of time.
         run_state: The phase of the run, which says whether the state may be saved.
         state: Returns the state to save, by component.
@@ -108,6 +109,7 @@ class Saving:
         store: Store,
         record: RunRecord,
         policy: Policy,
+        chooser: IntervalChooser,
         clock: Clock,
         run_state: RunState,
         state: Callable[[], Mapping[str, Any]],
@@ -117,11 +119,7 @@ class Saving:
         writers: Writers | None,
     ) -> None:
         self._directory = directory
-        self.chooser = IntervalChooser(
-            mean_seconds_between_failures=3600 * policy.mean_time_between_failures_hours,
-            most_overhead=policy.save_overhead,
-            most_minutes=policy.save_interval_minutes,
-        )
+        self.chooser = chooser
         self._store = store
         self._record = record
         # The interval in steps, or "auto"; None if this process saves nothing.
@@ -664,6 +662,15 @@ class Saving:
         self._tried_at_step = step if to_checkpoint else min(self._tried_at_step or 0, step)
         # The state that was refused no longer exists.
         self._refused = None
+
+
+def chooser_of(policy: Policy) -> IntervalChooser:
+    """Return what chooses when to save, with the limits of a policy."""
+    return IntervalChooser(
+        mean_seconds_between_failures=3600 * policy.mean_time_between_failures_hours,
+        most_overhead=policy.save_overhead,
+        most_minutes=policy.save_interval_minutes,
+    )
 
 
 def _raised(error: Exception) -> Any:
