@@ -106,7 +106,7 @@ def _passed(model: _Model, loss: Any, batch: Any, samples: int) -> PassResult:
     passes = Passes(promises, LossScale("cpu", enabled=False), "cpu", "fp32")
     size = len(batch["x"])
     pieces = micro_batches(batch, size, samples)
-    return passes.parted(pieces, size, loss, list(model.parameters()), lambda: None, batch=batch)
+    return passes.parted(pieces, loss, list(model.parameters()), lambda: None, batch=batch)
 
 
 @_FAST

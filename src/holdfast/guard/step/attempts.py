@@ -67,8 +67,14 @@ class Attempts:
             may_fork=ranks.world_size == 1,
             alone=ranks.alone,
         )
+        self._all_parameters = [p for _, p in parts.named_parameters()]
         self._passes = Passes(
-            self.safety, context.loss_scale, parts.device_type(), policy.precision, ranks
+            self.safety,
+            context.loss_scale,
+            parts.device_type(),
+            policy.precision,
+            ranks,
+            self._all_parameters,
         )
         self._drops = policy.drop_nonfinite_samples
         # The micro-batch size that the policy sets.
@@ -87,10 +93,7 @@ class Attempts:
         self._was_measured = False
         # The modules whose recomputation has been verified.
         self._verified = set[str]()
-        self._all_parameters = [p for _, p in parts.named_parameters()]
         self._filled_outside = FilledOutside(self._all_parameters)
-        # Parameters whose hooks have not been checked yet.
-        self._unlooked = self._all_parameters
         self._earlier_gradients = context.earlier_gradients
         # The number of attempts that this process has begun.
         self._begun = 0
@@ -157,10 +160,7 @@ class Attempts:
         """Run forward and backward as planned, and compute the gradient norms."""
         self._created_state.prepare(work.names)
         work.prepared = True
-        # The hooks of all parameters are checked only in the first attempt, since the check takes
-        # time for each parameter.
-        self._passes.watched = self._unlooked
-        self._unlooked = []
+        self._passes.begin_attempt()
         work.measured = False
         self._was_measured = False
         passed = self._observed(work, plan)
@@ -316,7 +316,6 @@ class Attempts:
         with self._ranks.no_sync(only_this_rank=self._is_learned(plan)):
             passed = self._passes.parted(
                 pieces,
-                work.size,
                 work.loss_fn,
                 work.parameters,
                 work.inputs,
@@ -358,9 +357,8 @@ class Attempts:
             if window.added:
                 passed = self._passes.added(cut, work.loss_fn, work.inputs)
             else:
-                samples = sum(samples for _, samples in parts)
                 passed = self._passes.parted(
-                    parts, samples, work.loss_fn, work.parameters, work.inputs, drops=False
+                    parts, work.loss_fn, work.parameters, work.inputs, drops=False
                 )
         return self._ranks.reduce_gradients(passed, work.parameters, added=window.added)
 

@@ -50,6 +50,7 @@ class Passes:
         device_type: The kind of device, such as ``"cuda"``.
         precision: The precision of the forward pass.
         ranks: The ranks of the run; None for a single process.
+        parameters: The parameters of all models, whose hooks are checked in the first attempt.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Passes:
         device_type: str,
         precision: Precision,
         ranks: Ranks | None = None,
+        parameters: Sequence[torch.Tensor] = (),
     ) -> None:
         self._safety = safety
         self._ranks: Ranks = SingleProcess() if ranks is None else ranks
@@ -66,8 +68,17 @@ class Passes:
         self._device_type = device_type
         self._precision: Precision = precision
         self._devices = safety.parts.devices()
-        # Parameters whose hooks are checked during the next backward pass.
-        self.watched: Sequence[torch.Tensor] = ()
+        # Parameters whose hooks have not been checked, and those to check in this attempt.
+        self._unchecked = parameters
+        self._watched: Sequence[torch.Tensor] = ()
+
+    def begin_attempt(self) -> None:
+        """Check the hooks of all parameters in the first attempt, and none in later ones.
+
+        The check takes time for each parameter.
+        """
+        self._watched = self._unchecked
+        self._unchecked = ()
 
     def whole(
         self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Inputs
@@ -83,7 +94,6 @@ class Passes:
     def parted(
         self,
         parts: _Parts,
-        size: int,
         loss_fn: LossFunction,
         parameters: Sequence[torch.Tensor],
         inputs: Inputs,
@@ -102,7 +112,6 @@ class Passes:
 
         Args:
             parts: The micro-batches, with the number of samples in each.
-            size: The number of samples in all of them.
             loss_fn: The loss function.
             parameters: The parameters of the step.
             inputs: Returns the ``inputs`` of ``backward``.
@@ -118,6 +127,7 @@ class Passes:
             return PassResult(terms.total().detach(), terms.read()[1][0])
         tried = self._safety.empty_is_tried(loss_fn)
         extra: list[tuple[int | None, Any]] = []
+        size = sum(samples for _, samples in parts)
         tally = _Tally(self._safety.weighting(loss_fn), size, drops=drops, empty_is_tried=tried)
         for index, (part, samples) in enumerate(parts):
             if index:
@@ -217,10 +227,10 @@ class Passes:
             return
         if self._loss_scale.enabled:
             loss = self._loss_scale.scale(loss)
-        if not self.watched:
+        if not self._watched:
             loss.backward(inputs=reached)  # type: ignore[no-untyped-call]
             return
-        with weights_stay(self.watched):
+        with weights_stay(self._watched):
             loss.backward(inputs=reached)  # type: ignore[no-untyped-call]
 
 
