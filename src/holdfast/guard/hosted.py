@@ -174,7 +174,7 @@ class HostedGuard(Guard):
 
     def count_from(self, global_step: int) -> None:
         """Set the global step to the framework's, for a checkpoint without a guard's state."""
-        self._record.global_step = global_step
+        self._record.move_to_step(global_step)
 
     # --- checkpoints of the framework
 
@@ -240,7 +240,7 @@ class HostedGuard(Guard):
         self._session.restoration.continue_from(state)
         self._engine.loss_scale.load_state_dict(state["loss_scale"])
         self._session.restoration.note_state_replaced()
-        self._record.global_step = state["global_step"]
+        self._record.move_to_step(state["global_step"])
         self._host_saved_at = state["global_step"]
         self._record.emit(run_events.Resumed(by="the framework"))
 

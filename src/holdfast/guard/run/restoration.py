@@ -303,7 +303,7 @@ class Restoration:
         self._saved_state.load_own_tensors(training)
         self._context.loss_scale.load_state_dict(training["loss_scale"])
         self.note_state_replaced()
-        self._record.global_step = training["global_step"]
+        self._record.move_to_step(training["global_step"])
         # Checkpoints of earlier versions hold no counts. In that case, each schedule has counted
         # every step of the run.
         self._context.schedules.load_state_dict(

@@ -564,7 +564,7 @@ class Steps:
         """
         session = self.session
         facts = outcome.attempt.facts
-        self._record.global_step += 1
+        self._record.count_step()
         if session.policy.spike_action != "off":
             session.spikes.accepted(series, facts.loss, facts.total)
         if outcome.attempt.dropped:
