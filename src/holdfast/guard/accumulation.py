@@ -153,7 +153,7 @@ class Accumulation:
         outcome = self._engine.skip(work, attempt)
         sound_batch = self._engine.without_bad_samples(work, outcome)
         if sound_batch is not None:
-            recovery.dropped(outcome, batch)
+            recovery.samples.report_dropped_samples(outcome, batch)
             return self.add(sound_batch, loss_fn, optimizer=optimizer, split=split)
         self._spoiled = recovery.after_refused_step(outcome, batch)
         if session.counters.rollbacks != rollbacks:

@@ -416,7 +416,7 @@ class Guard:
             self._session.check_averages()
             self._boundaries.count_batch()
             try:
-                self._session.save_the_rest(self._open)
+                self._session.save_unsaved(self._open)
             finally:
                 self._release()
 
@@ -444,7 +444,7 @@ class Guard:
         )
         self._record.emit(request)
         self._boundaries.count_batch()
-        self._session.save_the_rest(self._open)
+        self._session.save_unsaved(self._open)
         # This also writes the first checkpoint of a run that has not made a step yet.
         self._session.save()
         self._release("stopped")
@@ -521,7 +521,7 @@ class Guard:
             if self._session.is_open:
                 # The weights contain the batch of the last step, so the checkpoint must count it.
                 self._boundaries.count_batch()
-            entry = self._session.checkpoint_of_now(and_then=best.link)
+            entry = self._session.save_current(and_then=best.link)
         if entry is not None:
             best.keep(number, entry, most)
         best.write()
@@ -654,7 +654,7 @@ class Guard:
                 the next batch inside the context also raises H105.
         """
         self._session.check_not_in_step()
-        self._session.check_averages(there=True)
+        self._session.check_averages(required=True)
         with ExitStack() as self._swapped:
             self._swapped.enter_context(self._parts.averages_swapped_in(self._session.state))
             yield

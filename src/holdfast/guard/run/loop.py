@@ -225,7 +225,7 @@ class Loop:
         """Unlock the run directory, after a return to the state to which a step has rolled back."""
         try:
             if self._state.must_rewind:
-                self._recovery.go_back_again()
+                self._recovery.roll_back_again()
         except BaseException as error:
             how = "failed"
             self._record.left_by(error)
@@ -297,7 +297,7 @@ class Loop:
             self._session.check_averages()
             if self._state.must_rewind:
                 # The rest of the loop body has run on the restored state, so restore that again.
-                self._recovery.go_back_again()
+                self._recovery.roll_back_again()
                 return
             self._pass_boundary(cursor)
             if self._is_finished(cursor, limits):

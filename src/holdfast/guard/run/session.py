@@ -158,13 +158,13 @@ class Session:
             raise called_inside("step")
         self.check_averages()
 
-    def check_averages(self, *, there: bool = False) -> None:
+    def check_averages(self, *, required: bool = False) -> None:
         """Raise H105 while averaged weights are in the models.
 
         Args:
-            there: Whether to raise it also if the guard has no averages.
+            required: Whether to raise it also if the guard has no averages.
         """
-        if self.state.averaged or (there and not self.parts.averages):
+        if self.state.averaged or (required and not self.parts.averages):
             problem = "guard.averaged() without an average"
             if self.state.averaged:
                 problem = "a step, a save or the next batch was requested inside guard.averaged()"
@@ -314,7 +314,7 @@ class Session:
         self._exchange_states()
         self.saving.save()
 
-    def checkpoint_of_now(self, and_then: Callable[[Entry], None]) -> Entry | None:
+    def save_current(self, and_then: Callable[[Entry], None]) -> Entry | None:
         """Return the checkpoint of the current state; it is saved now if the run is open.
 
         Args:
@@ -360,7 +360,7 @@ class Session:
         """Return the state that a checkpoint holds for each rank; see `Ranks.gather_states`."""
         return self.saved_state.states_of_ranks(lambda: self.saving.is_busy)
 
-    def save_the_rest(self, open_again: Callable[[], None]) -> None:
+    def save_unsaved(self, open_again: Callable[[], None]) -> None:
         """Save what no checkpoint holds when a run is closed: steps, or changes without a step.
 
         If the script has changed weights or moments without a step, they are not saved: it may have
@@ -380,7 +380,7 @@ class Session:
                 if self.ranks.shards_state:
                     # One rank cannot know whether another has changed its shard.
                     return
-                entry = self._saved_without_changes()
+                entry = self._checkpoint_to_replace()
                 if entry is None:
                     return
                 if not has_weights_of(self.parts, entry):
@@ -397,7 +397,7 @@ class Session:
             return
         self.saving.save_again()
 
-    def _saved_without_changes(self) -> Entry | None:
+    def _checkpoint_to_replace(self) -> Entry | None:
         """Return the checkpoint of this position, if state has changed since then without a step.
 
         None if nothing has changed, or if the checkpoint must not be replaced.

@@ -286,7 +286,7 @@ class Attempts:
             verify: Whether to verify that modules can be recomputed, once for each.
         """
         if not plan.recompute and not self._must_recompute:
-            return self._passed(work, plan, drops=drops)
+            return self._run_passes(work, plan, drops=drops)
         self._check_recompute()
         wanted = () if self.compiled else plan.recompute
         active = {name: self._modules[name] for name in wanted if name in self._modules}
@@ -297,15 +297,15 @@ class Attempts:
                 list(active.values()), lambda: capture(self._devices), restore, verify=new
             )
         with context:
-            passed = self._passed(work, plan, drops=drops)
+            passed = self._run_passes(work, plan, drops=drops)
         # The pass may have compiled something.
         self._check_recompute()
         return passed
 
-    def _passed(self, work: Work, plan: StepPlan, *, drops: bool) -> PassResult:
+    def _run_passes(self, work: Work, plan: StepPlan, *, drops: bool) -> PassResult:
         """Run forward and backward over the whole batch or over micro-batches, as planned."""
         if isinstance(work.batch, Window):
-            return self._over_window(work, work.batch, plan)
+            return self._run_window(work, work.batch, plan)
         if (
             work.size is None
             or plan.micro_batch_size is None
@@ -313,7 +313,7 @@ class Attempts:
         ):
             return self._passes.whole(work.batch, work.size, work.loss_fn, work.inputs)
         pieces = self._cut(work.batch, work.size, work.split, plan)
-        with self._ranks.no_sync(only_this_rank=self._is_learned(plan)):
+        with self._ranks.no_sync(only_this_rank=self._splits_for_memory(plan)):
             passed = self._passes.parted(
                 pieces,
                 work.loss_fn,
@@ -324,7 +324,7 @@ class Attempts:
             )
         return self._ranks.reduce_gradients(passed, work.parameters)
 
-    def _is_learned(self, plan: StepPlan) -> bool:
+    def _splits_for_memory(self, plan: StepPlan) -> bool:
         """Return whether this rank splits batches because it ran out of memory.
 
         False if the micro-batch size is that of the policy.
@@ -336,7 +336,7 @@ class Attempts:
             batch, size, plan.samples(size), split, smallest=self.safety.smallest_part()
         )
 
-    def _over_window(self, work: Work, window: Window, plan: StepPlan) -> PassResult:
+    def _run_window(self, work: Work, window: Window, plan: StepPlan) -> PassResult:
         """Run all batches of a window, each of them whole or split as planned."""
         cut: list[list[tuple[Any, int]]] = []
         for batch in window:
@@ -353,7 +353,7 @@ class Attempts:
             return self._passes.whole(
                 batch, None if counts_equally else samples, work.loss_fn, work.inputs
             )
-        with self._ranks.no_sync(only_this_rank=self._is_learned(plan)):
+        with self._ranks.no_sync(only_this_rank=self._splits_for_memory(plan)):
             if window.added:
                 passed = self._passes.added(cut, work.loss_fn, work.inputs)
             else:
@@ -396,7 +396,7 @@ class Attempts:
         self.restore(work)
         self._loss_scale.forget()
 
-    def as_promised(self, decision: Decision, work: Work) -> Decision:
+    def with_kept_promise(self, decision: Decision, work: Work) -> Decision:
         """Return a decision to repeat an attempt, with a promise that can be kept.
 
         The promise is lowered if the loss function changes state that could not be restored.
@@ -410,7 +410,7 @@ class Attempts:
         )
         return replace(decision, reason=reason, promise="changes training")
 
-    def learn(self, work: Work) -> None:
+    def note_changes(self, work: Work) -> None:
         """Note which buffers and states were changed by the attempt that will be committed."""
         late = [name for name in self._buffers.learn() if name in self._buffers.states.names()]
         # An object that changes for the first time had no copy, so it was not restored between

@@ -103,7 +103,7 @@ class StepEngine:
             judge: Returns why an attempt with finite values must not be committed, or None.
         """
         work = self.begin(batch, loss_fn, names, split)
-        outcome = self._try(work, judge)
+        outcome = self._attempt_and_decide(work, judge)
         if outcome.committed:
             return outcome
         sound_batch = self.without_bad_samples(work, outcome)
@@ -111,7 +111,7 @@ class StepEngine:
             return outcome
         assert outcome.provenance is not None
         second_work = self.begin(sound_batch, loss_fn, names, work.split)
-        second_outcome = self._try(second_work, judge)
+        second_outcome = self._attempt_and_decide(second_work, judge)
         return replace(
             second_outcome,
             attempts=outcome.attempts + second_outcome.attempts,
@@ -119,7 +119,9 @@ class StepEngine:
             dropped=outcome.provenance.samples,
         )
 
-    def _try(self, work: Work, judge: Callable[[StepAttempt], Decision | None]) -> Outcome:
+    def _attempt_and_decide(
+        self, work: Work, judge: Callable[[StepAttempt], Decision | None]
+    ) -> Outcome:
         """Attempt a step that has begun, and commit or skip it."""
         self._step_id += 1
         attempt = self.attempt(work)
@@ -128,7 +130,7 @@ class StepEngine:
         try:
             decision = judge(attempt)
         except BaseException as error:
-            self._undo(work, error)
+            self._take_back_after(work, error)
             raise
         if decision is not None:
             self.take_back(work)
@@ -153,7 +155,7 @@ class StepEngine:
         try:
             return self._attempt_until_it_fits(work)
         except BaseException as error:
-            self._undo(work, error)
+            self._take_back_after(work, error)
             raise
 
     def take_back(self, work: Work) -> None:
@@ -172,7 +174,7 @@ class StepEngine:
         gradients = {p: p.grad for p in work.parameters if p.grad is not None}
         for parameter in work.parameters:
             parameter.grad = None
-        self.attempts.learn(work)
+        self.attempts.note_changes(work)
         self.loss_scale.forget()
         self.state.take_back()
         return gradients, self._outcome(work, attempt, committed=True)
@@ -217,9 +219,9 @@ class StepEngine:
             if versions_of(work.tensors) != work.versions:
                 self._safety.notice_change(work.loss_fn)
             # This comes before any weight changes, so that an error can still be taken back.
-            self.attempts.learn(work)
+            self.attempts.note_changes(work)
         except BaseException as error:
-            self._undo(work, error)
+            self._take_back_after(work, error)
             raise
         self.state.commit()
         try:
@@ -237,7 +239,7 @@ class StepEngine:
         self._remedies.note_committed(work.names)
         return outcome
 
-    def _undo(self, work: Work, error: BaseException) -> None:
+    def _take_back_after(self, work: Work, error: BaseException) -> None:
         """Take back a step that ended with an error; raise H403 if the device cannot be used."""
         if is_sticky(error):
             self.state.spoil()

@@ -134,7 +134,7 @@ class StepRemedies:
         decision = self._ladder.decide_after_oom(
             batch_size=size, failures=work.out_of_memory, remedies=remedies
         )
-        decision = self._attempts.as_promised(decision, work)
+        decision = self._attempts.with_kept_promise(decision, work)
         if isinstance(decision, Stop):
             self._record.emit(replace(decision, rule="H401"))
             raise self._does_not_fit(work, error, decision.reason)
