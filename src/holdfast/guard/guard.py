@@ -35,7 +35,7 @@ from holdfast.guard.context import RunContext
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.images import keep_image
-from holdfast.guard.ranks.recognise import ranks_of
+from holdfast.guard.ranks.recognize import ranks_of
 from holdfast.guard.record import End, RunRecord
 from holdfast.guard.result import Statistics, StepResult
 from holdfast.guard.run.loop import Loop

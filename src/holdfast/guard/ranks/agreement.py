@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.core.errors import PolicyError
+from holdfast.guard.ranks.failures import out_of_step
 from holdfast.guard.ranks.interface import PLACE
-from holdfast.guard.ranks.messages import out_of_step
 
 
 def check_agreement(facts_by_rank: Sequence[Mapping[str, Any]]) -> None:

@@ -56,7 +56,7 @@ def _watch_neighbors(group: Any, messages: Messages) -> None:
             messages.lose(neighbor, _REASON)
             return
         wait = partial(_wait_for_neighbor, [received, sent], messages, neighbor)
-        messages.start_alone(wait, f"holdfast-arrival-{neighbor}")
+        messages.start_thread_without_store(wait, f"holdfast-arrival-{neighbor}")
 
 
 def _wait_for_neighbor(works: list[Any], messages: Messages, neighbor: int) -> None:

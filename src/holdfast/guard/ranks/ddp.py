@@ -20,7 +20,7 @@ from holdfast.guard.ranks.messages import Messages
 from holdfast.guard.ranks.origin import OriginReport
 from holdfast.guard.ranks.process_group import ProcessGroupRanks
 from holdfast.guard.ranks.replicated import ReplicatedModel
-from holdfast.guard.ranks.shared_state import StateTransfer, transfer_of
+from holdfast.guard.ranks.state_transfer import StateTransfer, transfer_of
 from holdfast.guard.ranks.tape import Tape
 from holdfast.guard.result import PassResult, Provenance
 from holdfast.memory.ladder import StepPlan
@@ -150,7 +150,11 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
 
     def check_parts(self) -> None:
         """Raise H401 if the parts of a batch contain collectives that other ranks do not match."""
-        if not self._only_this_rank_splits or self._is_alone or not self._tape.collectives.begun():
+        if (
+            not self._only_this_rank_splits
+            or self._is_alone
+            or not self._tape.collectives.started()
+        ):
             return
         raise OutOfMemoryError(
             f"rank {self.rank} splits its batch, because it has run out of memory before",

@@ -16,11 +16,12 @@ from holdfast.core.policy.policy import Policy
 from holdfast.guard.parts import Parts
 from holdfast.guard.ranks.agreement import unsupported
 from holdfast.guard.ranks.arrival import connect_ranks
-from holdfast.guard.ranks.messages import Messages, SharedWriters
+from holdfast.guard.ranks.messages import Messages
 from holdfast.guard.ranks.origin import OriginReport
 from holdfast.guard.ranks.process_group import ProcessGroupRanks
 from holdfast.guard.ranks.sharded import ShardedModel
-from holdfast.guard.ranks.shared_state import StateTransfer, transfer_of, without_help
+from holdfast.guard.ranks.shared_writers import SharedWriters
+from holdfast.guard.ranks.state_transfer import StateTransfer, transfer_of, without_help
 from holdfast.guard.ranks.tape import Tape
 from holdfast.guard.result import PassResult, Provenance
 from holdfast.memory.ladder import StepPlan
@@ -62,7 +63,7 @@ class FsdpRanks(ProcessGroupRanks[ShardedModel]):
         self, model: ShardedModel, messages: Messages, tape: Tape, transfer: StateTransfer
     ) -> None:
         super().__init__(model, messages, tape, transfer)
-        self._writers = SharedWriters(self.rank, messages)
+        self._writers = SharedWriters(messages)
         # Whether the last attempt has failed on this rank.
         self._has_failed = False
         # Whether losses are scaled, for fp16.

@@ -2,7 +2,8 @@
 
 Steps, the loop and saving use nothing else of this package. `SingleProcess` implements it for a
 process that trains alone, `DdpRanks` for a model in DistributedDataParallel, and `FsdpRanks` for a
-model under ``fully_shard``. What a method means for the run is documented here, and only here.
+model under ``fully_shard``. What a method means for the run is documented here; the docstrings of
+the implementations say what they do for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from holdfast.core.events.run_events import OwnCollectives, RankIsSlow
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.parts import Parts
-from holdfast.guard.ranks.own_tensors import Kinds
+from holdfast.guard.ranks.differing_state import EntriesByKind
 from holdfast.guard.result import PassResult, Provenance, StepAttempt
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
@@ -309,7 +310,7 @@ class Ranks(Protocol):
     def gather_states(
         self,
         own: Callable[[], Mapping[str, Any]],
-        trees: Callable[[], Kinds],
+        trees: Callable[[], EntriesByKind],
         constant: Callable[[], Iterable[str]],
         unsaved: Callable[[], Iterable[str]],
     ) -> dict[str, Any] | None:

@@ -25,16 +25,16 @@ from holdfast.guard.cursor import Cursor
 from holdfast.guard.parts import Parts
 from holdfast.guard.ranks.agreement import check_agreement, unsupported
 from holdfast.guard.ranks.decisions import GroupSaves, GroupStopRequest
+from holdfast.guard.ranks.differing_state import EntriesByKind
 from holdfast.guard.ranks.distributed_model import DistributedModel
 from holdfast.guard.ranks.interface import Saves
 from holdfast.guard.ranks.messages import Messages
 from holdfast.guard.ranks.origin import OriginReport, origin_among_ranks, report_of
-from holdfast.guard.ranks.own_tensors import Kinds
 from holdfast.guard.ranks.pace import Pace, peak_bytes
 from holdfast.guard.ranks.rank_states import RankStates, state_of_new_rank, state_of_rank
-from holdfast.guard.ranks.row import EPOCH_END, Rows, rows_of
+from holdfast.guard.ranks.row import EPOCH_END, Position, Rows, rows_of
 from holdfast.guard.ranks.row_exchange import RowExchange
-from holdfast.guard.ranks.shared_state import StateTransfer, without_help
+from holdfast.guard.ranks.state_transfer import StateTransfer, without_help
 from holdfast.guard.ranks.tape import Tape
 from holdfast.guard.result import PassResult, Provenance, StepAttempt
 from holdfast.guard.saving.saves import Saving
@@ -87,15 +87,14 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         self._has_own_collectives = False
         # An event that the guard has yet to record.
         self._event: OwnCollectives | None = None
-        # What `connect` creates.
-        self._stop: GroupStopRequest | None = None
-        self._saves: GroupSaves | None = None
+        # Created by `connect`, because it needs the loader and the saves of this rank, which need
+        # these ranks.
         self._row_exchange: RowExchange | None = None
 
     @property
     def has_left_group(self) -> bool:
         """Return whether this rank has left the group, so that the others no longer answer it."""
-        return self._messages.has_left or self._messages.has_parted
+        return self._messages.has_failed or self._messages.is_closed
 
     # --- what differs between DistributedDataParallel and ``fully_shard``
 
@@ -213,17 +212,17 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         self, stop: StopRequest, saving: Saving, cursor: Cursor | None
     ) -> tuple[StopRequest, Saves]:
         """Return objects that follow the stop requests and saves exchanged in each step."""
-        self._stop = GroupStopRequest(stop, self._messages)
-        self._saves = GroupSaves(saving, self._messages, cursor)
+        group_stop = GroupStopRequest(stop, self._messages)
+        group_saves = GroupSaves(saving, self._messages, cursor)
         self._row_exchange = RowExchange(
             model=self._model,
             messages=self._messages,
             world_size=self.world_size,
-            stop=self._stop,
-            saves=self._saves,
+            stop=group_stop,
+            saves=group_saves,
             cursor=cursor,
         )
-        return self._stop, self._saves
+        return group_stop, group_saves
 
     def open(self) -> None:
         """Start reporting an error that ends this process to the other ranks."""
@@ -271,13 +270,13 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
 
     def announce_failure(self, error: BaseException) -> BaseException | None:
         """Tell the other ranks about an error that leaves the guard."""
-        if self._messages.has_left:
+        if self._messages.has_failed:
             return None
         self._model.end_attempt()
-        cause = None if isinstance(error, RankError) else self._messages.lost(error)
+        cause = None if isinstance(error, RankError) else self._messages.cause_of(error)
         writes_together = self.writers is not None and self.writers.are_several
-        if cause is None and self._saves is not None and writes_together:
-            self._saves.let_finish()
+        if cause is None and self._row_exchange is not None and writes_together:
+            self._row_exchange.saves.let_finish()
         self._messages.publish(cause or error)
         return cause
 
@@ -293,7 +292,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         """Start an attempt, together with the other ranks."""
         self._messages.check_here()
         self._pace.begin_step()
-        if self._messages.was_left:
+        if self._messages.loop_was_left:
             self._messages.exchange("a step after a loop was left", None)
         while True:
             self._messages.begin_step()
@@ -355,13 +354,6 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         self._event = None
         return event
 
-    def _receive_decisions(self, rows: Rows) -> None:
-        """Process the stop requests and save decisions in the rows of all ranks."""
-        assert self._stop is not None
-        assert self._saves is not None
-        self._stop.receive(rows)
-        self._saves.receive(rows)
-
     # --- an attempt that fails on one rank
 
     def accepts(self, attempt: StepAttempt) -> bool:
@@ -372,7 +364,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
             return False
         self._model.end_attempt()
         self._exchange.commit()
-        self._receive_decisions(rows)
+        self._exchange.receive_decisions(rows)
         self._pace.end_step(rows)
         return True
 
@@ -453,7 +445,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
     def end_epoch(self) -> RankIsSlow | None:
         """Note that the loader has ended, and return which rank was slow."""
         rows = self._rows_of_epoch_end()
-        self._receive_decisions(rows)
+        self._exchange.receive_decisions(rows)
         self._transfer.catch_up(rows.which_failed())
         slowest = self._pace.slowest(rows)
         return slowest if self.rank == 0 else None
@@ -473,19 +465,10 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
             rows = self._exchange.send(0.0, peak, kind=EPOCH_END, failed=is_behind).rows()
             self._tape.end()
             return rows
-        position = self._exchange.position()
-        where = f"is at the end of epoch {position.epoch}"
-        if position.passed:
-            first = position.batch - position.passed
-            which = (
-                f"batch {first}"
-                if position.passed == 1
-                else f"batches {first} to {position.batch - 1}"
-            )
-            where += f", where it has skipped {which} without a step"
+        action = _action_at_epoch_end(self._exchange.position())
         own = self._exchange.row_of_this_rank(kind=EPOCH_END, failed=is_behind, items=peak)
         numbers = [float(number) for number in own]
-        rows = rows_of(self._messages.exchange("the end of an epoch", numbers, late=where))
+        rows = rows_of(self._messages.exchange("the end of an epoch", numbers, action=action))
         self._messages.begin_step()
         rows.check()
         return rows
@@ -495,12 +478,12 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
     def gather_states(
         self,
         own: Callable[[], Mapping[str, Any]],
-        trees: Callable[[], Kinds],
+        trees: Callable[[], EntriesByKind],
         constant: Callable[[], Iterable[str]],
         unsaved: Callable[[], Iterable[str]],
     ) -> dict[str, Any] | None:
         """Return the state that a checkpoint holds for each rank; None if this rank has failed."""
-        if self._messages.has_left:
+        if self._messages.has_failed:
             return None
         states = self._states.gather(own, trees, constant, unsaved)
         return {
@@ -516,7 +499,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         state.
         """
         saved = training.get("ranks") or {"reference": None, "each": []}
-        self._exchange.reference = saved["reference"]
+        self._exchange.resume(saved["reference"])
         states = saved["each"]
         if len(states) != self.world_size:
             return state_of_new_rank(training, self.rank)
@@ -526,3 +509,15 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
     def may_differ(self, name: str) -> bool:
         """Return whether a buffer or a frozen weight may have another value on each rank."""
         return self._model.may_differ(name)
+
+
+def _action_at_epoch_end(position: Position) -> str:
+    """Return what a rank does at the end of an epoch, as a verb phrase after its name."""
+    action = f"is at the end of epoch {position.epoch}"
+    if not position.passed:
+        return action
+    first = position.batch - position.passed
+    skipped = f"batch {first}"
+    if position.passed > 1:
+        skipped = f"batches {first} to {position.batch - 1}"
+    return f"{action}, where it has skipped {skipped} without a step"

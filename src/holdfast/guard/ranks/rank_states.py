@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
+from holdfast.guard.ranks.differing_state import Digests, EntriesByKind, differing_names, select
 from holdfast.guard.ranks.messages import Messages
-from holdfast.guard.ranks.own_tensors import Digests, Kinds, differing_names, select
-from holdfast.guard.ranks.shared_state import StateTransfer
+from holdfast.guard.ranks.state_transfer import StateTransfer
 from holdfast.loader.random_state import RandomState, of_another_rank
 
 
@@ -32,7 +32,7 @@ class RankStates:
     def gather(
         self,
         own: Callable[[], Mapping[str, Any]],
-        trees: Callable[[], Kinds],
+        trees: Callable[[], EntriesByKind],
         constant: Callable[[], Iterable[str]],
         unsaved: Callable[[], Iterable[str]],
     ) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ class RankStates:
         A rank whose optimizer has failed in the last step first receives the state of another one.
         """
         own_trees = trees()
-        digests = self._digests.of(own_trees, constant())
+        digests = self._digests.compute(own_trees, constant())
         is_behind = self._transfer.is_behind
         states = self._messages.exchange(
             "a checkpoint or close", {**own(), "behind": is_behind, "digests": digests}

@@ -20,6 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.guard.ranks.collectives import NoCollectives
 from holdfast.guard.ranks.distributed_model import DistributedModel
+from holdfast.guard.ranks.gradient_order import (
+    GradientOrder,
+    trained_parameters,
+    without_hooks,
+)
 from holdfast.guard.ranks.tape import ROW, Tape
 from holdfast.memory.oom import find_out_of_memory
 
@@ -57,20 +62,7 @@ class ReplicatedModel(DistributedModel):
         # The sequence number of the group after the exchange of the row was started.
         self._sequence_after_row = 0
         self._attempts = 0
-        # The order in which the gradients were computed in the first step, as positions of
-        # parameters. torch lays out its buckets in this order.
-        self._order: list[int] = []
-        # The hooks that record this order.
-        self._order_hooks: list[Any] = []
-        # With two ranks the order does not matter, since the sum of two numbers is the same in any
-        # order.
-        if self.group.size() > 2 and not (wrapper.find_unused_parameters or wrapper.static_graph):
-            self._order_hooks = [
-                parameter.register_post_accumulate_grad_hook(
-                    lambda _, at=at: self._order.append(at)
-                )  # type: ignore[no-untyped-call]
-                for at, parameter in enumerate(self._trained())
-            ]
+        self._gradient_order = GradientOrder(wrapper)
         # Whether backward contains collectives of the loss or the model; None until the first step
         # has shown that.
         self._has_collectives_in_backward: bool | None = None
@@ -87,6 +79,13 @@ class ReplicatedModel(DistributedModel):
         """Return an empty mapping: a replica supports whatever a single process does."""
         return {}
 
+    @property
+    def why_not_split(self) -> str | None:
+        """Return what this model does not support if a batch is split, or None."""
+        if self._wrapper.static_graph and not getattr(self._wrapper, _ENQUEUED):
+            return "a first step in several parts, from which torch cannot record a static_graph,"
+        return None
+
     # --- an attempt
 
     def begin_attempt(self) -> None:
@@ -98,8 +97,7 @@ class ReplicatedModel(DistributedModel):
         wrapper = self._wrapper
         self._attempts += 1
         self.rebuild()
-        if self._order_hooks:
-            self._order.clear()
+        self._gradient_order.begin_attempt()
         wrapper.broadcast_buffers = self._broadcasts
         # In an evaluation, the first call of the model broadcasts the buffers, and torch does not
         # send them again after that. If only one rank has evaluated the model, this call makes the
@@ -114,8 +112,31 @@ class ReplicatedModel(DistributedModel):
 
         From here on, collectives are no longer counted: torch's reductions of gradients follow.
         """
-        self._tape.collectives.settle()
+        self._tape.collectives.freeze()
         self._tape.note(self.group, ROW)
+
+    def after_row(self) -> None:
+        """Note that the exchange of the row has begun."""
+        self._sequence_after_row = self._sequence_number()
+
+    def end_attempt(self) -> None:
+        """End an attempt: let calls of the model broadcast buffers again, for evaluations."""
+        self._wrapper.broadcast_buffers = self._broadcasts
+        # Forward passes without gradients clear this flag, so it could otherwise differ on a rank
+        # that has failed.
+        self._wrapper.require_forward_param_sync = True
+        self._gradient_order.end_recording()
+        self._tape.end()
+
+    @property
+    def sends_before_row(self) -> bool:
+        """Return whether an attempt broadcasts buffers before it exchanges the row."""
+        return self._broadcasts and len(self._wrapper.modules_buffers) > 0
+
+    def _sequence_number(self) -> int:
+        return int(self.group._get_sequence_number_for_group())
+
+    # --- state
 
     def may_differ(self, name: str) -> bool:
         """Return whether a buffer or a frozen weight may differ between ranks.
@@ -129,78 +150,20 @@ class ReplicatedModel(DistributedModel):
             return True
         return not self._broadcasts or hasattr(wrapper, "buffer_hook")
 
-    def after_row(self) -> None:
-        """Note that the exchange of the row has begun."""
-        self._sequence_after_row = self._sequence_number()
-
-    def end_attempt(self) -> None:
-        """End an attempt: let calls of the model broadcast buffers again, for evaluations."""
-        self._wrapper.broadcast_buffers = self._broadcasts
-        # Forward passes without gradients clear this flag, so it could otherwise differ on a rank
-        # that has failed.
-        self._wrapper.require_forward_param_sync = True
-        self._remove_order_hooks()
-        self._tape.end()
-
-    def _remove_order_hooks(self) -> None:
-        for hook in self._order_hooks:
-            hook.remove()
-        self._order_hooks = []
-
-    @property
-    def sends_before_row(self) -> bool:
-        """Return whether an attempt broadcasts buffers before it exchanges the row."""
-        return self._broadcasts and len(self._wrapper.modules_buffers) > 0
-
     @property
     def gradient_order(self) -> list[int]:
-        """Return the order of gradients in which the buckets are laid out.
-
-        Empty if it is not known or does not matter.
-        """
-        if sorted(self._order) != list(range(len(self._trained()))):
-            return []
-        return self._order
+        """Return the order in which the gradients are summed; see `GradientOrder`."""
+        return self._gradient_order.recorded()
 
     def lay_out_gradients(self, order: list[int]) -> None:
-        """Make torch lay out its buckets in a given order, on all ranks.
-
-        Otherwise the gradients of a resumed run would be summed in a different order, and differ in
-        their last bits. This does nothing after the first step of the process, in which torch lays
-        out the buckets.
-
-        Args:
-            order: The order of an earlier process, as returned by `gradient_order`.
-        """
-        parameters = self._trained()
-        if not self._order_hooks or len(order) != len(parameters):
-            return
-        self._remove_order_hooks()
-        self._order = order
-        self._wrapper.reducer.prepare_for_forward()
-        self._wrapper.reducer.prepare_for_backward([])
-        with _without_hooks(parameters):
-            # One at a time, because with several, autograd would choose the order.
-            for at in order:
-                torch.autograd.backward(parameters[at], torch.zeros_like(parameters[at]))
-        for parameter in parameters:
-            parameter.grad = None
-
-    def _sequence_number(self) -> int:
-        return int(self.group._get_sequence_number_for_group())
-
-    @property
-    def why_not_split(self) -> str | None:
-        """Return what this model does not support if a batch is split, or None."""
-        if self._wrapper.static_graph and not getattr(self._wrapper, _ENQUEUED):
-            return "a first step in several parts, from which torch cannot record a static_graph,"
-        return None
+        """Sum the gradients in the order of an earlier process; see `GradientOrder.restore`."""
+        self._gradient_order.restore(order)
 
     # --- collectives of the loss or the model
 
     def own_collectives(self) -> int:
         """Return how many collectives the loss or the model has started in a complete attempt."""
-        in_forward = self._tape.collectives.begun().total()
+        in_forward = self._tape.collectives.started().total()
         in_backward = self._collectives_in_backward()
         if in_backward is not None:
             self._has_collectives_in_backward = bool(
@@ -215,7 +178,7 @@ class ReplicatedModel(DistributedModel):
         """
         if self._records_graph:
             return None
-        late = self._tape.collectives.begun_since_settled()
+        late = self._tape.collectives.started_since_frozen()
         on_own_group = late.pop(self.group.group_name, 0)
         if on_own_group != self._reductions:
             reductions = self._count_reductions(on_own_group)
@@ -286,7 +249,7 @@ class ReplicatedModel(DistributedModel):
         if (
             obstacle is None
             and self._has_collectives_in_backward is None
-            and self._tape.collectives.begun()
+            and self._tape.collectives.started()
         ):
             return (
                 "it is not known yet whether the loss or the model also starts collectives in"
@@ -315,7 +278,7 @@ class ReplicatedModel(DistributedModel):
         """
         begun = self._sequence_number()
         reducer = self._wrapper.reducer
-        parameters = [p for p in self._trained() if p.grad is not None]
+        parameters = [p for p in trained_parameters(self._wrapper) if p.grad is not None]
         gradients = [parameter.grad for parameter in parameters]
         reducer.prepare_for_forward()
         outputs = []
@@ -327,7 +290,7 @@ class ReplicatedModel(DistributedModel):
         for parameter in parameters:
             parameter.grad = None
         # The hooks of the parameters have already run for each part of the batch.
-        with _without_hooks(parameters):
+        with without_hooks(parameters):
             torch.autograd.backward(parameters[::-1], gradients[::-1])
         if self._sequence_number() == begun:
             raise RuntimeError(
@@ -342,21 +305,14 @@ class ReplicatedModel(DistributedModel):
         else:
             sent = [self._begin_sum(bucket.buffer()) for bucket in buckets]
         if wrapper.find_unused_parameters:
-            sent.append(
-                self._begin_sum(
-                    torch.zeros(len(self._trained()), dtype=torch.int32, device=self.device)
-                )
-            )
+            count = len(trained_parameters(wrapper))
+            are_used = torch.zeros(count, dtype=torch.int32, device=self.device)
+            sent.append(self._begin_sum(are_used))
         for work in sent:
             work.wait()
 
     def _begin_sum(self, tensor: torch.Tensor) -> Any:
         return distributed.all_reduce(tensor, group=self.group, async_op=True)
-
-    def _trained(self) -> list[torch.Tensor]:
-        return [
-            parameter for parameter in self._wrapper.module.parameters() if parameter.requires_grad
-        ]
 
     def discard_attempt(self) -> None:
         """Discard an attempt that has failed on some rank. All ranks must call this."""
@@ -400,23 +356,3 @@ class ReplicatedModel(DistributedModel):
             # Otherwise parameters that were used here would count as used in the next step.
             if wrapper.find_unused_parameters:
                 wrapper.reducer._reset_state()
-
-
-@contextlib.contextmanager
-def _without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Remove the hooks of parameters inside the context."""
-    hook_dicts = [
-        hooks
-        for p in parameters
-        for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)
-        if hooks
-    ]
-    # The dicts themselves must stay, since autograd holds references to them.
-    copies = [dict(hooks) for hooks in hook_dicts]
-    for hooks in hook_dicts:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, copy in zip(hook_dicts, copies, strict=True):
-            hooks.update(copy)

@@ -50,7 +50,7 @@ class RowExchange:
         self._messages = messages
         self._world_size = world_size
         self._stop = stop
-        self._saves = saves
+        self.saves = saves
         self._cursor = cursor
         # The row that this rank has started to send in this attempt.
         self._pending: PendingRows | None = None
@@ -62,6 +62,10 @@ class RowExchange:
         self._reference_before: float | None = None
         # Whether the numbers of items in this attempt must be whole.
         self._counted = False
+
+    def resume(self, reference: float | None) -> None:
+        """Continue with the reference of a checkpoint; None if it holds none."""
+        self.reference = reference
 
     # --- an attempt
 
@@ -114,7 +118,7 @@ class RowExchange:
     def row_of_this_rank(self, **fields: Any) -> Row:
         """Return the row of this rank, with its stop request and, on the first rank, the save."""
         if self._messages.rank == 0:
-            fields |= self._saves.fields_of_row(fields.get("kind", STEP))
+            fields |= self.saves.fields_of_row(fields.get("kind", STEP))
         return Row(
             number=self._messages.steps,
             guard=self._messages.guard,
@@ -190,6 +194,11 @@ class RowExchange:
         factor = self._world_size * self.reference / rows.items
         if factor != 1.0:
             torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
+
+    def receive_decisions(self, rows: Rows) -> None:
+        """Process the stop requests and save decisions in the rows of all ranks."""
+        self._stop.receive(rows)
+        self.saves.receive(rows)
 
     # --- the end of an attempt
 

@@ -54,20 +54,20 @@ class ShardedModel(DistributedModel):
         # torch's parameter group for each of these modules, or None if it has none.
         self._groups: list[Any] = []
         # Why the collectives of the model cannot be started by hand; None if they can.
-        self._unknown: str | None = None
+        self._obstacle: str | None = None
         self._record_collectives()
 
     def _record_collectives(self) -> None:
         """Record the collectives that torch starts for this model on the tape from now on."""
         if self._mesh.ndim > 1:
-            self._unknown = "replicas of its shards would continue without it"
+            self._obstacle = "replicas of its shards would continue without it"
         elif not hasattr(self._root, "reset_iter_state"):
-            self._unknown = "this version of torch cannot discard an unfinished attempt"
-        for at, module in enumerate(self._modules if self._unknown is None else ()):
+            self._obstacle = "this version of torch cannot discard an unfinished attempt"
+        for at, module in enumerate(self._modules if self._obstacle is None else ()):
             groups = module._get_fsdp_state()._fsdp_param_groups
             self._groups.append(groups[0] if groups else None)
             if len(groups) > 1 or any(group._use_post_forward_mesh for group in groups):
-                self._unknown = "one of its modules is sharded in several ways"
+                self._obstacle = "one of its modules is sharded in several ways"
             elif groups:
                 gather, scatter = groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm
                 module.set_custom_all_gather(
@@ -125,13 +125,13 @@ class ShardedModel(DistributedModel):
 
         Returns 0 if they cannot be distinguished from those of torch.
         """
-        if self._unknown is not None:
+        if self._obstacle is not None:
             return 0
-        return self._tape.collectives.begun().total()
+        return self._tape.collectives.started().total()
 
     def why_not_completable(self) -> str | None:
         """Return why the collectives of this model cannot be started by hand; None if they can."""
-        return self._unknown
+        return self._obstacle
 
     def follow(self, row: Callable[[], None]) -> str | None:
         """Start the collectives that the other ranks start in this attempt.

@@ -18,8 +18,8 @@ from holdfast.checkpoint.tensor_files import Share
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.parts import Parts
+from holdfast.guard.ranks.differing_state import EntriesByKind
 from holdfast.guard.ranks.interface import Saves
-from holdfast.guard.ranks.own_tensors import Kinds
 from holdfast.guard.result import PassResult, Provenance, StepAttempt
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
@@ -162,7 +162,7 @@ class SingleProcess:
     def gather_states(
         self,
         own: Callable[[], Mapping[str, Any]],
-        trees: Callable[[], Kinds],
+        trees: Callable[[], EntriesByKind],
         constant: Callable[[], Iterable[str]],
         unsaved: Callable[[], Iterable[str]],
     ) -> None:
