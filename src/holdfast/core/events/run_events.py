@@ -535,6 +535,22 @@ class OutOfMemory(Failed):
         return f"{text}: {self.error}"
 
 
+class EvaluationSplit(Failed):
+    """A batch did not fit into memory in `Guard.evaluate_batches`, and is evaluated in parts.
+
+    Batches with more than `micro_batch_size` samples are evaluated in parts from now on.
+    """
+
+    batch_size: int
+    micro_batch_size: int
+
+    def __str__(self) -> str:
+        return (
+            f"an evaluation of {counted(self.batch_size, 'sample')} ran out of memory, so at most"
+            f" {counted(self.micro_batch_size, 'sample')} at a time are evaluated now: {self.error}"
+        )
+
+
 class StateTaken(Failed):
     """This rank's optimizer ran out of memory during its step.
 
