@@ -1,4 +1,4 @@
-"""Draw the faults of a campaign: what happens, at which step, and what the restarts meet.
+"""Draw the faults of a campaign: what to inject, at which step, and what into the restarts.
 
 Only faults that the command makes possible are drawn. For example, no loader worker is killed if
 the undisturbed run has none.

@@ -82,7 +82,7 @@ def moment_never_came(case: TrialCase) -> TrialJudgement | None:
     first = case.trial.attempts[0]
     if first.events("fault"):
         return None
-    detail = "its moment never came"
+    detail = "the moment of the fault never came"
     if first.status != 0:
         detail += f"; the command ended with {describe_status(first.status)}"
     return TrialJudgement(TrialResult.DID_NOT_OCCUR, detail)
@@ -230,7 +230,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def _grave_differences(case: TrialCase) -> list[RunDifference]:
-    """Return the differences that matter. If two undisturbed runs already differ, none does."""
+    """Return the differences that matter, which are none if two undisturbed runs already differ."""
     if not case.is_steady:
         return []
     return [difference for difference in case.comparison.differences if difference.what != TEXT]

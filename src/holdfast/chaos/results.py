@@ -1,6 +1,6 @@
 """The report of a campaign, with one result per fault.
 
-Fields are named as in the output of ``holdfast chaos --json``.
+The fields have the same names in the output of ``holdfast chaos --json``.
 """
 
 from __future__ import annotations

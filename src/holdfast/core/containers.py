@@ -39,8 +39,7 @@ def check_count(value: Any, *, least: int = 0, below: int = _INTEGER_LIMIT) -> i
     """Check that a value from an untrusted file is a count, and return it.
 
     Raises:
-        ValueError: If the value is not an integer, is less than `least`, or is not less than
-            `below`.
+        ValueError: If the value is not an integer with ``least <= value < below``.
     """
     if type(value) is not int or not least <= value < below:
         raise ValueError(f"expected a count, got {str(value)[:_MAX_SHOWN_CHARACTERS]!r}")

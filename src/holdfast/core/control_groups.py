@@ -35,8 +35,10 @@ class _MemoryFiles:
 
 
 _MEMORY_FILES = (
-    _MemoryFiles("memory.max", "memory.current", "inactive_file"),  # version 2
-    _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # 1
+    # Version 2 of control groups.
+    _MemoryFiles("memory.max", "memory.current", "inactive_file"),
+    # Version 1.
+    _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 

@@ -12,7 +12,7 @@ Every message states the problem, the limit that was violated, a fix and the rul
     ├── DeviceError (RuntimeError)        H403  the device's context is dead
     ├── NonFiniteError (ArithmeticError)  H50x  NaN or Inf persists after skips and rollbacks
     ├── DivergenceError (ArithmeticError) H503  finite values keep diverging after rollbacks
-    ├── LoaderError (ValueError)          H6xx  the data source cannot be iterated as asked
+    ├── LoaderError (ValueError)          H6xx  the data source cannot be iterated as requested
     └── RankError (RuntimeError)          H11x  another rank has failed, or is elsewhere in the code
 
 `holdfast explain RULE` describes a rule; the descriptions are in ``explain.rules``.
@@ -29,7 +29,7 @@ class HoldfastError(Exception):
 
     Args:
         what: What is wrong, with its value and unit.
-        limit: The rule or bound that was violated, as the second half of the message's sentence.
+        limit: The rule or bound that was violated. It completes the sentence that `what` begins.
         fix: One action to take now.
         rule: Rule id such as ``"H101"``, known to ``holdfast explain``.
     """

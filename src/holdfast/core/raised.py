@@ -93,8 +93,8 @@ def _frames(
 ) -> list[list[Any]]:
     """Return the frames of a traceback, outermost first.
 
-    If there are more than `max_frames`, the outermost quarter of them and the innermost rest are
-    kept.
+    If there are more than `max_frames`, a quarter of the returned frames are the outermost ones,
+    and the rest are the innermost ones.
     """
     frames: list[list[Any]] = []
     while traceback is not None:

@@ -253,8 +253,8 @@ def describe_field(divergence: Divergence) -> str:
         return f"{description}: {_describe_batch(divergence.reference, step)}"
     if field == "weights" and expected.resumed_midway:
         return (
-            "the weights after the step differ: the state from its earlier micro-batches, such as"
-            " accumulated gradients, was lost"
+            "the weights after the step differ: the state from the step's earlier micro-batches,"
+            " such as accumulated gradients, was lost"
         )
     return description
 

@@ -57,7 +57,7 @@ def read_versions() -> dict[str, str]:
 
 
 def _append_unlimited(path: Path, line: bytes) -> None:
-    """Append a line to a trace with one system call, without an injected limit on file sizes."""
+    """Append a line to a trace with one system call, even if a fault limits the size of files."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard_limit, hard_limit))

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self, dataclass_transform
 
 Promise = Literal["bit-exact", "equal up to rounding", "equal in distribution", "changes training"]
 
-# The class of each kind, by kind, for modules imported so far; `event.event_kinds` imports all.
+# All event classes by kind, for the modules imported so far. `event.event_kinds` imports the rest.
 KINDS: dict[str, type[EventData]] = {}
 
 

@@ -49,7 +49,7 @@ class Event:
 
 
 def event_kinds() -> Mapping[str, type[EventData]]:
-    """Return the class of every kind of event, by kind.
+    """Return all event classes, by kind.
 
     The classes are imported only when needed: every process of a supervised run records events, but
     few processes print any.

@@ -384,7 +384,7 @@ class SchedulersWait(EventData):
 
     def __str__(self) -> str:
         return (
-            f"the epoch ended without a validation loss, which {listed(self.schedulers)} needs."
+            f"an epoch ended without a validation loss for {listed(self.schedulers)}."
             f" Fix: {self.fix}"
         )
 
@@ -642,13 +642,15 @@ class SplitStopped(WithReason):
     promise: Promise = "changes training"
 
     def __str__(self) -> str:
-        checked = "no check has passed"
+        steps = "no check has passed, so the steps that were split"
         if self.equal_until_step is not None:
-            checked = f"the last check passed at step {self.equal_until_step}"
+            steps = (
+                f"the last check passed at step {self.equal_until_step}, so steps that were split"
+                " after it"
+            )
         return (
-            f"batches are no longer split: {self.why}; {checked}, so steps that were split since"
-            f" then may have had a different gradient ({self.promise});"
-            f" {_how_to_allow(self.allow_split_with)}"
+            f"batches are no longer split: {self.why}; {steps} may have had a different gradient"
+            f" ({self.promise}); {_how_to_allow(self.allow_split_with)}"
         )
 
 
@@ -679,7 +681,10 @@ class NotRestored(EventData):
     promise: Promise = "changes training"
 
     def __str__(self) -> str:
-        return f"an attempt was undone, but could not restore {listed(self.names)} ({self.promise})"
+        return (
+            f"an attempt was undone, but {listed(self.names)} could not be restored"
+            f" ({self.promise})"
+        )
 
 
 class OnednnSwitchedOff(EventData):
@@ -741,13 +746,14 @@ class SamplesDropped(EventData):
 
     def __str__(self) -> str:
         batch = _of_batch(self.epoch, self.batch)
-        return f"step made without the bad samples{batch}: {self.reason} ({self.promise})"
+        return f"step completed without the bad samples{batch}: {self.reason} ({self.promise})"
 
 
 class MicroBatchDropped(EventData):
     """A step was completed without the micro-batches whose loss was not finite.
 
-    `samples` are the ranges of the dropped samples within the batch, as (first, end).
+    `samples` are the ranges of the dropped samples within the batch, as (first, end), where `end`
+    is exclusive.
     """
 
     samples: tuple[tuple[int, int], ...]
@@ -758,7 +764,7 @@ class MicroBatchDropped(EventData):
 
     def __str__(self) -> str:
         ranges = listed(f"{first} to {end - 1}" for first, end in self.samples)
-        text = f"step made without samples {ranges}{_of_batch(self.epoch, self.batch)}"
+        text = f"step completed without samples {ranges}{_of_batch(self.epoch, self.batch)}"
         if self.dataset_indices:
             text += f" (dataset indices {listed(self.dataset_indices)})"
         return f"{text}: the loss of their micro-batches was not finite ({self.promise})"

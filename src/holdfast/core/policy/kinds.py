@@ -23,7 +23,7 @@ from holdfast.core.text import sanitise
 
 def _some_of(choices: Any) -> str:
     """Return the description of a field whose value is a list of the given choices."""
-    return f"a list of some of {', '.join(map(repr, get_args(choices)))}"
+    return f"a list with any of {', '.join(map(repr, get_args(choices)))}"
 
 
 SplitHazard = Literal["batch_norm", "buffers", "coupled_loss"]

@@ -215,7 +215,7 @@ class Policy:
 
     scheduler_interval: kinds.StepEpochOrNone = "step"
     """When the learning-rate scheduler is stepped: after each optimizer ``"step"`` that moved the
-    weights, after each ``"epoch"``, or never (None: you call it)."""
+    weights, after each ``"epoch"``, or never (None: you step it yourself)."""
 
     stop_signals: kinds.StopSignals = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
     """Signals that stop the run: it saves a checkpoint at the end of the batch and leaves the loop.

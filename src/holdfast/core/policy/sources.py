@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import yaml
 
 PREFIX = "HOLDFAST_"
-# The key that names the preset, whose values all other sources override.
+# The key that names a preset. Values from any other source override those of the preset.
 PRESET = "preset"
 
 # More than any policy file needs.
