@@ -78,7 +78,7 @@ class Campaign:
 
     Args:
         command: The training command.
-        origin: The working directory of the command. It is copied and never changed.
+        origin: The working directory of the command, which is copied and never changed.
         writes: Paths that the command writes to. If empty, all of `origin` is copied.
         only: The kinds of faults to try, from `fault_plans.KINDS`; all kinds if empty.
         seed: Seed for drawing the steps and bits of the faults.
@@ -197,8 +197,8 @@ class Campaign:
     def _try_fault(self, fault: Fault, baseline: _Baseline) -> FaultResult:
         """Run one trial of a fault and return its result.
 
-        If the trial damaged a file that restarts do not read, a second trial is run. The first one
-        has shown which files restarts read, so the second one damages such a file.
+        If the trial damaged a file that restarts do not read, a second trial is run. The first
+        trial has shown which files restarts read, so the second trial damages one of those.
         """
         result = FaultResult(kind=fault.kind, fault=fault.description)
         if self._is_out_of_time():
@@ -330,8 +330,8 @@ def check_survives(
 
     Args:
         command: The training command, such as ``[sys.executable, "path/to/file.py"]``.
-        cwd: The working directory of the command; by default the current one. It is copied, and
-            nothing in it is changed.
+        cwd: The working directory of the command; by default the current one. The directory is
+            copied, and nothing in the original is changed.
         options: ``writes``, ``only``, ``seed``, ``budget_seconds`` and ``restarts`` of `Campaign`.
 
     Returns:

@@ -181,7 +181,7 @@ def became_another_training(case: TrialCase) -> TrialJudgement | None:
 def lost_saved_work(case: TrialCase) -> TrialJudgement | None:
     """A restart resumed from an older checkpoint than the newest complete one."""
     if case.fault.damage is not None:
-        # The newest checkpoint was damaged, so resuming from an older one is right.
+        # The newest checkpoint was damaged, so resuming from an older one is correct.
         return None
     for difference in _grave_differences(case):
         if difference.what == OLDER:
@@ -202,7 +202,7 @@ def damage_without_effect(case: TrialCase) -> TrialJudgement | None:
 
 
 def survived(case: TrialCase) -> TrialJudgement:
-    """The run survived. It is also the same run, if that can be determined."""
+    """The run survived. If undisturbed runs are reproducible, it is also the same run."""
     if not case.is_steady:
         return TrialJudgement(TrialResult.SURVIVES, "")
     texts = [
@@ -239,8 +239,8 @@ def _grave_differences(case: TrialCase) -> list[RunDifference]:
 def _describe_end(trial: Trial, how: str) -> str:
     """Return how the last attempt ended, with the line of its output that explains why.
 
-    This line is the last one that reports an exception, because a launcher prints more lines after
-    it. If no line reports an exception, it is the last line.
+    The last line that reports an exception is used, because a launcher prints more lines after it.
+    If no line reports an exception, the last line is used.
     """
     lines = [line for line in trial.last.output.splitlines() if re.search(r"\w", line)]
     exceptions = [line for line in lines if _EXCEPTION_LINE.search(line)]

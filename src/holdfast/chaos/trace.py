@@ -80,7 +80,7 @@ class RecordedStep:
         random_states: Digests of the random states before each model call, including calls that are
             not part of the step.
         resumed_midway: Whether only the last parts of the step can be compared, because the attempt
-            resumed in the middle of a gradient accumulation. This is not recorded in the trace.
+            resumed in the middle of a gradient accumulation. Traces do not contain this field.
     """
 
     steps_made: int

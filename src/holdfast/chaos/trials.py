@@ -445,7 +445,7 @@ def _is_complete(attempt: TrialAttempt, expected_steps: int) -> bool:
 
 
 def _fails_alike(attempt: TrialAttempt, next_attempt: TrialAttempt) -> bool:
-    """Return whether a restart failed in the same way as before, so that others would too."""
+    """Return whether a restart failed in the same way as before: more restarts would not help."""
     if next_attempt.status == 0 or next_attempt.events("fault"):
         return False
     return next_attempt.output == attempt.output

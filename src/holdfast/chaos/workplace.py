@@ -20,7 +20,7 @@ from holdfast.core.errors import PolicyError
 MAX_COPIED_BYTES = 512 << 20
 # If the user names these paths, larger files and folders elsewhere are linked instead of copied.
 MAX_BYTES_TO_COPY = 1 << 20
-# Folders that are large and that no script writes to. They are always linked.
+# Large folders that no script writes to, which are always linked.
 LINKED_FOLDERS = frozenset({".git", ".hg", ".venv", "venv", "node_modules"})
 # Caches are not copied, because programs can recreate them.
 CACHE_FOLDERS = frozenset({"__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"})
@@ -35,7 +35,7 @@ class Workplace:
     paths and small files and folders are copied, and everything else is linked.
 
     Args:
-        origin: The working directory. It is only read.
+        origin: The working directory, which is only read.
         writes: Paths that the script writes to. A path outside of `origin` must not exist yet.
 
     Raises:
@@ -219,7 +219,8 @@ def _check_not_mounted(path: Path) -> None:
         if mount_point.is_relative_to(path):
             raise PolicyError(
                 f"the command has left a file system mounted on {mount_point}",
-                limit="files of a trial are removed after it, and the mounted files may be yours",
+                limit="the files of a trial are removed when it ends, and the mounted files may be"
+                " yours",
                 fix=f"unmount it and remove {path}. Then change the command so that it unmounts"
                 " the file system before it ends, or mounts none.",
                 rule="H730",

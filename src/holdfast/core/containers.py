@@ -83,8 +83,8 @@ def rebuild(node: Any, children: dict[Any, Any], *, checked: bool = True) -> Any
         return type(node)(children.values())
     if checked:
         return dataclasses.replace(node, **children)
-    twin = copy.copy(node)
+    node_copy = copy.copy(node)
     for name, child in children.items():
         # Unlike `setattr`, this also works for frozen dataclasses.
-        object.__setattr__(twin, name, child)
-    return twin
+        object.__setattr__(node_copy, name, child)
+    return node_copy

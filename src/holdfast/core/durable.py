@@ -31,7 +31,7 @@ def fsync_path(path: Path) -> None:
 def write_file(path: Path, data: bytes, mode: int = SHARED) -> None:
     """Write a new file and flush it.
 
-    This is not atomic: use it inside a directory that is renamed later.
+    The write is not atomic: use this function inside a directory that is renamed later.
     """
     with create_file(path, mode) as file:
         file.write(data)

@@ -1,4 +1,4 @@
-"""Run a function in a forked copy of this process, so that it has no side effects in this one.
+"""Run a function in a forked copy of this process, so that this process sees no side effects.
 
 This works only on the CPU: neither an accelerator's context nor autograd's threads for accelerators
 survive a fork (see `backward_works_in_a_copy`). The function may do anything, but its result must
@@ -107,7 +107,7 @@ def run_in_forked_copy(
         ) from error
     child = _fork(reading, writing)
     if child == 0:
-        # The copy needs a descriptor, and this may be the only one that can be freed.
+        # The copy needs a free descriptor, and `reading` may be the only one that can be closed.
         os.close(reading)
         _answer_and_exit(function, writing)
     os.close(writing)

@@ -178,7 +178,7 @@ def _last_holder(path: Path) -> str:
 def find_holder(path: Path) -> str | None:
     """Return the name of the holder of a lock, or None if nobody holds it.
 
-    This does not take the lock, so another process can acquire it at the same time.
+    The function does not take the lock, so another process can acquire it at the same time.
     """
     if str(_without_links(path)) in _held:
         # Opening and closing the file would release our own lock.

@@ -36,7 +36,7 @@ def describe_exception(
     Args:
         error: The exception.
         traceback: Its traceback, or None.
-        without: A path prefix, or None. Frames in files whose path starts with it are left out.
+        without: Frames in files whose path starts with this prefix are left out, unless it is None.
 
     Returns:
         A dict with ``type``, ``message``, ``frames`` (each [file, line, function], the innermost

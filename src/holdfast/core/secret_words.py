@@ -39,7 +39,7 @@ _PREFIX = r"[-+]{0,3}[\w.-]{0,80}?"
 
 # An option whose value is always a secret.
 SECRET_OPTION = re.compile(rf"{_PREFIX}(?:{_SECRET_NAMES})", re.IGNORECASE)
-# An option that may take a secret but often means something else. Its whole name must match.
+# An option that may take a secret but often means something else, so its whole name must match.
 AMBIGUOUS_OPTION = re.compile(
     r"(?:-{1,2}|[+]{0,2})(?:key|k|p|pass|pw|auth|bearer|cookie|sas)", re.IGNORECASE
 )
@@ -128,7 +128,7 @@ def hide_in_words(words: Sequence[str], *, nested: bool) -> list[str]:
     Args:
         words: The words of a command line.
         nested: Whether the words come from inside a single word, such as a command for ``sh -c``.
-            They may then also be plain text, so only words that start with a dash are options.
+            Nested words may also be plain text, so only words that start with a dash are options.
     """
     shown = []
     # The option before the current word, which may be its value.

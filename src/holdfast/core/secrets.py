@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# A command line that contains none of these contains no secret. That is the usual case, so most
-# processes need not import ``secret_words``, which would take a few milliseconds.
+# A command line that contains none of these contains no secret. Most command lines contain none, so
+# most processes need not import ``secret_words``, which would take a few milliseconds.
 _HINTS = (
     # Parts of the names of options, variables and headers.
     *("key", "token", "secret", "pass", "pwd", "cred", "bearer", "auth", "cookie", "jwt", "otp"),

@@ -35,10 +35,10 @@ def settle_vector_functions(torch: Any) -> None:
     """Call each function once in one thread, so that MKL chooses the right kernels.
 
     MKL chooses a function's kernel in the first call. torch divides a tensor among its threads, so
-    several threads may make the first call at the same time. oneMKL 2024 may then give one of them
-    a kernel with only 4 correct digits (pytorch#188792). On a busy machine, this happened in about
-    one of sixty resumed processes: in Adam's first step, the square roots of half a matrix were
-    wrong.
+    several threads may make the first call at the same time. One of these threads may then get a
+    kernel with only 4 correct digits (oneMKL 2024, pytorch#188792). On a busy machine, this
+    happened in about one of sixty resumed processes: in Adam's first step, the square roots of half
+    a matrix were wrong.
 
     Args:
         torch: The torch module, which ``core`` never imports itself.

@@ -114,9 +114,9 @@ def difference_at_start(reference: Reference, segment: Segment, place: int) -> R
 def remaining_parts(expected: RecordedStep, step: RecordedStep) -> RecordedStep:
     """Return what remains of an expected step if the attempt resumed in the middle of it.
 
-    An attempt may resume in the middle of a gradient accumulation. Its first step then consists
-    only of the last parts (model calls) of the expected step. If `step` does not have the data of
-    these parts, the expected step is returned unchanged.
+    An attempt may resume in the middle of a gradient accumulation. The attempt's first step then
+    consists only of the last parts (model calls) of the expected step. If `step` does not have the
+    data of these parts, the expected step is returned unchanged.
     """
     count = len(step.inputs)
     if not 0 < count < len(expected.inputs):

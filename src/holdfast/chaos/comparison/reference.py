@@ -93,8 +93,8 @@ class Reference:
     def locate(self, segment: Segment, reached: int) -> ResumePoint:
         """Return the place of the undisturbed run at which an attempt continues.
 
-        This is the place with the same weights. If there is none, it is the place with nearly the
-        same weights or, failing that, the place with the same data.
+        The attempt continues at the place with the same weights. If there is none, use the place
+        with nearly the same weights or, failing that, the place with the same data.
 
         Args:
             segment: The records of the attempt, including at least one step.

@@ -1,7 +1,7 @@
 """Compare the contents of a trial's last saves with those of the undisturbed run.
 
-This finds differences that do not show in any step, such as an average of the weights that was not
-restored.
+The comparison finds differences that do not show in any step, such as an average of the weights
+that was not restored.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ def shift(seconds: int) -> None:
         _use_current_time(name, position=0, now=time.time)
     _use_current_time("asctime", position=0, now=time.localtime)
     _use_current_time("strftime", position=1, now=time.localtime)
-    # `date.today` and `datetime.today` call `time.time`. `now` and `utcnow` are replaced in the
-    # existing class, to which extension modules hold pointers. Its attributes cannot be assigned,
-    # so its dictionary is changed.
+    # `date.today` and `datetime.today` call `time.time`. `now` and `utcnow` must be replaced in the
+    # existing class, because extension modules hold pointers to the class. Python does not allow
+    # assignment to attributes of this class, so change the dictionary of the class.
     class_dict = gc.get_referents(dt.datetime.__dict__)[0]
     class_dict["now"] = classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz))
     class_dict["utcnow"] = classmethod(

@@ -130,7 +130,8 @@ class Injector:
     def _terminate_command(self) -> None:
         """Ask the command to exit, as a scheduler does.
 
-        Only the command itself receives the signal. It decides which of its processes to notify.
+        Only the command itself receives the signal. The command decides which of its processes to
+        notify.
         """
         command = int((self._folder / COMMAND_FILE).read_text())
         os.kill(command, signal.SIGTERM)
@@ -146,7 +147,7 @@ class Injector:
     def _use_up_memory(self) -> None:
         """Allocate more memory than the machine has.
 
-        The resulting error comes from torch's own allocator. It is raised during `backward`.
+        torch's own allocator raises the error, and it does so during `backward`.
         """
         torch: Any = sys.modules["torch"]
         device = "cuda" if torch.cuda.is_initialized() else "cpu"

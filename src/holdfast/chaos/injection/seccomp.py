@@ -4,8 +4,8 @@ A training process calls `ask_before` to set a seccomp filter. From then on, the
 each of its writes (or reads) until the campaign has decided about the call. The campaign's
 `Refuser` inspects the file, and then lets the call fail or continue.
 
-The filter needs Linux 5.7 and no privileges. It sees only numbers and addresses, but no paths and
-no file sizes, so `Refuser` looks these up. The constants are from ``linux/seccomp.h``,
+The filter needs Linux 5.7 and no privileges. A filter sees only numbers and addresses, but no paths
+and no file sizes, so `Refuser` looks these up. The constants are from ``linux/seccomp.h``,
 ``linux/audit.h``, ``linux/filter.h`` and ``linux/prctl.h``, and the numbers of system calls are
 from ``asm/unistd.h``.
 """
@@ -123,7 +123,7 @@ def _socket_address(folder: Path) -> Iterator[str]:
 def ask_before(calls: Calls, folder: Path) -> None:
     """Make the kernel ask a `Refuser` before each write or read of this process.
 
-    This applies to all threads and future children of the process, and cannot be undone.
+    The filter applies to all threads and future children of the process, and cannot be removed.
 
     Args:
         calls: The kind of system calls to ask about.
@@ -194,12 +194,12 @@ def _set_filter(architecture: Architecture, instructions: list[tuple[int, int, i
 class Refuser:
     """Decides whether suspended system calls of an attempt fail, and counts the refused calls.
 
-    It runs in a thread of the campaign.
+    A `Refuser` runs in a thread of the campaign.
 
     Args:
-        folder: The trace folder of the attempt. It will contain the socket to which processes
-            connect.
-        plan: The plan of the attempt. Its injection has an `errno`, and either an
+        folder: The trace folder of the attempt, in which to create the socket that processes
+            connect to.
+        plan: The plan of the attempt. The plan's injection has an `errno`, and either an
             `unreadable_file`, whose reads fail, or `size_bytes`, beyond which files in the
             workplace cannot grow.
     """

@@ -1,8 +1,9 @@
 """Digests of a training run's state and data, to compare two runs bit for bit.
 
-A digest has 16 hexadecimal digits. It covers every bit of a small tensor, and sums over all bits of
-a large tensor. Computing a digest draws no random numbers and adds nothing to the autograd graph.
-This module does not import torch: callers pass the module that the observed script has imported.
+A digest has 16 hexadecimal digits. It is computed from every bit of a small tensor, and from sums
+over all bits of a large tensor. Computing a digest draws no random numbers and adds nothing to the
+autograd graph. This module does not import torch: callers pass the module that the observed script
+has imported.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any
 
 # Every byte of a tensor up to this size is hashed, which takes about as long as a kernel launch.
 SMALL_TENSOR_BYTES = 1 << 15
-# Number of sums over a large tensor. Because there is more than one, swapping two parts of the
-# tensor changes the digest.
+# How many sums represent a large tensor. With more than one sum, swapping two parts of the tensor
+# changes the digest.
 SUMS_PER_TENSOR = 64
 # Limits for nested values and for objects that refer to each other.
 MAX_DEPTH = 12

@@ -30,7 +30,7 @@ NO_FOLDER_DESCRIPTOR = (-1, None)
 class FileAudit:
     """Records accesses to files that matter to a trial.
 
-    It writes records of these kinds to the trace, once for each path:
+    The audit writes records of these kinds to the trace, once for each path:
 
     - ``outside``: a path outside of the workplace was written.
     - ``read``: before its first step, the script read a file that was written in this trial, such

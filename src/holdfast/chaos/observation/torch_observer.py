@@ -68,7 +68,7 @@ class PendingStep:
 
 @dataclass(slots=True, kw_only=True)
 class ProcessProgress:
-    """Counters and flags about what this process has done. A forked process starts afresh."""
+    """Counters and flags about what this process has done. A forked process gets a new instance."""
 
     saves: int = 0
     evaluations: int = 0

@@ -29,7 +29,7 @@ class TrainedModels:
         self._digests = digests
         # Weak references to all optimizers that were created, including those created before a
         # fork.
-        self._made: list[Any] = []
+        self._created: list[Any] = []
         self.restart()
 
     def restart(self) -> None:
@@ -45,7 +45,7 @@ class TrainedModels:
 
     def add_optimizer(self, optimizer: Any) -> list[Any]:
         """Register a new optimizer and return the root modules that it trains."""
-        self._made.append(weakref.ref(optimizer))
+        self._created.append(weakref.ref(optimizer))
         return find_root_modules(self._torch, optimizer)
 
     def note_call(self, module: Any) -> None:
@@ -160,7 +160,7 @@ class TrainedModels:
         """Return the identities of the parameters of all existing optimizers."""
         return {
             id(parameter)
-            for reference in self._made
+            for reference in self._created
             for group in getattr(reference(), "param_groups", ())
             for parameter in group["params"]
         }

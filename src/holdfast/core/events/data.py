@@ -22,9 +22,9 @@ class EventData:
     """The content of one kind of event.
 
     A subclass declares its facts as annotated fields, which become keyword arguments, and returns a
-    sentence about them from ``__str__``. It is registered in `KINDS` under its `kind`. By default
-    this is the name of the class in snake case, such as ``"roll_back"``. A base class of several
-    kinds sets `kind` to an empty string and is not registered.
+    sentence about them from ``__str__``. The subclass is registered in `KINDS` under its `kind`,
+    which by default is the name of the class in snake case, such as ``"roll_back"``. A base class
+    of several kinds sets `kind` to an empty string and is not registered.
 
     Instances behave like frozen dataclasses. The methods that `dataclass` would generate are
     written once here, because generating them for 100 classes takes ten times as long. Defaults

@@ -75,7 +75,7 @@ class Grow(Decision):
 class SkipStep(Decision):
     """Skip this batch and restore the state from before it.
 
-    `epoch` and `batch` identify the batch. They are None if the guard does not count batches.
+    `epoch` and `batch` identify the batch; both are None if the guard does not count batches.
     """
 
     epoch: int | None = None

@@ -106,8 +106,8 @@ class Signal(EventData):
 class VerdictReached(EventData):
     """The supervisor determined why an attempt ended.
 
-    `verdict` is the content of ``verdict.json``. It is recorded here too, because on a full disk
-    that file cannot be written.
+    `verdict` is the content of ``verdict.json``, which is recorded here too, because that file
+    cannot be written if the disk is full.
     """
 
     kind: ClassVar[str] = "verdict"
@@ -253,7 +253,7 @@ class ProcessContinued(EventData):
 
 
 class WatchdogSuspended(EventData):
-    """The machine was suspended. That time does not count toward any limit."""
+    """The machine was suspended. The time of the suspension does not count toward any limit."""
 
     seconds: float
 

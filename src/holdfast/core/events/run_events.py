@@ -145,8 +145,8 @@ class PositionNotKept(WithReason):
 class ResumeMayDiffer(WithReason):
     """A resumed run may differ from an uninterrupted one.
 
-    Its batches, their augmentation or the learning rate may be different. `why` is the resume
-    promise that still holds.
+    The batches, their augmentation or the learning rate may be different. `why` is the resume
+    promise that still applies.
     """
 
     summary = "a resumed run may differ from an uninterrupted one; resume promise"
@@ -325,8 +325,9 @@ class OwnCollectives(EventData):
 
     count: int
     why: str = (
-        "if a rank runs out of memory before such a collective, all ranks end (H401); a rank cannot"
-        " split or recompute on its own; and NaN is traced only up to the first such collective"
+        "if a rank runs out of memory before such a collective, all ranks stop with H401; a rank"
+        " cannot split or recompute on its own; and NaN is traced only up to the first such"
+        " collective"
     )
 
     def __str__(self) -> str:
@@ -472,7 +473,10 @@ class PruneFailed(Failed):
 
 
 class NotSaved(EventData):
-    """The run ended with unsaved steps. `error` says why the last save failed, if it did."""
+    """The run ended with unsaved steps.
+
+    `error` says why the last save failed. It is None if no save failed.
+    """
 
     newest_checkpoint: int | None
     failed_saves: int
@@ -931,7 +935,7 @@ class SampleQuarantined(WithReason):
     """A bad sample was quarantined: the loader replaces it with another sample from now on.
 
     `quarantined` is the number of all quarantined samples. `not_written` says why the list of
-    quarantined samples could not be written, if so.
+    quarantined samples could not be written; it is None if the list was written.
     """
 
     sample: int | str

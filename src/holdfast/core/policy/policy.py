@@ -133,11 +133,11 @@ class Policy:
     clip_by: kinds.ClipBy = "global"
     """The gradients over which the norm is computed: all gradients of the step (``"global"``, which
     preserves their direction), the gradients of each ``"optimizer"``, or the gradients of each
-    parameter ``"group"`` of each optimizer. These are different algorithms."""
+    parameter ``"group"`` of each optimizer. Each choice is a different algorithm."""
 
     provenance: kinds.Flag = True
     """Whether a step with NaN or Inf is replayed to find the operation, module, parameter and
-    sample that caused it. This costs nothing until such a step occurs."""
+    sample that caused it. Steps without NaN or Inf cost nothing extra."""
 
     drop_nonfinite_samples: kinds.Flag = False
     """Whether a step with NaN or Inf is repeated without the samples that caused it, if these
@@ -192,7 +192,7 @@ class Policy:
     save_interval_minutes: kinds.Limit = None
     """The longest time from one checkpoint to the next, in minutes, regardless of
     ``save_interval_steps``. A save is due at the first step after that time. None: no such limit.
-    This corresponds to SpeechBrain's ``ckpt_interval_minutes``."""
+    The field corresponds to SpeechBrain's ``ckpt_interval_minutes``."""
 
     async_save: kinds.Flag = True
     """Whether checkpoints are written while training continues, from a copy of the state in host

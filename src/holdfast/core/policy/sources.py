@@ -28,7 +28,7 @@ PREFIX = "HOLDFAST_"
 # The key that names a preset. Values from any other source override those of the preset.
 PRESET = "preset"
 
-# More than any policy file needs.
+# Limits on the size and the nesting of a policy file, far above what one needs.
 _MAX_FILE_BYTES = 64 << 10
 _MAX_DEPTH = 8
 # Longer messages of the YAML parser are cut.
