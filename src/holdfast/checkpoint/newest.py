@@ -139,7 +139,7 @@ def move_aside(checkpoint: Path) -> Path:
 def nothing_verifies(folder: Path, count: int, why: str) -> CheckpointError:
     """Return an H312 error for a folder in which every checkpoint is damaged."""
     return CheckpointError(
-        f"none of the {counted(count, 'checkpoint')} in {folder} can be verified ({why})",
+        f"no checkpoint in {folder} can be verified ({counted(count, 'checkpoint')} found: {why})",
         limit="starting from scratch without an error would hide the loss",
         fix=(
             "restore a copy of this folder, or choose another folder to start from scratch on"
