@@ -189,7 +189,7 @@ class QuarantineLedger:
     def _too_many(self, what: str) -> LoaderError:
         return LoaderError(
             what,
-            limit=f"quarantine={self._share:g} allows at most {self.limit}",
+            limit=f"quarantine={self._share:g} allows {self.limit}",
             fix=(
                 "repair the data, or raise quarantine= if you can train without these samples."
                 " `holdfast quarantine RUN_DIR` shows the evidence and can release samples."

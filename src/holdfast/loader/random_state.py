@@ -281,8 +281,8 @@ class LazySeeding:
 class SeededGenerator(torch.Generator):
     """A torch generator that can be pickled, but without its state.
 
-    The generator is seeded before each use, so workers do not need its state. torch's own generator
-    cannot be pickled, so a worker that receives one would fail.
+    The generator is seeded before each use, so workers do not need its state. A worker that is
+    spawned with a plain torch generator exits, because it cannot unpickle the generator's state.
     """
 
     def __reduce__(self) -> Any:

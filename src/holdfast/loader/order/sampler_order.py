@@ -217,7 +217,7 @@ class SamplerOrder:
         elif "changed_by_others" in state:
             raise cannot_restore(
                 self._sampler,
-                "was changed by the loop between epochs, and checkpoints do not contain such changes",
+                "was changed by the loop between epochs, and checkpoints do not save such changes",
             )
         elif self._stateful is None:
             raise cannot_restore(
