@@ -277,6 +277,6 @@ def _is_unweighted(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _is_column_against_row(predicted: Tensor, data: Tensor) -> bool:
-    """Return whether shapes ``(N, 1)`` and ``(N,)`` are broadcast to ``(N, N)``, in either order."""
+    """Return whether shapes ``(N, 1)`` and ``(N,)``, in any order, are broadcast to ``(N, N)``."""
     row, column = sorted((tuple(predicted.shape), tuple(data.shape)), key=len)
     return len(row) == 1 and row[0] > 1 and column == (*row, 1)
