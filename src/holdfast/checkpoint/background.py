@@ -22,7 +22,7 @@ from holdfast.core.threads import start_thread
 _Result = TypeVar("_Result")
 # torch splits larger reductions across threads (at::internal::GRAIN_SIZE is 32768). That would take
 # threads away from training, and OpenMP threads do not survive a fork of loader workers.
-_MOST_ELEMENTS = 32_767
+_MAX_ELEMENTS = 32_767
 _THREAD_NAME = "holdfast-writer"
 _POLL_SECONDS = 0.02
 
@@ -106,7 +106,7 @@ def nonfinite_copies(
     chunks = [
         (name, chunk)
         for name, tensor in named
-        for chunk in torch.split(tensor.reshape(-1), _MOST_ELEMENTS)
+        for chunk in torch.split(tensor.reshape(-1), _MAX_ELEMENTS)
     ]
     names, _ = nonfinite_tensors(chunks, most=len(chunks))
     # A tensor with several bad chunks is listed several times.

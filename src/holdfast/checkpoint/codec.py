@@ -126,8 +126,8 @@ class Encoder:
         return {_TAG: kind, "name": self._keep(tensor, place), **_layout(tensor)}
 
     def _sparse(self, tensor: torch.Tensor, place: _Place) -> Any:
-        # Stored exactly as in memory, because the order of the entries, and whether they are
-        # coalesced, affects how later sums are rounded.
+        # Stored exactly as in memory. Both the order of the entries and whether they are coalesced
+        # affect how later sums are rounded.
         return {
             _TAG: "sparse_tensor",
             "indices": self.encode(tensor._indices(), (*place, "indices")),
@@ -139,7 +139,7 @@ class Encoder:
     def _as_bytes(self, tensor: torch.Tensor, place: _Place) -> Any:
         """Encode a tensor whose one-byte dtype, such as AMD's float8, is not in the format."""
         if tensor.layout != torch.strided or tensor.is_meta:
-            raise self._unsupported(f"a {tensor.dtype} tensor without values in one piece", place)
+            raise self._unsupported(f"a {tensor.dtype} tensor that is not dense", place)
         stored = tensor.view(torch.uint8)
         return {
             _TAG: "bytes_tensor",

@@ -98,8 +98,7 @@ class IntervalChooser:
         Args:
             stall_seconds: How long the save blocked the training loop.
             seconds: How long the save took in total.
-            cpu_seconds: CPU time of the save's writer, if it competes with training for cores; else
-                0.
+            cpu_seconds: CPU time of the save's writer if it competes with training for cores, or 0.
         """
         self._cpu_seconds.append(cpu_seconds)
         self.costs.append(SaveCost(stall_seconds=stall_seconds, seconds=seconds))

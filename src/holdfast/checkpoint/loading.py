@@ -19,7 +19,7 @@ from holdfast.checkpoint.store import Entry
 from holdfast.checkpoint.tensor_files import SUFFIX, Share, is_saved_as, read_tensors
 from holdfast.core.files import read_file
 
-_MOST_STATE_BYTES = 1 << 30
+_MAX_STATE_BYTES = 1 << 30
 # The beginnings of torch's out-of-memory messages.
 _OUT_OF_MEMORY = ("[enforce fail", "CUDA out of memory")
 
@@ -90,7 +90,7 @@ def read_state(entry: Entry) -> dict[str, Any]:
         CheckpointError: H311 if the file is not JSON.
         OSError: The file cannot be read.
     """
-    data = read_file(entry.path / STATE_FILE, _MOST_STATE_BYTES)
+    data = read_file(entry.path / STATE_FILE, _MAX_STATE_BYTES)
     with reading(entry.path):
         return dict(json.loads(data))
 
@@ -98,11 +98,11 @@ def read_state(entry: Entry) -> dict[str, Any]:
 def same_tensors(entry: Entry, component: str, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Return whether a checkpoint already contains these tensors, by comparing digests.
 
-    The component may contain further tensors. Reads each tensor once, but only the manifest of the
-    checkpoint.
+    The component may contain further tensors. This reads each tensor once. Of the checkpoint, it
+    only reads the manifest.
 
     Raises:
-        HoldfastError: As `read_manifest`.
+        HoldfastError: See `read_manifest`.
     """
     if not tensors:
         return True

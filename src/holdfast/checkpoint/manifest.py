@@ -1,8 +1,10 @@
-"""The manifest of a checkpoint, with a digest for every byte of every file. No torch.
+"""The manifest of a checkpoint, with a digest for every byte of every file.
 
 The manifest has two lines: a JSON object, and the SHA-256 of the first line. It is written last, so
 a checkpoint is complete if its manifest is valid. The manifest is inside the checkpoint if that is
 a folder, and next to the checkpoint if that is a file.
+
+This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Find the newest intact checkpoint, written by holdfast or by a framework. No torch."""
+"""Find the newest intact checkpoint, written by holdfast or by a framework.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _TEMPORARY = frozenset(
         errno.EHOSTUNREACH,
     }
 )
-_LONGEST_DETAIL = 200
+_MAX_DETAIL_LENGTH = 200
 
 
 def damaged(checkpoint: Path, why: str) -> CheckpointError:
@@ -132,7 +132,7 @@ def reading(checkpoint: Path, component: str = "") -> Iterator[None]:
 
 def describe(error: BaseException) -> str:
     """Return an exception's type and its shortened message."""
-    return f"{type(error).__name__}: {str(error)[:_LONGEST_DETAIL]}"
+    return f"{type(error).__name__}: {str(error)[:_MAX_DETAIL_LENGTH]}"
 
 
 def _aside(checkpoint: Path) -> Path:

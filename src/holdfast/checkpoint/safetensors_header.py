@@ -1,7 +1,9 @@
-"""Read where each tensor is in a safetensors file. No torch.
+"""Read where each tensor is in a safetensors file.
 
 A safetensors file consists of the header's length (8 bytes), the header as JSON, and the bytes of
 the tensors. The format is specified at https://github.com/huggingface/safetensors#format.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 from holdfast.core.files import open_to_read
 
 # Maximum size of a header according to the format.
-_MOST_HEADER_BYTES = 100 * 10**6
+_MAX_HEADER_BYTES = 100 * 10**6
 _LENGTH = struct.Struct("<Q")
 # Header key that the format reserves for metadata.
 METADATA = "__metadata__"
@@ -41,7 +43,7 @@ def tensor_places(path: Path) -> tuple[int, list[TensorPlace]]:
     """
     with open_to_read(path) as file:
         (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-        header = json.loads(file.read(min(length, _MOST_HEADER_BYTES)))
+        header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
     start = _LENGTH.size + length
     places = []
     for name, entry in header.items():

@@ -52,7 +52,10 @@ class Writers:
         return [work()]
 
     def first(self, work: Callable[[], _T]) -> _T:
-        """Run `work` in the first process and return its result, or raise its error, in all."""
+        """Run `work` in the first process, and return its result to all processes.
+
+        An error is also raised in all of them.
+        """
         return work()
 
 
@@ -171,7 +174,7 @@ def snapshot(
             tensors.
 
     Raises:
-        CheckpointError: H310, as `encode`.
+        CheckpointError: H310, see `encode`.
     """
     encoded = components if isinstance(components, Encoded) else encode(components)
     if buffers is None:

@@ -1,9 +1,11 @@
-"""Seal a checkpoint that a framework wrote: add a manifest with digests. No torch.
+"""Seal a checkpoint that a framework wrote: add a manifest with digests.
 
 For holdfast's own checkpoints, digests are computed from the tensors in memory (see ``saver``). A
 framework's checkpoint is sealed in two steps. Before the framework writes, its folder is marked as
 unfinished; afterwards, every file is flushed and read once to compute its digest. Errors that occur
 between memory and disk are therefore not detected.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def check(checkpoint: Path) -> None:
     """Verify a checkpoint before it is loaded, unless it was written without holdfast.
 
     Raises:
-        HoldfastError: As `verify`.
+        HoldfastError: See `verify`.
     """
     if is_sealed(checkpoint) or is_unfinished(checkpoint):
         verify(checkpoint)

@@ -1,6 +1,6 @@
 """The folder that contains a run's checkpoints: commit, list, find the newest good one, prune.
 
-No torch.
+This module does not import torch. The folder has three kinds of entries:
 
     000012-step00000600/          a complete checkpoint, renamed to this after all files were
                                   verified and flushed
@@ -89,7 +89,7 @@ class Store:
                 and None is returned if none of them verifies.
 
         Raises:
-            HoldfastError: As `holdfast.checkpoint.newest.newest_good`.
+            HoldfastError: See `holdfast.checkpoint.newest.newest_good`.
         """
         entries = {entry.path: entry for entry in self.entries()}
         if before_step is not None:

@@ -1,4 +1,7 @@
-"""Verify a checkpoint against its manifest, byte by byte. No torch."""
+"""Verify a checkpoint against its manifest, byte by byte.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def verify(checkpoint: Path) -> Manifest:
     Raises:
         CheckpointError: H311 if the checkpoint is damaged or was never sealed. For damaged bytes,
             the error names the file, the tensor and both digests.
-        RunDirectoryError: H303 or H307, as `read_manifest`.
+        RunDirectoryError: H303 or H307, see `read_manifest`.
     """
     manifest = read_manifest(checkpoint)
     for name, extents in manifest.files.items():

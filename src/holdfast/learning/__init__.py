@@ -1,4 +1,4 @@
-"""Diagnose why a run does not learn: API misuse, and badly scaled updates, inputs or gradients.
+"""Diagnose why a run does not learn, from usage errors to badly scaled updates and inputs.
 
 Entry points: `watch.watch` for any training loop; `observer.Observer`, which `watch` and the guard
 use; `alignment.report_alignment` for speech synthesis; `learning_rate.advise_learning_rate`.

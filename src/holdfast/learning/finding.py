@@ -1,4 +1,4 @@
-"""`Finding`: a problem that the diagnosis has found in a run, and the order in a report.
+"""`Finding`: a problem that the diagnosis has found in a run, and the order of findings.
 
 Causes come before symptoms. If another finding explains a symptom, the symptom is reported last, as
 a note. This avoids reporting the same mistake several times, because many different mistakes lead
@@ -63,9 +63,8 @@ class Finding:
 
     Args:
         rule: Id of the rule, such as ``"H811"``. `holdfast explain H811` shows its page.
-        severity: ``"error"`` if the run cannot be correct, because an API is misused. ``"advice"``
-            for a very likely mistake. ``"note"`` for information about something that is often
-            intended.
+        severity: ``"error"`` if the run cannot be correct. ``"advice"`` for a very likely mistake.
+            ``"note"`` for a fact that is worth knowing but often intended.
         kind: Whether the rule reports a cause, or a symptom that may have several causes.
         confidence: The share of this rule's reports that are correct, from 0 to 1. Measured if
             there is data, otherwise estimated.

@@ -25,8 +25,8 @@ from holdfast.learning.observations import ObservedLayer
 COMPARED_ELEMENTS = 1024
 # Number of compared steps that count as the start of training.
 FIRST_STEPS = 12
-# Number of values kept in a parameter's history: the first ones, which show the start of training,
-# and in total.
+# A parameter's history keeps its first values, which show the start of training, and its newest
+# values, up to a maximum length.
 FIRST_VALUES = 30
 MAX_VALUES = 120
 # Maximum number of names of parameters with NaN or Inf.

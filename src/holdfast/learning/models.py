@@ -160,7 +160,7 @@ class ModelObserver:
         ]
 
     def _mode_dependent(self) -> dict[str, nn.Module]:
-        """Return the modules that behave differently in training mode by name."""
+        """Return the modules that behave differently in training mode, by name."""
         return {
             name: module
             for name, module in self.module.named_modules()
@@ -231,7 +231,7 @@ def normalizes_input(module: nn.Module) -> bool:
 
 
 def _is_dense_number(tensor: torch.Tensor) -> bool:
-    """Return whether `torch.isfinite` supports a tensor, which excludes float8 and sparse ones."""
+    """Return whether `torch.isfinite` supports a tensor. Float8 and sparse tensors are excluded."""
     return can_be_measured(tensor) and tensor.layout is torch.strided and tensor.element_size() > 1
 
 

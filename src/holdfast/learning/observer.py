@@ -220,7 +220,7 @@ class Observer:
             for model in self._models.values():
                 yield model.module.register_forward_hook(Hook(self._after_forward))
 
-    # --- what hooks and the function mode see ---------------------------------------------------
+    # --- observations by hooks and the function mode --------------------------------------------
 
     @_contain_errors
     def _before_forward(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -280,8 +280,7 @@ class Observer:
         Args:
             name: Name of the optimizer.
             closure: Whether `step` was called with a closure.
-            norms: Returns gradient norms from before clipping by parameter id, if the caller knows
-                them.
+            norms: If given, returns the gradient norms before clipping, by parameter id.
         """
         optimizer = self._optimizers[name]
         optimizer.begin_step(closure=closure)

@@ -19,7 +19,8 @@ from holdfast.learning.observations import ObservedOptimizer, ObservedScheduler
 CHECKED_STEPS = 8
 # Maximum number of losses to keep. If there are more, every second loss is dropped.
 MAX_LOSSES = 800
-# Number of gradient norms to keep: the first ones, which show the start of training, and in total.
+# The history of gradient norms keeps the first norms, which show the start of training, and the
+# newest norms, up to a maximum length.
 FIRST_NORMS = 30
 MAX_NORMS = 400
 # A learning rate counts as practically 0, or as low, if it is below this fraction of the largest

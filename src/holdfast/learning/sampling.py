@@ -44,9 +44,8 @@ EXAMINED = SamplingDensity(first_rounds=6, one_in=40, later_one_in=160)
 def is_selected(step: int, optimizers: int, density: SamplingDensity) -> bool:
     """Return whether a step is selected.
 
-    All of the first rounds are selected, then an irregular subset.
-
-    Every examined step is also sampled.
+    All of the first rounds are selected, and later an irregular subset. Every examined step is also
+    sampled.
 
     Args:
         step: Number of the step, counting the steps of all optimizers.

@@ -5,8 +5,8 @@ Entry points:
 - `loader.DataLoader`: a drop-in for torch's loader that resumes exactly.
 - `splitting`: splits a batch into micro-batches.
 - `random_state`: captures and restores the random state of the process.
-- `foreign`: other libraries' loaders: whether a run can resume with one exactly, and the state that
-  the loader carries from epoch to epoch.
+- `foreign`: determines whether a run can resume exactly with another library's loader, and finds
+  the state that such a loader carries from epoch to epoch.
 
 Contents:
 

@@ -36,8 +36,8 @@ def check_arguments(
         dataset: The user's dataset.
         args: Torch's positional arguments after the dataset.
         kwargs: Torch's keyword arguments.
-        seed: As `DataLoader`.
-        quarantine: As `DataLoader`.
+        seed: See `DataLoader`.
+        quarantine: See `DataLoader`.
 
     Raises:
         TypeError: torch's loader does not accept these arguments.
@@ -116,7 +116,7 @@ def _check_own_arguments(seed: Any, quarantine: Any) -> None:
         raise _unusable(
             f"quarantine={quarantine!r}",
             limit="quarantine must be a fraction of the samples or a number of samples",
-            fix="pass for example 0.001 or 5, or 0 to quarantine no samples.",
+            fix="pass a value such as 0.001 or 5, or 0 to turn off the quarantine.",
         )
 
 
@@ -196,7 +196,7 @@ def check_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise _unusable(
             f"rank={rank}, world_size={world_size}",
-            limit="both must be given, and ranks count from 0",
+            limit="rank and world_size must be passed together, and ranks count from 0",
             fix="pass both, with rank < world_size, or pass neither.",
         )
     return rank, world_size
@@ -237,7 +237,7 @@ def plan_batches(
         loader: The `DataLoader`, after torch's ``__init__`` has run and its seed is set.
         arguments: Torch's arguments by name.
         ranks: This rank and the number of ranks.
-        repeats: As `DataLoader`.
+        repeats: See `DataLoader`.
         ranks_were_passed: Whether the user passed ``rank`` and ``world_size``.
 
     Raises:

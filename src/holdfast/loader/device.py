@@ -53,9 +53,9 @@ def _find_problem(target: torch.device) -> str:
         # A device without a backend, such as "meta", has no module.
         return ""
     if hasattr(module, "is_available") and not module.is_available():
-        return "torch finds no such device"
+        return "torch does not find this device"
     if target.index is not None and target.index >= module.device_count():
-        return f"only {module.device_count()} exist, numbered from 0"
+        return f"there are only {module.device_count()} such devices, numbered from 0"
     return ""
 
 

@@ -503,7 +503,7 @@ class DataLoader(TorchDataLoader[Any]):
 
         This never moves the loader back to an earlier epoch; use `go_to` for that. If you load a
         position at the end of an epoch and do not call this method, the first iteration yields no
-        batches, because none of that epoch are left.
+        batches, because that epoch has none left.
         """
         self._host_epochs.named = int(epoch)
 

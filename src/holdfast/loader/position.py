@@ -15,8 +15,8 @@ class LoaderPosition(NamedTuple):
     """The position of a loader in an epoch, after a batch.
 
     Args:
-        consumed: Number of samples returned on all ranks so far. For a batch sampler or a stream,
-            the number of batches.
+        consumed: Number of samples returned so far, on all ranks together. For a batch sampler or a
+            stream, the number of batches.
         indices: Dataset indices of the samples in the batch, or None if unknown.
         stream: The position in each part of a stream. Must not be modified. (A read-only view could
             not be pickled.)

@@ -1,9 +1,11 @@
-"""The ledger of quarantined samples, with the epoch and the evidence for each. No torch.
+"""The ledger of quarantined samples, with the epoch and the evidence for each.
 
 The ledger is a JSON file next to the run's checkpoints, so it survives rollbacks and restarts. A
 loader that is not part of a run keeps the ledger in memory. A sample is only replaced from the
 epoch in which it was quarantined, so that repeating an earlier epoch yields the same samples as
 before.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _FORMAT = 1
 _EVIDENCE_CHARACTERS = 2000
 
 # Maximum size of a ledger file.
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 
 # In the year 6325. A later time means that the file is damaged, and `datetime` may not support it.
 _LATEST_SECONDS = 2**37
@@ -130,9 +132,9 @@ class QuarantineLedger:
 
         Args:
             index: Dataset index.
-            kind: As `Quarantined`.
-            epoch: As `Quarantined`.
-            evidence: As `Quarantined`.
+            kind: See `Quarantined`.
+            epoch: See `Quarantined`.
+            evidence: See `Quarantined`.
 
         Returns:
             The event to report, or None if the sample is already quarantined.
@@ -255,7 +257,7 @@ def read_ledger(path: Path) -> dict[Any, Quarantined]:
         LoaderError: H617 if the file is not a valid ledger.
     """
     try:
-        entries = _parse(read_file(path, _MOST_BYTES))
+        entries = _parse(read_file(path, _MAX_BYTES))
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:

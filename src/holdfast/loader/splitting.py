@@ -312,7 +312,7 @@ def _size(path: str, leaf: Any, how: SplitSpec) -> int | None:
     if not -leaf.ndim <= how < leaf.ndim:
         raise BatchError(
             f"{path} has shape {tuple(leaf.shape)}",
-            limit=f"split= has dimension {how} for it",
+            limit=f"split= has dimension {how} for this value",
             fix=(
                 f"pass a dimension from 0 to {leaf.ndim - 1}, or None if all micro-batches share"
                 " the whole value."

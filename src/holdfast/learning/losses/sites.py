@@ -115,8 +115,8 @@ class LossSite:
 class LossSites:
     """The loss sites of one run.
 
-    A site is identified by its loss function and by the number of the call among the calls of that
-    function in a pass.
+    A site is identified by its loss function and by its number among that function's calls in a
+    pass.
     """
 
     def __init__(self) -> None:

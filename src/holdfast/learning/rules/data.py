@@ -57,8 +57,8 @@ def labels_not_mixed(run: Observations, rule: LearningRule) -> Iterator[Finding]
     for name, loss in run.losses.items():
         if has_few_labels(loss):
             yield rule.finding(
-                f"batches contain {loss.distinct_labels:.1f} distinct labels on average, but with"
-                f" shuffled data it would be {loss.expected_labels:.1f}",
+                f"batches contain {loss.distinct_labels:.1f} distinct labels on average, but"
+                f" shuffled batches would contain {loss.expected_labels:.1f}",
                 "shuffle the data with DataLoader(..., shuffle=True).",
                 name,
             )

@@ -1,9 +1,9 @@
 """`LossProgress`: determine from a run's losses whether the run makes progress.
 
 The level of a loss is only meaningful if the objective is to minimize one loss. Otherwise, the
-progress is ``"unknown"``. Thresholds alone produce false alarms (in a test on 23 healthy runs, all
-but one of the published thresholds did). Rules therefore use this result, and report many causes
-only if the run makes no progress.
+progress is ``"unknown"``. Thresholds alone produce false alarms on healthy runs: in a test on 23
+runs, all but one of the published thresholds did. Many rules therefore report a cause only if the
+run makes no progress.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def parameters_in_no_optimizer(run: Observations, rule: LearningRule) -> Iterato
         share = model.outside_weights / max(1, model.weights)
         parameters = counted(model.outside_count, "trainable parameter")
         yield rule.finding(
-            f"{parameters} ({share:.0%} of the weights) not in any optimizer:"
+            f"no optimizer contains {parameters} ({share:.0%} of the weights):"
             f" {', '.join(model.outside)}",
             "pass them to the optimizer, or call requires_grad_(False) on them if they should stay"
             " frozen.",

@@ -24,8 +24,8 @@ LOST_WITH_LOW_RATE = 0.5
 LOST_BY_PERIOD = 0.2
 # A scheduler that completes more than this many periods in a run is stepped in the wrong unit.
 MAX_PERIODS = 3
-# Number of optimizer steps with exactly one scheduler step that shows that the scheduler is stepped
-# once per optimizer step.
+# After this many optimizer steps with exactly one scheduler step each, the scheduler is known to be
+# stepped once per optimizer step.
 MIN_ADVANCES = 3
 
 

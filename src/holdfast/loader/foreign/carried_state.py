@@ -26,9 +26,9 @@ from holdfast.loader.random_state import GENERATOR_TYPES
 from holdfast.loader.samplers import has_no_state, is_stateful, samplers_of, torch_loader_of
 
 # Limits of the search. Objects nested more deeply, or in longer containers, are assumed to be data.
-_MOST_LEVELS = 6
-_LONGEST_CONTAINER = 64
-_MOST_OBJECTS = 2000
+_MAX_LEVELS = 6
+_MAX_CONTAINER_LENGTH = 64
+_MAX_OBJECTS = 2000
 
 # Libraries that are not searched, because a user's dataset does not draw from generators in their
 # global variables.
@@ -95,7 +95,7 @@ def _generators_in_globals(values: Iterable[Any]) -> list[Any]:
     waiting = [function for value in values for function in _functions_of(value)]
     searched: set[int] = set()
     generators: list[Any] = []
-    while waiting and len(searched) < _MOST_OBJECTS:
+    while waiting and len(searched) < _MAX_OBJECTS:
         function = waiting.pop()
         if id(function) in searched or _is_of_library(function.__module__):
             continue
@@ -113,17 +113,17 @@ def _generators_among(values: Iterable[Any]) -> list[Any]:
     return [value for value in values if isinstance(value, GENERATOR_TYPES)]
 
 
-# --- objects that hold others ---------------------------------------------------------------------
+# --- attributes and containers --------------------------------------------------------------------
 
 
 def _reachable(values: Iterable[Any]) -> list[Any]:
     """Return values and the objects reachable from them, up to a limited depth, nearest first."""
     reached: dict[int, Any] = {}
     level = list(values)
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         next_level: list[Any] = []
         new_values = [value for value in level if id(value) not in reached]
-        for value in new_values[: _MOST_OBJECTS - len(reached)]:
+        for value in new_values[: _MAX_OBJECTS - len(reached)]:
             # The same object can occur twice in a level.
             if id(value) not in reached:
                 reached[id(value)] = value
@@ -138,9 +138,9 @@ def _parts_of(value: Any) -> Iterable[Any]:
     Long containers and arrays are assumed to contain data, so their contents are not returned.
     """
     if isinstance(value, Mapping):
-        return list(value.values()) if len(value) <= _LONGEST_CONTAINER else ()
+        return list(value.values()) if len(value) <= _MAX_CONTAINER_LENGTH else ()
     if isinstance(value, (list, tuple)):
-        return value if len(value) <= _LONGEST_CONTAINER else ()
+        return value if len(value) <= _MAX_CONTAINER_LENGTH else ()
     if isinstance(value, MethodType):
         return (value.__self__,)
     if isinstance(value, FunctionType):

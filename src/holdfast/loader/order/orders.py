@@ -36,7 +36,7 @@ _LARGEST_GROUP = 256
 _LARGEST_WINDOW = 8192
 
 # With a single window for all samples, the same samples would be neighbors in every epoch.
-_FEWEST_WINDOWS = 4
+_MIN_WINDOWS = 4
 
 # Number of values digested at a time, so that the whole array is never copied at once.
 _DIGEST_CHUNK = 2**20
@@ -188,7 +188,7 @@ class LengthBucketed(Order):
                 )
         largest_window = window
         if largest_window is None:
-            largest_window = min(_LARGEST_WINDOW, len(self) // _FEWEST_WINDOWS)
+            largest_window = min(_LARGEST_WINDOW, len(self) // _MIN_WINDOWS)
         self._group = group or _choose_group(largest_window)
         self._block_size = window or _whole_groups(largest_window, self._group)
 

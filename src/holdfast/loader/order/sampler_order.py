@@ -37,7 +37,7 @@ from holdfast.loader.random_state import isolated
 from holdfast.loader.samplers import is_stateful
 
 # Maximum number of entries in an epoch. They are kept in memory, at 40 bytes each.
-_MOST_ENTRIES = 10**8
+_MAX_ENTRIES = 10**8
 
 # Number of epochs whose entries are kept. One is not enough: a second iterator may draw another
 # epoch. When the first epoch is needed again, a sampler with an unknown source of randomness would
@@ -50,7 +50,8 @@ class Drawn(NamedTuple):
 
     Args:
         digest: Digest of the entries.
-        rank: The rank that the entries are for, or None if the sampler does not divide by ranks.
+        rank: The rank that the entries are for, or None if the sampler does not divide samples
+            among ranks.
     """
 
     digest: str
@@ -183,7 +184,7 @@ class SamplerOrder:
         self._digests.pop(epoch, None)
         self._state_before.pop(epoch, None)
 
-    # --- what is carried from epoch to epoch ------------------------------------------------------
+    # --- state carried from epoch to epoch --------------------------------------------------------
 
     def state_dict(self, epoch: int) -> dict[str, Any] | None:
         """Return the sampler's state for a position in an epoch, or None if it carries no state."""
@@ -300,7 +301,7 @@ class SamplerOrder:
         return drawn
 
     def _find_rank(self) -> int | None:
-        """Return the rank that the sampler draws for, or None if it does not divide by ranks."""
+        """Return the rank that the sampler draws for, or None if its entries are for all ranks."""
         for sampler in self._samplers():
             rank = getattr(sampler, "rank", None)
             if isinstance(rank, Integral):
@@ -321,12 +322,12 @@ def _check_length(sampler: Any) -> None:
             ),
             rule="H603",
         )
-    if len(sampler) > _MOST_ENTRIES:
+    if len(sampler) > _MAX_ENTRIES:
         raise LoaderError(
             f"sampler {name} yields {len(sampler):,} entries per epoch",
             limit=(
                 "all entries of an epoch are drawn at once, so that a resume gets the same order,"
-                f" and at most {_MOST_ENTRIES:,} fit into memory"
+                f" and at most {_MAX_ENTRIES:,} fit into memory"
             ),
             fix=(
                 "make epochs shorter, for example with num_samples=len(dataset), and end the run"

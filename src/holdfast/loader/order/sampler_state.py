@@ -24,7 +24,7 @@ _ADDED_ATTRIBUTES = ("set_epoch",)
 _PLAIN_TYPES = frozenset((bool, int, float, complex, str, bytes, type(None)))
 
 # Levels of nested samplers that are searched for objects to share between copies.
-_MOST_LEVELS = 4
+_MAX_LEVELS = 4
 
 
 class Fingerprint(NamedTuple):
@@ -70,7 +70,7 @@ def copy_sampler(sampler: Any, dataset: Any) -> Any | None:
     """
     shared = [dataset]
     inner = sampler
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         attributes = getattr(inner, "__dict__", {})
         for name, value in attributes.items():
             if name in (*_DATA_ATTRIBUTES, *_ADDED_ATTRIBUTES) or isinstance(

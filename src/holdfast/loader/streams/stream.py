@@ -321,8 +321,8 @@ class StreamSource(BatchSource):
 
     Args:
         settings: The stream's settings.
-        positions: As `BatchStream`. Updated as batches are returned.
-        turn: As `BatchStream`. Updated as batches are returned.
+        positions: See `BatchStream`. Updated as batches are returned.
+        turn: See `BatchStream`. Updated as batches are returned.
         workers: Number of workers, at least 1.
     """
 

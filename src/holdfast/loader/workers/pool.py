@@ -1,7 +1,7 @@
 """A pool of workers: a torch loader, its worker processes, and the thread that watches them.
 
-A pool is started, asked for batches and closed. If its workers are lost, it is abandoned instead. A
-pool never replaces a worker; `recovery` starts a new pool.
+A pool is started, makes batches and is closed. If its workers are lost, the pool is abandoned
+instead of closed. A pool never replaces a worker; `recovery` starts a new pool.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _recording_class(context_class: Any) -> Any:
         processes: StartedProcesses
         worker_start: _WorkerStart
 
-        # These two methods override methods of the context, so their names are given.
+        # This method and Queue override methods of the context, so their names are given.
         def Process(  # noqa: N802
             self, *, target: Callable[..., Any], args: Sequence[Any], **options: Any
         ) -> Any:

@@ -121,28 +121,28 @@ def choose_remedy(case: LossCase) -> WorkerRemedy:
 
 
 def share_tensors_through_files(case: LossCase) -> WorkerRemedy | None:
-    """Out of file descriptors: share tensors through named files, which do not need any."""
+    """If file descriptors ran out, share tensors through named files, which do not need any."""
     if case.loss.shortage != "file descriptors" or case.share_by_file:
         return None
     return WorkerRemedy(text="tensors are shared through files from now on", share_by_file=True)
 
 
 def use_fewer_workers_in_a_shortage(case: LossCase) -> WorkerRemedy | None:
-    """Out of a resource, and no sample is suspected: fewer workers need less of it."""
+    """If the machine ran out of a resource and no sample is suspected, use fewer workers."""
     if case.loss.shortage is None or case.suspicion is not None:
         return None
     return _halve_the_workers(case)
 
 
 def stop_pinning_memory(case: LossCase) -> WorkerRemedy | None:
-    """The thread that pins memory has failed twice at the same place: stop pinning memory."""
+    """If the thread that pins memory failed twice at the same place, stop pinning memory."""
     if "Pin memory" not in case.loss.cause or not case.is_repeated:
         return None
     return WorkerRemedy(text="memory is no longer pinned", stop_pinning=True)
 
 
 def quarantine_the_sample(case: LossCase) -> WorkerRemedy | None:
-    """Several losses are blamed on the same sample: quarantine the sample."""
+    """If several losses are blamed on the same sample, quarantine the sample."""
     suspicion = case.suspicion
     if suspicion is None or not suspicion.is_blamed:
         return None
@@ -152,7 +152,7 @@ def quarantine_the_sample(case: LossCase) -> WorkerRemedy | None:
 
 
 def use_fewer_workers_at_a_large_sample(case: LossCase) -> WorkerRemedy | None:
-    """Out of a resource while a worker was reading a sample: use fewer workers.
+    """If the machine ran out of a resource while a worker was reading a sample, use fewer workers.
 
     At least one worker is kept as long as the sample may be at fault. Without workers, the sample
     could kill the training process.
@@ -165,21 +165,21 @@ def use_fewer_workers_at_a_large_sample(case: LossCase) -> WorkerRemedy | None:
 
 
 def try_the_sample_again(case: LossCase) -> WorkerRemedy | None:
-    """First loss blamed on a sample: retry, because it may be a coincidence."""
+    """After the first loss blamed on a sample, retry the sample: it may be a coincidence."""
     if case.suspicion is None or not case.suspicion.is_blamed:
         return None
     return WorkerRemedy(text="the workers are replaced, and the sample is retried")
 
 
 def replace_the_workers(case: LossCase) -> WorkerRemedy | None:
-    """First loss at this place: only replace the workers, because it may be a coincidence."""
+    """After the first loss at a place, only replace the workers: it may be a coincidence."""
     if case.is_repeated:
         return None
     return WorkerRemedy(text="the workers are replaced")
 
 
 def use_no_workers_that_hang_at_every_sample(case: LossCase) -> WorkerRemedy | None:
-    """Workers that hang at every sample are probably blocked by an inherited lock: use none."""
+    """If workers hang at every sample, probably on an inherited lock, use no workers."""
     if case.loss.kind != "hung" or case.suspicion is None:
         return None
     if case.losses_in_a_row < _BLOCKED_POOLS_BEFORE_NONE:
@@ -192,7 +192,7 @@ def use_no_workers_that_hang_at_every_sample(case: LossCase) -> WorkerRemedy | N
 
 
 def use_no_workers_that_hang_at_their_start(case: LossCase) -> WorkerRemedy | None:
-    """Workers that hang while starting are probably blocked by an inherited lock: use none.
+    """If workers hang while starting, probably on an inherited lock, use no workers.
 
     A worker that hangs while reading a stream or collating would also hang without workers, so this
     ends the epoch.
@@ -215,7 +215,7 @@ def use_no_workers_that_hang_at_their_start(case: LossCase) -> WorkerRemedy | No
 
 
 def stop_before_this_process_dies_too(case: LossCase) -> WorkerRemedy | None:
-    """If the only worker is killed while making a batch, training itself could be killed: stop.
+    """If the only worker was killed while making a batch, stop before training is killed too.
 
     Does not apply if another process may have killed the worker, or if the worker was lost while
     reading a sample.
@@ -232,7 +232,7 @@ def stop_before_this_process_dies_too(case: LossCase) -> WorkerRemedy | None:
 
 
 def use_fewer_workers(case: LossCase) -> WorkerRemedy | None:
-    """No sample is to blame and new workers did not help: use fewer workers."""
+    """If no sample is to blame and new workers did not help, use fewer workers."""
     return _halve_the_workers(case)
 
 

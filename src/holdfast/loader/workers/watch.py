@@ -363,7 +363,7 @@ class WorkerWatch:
             return None
         if any(status.is_busy for status in self._statuses):
             return None
-        cause = f"no batch arrived, although no worker was busy for {limit_seconds:.1f} s"
+        cause = f"no batch arrived, and no worker was busy for {limit_seconds:.1f} s"
         return WorkerLoss(cause=cause, kind="machinery", is_timeout=True)
 
     def _hang_of(self, worker: int, how_long: str) -> WorkerLoss:
