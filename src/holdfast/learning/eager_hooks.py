@@ -33,7 +33,7 @@ class Hook:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
-        """Call the function, unless tensors have no values at the moment (see `is_symbolic`)."""
+        """Call the function, unless tensor values cannot be read at the moment."""
         if self._call is not None and not is_symbolic():
             self._call(*args)
 

@@ -33,7 +33,7 @@ class ConstantClassShares:
         self._counts: Counter[int] = Counter()
 
     def add(self, labels: list[int]) -> float | None:
-        """Add the labels of a batch, and return the loss of predicting them by the shares so far."""
+        """Add the labels of a batch, and return the loss of predicting the current shares."""
         counts = Counter(labels)
         if not counts:
             return None
@@ -72,7 +72,7 @@ class ConstantMean:
         self._has_one_width = True
 
     def add(self, target: Tensor) -> float | None:
-        """Add the targets of a batch, and return the loss of predicting them by the mean so far.
+        """Add the targets of a batch, and return the loss of predicting the current mean for them.
 
         Returns None if the number of columns has changed.
         """

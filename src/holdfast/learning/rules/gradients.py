@@ -143,7 +143,7 @@ def clipped_before_backward(run: Observations, rule: LearningRule) -> Iterator[F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostSignal:
-    """A signal that vanishes or explodes: a description with the measurements, and the place."""
+    """Describes where a signal vanishes or explodes, with the measured values."""
 
     description: str
     where: str

@@ -119,7 +119,7 @@ class Items:
             self._show(self.number)
 
     def remember(self) -> None:
-        """Remember the position before the next item, for `state`.
+        """Remember the position before the next item, so that `state` can use it.
 
         The position before the first item is not remembered, because many datasets have no state
         yet.
