@@ -1,4 +1,4 @@
-"""`holdfast run -- COMMAND`: its arguments and options. ``supervised`` does the work."""
+"""`holdfast run -- COMMAND`: arguments and options. ``supervised`` runs the command."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _RunDir = Annotated[
 ]
 _MaxRestarts = Annotated[
     int,
-    typer.Option(min=0, help="Maximum number of restarts, not counting those after a preemption."),
+    typer.Option(min=0, help="Maximum number of restarts after failures."),
 ]
 _MaxPreemptions = Annotated[
-    int, typer.Option(min=0, help="Maximum number of restarts after a preemption.")
+    int, typer.Option(min=0, help="Maximum number of restarts after preemptions.")
 ]
 _RestartDelay = Annotated[
     float,
     typer.Option(
-        min=0, help="Seconds before the first restart; doubles each time, up to 5 minutes."
+        min=0,
+        help="Seconds before the first restart. The delay doubles each time, up to 5 minutes.",
     ),
 ]
 _HangLimits = Annotated[
@@ -46,7 +47,7 @@ _HangLimits = Annotated[
 _NoWatchdog = Annotated[bool, typer.Option("--no-watchdog", help="Do not detect hangs and leaks.")]
 _NoObserve = Annotated[
     bool,
-    typer.Option("--no-observe", help="Do not record from inside the Python processes."),
+    typer.Option("--no-observe", help="Do not observe the command's Python processes from inside."),
 ]
 _GraceSeconds = Annotated[
     float,
@@ -81,10 +82,10 @@ def run(
     quiet: _Quiet = False,
     as_json: _AsJson = False,
 ) -> None:
-    """Run a command, watch it, restart it when that can help, and explain why it ended.
+    """Run a command, watch it, restart it if that can help, and explain why it ended.
 
-    Exit code: that of the command, or 128 + the number of the signal that ended it. 127 or 126: the
-    command cannot be executed. 2: incorrect usage.
+    The exit code is that of the command, or 128 + n if signal n ended it. 127 or 126: the command
+    cannot be executed. 2: incorrect usage.
     """
     with failing_clearly(as_json=as_json):
         limits = HangLimits.parse(hang_limit or [])
