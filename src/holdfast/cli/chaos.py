@@ -58,7 +58,9 @@ def run(
         str,
         typer.Option(metavar="KINDS", help=f"Kinds of faults to try: any of {','.join(KINDS)}."),
     ] = "",
-    seed: Annotated[int, typer.Option(help="Random seed of the faults' steps and bits.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed: selects the steps of faults and the bits to flip.")
+    ] = 0,
     budget: Annotated[
         str, typer.Option(help="Time limit for the whole campaign, such as 90s, 10m or 2h.")
     ] = "10m",

@@ -82,7 +82,8 @@ Precisions = Annotated[
     typer.Option(
         metavar="LIST",
         help=(
-            "One or more of fp32, bf16, fp16, separated by commas, starting with what you use now."
+            "One or more of fp32, bf16, fp16, separated by commas. List the precision that you use"
+            " now first."
             " Default: fp32,bf16, or fp32,fp16 if no device supports bf16."
         ),
     ),

@@ -38,9 +38,9 @@ _HangLimits = Annotated[
     typer.Option(
         metavar="PHASE=SECONDS",
         help=(
-            "How long a phase, or every phase (all=SECONDS), may go without progress; may be"
-            " repeated. moving=SECONDS: how long a process that makes no progress but still"
-            " computes is left running. SECONDS may be 'off'."
+            "Maximum time without progress in a phase, or in every phase (all=SECONDS)."
+            " moving=SECONDS: how long to keep a process running that computes without progress."
+            " SECONDS may be 'off'. May be repeated."
         ),
     ),
 ]
@@ -52,18 +52,20 @@ _NoObserve = Annotated[
 _GraceSeconds = Annotated[
     float,
     typer.Option(
-        min=0, help="Seconds between SIGINT or SIGTERM and SIGKILL. Schedulers allow 30 s."
+        min=0, help="Seconds between SIGINT or SIGTERM and SIGKILL. Schedulers usually allow 30 s."
     ),
 ]
 _MaxLogBytes = Annotated[
     int,
-    typer.Option(min=1 << 20, help="Maximum size of output.log; beyond it, the middle is dropped."),
+    typer.Option(
+        min=1 << 20, help="Maximum size of output.log. Above it, the middle of the log is dropped."
+    ),
 ]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the command's own output.")]
 _AsJson = Annotated[
     bool,
     typer.Option(
-        "--json", help="Print a summary as JSON on stdout; what COMMAND prints goes to stderr."
+        "--json", help="Print a JSON summary on stdout. The output of COMMAND goes to stderr."
     ),
 ]
 

@@ -28,7 +28,7 @@ _CERTAIN = 0.9
 
 
 def run_if_called_plainly(words: list[str]) -> None:
-    """Run the command if its only options are --run-dir and --quiet; does not return then.
+    """Run the command and exit, if the only options before ``--`` are --run-dir and --quiet.
 
     With any other option, return without doing anything.
 

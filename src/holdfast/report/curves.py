@@ -73,7 +73,7 @@ class Curve:
         values: Mean of each range; NaN in a gap, or if no value is finite.
         nonfinite: Steps at which the value is infinite or NaN.
         band: The minimum and maximum of each range; None if every range has a single value.
-        own_scale: Whether `steps` counts something else than optimizer steps, such as epochs.
+        own_scale: Whether `steps` counts something other than optimizer steps, such as epochs.
     """
 
     steps: FloatArray

@@ -84,7 +84,7 @@ class _AttemptTime:
         """Return the seconds in each phase, indexed by phase number.
 
         The board does not record the end of the last phase, which therefore gets all the remaining
-        time. A hang thus counts toward the phase in which it happened.
+        time. A hang counts toward the phase in which it happened.
         """
         seconds = list(self.process.spent)
         if self.process.phase is not None:

@@ -127,7 +127,7 @@ def plotly_script() -> str:
             limit="the page draws its curves with plotly",
             fix=(
                 'install the extra: pip install "torch-holdfast[report]"; `holdfast watch RUN'
-                " --once` needs nothing."
+                " --once` works without it."
             ),
             rule="H742",
         ) from error

@@ -43,7 +43,7 @@ _KILL_SECONDS = 5.0
 _QUIET_SECONDS = 0.1
 # Minimum time that a slow reader of our own output gets to catch up.
 _FLUSH_SECONDS = 5.0
-_KILLED = "killed with SIGKILL because it did not end when asked"
+_KILLED = "killed with SIGKILL because it did not exit in time"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class Attempt:
         child: The command's process, which leads its own session.
         tree: Finds all processes of the command.
         streams: The command's output streams.
-        copier: Copies what the command prints.
+        copier: Copies the command's output.
         signals: Forwards the supervisor's signals; its context is already entered.
         shutdown: Decides when the command is asked to end and when it is killed.
         emit: Records an event.
@@ -334,7 +334,7 @@ class Attempt:
 
         These are the processes that were signaled individually. If the command died of a signal
         that schedulers and terminals send to all processes, the trainers have received it too. They
-        are not signaled again, because a second signal makes the guard stop without saving.
+        are not signaled again, because a second signal makes a guard exit immediately.
         """
         notified = set(self.signals.notified)
         if signal_in_status(status) in TO_HANDLERS | {signal.SIGHUP}:

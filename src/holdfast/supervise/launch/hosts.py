@@ -201,7 +201,7 @@ class Hosts:
             count = host.get("count")
             if count != self._count:
                 return (
-                    f"host {number} was started for {count} hosts, but this one for {self._count}"
+                    f"host {number} was started for {count} hosts, but this host for {self._count}"
                 )
             took_part = last_go is not None and host.get("go") == last_go
             if host["state"] in _FINAL_STATES and took_part:

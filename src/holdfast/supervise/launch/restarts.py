@@ -18,8 +18,8 @@ from holdfast.explain.signatures.signature import Restart as RestartKind
 from holdfast.explain.verdict import Verdict
 from holdfast.supervise.launch.attempt import AttemptEnd
 
-# An attempt that runs at least this long resets the restart delay, as in the kubelet, which resets
-# its back-off after 10 minutes without a crash.
+# An attempt that runs at least this long counts as progress and resets the restart delay. The
+# kubelet also resets its back-off after 10 minutes without a crash.
 LONG_ATTEMPT_SECONDS = 600.0
 # Bounds the exponent: 2 ** 32 times any first delay is far above the maximum delay.
 _MAX_DOUBLINGS = 32
@@ -146,14 +146,16 @@ def decide_restart(attempt: EndedAttempt) -> RestartDecision:
     return start_after_a_delay(attempt)
 
 
-# --- the attempt was meant to end ---
+# --- the end of the attempt was intended ---
 
 
 def user_or_scheduler_requested_the_end(attempt: EndedAttempt) -> RestartDecision | None:
     """If a signal requested the end of the run, do not restart."""
     if attempt.end.requested_by is None:
         return None
-    return EndRun(why=f"{signal.Signals(attempt.end.requested_by).name} asked the run to stop")
+    return EndRun(
+        why=f"{signal.Signals(attempt.end.requested_by).name} requested the end of the run"
+    )
 
 
 def training_stopped_on_a_signal(attempt: EndedAttempt) -> RestartDecision | None:
@@ -168,7 +170,7 @@ def training_stopped_on_a_signal(attempt: EndedAttempt) -> RestartDecision | Non
 
 
 def command_succeeded(attempt: EndedAttempt) -> RestartDecision | None:
-    """If the command exited with code 0, do not restart, unless a hang was the reason."""
+    """If the command exited with code 0, do not restart, unless it was ended after a hang."""
     if attempt.end.status != 0 or attempt.end.hang is not None:
         return None
     return EndRun(why="the command exited with code 0")
@@ -222,7 +224,7 @@ def preempted(attempt: EndedAttempt) -> RestartDecision | None:
         return None
     budgets = attempt.budgets
     if len(attempt.preemptions) > budgets.max_preemptions:
-        return EndRun(why=f"all {budgets.max_preemptions} restarts after a preemption are used up")
+        return EndRun(why=f"all {budgets.max_preemptions} restarts after preemptions are used up")
     return StartAgain(
         cause=attempt.verdict.cause,
         why="it was preempted and can resume",
@@ -237,7 +239,7 @@ def nothing_left_to_change(attempt: EndedAttempt) -> RestartDecision | None:
     """
     if attempt.verdict.restart != "remedy" or attempt.changes:
         return None
-    return EndRun(why="no setting is left to change that would help")
+    return EndRun(why="no further change of settings would help")
 
 
 def same_failure_again(attempt: EndedAttempt) -> RestartDecision | None:

@@ -130,7 +130,7 @@ class RunFolder:
         if not isinstance(file_format, int) or file_format > FORMAT:
             raise RunDirectoryError(
                 f"{self._file} has format {file_format!r}",
-                limit=f"this holdfast writes run directories of format {FORMAT}",
+                limit=f"this version of holdfast writes format {FORMAT}",
                 fix="upgrade holdfast, or choose another --run-dir.",
                 rule="H724",
             )

@@ -44,7 +44,7 @@ def is_users_file(file: str) -> bool:
 
 
 def source_file_of(owner: object) -> str:
-    """Return the source file of a class or of a module's name; empty if unknown."""
+    """Return the source file of a class, or of a loaded module given by name; empty if unknown."""
     module_name = vars(owner).get("__module__") if is_a(owner, type) else owner
     if not isinstance(module_name, str):
         return ""

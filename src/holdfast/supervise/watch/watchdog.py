@@ -212,7 +212,7 @@ class Watchdog:
     def _report_continue(self, process: WatchedProcess, seconds: float) -> None:
         step = process.standing.step
         self._emit(process_events.ProcessContinued(pid=process.pid, step=step, seconds=seconds))
-        self._watch.say(f"process {process.pid} continues after {seconds:g} s")
+        self._watch.say(f"process {process.pid} continued after {seconds:g} s")
 
     def _is_paused(self, process: WatchedProcess, now: float) -> bool:
         """Return whether the process has ended, or is stopped by Ctrl-Z or a debugger.
@@ -263,9 +263,9 @@ class Watchdog:
             suspect=suspect, suspicion=suspicion, progress=progress, dump=dump
         )
         if suspect.standing.progress != progress:
-            self._dismiss(examination, "it has made progress in the meantime")
+            self._dismiss(examination, "the process has made progress in the meantime")
         elif examination.suspect_has_ended:
-            self._dismiss(examination, "it has ended in the meantime")
+            self._dismiss(examination, "the process has ended in the meantime")
         else:
             self._diagnose(examination)
 
@@ -287,7 +287,7 @@ class Watchdog:
         # The processes may be ranks although no rank number is known. A rank that waits for a slow
         # rank is not stuck.
         if diagnosis.kind == "collective" and self._any_other_moves(suspect):
-            self._dismiss(examination, "it waits for others, which make progress")
+            self._dismiss(examination, "it is waiting for other processes, which make progress")
             return
         hang = self._make_hang(examination, diagnosis)
         if hang.remedy == "restart":
@@ -339,7 +339,7 @@ class Watchdog:
             seconds = self._watch.limits.moving_seconds
             if seconds < math.inf:
                 text += f" for up to {seconds / 60:.3g} min"
-            text += "; to change this, use --hang-limit moving=SECONDS"
+            text += "; use --hang-limit moving=SECONDS to change this"
         self._watch.say(text)
 
     def _make_hang(self, examination: _Examination, diagnosis: HangDiagnosis) -> Hang:
