@@ -151,7 +151,7 @@ def curves_of_steps(rows: Rows) -> dict[str, Curve]:
     curves = {}
     for name, index in _INDEX_OF.items():
         if name != "wait_seconds":
-            curves[name] = _curve(_stretches_of(rows, index))
+            curves[name] = _curve(_ranges_of(rows, index))
     curves["wait_share"] = _curve(_wait_shares(rows))
     return {name: curve for name, curve in curves.items() if curve is not None}
 
@@ -178,7 +178,7 @@ def curves_of_scalars(
     curves = {}
     for name in list(by_name)[:MAX_LOGGED]:
         rows = merge_rows(_rows_of_scalars(by_name[name]), most // 2, finest=2)
-        curve = _curve(_stretches_of(rows, 0))
+        curve = _curve(_ranges_of(rows, 0))
         if curve is not None:
             own_scale = not _counts_optimizer_steps(by_name[name][-1], times)
             curves[LOGGED + name] = replace(curve, own_scale=own_scale)
@@ -211,7 +211,7 @@ def _rows_of_scalars(scalars: Sequence[Scalar]) -> Rows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stretches:
+class _StepRanges:
     """One quantity over ranges of steps: columns of the rows in ``recorder.history``.
 
     Args:
@@ -231,9 +231,9 @@ class _Stretches:
     high: FloatArray
 
 
-def _stretches_of(rows: Rows, index: int) -> _Stretches:
-    """Return the quantity with an index in `NAMES` from the rows."""
-    return _Stretches(
+def _ranges_of(rows: Rows, index: int) -> _StepRanges:
+    """Return one of the quantities in `NAMES` from the rows, given its index."""
+    return _StepRanges(
         steps=rows["step"].astype(np.float64),
         finite=rows["finite"][:, index],
         nonfinite=rows["odd"][:, index],
@@ -243,14 +243,14 @@ def _stretches_of(rows: Rows, index: int) -> _Stretches:
     )
 
 
-def _wait_shares(rows: Rows) -> _Stretches:
+def _wait_shares(rows: Rows) -> _StepRanges:
     """Return the share of time in each range of steps that was spent waiting for the loader."""
     totals = rows["mean"] * rows["finite"]
     seconds = totals[:, _INDEX_OF["seconds"]]
     wait_seconds = totals[:, _INDEX_OF["wait_seconds"]]
     is_known = (seconds > 0) & (rows["finite"][:, _INDEX_OF["wait_seconds"]] > 0)
     share = np.clip(wait_seconds / np.where(is_known, seconds, 1.0), 0.0, 1.0)
-    return _Stretches(
+    return _StepRanges(
         steps=rows["step"].astype(np.float64),
         finite=is_known,
         nonfinite=np.zeros_like(is_known),
@@ -260,29 +260,29 @@ def _wait_shares(rows: Rows) -> _Stretches:
     )
 
 
-def _curve(stretches: _Stretches) -> Curve | None:
+def _curve(ranges: _StepRanges) -> Curve | None:
     """Return the curve of a quantity, or None if it was never recorded."""
-    has_finite = stretches.finite > 0
-    has_nonfinite = stretches.nonfinite > 0
+    has_finite = ranges.finite > 0
+    has_nonfinite = ranges.nonfinite > 0
     is_recorded = has_finite | has_nonfinite
     if not is_recorded.any():
         return None
 
     band = None
-    if (stretches.low < stretches.high).any():
+    if (ranges.low < ranges.high).any():
         band = Band(
-            steps=stretches.steps[has_finite],
-            low=stretches.low[has_finite],
-            high=stretches.high[has_finite],
+            steps=ranges.steps[has_finite],
+            low=ranges.low[has_finite],
+            high=ranges.high[has_finite],
         )
-    steps = stretches.steps[is_recorded]
-    values = np.where(has_finite, stretches.mean, np.nan)[is_recorded]
+    steps = ranges.steps[is_recorded]
+    values = np.where(has_finite, ranges.mean, np.nan)[is_recorded]
     # Leave a gap where the run returned to an earlier step. A line between these points would show
     # training that never happened.
     returns = np.flatnonzero(np.diff(steps) < 0) + 1
     return Curve(
         steps=np.insert(steps, returns, np.nan),
         values=np.insert(values, returns, np.nan),
-        nonfinite=stretches.steps[has_nonfinite],
+        nonfinite=ranges.steps[has_nonfinite],
         band=band,
     )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Not named HOLDFAST_*, because variables with that prefix set fields of the policy.
 MARK_VARIABLE = "SUPERVISED_BY_HOLDFAST"
-# While killing processes, list those that remain at this interval.
+# Interval at which the remaining processes are listed while they are being killed.
 _LIST_SECONDS = 0.01
 # The sentinel gives up after this time: a process in an uninterruptible wait cannot be killed.
 _SENTINEL_SECONDS = 20.0

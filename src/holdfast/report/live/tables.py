@@ -208,7 +208,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
     The character "x" means that none of these values is finite.
     """
-    means = _means_of_stretches(values, min(width, len(values)))
+    means = _means_of_groups(values, min(width, len(values)))
     finite = [mean for mean in means if math.isfinite(mean)]
     low = min(finite, default=0.0)
     height = max(finite, default=0.0) - low
@@ -221,15 +221,15 @@ def sparkline(values: Sequence[float], width: int) -> str:
     )
 
 
-def _means_of_stretches(values: Sequence[float], stretches: int) -> list[float]:
+def _means_of_groups(values: Sequence[float], groups: int) -> list[float]:
     """Cut values into consecutive groups, and return the mean of the finite values of each.
 
     A group without finite values yields NaN.
     """
     means = []
-    for number in range(stretches):
-        begin = number * len(values) // stretches
-        end = (number + 1) * len(values) // stretches
+    for number in range(groups):
+        begin = number * len(values) // groups
+        end = (number + 1) * len(values) // groups
         finite = [value for value in values[begin:end] if math.isfinite(value)]
         means.append(math.fsum(finite) / len(finite) if finite else math.nan)
     return means

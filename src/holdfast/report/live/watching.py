@@ -1,4 +1,4 @@
-"""Poll runs: `Watched` reads one run, `Runs` all runs in a directory, as `LiveRun` snapshots.
+"""Poll runs: `Watched` reads one run, and `Runs` all runs in a directory, as `LiveRun` snapshots.
 
 This works even if a run directory is incomplete, belongs to a killed run, or is being written by
 another machine. ``run_follower`` reads the records, ``run_state`` decides whether a run has ended,

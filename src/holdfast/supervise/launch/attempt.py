@@ -55,7 +55,7 @@ class AttemptEnd:
         seconds: How long the command ran.
         requested_by: The signal by which a user or a scheduler requested the end, or None; see
             `Shutdown.requested_by`.
-        signal_sent: The last signal that the supervisor sent without being asked to: after a hang,
+        signal_sent: The last signal that the supervisor sent on its own initiative: after a hang,
             after a failure on another host, or at the end of the grace period. Otherwise None.
         hang: The hang because of which the supervisor ended the attempt, or None.
         failed_elsewhere: If another host ended the attempt before this one did, the reason it gave.
@@ -70,7 +70,7 @@ class AttemptEnd:
 
     @property
     def was_ended_by_supervisor(self) -> bool:
-        """Return whether the supervisor ended the command without being asked to."""
+        """Return whether the supervisor ended the command on its own initiative."""
         return self.signal_sent is not None or self.failed_elsewhere is not None
 
     @property

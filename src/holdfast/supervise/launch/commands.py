@@ -38,7 +38,7 @@ class CommandError(PolicyError):
 
 
 def find_program(command: Sequence[str]) -> str:
-    """Return the path of a command's executable, found on PATH like in a shell.
+    """Return the path of a command's executable, which is looked up on PATH as a shell does.
 
     Raises:
         CommandError: H720 if it does not exist, H721 if the file is not executable.
@@ -90,7 +90,7 @@ def make_environment(
 def make_observed_environment(
     environment: Mapping[str, str], run_path: Path, attempt: int
 ) -> dict[str, str]:
-    """Return an environment in which every Python process records itself into a run directory.
+    """Return an environment in which every Python process records itself in a run directory.
 
     Child processes inherit this. Our entry is prepended to ``PYTHONPATH``. The run directory must
     exist.

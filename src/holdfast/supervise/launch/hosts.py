@@ -41,7 +41,7 @@ _MAX_WAIT_SECONDS = 900.0
 _POLL_SECONDS = 0.2
 # Print a message when hosts are late by this many seconds.
 _ANNOUNCE_AFTER_SECONDS = 10.0
-# Keys about an ended attempt that stay in the file in later states.
+# Facts about an ended attempt, which stay in the file in later states.
 _ENDED_KEYS = ("cause", "title", "follows")
 _FINAL_STATES = ("stopped", "done")
 

@@ -34,8 +34,8 @@ class Budgets:
             ``LaunchConfig.max_restarts``.
         max_preemptions: Maximum number of restarts after preemptions. The default covers a spot
             instance that is preempted every hour of a night.
-        min_progress_steps: If the same failure recurs within this many steps, the run has made no
-            progress, because no checkpoint was saved in between.
+        min_progress_steps: A failure that recurs within this many steps counts as no progress,
+            because checkpoints are usually saved less often.
         first_delay_seconds: Delay before the first restart. It doubles with each restart. Same
             default as the kubelet's ``CrashLoopBackOff``.
         max_delay_seconds: Maximum delay. Same default as the kubelet.

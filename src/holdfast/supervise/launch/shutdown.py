@@ -43,11 +43,11 @@ class Shutdown:
 
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
-        # The last signal that the supervisor sent without being asked to, or None.
+        # The last signal that the supervisor sent on its own initiative, or None.
         self.signal_sent: int | None = None
-        # When the supervisor asks the command to end without being asked to; infinite for never.
+        # When the supervisor will ask the command to end on its own initiative; infinite for never.
         self.terminate_at = math.inf
-        # When all processes that are still running are killed; infinite for never.
+        # When all processes that are still running will be killed; infinite for never.
         self.kill_at = math.inf
         # Signals that requested the end, in order of arrival.
         self._requests: list[int] = []

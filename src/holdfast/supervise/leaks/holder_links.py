@@ -19,7 +19,7 @@ from holdfast.supervise.leaks.introspection import attributes_of, is_a, locals_o
 _MAX_TEXT_LENGTH = 200
 # Name of the class of functions that `functools.lru_cache` returns.
 LRU_CACHE = "_lru_cache_wrapper"
-# Attributes of tensors that are implemented in C, so they are not slots of the class.
+# Attributes of tensors that are implemented in C, so they do not appear as slots of the class.
 _TENSOR_ATTRIBUTES = frozenset({"_backward_hooks", "_post_accumulate_grad_hooks", "grad"})
 # Matches the attribute names of torch's hook dictionaries.
 HOOK_TABLE = re.compile(r"_\w*hooks\w*$")

@@ -1,4 +1,4 @@
-"""Find the name that keeps an object alive, by following references backwards.
+"""Find the name that keeps an object alive, by following references backward.
 
 The search asks the garbage collector which objects refer to a given object, then which objects
 refer to those, until it reaches a name: a global, a local, a class attribute or a cache. The search

@@ -133,7 +133,7 @@ class SourceLines:
 
 
 def _without_exceptions(links: Sequence[HolderLink]) -> Sequence[HolderLink]:
-    """Return the links after the last traceback: frames of an exception do not hold it."""
+    """Return the links after the last traceback, because frames of an exception do not hold it."""
     last = -1
     for index, link in enumerate(links):
         if link.kind == "traceback":
@@ -185,7 +185,8 @@ class _ParsedFile:
 
     def find_effects(self, link: HolderLink) -> Iterator[tuple[int, _Effect]]:
         """Yield line number and effect of each statement that affects a name."""
-        # Look for the word in the text first, because parsing every statement would be slow.
+        # Look for the word in the text first, because walking the syntax tree of every statement
+        # would be slow.
         word = "register_" if HOOK_TABLE.match(link.name) else link.name
         for statement in self._statements:
             if not _may_use_name(link, statement.lineno):

@@ -221,7 +221,7 @@ class _Hooks:
     def _as_interruption(self, phase: ProcessPhase, original: Function) -> Function:
         """Wrap a function so that the board shows `phase` while the training thread runs it.
 
-        Afterwards the board returns to the previous phase. Nested calls are ignored.
+        Afterward, the board returns to the previous phase. Nested calls are ignored.
         """
         tracker = self._tracker
 

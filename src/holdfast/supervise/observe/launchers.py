@@ -18,8 +18,8 @@ _MODULES = (
     "deepspeed.launcher",
 )
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*\Z")
-# The launcher must be among this many first words of the command line. Examples are `uv run
-# torchrun` and `env A=1 torchrun`.
+# How many words at the start of a command line are checked for a launcher, as in `uv run torchrun`
+# and `env A=1 torchrun`.
 _MAX_PREFIX_WORDS = 4
 # Options of Python that take a value as the next word.
 _OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")

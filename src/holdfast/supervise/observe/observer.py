@@ -51,7 +51,7 @@ _RANK_VARIABLES = {
     "world_size": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
 }
 # Reinforcement learning packages. In a script that imports one of them, a loss that does not fall
-# is no fault.
+# is not a fault.
 _ENVIRONMENT_PACKAGES = (
     "gymnasium",
     "gym",

@@ -147,7 +147,7 @@ class ProcessEnd:
         self._exit_text = printable(status) if type(status) is str else ""
 
     def _leave(self) -> None:
-        """Report that the process is exiting. Python may still wait for threads afterwards."""
+        """Report that the process is exiting. Python may still wait for threads afterward."""
         last_error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         # If the script's own hook has replaced ours, this exception is not recorded yet.
         if isinstance(last_error, BaseException):

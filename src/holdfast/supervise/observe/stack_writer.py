@@ -53,7 +53,7 @@ class StackWriter:
             self._register(self.signal, file=file, all_threads=True)
 
     def watch(self) -> None:
-        """Start noticing whether the script handles the signal or enables faulthandler."""
+        """Start watching whether the script itself handles the signal or enables faulthandler."""
         signal.signal = self._wrap(signal.signal, self._on_handler)
         faulthandler.register = self._wrap(faulthandler.register, self._on_handler)
         faulthandler.enable = self._wrap(faulthandler.enable, self._on_enable)

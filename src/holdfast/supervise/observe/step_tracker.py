@@ -340,7 +340,7 @@ class StepTracker:
             self._trace_if_requested(board)
 
     def _correct_number(self, board: ProgressBoard, optimizer: Any) -> None:
-        """Number the step that has just ended like its guard or like a resumed optimizer."""
+        """Take the number of the step that has just ended from its guard or resumed optimizer."""
         guard_entry = guarded.get(id(optimizer))
         guard = None if guard_entry is None else guard_entry[1]()
         is_new = id(optimizer) not in self._optimizer_ids

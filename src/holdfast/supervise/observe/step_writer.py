@@ -61,7 +61,7 @@ class _LateValue:
 
     Args:
         sample: Number of the sample.
-        kind: The field of the sample, or a part of it.
+        kind: The field of the sample to which the value belongs.
         value: The value.
         addend: Number to add to the value.
     """

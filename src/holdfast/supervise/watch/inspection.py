@@ -228,10 +228,10 @@ def _check_py_spy() -> None:
 
 
 def _choose_judged(pids: Sequence[int], table: dict[int, ProcessStat]) -> list[int]:
-    """Return the processes whose progress counts: all ranks, or without ranks those that use torch.
+    """Return the processes whose progress counts: the ranks, or without ranks the users of torch.
 
-    A descendant of a process that counts does not count itself. A launcher never counts, because it
-    neither has a rank nor uses torch.
+    If a process counts, its descendants do not. A launcher has no rank and does not use torch, so
+    it does not count.
     """
     all_ranks = {pid: _read_rank(pid) for pid in pids}
     ranks = {pid: rank for pid, rank in all_ranks.items() if rank is not None}

@@ -204,7 +204,7 @@ class WatchedProcess:
 
 
 class WatchedProcesses:
-    """All observed processes of an attempt."""
+    """All observed processes of an attempt. The *judged* ones are those whose progress counts."""
 
     def __init__(self, run_path: Path, attempt: int, limits: HangLimits) -> None:
         self._folder = run_path / PROCESSES_FOLDER

@@ -22,8 +22,8 @@ _DUMP_SECONDS = 3.0
 _NATIVE_SECONDS = 10.0
 # How long to wait after killing py-spy, which may hang together with the process that it reads.
 _KILL_SECONDS = 1.0
-# A single sample is not enough: a loop that spends half its time in C is in C in every second
-# sample.
+# One sample is not enough, because it catches a loop that spends half its time in C there as often
+# as not.
 _NATIVE_SAMPLES = 3
 MAX_FRAMES = 256
 # These libraries are ignored, because all Python code calls them (to allocate, to copy, to read a
@@ -46,7 +46,7 @@ class NativeFunction:
         name: Name of the function, or of its library if the function's name is unknown.
         home: What identifies the function when samples are compared. Usually this is the library,
             because not all functions have names, and because py-spy often finds only the innermost
-            function of MKL. In the interpreter itself it is the function.
+            function of MKL. For functions of the interpreter itself, it is the name.
     """
 
     name: str
@@ -73,7 +73,7 @@ class PySpy:
     def read_native_functions(
         self, pid: int, python_line: int, pause: Callable[[], None]
     ) -> tuple[str, ...] | None:
-        """Return the native functions that the main thread does not leave, innermost first.
+        """Return the native functions in which the main thread stays, innermost first.
 
         A Python loop also calls C functions for short moments, so a function counts only if its
         library appears in several consecutive samples. The result is empty if the innermost Python

@@ -52,7 +52,7 @@ _BUSY_CPU_SHARE = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A process whose stacks are to be sampled.
+    """A process to sample.
 
     Args:
         about: Known facts about the process.
@@ -108,7 +108,7 @@ class StackSampler:
     def take(self, subjects: Sequence[Subject]) -> StackDump:
         """Sample the stacks of processes twice, about a second apart, and write them to files.
 
-        No process can make this raise.
+        An error in sampling a process is not raised.
         """
         began_at = time.monotonic()
         self._number += 1

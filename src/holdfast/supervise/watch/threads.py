@@ -82,4 +82,4 @@ def _report_failure(name: str, error: Exception, watch: AttemptWatch) -> None:
     why = f"{type(error).__name__}: {error}"
     with suppress(Exception):
         watch.emit(WatchingFailed(what=name, error=why))
-        watch.say(f"the {name} is no longer watched: {why}"[:_MAX_MESSAGE_LENGTH])
+        watch.say(f"the {name} stopped after an error: {why}"[:_MAX_MESSAGE_LENGTH])

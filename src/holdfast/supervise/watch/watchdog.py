@@ -309,7 +309,7 @@ class Watchdog:
         )
 
     def _dismiss(self, examination: _Examination, why: str) -> None:
-        """Report that a suspected hang is none, and delete its stacks."""
+        """Report that a suspected hang was a false alarm, and delete its stacks."""
         self._stacks.delete(examination.dump)
         suspect = examination.suspect
         self._emit(
