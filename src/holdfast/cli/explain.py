@@ -177,7 +177,7 @@ def _judge(topic: str, attempt: int | None, status: int | None) -> Verdict:
 def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
     """Print a verdict as text.
 
-    No text in the verdict is interpreted as markup or as a terminal control sequence.
+    Text in the verdict is never interpreted as markup or as a terminal control sequence.
 
     Args:
         out: The console to print to.

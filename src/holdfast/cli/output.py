@@ -46,7 +46,7 @@ RunDirectory = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run directory, such as runs/last.")
 ]
 
-# --- For machines ---------------------------------------------------------------------------------
+# --- JSON output ----------------------------------------------------------------------------------
 
 # A copy of the descriptor of stdout, if `keep_stdout_for_json` has been called.
 _json_descriptors: list[int] = []
@@ -71,7 +71,7 @@ def print_json(value: Any, *, indent: int | None = 2) -> None:
         os.dup2(_STDERR, _STDOUT)
 
 
-# --- For people -----------------------------------------------------------------------------------
+# --- Text output ----------------------------------------------------------------------------------
 
 
 def console() -> Console:
@@ -109,7 +109,7 @@ def working(words: str) -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-# --- Output files ------------------------------------------------------------------
+# --- Output files ---------------------------------------------------------------------------------
 
 
 def check_writable(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`holdfast plan FACTORY --device NAME`: what fits a GPU, and which settings to use.
+"""`holdfast plan FACTORY --device NAME`: forecast what fits a GPU, and recommend settings.
 
 `forecast.plan.forecasting` computes the forecast. This module parses the options and outputs the
 forecast as tables, as JSON, and as YAML for `Policy.from_yaml`.

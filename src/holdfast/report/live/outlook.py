@@ -12,7 +12,7 @@ from holdfast.core.events.event import Event
 from holdfast.core.text import duration
 from holdfast.recorder.progress import StepSample
 
-# Steps over which the current rate is measured.
+# Number of newest steps over which the current rate is measured.
 RATE_SAMPLES = 50
 NO_GUARD = "epoch, total, time left and samples/s are unknown: no Guard records them"
 

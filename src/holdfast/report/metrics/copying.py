@@ -104,7 +104,7 @@ def follow(
         sinks: The sinks to copy to.
         stop: Ends copying after one more poll. If it is already set, existing records are copied
             once.
-        poll_seconds: Time between two polls.
+        poll_seconds: Seconds between two polls.
     """
     watched = Watched(run, SystemClock())
     naming = _Naming()

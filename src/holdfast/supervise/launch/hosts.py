@@ -183,7 +183,8 @@ class Hosts:
             if len(ready) < self._count - 1:
                 return False
             go = {**ready, "0": ticket}
-            # Host 0 knows that all other hosts are ready. The other hosts know it only of host 0.
+            # Host 0 knows that all other hosts are ready. The other hosts know this only about host
+            # 0.
             self._joined = {int(number) for number in ready}
         else:
             go = others.get(0, {}).get("go") or {}

@@ -239,7 +239,7 @@ def nothing_left_to_change(attempt: EndedAttempt) -> RestartDecision | None:
     """
     if attempt.verdict.restart != "remedy" or attempt.changes:
         return None
-    return EndRun(why="no further change of settings would help")
+    return EndRun(why="there is no other setting to change that would help")
 
 
 def same_failure_again(attempt: EndedAttempt) -> RestartDecision | None:

@@ -94,7 +94,8 @@ def find_leaks(census: Census, frames: Frames, steps: int) -> list[Leak]:
     targets: list[Any] = []
     growing_objects = _find_growing_objects(census, frames, steps, targets)
     growing_objects.sort(key=lambda growing: -growing.rank)
-    # The leaks by their place in the script. A leak is reported once, with its largest object.
+    # Leaks by the place that keeps the memory. Each place is reported once, with its largest
+    # object.
     leaks: dict[str, _RankedLeak] = {}
     for growing in growing_objects[:_MAX_FOLLOWED]:
         stop_at: frozenset[int] = frozenset()
@@ -205,7 +206,7 @@ def _find_growing_objects(
 def _measure_growth(
     census: Census, key: Key, target: Any, steps: int, *, index: int
 ) -> _GrowingObject:
-    """Return the growing object of one key, with its estimated growth per step."""
+    """Return the growing object behind a census key, with its estimated growth per step."""
     measure = cast("Measure", key[0])
     first, last = census.grown[key]
     count_per_step = (last - first) / steps

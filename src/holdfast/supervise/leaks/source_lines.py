@@ -69,9 +69,8 @@ class SourceLines:
     def find_keeping_line(self, links: Sequence[HolderLink]) -> str:
         """Return the line that most likely makes an object grow.
 
-        The preferences, the most important first: a statement of the script rather than of a
-        library, a statement that extends an object rather than one that binds a name, and a name
-        close to the object rather than a distant one.
+        Statements of the script are preferred over those of a library, then statements that extend
+        an object over those that bind a name, then names close to the object over distant names.
 
         Args:
             links: The path from an object to the name that holds it, innermost link first.

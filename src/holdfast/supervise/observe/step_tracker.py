@@ -237,7 +237,7 @@ class StepTracker:
                 return
             value = self._read(norm)
             if self._writer.newest_sample:
-                # The step with these gradients has already ended.
+                # The step to which these gradients belong has already ended.
                 self._writer.amend_norm(value)
                 return
             if isinstance(step.norm, PendingValue):

@@ -35,7 +35,8 @@ from holdfast.supervise.watch.attempt_watch import AttemptWatch
 from holdfast.supervise.watch.processes import WatchedProcess, WatchedProcesses
 from holdfast.supervise.watch.stacks import StackDump, StackSampler, Subject
 
-# Polling interval close to a limit. A hang should be detected within 0.2 s after its limit.
+# Polling interval close to a limit. A hang should be detected within 0.2 s after the limit is
+# exceeded.
 _POLL_SECONDS = 0.05
 # Polling interval far from any limit.
 _REST_SECONDS = 0.5
@@ -430,7 +431,7 @@ class Watchdog:
 def _make_subject(
     process: ProcessStat, watched: WatchedProcess | None, judged_at: float | None
 ) -> Subject:
-    """Return the description of a process to examine.
+    """Return the `Subject` for a process to examine.
 
     Args:
         process: The process, as listed in ``/proc``.
