@@ -1,9 +1,10 @@
 """Summarize the steps that a ring has overwritten, in a history file of at most 1 MiB.
 
-Before half of a ring is overwritten, each 64 of its records are summarized in one row. A row has
-the lowest, mean and highest value of each number, and how many values were not finite. Once there
-are more than 3,072 rows, neighboring rows are merged in pairs. The history file, which lies in the
-ring's directory, is replaced as a whole: a kill during the write leaves the previous version.
+Before half of a ring is overwritten, its records are summarized in rows of 64 records. A row has
+the lowest, mean and highest value of each number, and the count of values that were not finite.
+Once there are more than 3,072 rows, neighboring rows are merged in pairs. The history file is in
+the ring's directory. It is replaced as a whole, so a kill during the write leaves the previous
+version.
 
 This is the only module of ``recorder`` that needs numpy.
 """

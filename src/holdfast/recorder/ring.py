@@ -112,14 +112,14 @@ class RingWriter:
         header = HEADER.pack(MAGIC, VERSION, payload_bytes, capacity)
         # The number of the newest record.
         self._sequence = 0
-        # Why an existing file was not continued, and its new name. Empty if there was no file or it
-        # was continued.
+        # Why an existing file was not continued, and its new name. Empty if there was no existing
+        # file, or if it was continued.
         self.moved_aside = ""
         try:
             self._sequence = _newest_sequence(path, header, size_bytes, self._slot)
         except _NotARingError as error:
             kept_as = _move_aside(path)
-            self.moved_aside = f"{error}; it is kept as {kept_as.name}"
+            self.moved_aside = f"{error}; the old file is kept as {kept_as.name}"
         self._map = _map_file(path, header, size_bytes)
         # The number of the record that starts the next half of the ring.
         halves_begun = -(-(self._sequence + 1) // self._half)
@@ -185,7 +185,7 @@ def _newest_sequence(path: Path, header: bytes, size_bytes: int, slot: struct.St
         raise _NotARingError("its layout is different, or its header is damaged")
     records, damaged = _records(data, slot)
     if damaged > _MOST_TORN:
-        raise _NotARingError(f"{damaged} of its records are damaged")
+        raise _NotARingError(f"{damaged:,} of its records are damaged")
     return records[-1].sequence if records else 0
 
 
@@ -241,12 +241,12 @@ def read_ring(path: Path) -> list[Record]:
     try:
         data = _read(path)
     except _NotARingError as error:
-        raise unreadable(path, f"no recording ({error})") from error
+        raise unreadable(path, f"not a recording ({error})") from error
     if len(data) < HEADER_BYTES:
         return []
     magic, version, payload_bytes, _ = HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise unreadable(path, "no recording")
+        raise unreadable(path, "not a recording")
     if version > VERSION:
         raise unreadable(path, f"version {version}")
     records, _ = _records(data, slot_struct(payload_bytes))
