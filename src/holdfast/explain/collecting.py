@@ -57,7 +57,7 @@ def collect_log(path: Path, *, status: int | None = None) -> Evidence:
 
 def _not_a_log_error(path: Path, problem: str, fix: str) -> RunDirectoryError:
     return RunDirectoryError(
-        f"{path} {problem}", limit="`holdfast explain` reads a log as text", fix=fix, rule="H733"
+        f"{path} {problem}", limit="a log must be a text file or a pipe", fix=fix, rule="H733"
     )
 
 

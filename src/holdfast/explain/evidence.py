@@ -67,7 +67,7 @@ class Statement:
     # Whether lines that show progress follow this statement. They may have been delayed in a
     # buffer, or another process may have printed them.
     overtaken: bool = False
-    # Whether the process printed a retry or progress between this exception and its next one.
+    # Whether the process printed a retry or progress before its next exception.
     resumed: bool = False
     # For a traceback: whether no later line shows that the run continued, saved or finished. For a
     # line: whether it is the last line of the log.

@@ -7,10 +7,10 @@
 4. This module computes the confidence in the cause and its class, and finds the runner-up.
 5. `wording` writes the text of the verdict.
 
-If the cause comes from a statement, the confidence is an accuracy that was measured: the share of
-correct verdicts among verdicts with the same kind of evidence (`causes.candidate.SHARES`).
-Contradicting evidence lowers it. If an exit status, a signal, a counter or a hang decides, the
-rules in `causes.ends` give the confidence.
+If the cause comes from a statement, the confidence is a measured accuracy: the share of correct
+verdicts among verdicts with the same kind of evidence (`causes.candidate.SHARES`). Contradicting
+evidence lowers it. If an exit status, a signal, a counter or a hang decides, the rules in
+`causes.ends` set the confidence.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _examine_good_end(case: Case, choice: Choice, doubt: Doubt | None) -> Choice
 
 
 def _class_confidence(choice: Choice) -> float:
-    """Return the confidence in the cause's class, which is at least that in the cause itself."""
+    """Return the confidence in the class: 0 if unknown, else at least that in the cause."""
     if choice.signature.family == "unknown":
         return 0.0
     if choice.candidate is None:
@@ -114,44 +114,44 @@ def _runner_up(case: Case, choice: Choice) -> tuple[str, str, float] | None:
     """
     if case.end.well:
         return None
-    left = 1.0 - choice.confidence
-    likely: tuple[str, str, float] | None = None
+    remainder = 1.0 - choice.confidence
+    best: tuple[str, str, float] | None = None
     for signature, confidence in _other_causes(case, choice):
         if signature.id == choice.signature.id:
             continue
-        shown = round(min(confidence, left), 2)
-        if likely is None or shown > likely[2]:
-            likely = (signature.id, signature.title, shown)
-    if likely is None or likely[2] < _MIN_SHOWN_CONFIDENCE:
+        share = round(min(confidence, remainder), 2)
+        if best is None or share > best[2]:
+            best = (signature.id, signature.title, share)
+    if best is None or best[2] < _MIN_SHOWN_CONFIDENCE:
         return None
-    return likely
+    return best
 
 
 def _other_causes(case: Case, choice: Choice) -> Iterator[tuple[Signature, float]]:
     """Yield the other causes that the evidence suggests, with the confidence in each cause."""
-    left = 1.0 - choice.confidence
+    remainder = 1.0 - choice.confidence
     for candidate in (*case.roots, *case.cascades):
         if candidate is not choice.candidate:
             yield candidate.signature, candidate.confidence * _SHARE_OF_OTHERS
     if choice.candidate is not None:
         for signature in choice.candidate.also:
-            yield signature, left * _SHARE_OF_OTHERS
+            yield signature, remainder * _SHARE_OF_OTHERS
     yield from _other_killers(case, choice)
     logged_by_kernel = any("NVRM: Xid" in line.text for line in case.evidence.statements)
     if choice.signature.family != "hardware" and logged_by_kernel:
-        yield all_signatures()[endings.XID], left * _SHARE_OF_XID
+        yield all_signatures()[endings.XID], remainder * _SHARE_OF_XID
     lost = case.evidence.lost
     if choice.signature.family != "numerics" and lost is not None and lost.exploded:
-        yield all_signatures()[endings.TRAINING_LOST], left * _SHARE_OF_LOST_TRAINING
+        yield all_signatures()[endings.TRAINING_LOST], remainder * _SHARE_OF_LOST_TRAINING
     if case.end.cause is not None and case.end.cause != endings.STATUS_ONLY:
         yield all_signatures()[case.end.cause], case.end.confidence * _SHARE_OF_OTHERS
 
 
 def _other_killers(case: Case, choice: Choice) -> Iterator[tuple[Signature, float]]:
     """Yield the other explanation for a SIGKILL: the kernel sent it, or a person or scheduler."""
-    left = 1.0 - choice.confidence
+    remainder = 1.0 - choice.confidence
     if choice.candidate is not None and choice.signature.id == endings.KILLED_UNCOUNTED:
-        yield all_signatures()[endings.KILLED], left
+        yield all_signatures()[endings.KILLED], remainder
     kills = observations.count_kernel_kills(case.evidence.endings)
     if choice.signature.id == endings.KILLED and kills is None:
-        yield all_signatures()[endings.KILLED_UNCOUNTED], left
+        yield all_signatures()[endings.KILLED_UNCOUNTED], remainder

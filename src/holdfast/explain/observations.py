@@ -121,7 +121,7 @@ class UnsavedSteps:
         return f"its newest checkpoint is from step {self.newest_checkpoint}"
 
     def state_and_reason(self) -> str:
-        """Return the clause of `state` and, if known, the reason why the newest save failed."""
+        """Return a clause that names the newest checkpoint and, if known, why the save failed."""
         return f"{self.state()} ({self.reason})" if self.reason else self.state()
 
     def sentence(self) -> str:

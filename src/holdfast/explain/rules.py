@@ -69,9 +69,9 @@ def find_rule(rule_id: str) -> RulePage:
     if rule is not None:
         return rule
     fix = "`holdfast explain` without an id lists all rules."
-    near = nearest(rule_id, rules, least=_MIN_SIMILARITY)
-    if near is not None:
-        fix = f"did you mean {near!r}?"
+    suggestion = nearest(rule_id, rules, least=_MIN_SIMILARITY)
+    if suggestion is not None:
+        fix = f"did you mean {suggestion!r}?"
     raise PolicyError(
         f"{rule_id!r} is not a rule", limit=f"there are {len(rules)} rules", fix=fix, rule="H702"
     )

@@ -1,8 +1,8 @@
 """Record the steps and events of one process in two ring files.
 
-Step records are frequent and have a fixed size. Events are rare and can have any size. They have a
-ring of their own, so that step records never overwrite them. Both files are fully allocated when
-the run starts, so recording continues even when the disk is full.
+Step records are frequent and have a fixed size. Events are rare and can have any size. Events have
+their own ring, so that step records never overwrite them. Both files are fully allocated when the
+run starts, so recording continues even when the disk is full.
 
     steps.ring   32,768 records, 2 MiB: kind, samples per pass, global step, loss, gradient norm,
                  seconds
@@ -106,7 +106,7 @@ class BlackBox:
         )
         self._events = EventRing(directory, capacity=2_048)
         self.optimizers = Optimizers(directory)
-        # One sentence for each existing file that could not be continued, with the reason.
+        # For each existing file that could not be continued, a sentence with the reason.
         self.moved_aside: list[str] = []
         for name, ring in ((STEPS_FILE, self._steps), (EVENTS_FILE, self._events)):
             if ring.moved_aside:

@@ -21,8 +21,8 @@ from holdfast.recorder.ring import HEADER, HEADER_BYTES, MAGIC, Record, read_rin
 
 # Number of records read in one system call.
 _BLOCK = 256
-# How long to hold back a sample whose loss is still missing, in newer samples and in seconds.
-# Copying a loss from the device takes far less time.
+# A sample without a loss is held back until there are this many newer samples, or until this many
+# seconds have passed. Copying a loss from the device takes far less time.
 _HELD_SAMPLES = 16
 _HELD_SECONDS = 2.0
 
@@ -87,10 +87,10 @@ class RingFollower:
         records: list[Record] = []
         while capacity:
             start = (self._sequence + 1) % capacity
-            wanted = min(_BLOCK, capacity - start)
+            count = min(_BLOCK, capacity - start)
             offset = HEADER_BYTES + start * slot.size
             available_bytes = max(0, size_bytes - offset)
-            data = os.pread(descriptor, min(wanted * slot.size, available_bytes), offset)
+            data = os.pread(descriptor, min(count * slot.size, available_bytes), offset)
             whole_bytes = len(data) // slot.size * slot.size
             for first, nanoseconds, payload, last in slot.iter_unpack(data[:whole_bytes]):
                 if first == last and first > self._sequence + 1:
@@ -101,7 +101,7 @@ class RingFollower:
                     return records
                 records.append(Record(first, nanoseconds, payload))
                 self._sequence = first
-            if len(data) < wanted * slot.size:
+            if len(data) < count * slot.size:
                 break
         return records
 

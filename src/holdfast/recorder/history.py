@@ -78,8 +78,8 @@ _MARK = np.dtype(
 _KINDS_BY_BYTES = {kind.itemsize: kind for kind in (_SAMPLE, _MARK)}
 # `StepMark.BEGUN`: a record that a step began, which has no loss, norm or duration.
 _BEGUN = 1
-# The first three numbers (loss, gradient norm, learning rate) each have a flag that tells a NaN
-# that was read from a number that was not read.
+# The first three numbers (loss, gradient norm, learning rate) each have a flag that is set if the
+# number was read. The flag is needed because a number that was read may be NaN.
 _READ_FLAGS = 3
 _LATEST = np.uint64(2**64 - 1)
 _NO_ROWS = np.zeros(0, _ROW)
@@ -136,8 +136,8 @@ def extend_history(path: Path, slots: bytes, slot_bytes: int, first: int) -> Non
     if history.newest > last:
         # The history belongs to an earlier ring, which was moved aside. Start a new history.
         history = History(_NO_ROWS)
-    due = np.arange(first, last + 1, dtype=np.uint64)
-    new_rows, recorded = rows_of(slots, slot_bytes, due, history.newest, _FINEST)
+    expected = np.arange(first, last + 1, dtype=np.uint64)
+    new_rows, recorded = rows_of(slots, slot_bytes, expected, history.newest, _FINEST)
     rows = merge_rows(np.concatenate([history.rows, new_rows]), _MOST_ROWS)
     missing = history.missing + last - history.newest - recorded
     header = _HEADER.pack(_MAGIC, _VERSION, _ROW.itemsize, last, missing)
@@ -181,14 +181,14 @@ def _merged(rows: Rows, records: int) -> Rows:
 
 
 def rows_of(
-    data: bytes, slot_bytes: int, due: Numbers | None = None, after: int = 0, records: int = 1
+    data: bytes, slot_bytes: int, expected: Numbers | None = None, after: int = 0, records: int = 1
 ) -> tuple[Rows, int]:
     """Summarize the slots of a step ring in rows.
 
     Args:
         data: The content of the slots.
         slot_bytes: Size of one slot in bytes, which identifies the kind of ring.
-        due: The record number that each slot should hold, or None to accept any.
+        expected: The record number that each slot should hold, or None to accept any.
         after: Ignore records up to this number.
         records: How many slots to summarize in one row.
 
@@ -199,29 +199,29 @@ def rows_of(
     if kind is None:
         return _NO_ROWS, 0
     slots = np.frombuffer(data, kind)
-    if due is None:
-        due = slots["number"]
-    whole = (slots["number"] == due) & (slots["end"] == due) & (due > after)
-    valid = whole & (slots["mark"] != _BEGUN) if kind is _MARK else whole
+    if expected is None:
+        expected = slots["number"]
+    intact = (slots["number"] == expected) & (slots["end"] == expected) & (expected > after)
+    valid = intact & (slots["mark"] != _BEGUN) if kind is _MARK else intact
     # The second byte of the flags is the optimizer's number.
     optimizers = slots["flags"] >> 8 & 255
     groups = [
-        _rows_of_optimizer(slots, due, valid & (optimizers == optimizer), records, optimizer)
+        _rows_of_optimizer(slots, expected, valid & (optimizers == optimizer), records, optimizer)
         for optimizer in np.unique(optimizers[valid])
     ]
     rows = np.concatenate([_NO_ROWS, *groups])
     by_number = np.argsort(rows["number"], kind="stable")
-    return rows[by_number], int(whole.sum())
+    return rows[by_number], int(intact.sum())
 
 
 def _rows_of_optimizer(
-    slots: Rows, due: Numbers, valid: Numbers, records: int, optimizer: int
+    slots: Rows, expected: Numbers, valid: Numbers, records: int, optimizer: int
 ) -> Rows:
     """Return a row for each stretch of slots that has at least one valid slot.
 
     Args:
         slots: The slots to summarize.
-        due: The record number of each slot.
+        expected: The record number of each slot.
         valid: Which slots are intact and belong to this optimizer.
         records: How many slots to summarize in one row.
         optimizer: The number of the optimizer.
@@ -231,7 +231,7 @@ def _rows_of_optimizer(
     odd = _odd_values(slots, values, finite, valid)
 
     rows = np.zeros(len(slots) // records, _ROW)
-    rows["number"] = due[::records]
+    rows["number"] = expected[::records]
     rows["optimizer"] = optimizer
     rows["low"] = np.inf
     rows["high"] = -np.inf

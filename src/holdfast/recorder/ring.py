@@ -39,8 +39,8 @@ _NOT_A_RING = frozenset({errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO, e
 # The largest valid sequence number. Not even one record per microsecond for years would reach it,
 # so a larger number means that the file is damaged.
 _MOST_RECORDS = 2**48
-# The most torn slots that a ring to be continued may have: a kill leaves at most one, plus one to
-# spare.
+# A ring with more damaged slots than this is not continued. A kill leaves at most one torn slot,
+# and one more is tolerated.
 _MOST_TORN = 2
 
 # Flags of a step record or sample. The first three say that a number was read from the device, even
@@ -90,7 +90,8 @@ class RingWriter:
     Args:
         path: The ring file.
         payload_bytes: The size of a record's payload in bytes.
-        capacity: How many records the ring holds. The oldest record is overwritten by the next.
+        capacity: How many records the ring holds. When it is full, each new record overwrites the
+            oldest one.
         has_history: Whether to summarize records in the ring's ``history`` before they are
             overwritten. Only for rings of step records or samples.
 

@@ -31,8 +31,8 @@ FAULTHANDLER_FILE = "stacks.txt"
 OPTIMIZERS_FILE = "optimizers.json"
 SETTINGS_FILE = "settings.json"
 _MOST_HOST_BYTES = 64 << 10
-# If a script has more optimizers than this, it probably creates new ones all the time, so that
-# their names say nothing to a reader.
+# If a script has more optimizers than this, it probably creates new ones all the time, and their
+# names are meaningless.
 _MOST_NAMED_OPTIMIZERS = 8
 # Step records store the optimizer's number in one byte.
 _LARGEST_OPTIMIZER_NUMBER = 255
@@ -146,7 +146,7 @@ def _is_sound(info: ProcessInfo) -> bool:
 
 
 class Optimizers(dict[str, int]):
-    """The numbers by which the step records in a ring refer to optimizers, by optimizer name.
+    """Maps the names of optimizers to the numbers that step records use for them.
 
     Numbering starts at 1. Looking up a new name assigns the next number and adds the name to
     ``optimizers.json`` in the ring's folder. From the 255th name on, all names share one number.
@@ -167,8 +167,8 @@ class Optimizers(dict[str, int]):
 def read_optimizers(folder: Path) -> list[str]:
     """Return the names in a folder's ``optimizers.json``, in the order of their numbers.
 
-    The list is empty if there are more than `_MOST_NAMED_OPTIMIZERS` names. Such a script probably
-    creates new optimizers all the time, so that their names say nothing to a reader.
+    The list is empty if there are more than `_MOST_NAMED_OPTIMIZERS` names. In that case, the
+    script probably creates new optimizers all the time, and their names are meaningless.
     """
     try:
         names = json.loads(read_file(folder / OPTIMIZERS_FILE))
@@ -222,7 +222,7 @@ def folder_of_first_host(run: Path) -> Path:
     """Return the folder with the recording that explains how a run ended.
 
     If the last attempt used a single host, this is `run` itself. If it used several hosts, this is
-    the folder of the host that failed first.
+    the folder of the host that failed first or, if no host failed, of the first host.
     """
     hosts = _hosts_of(run)
     if not hosts:

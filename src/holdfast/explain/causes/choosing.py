@@ -86,7 +86,7 @@ def choose(case: Case) -> Choice:
     """Return the choice of the first rule that applies, or "unknown" if no rule applies."""
     choice = _first_answer(RULES_ON_ALL_EVIDENCE, case)
     if choice is None:
-        # Drop candidates that only repeat, with less detail, what another candidate says.
+        # Drop candidates that only repeat another candidate with less detail.
         relevant = _drop_aborts_after_a_failure(_drop_launcher_tables(case))
         choice = _first_answer(RULES_ON_RELEVANT_EVIDENCE, relevant)
     if choice is None:
@@ -151,7 +151,7 @@ def ended_well(case: Case) -> Choice | None:
 
 
 def result_was_not_saved(case: Case) -> Choice | None:
-    """A save that a Guard recorded as failed is the cause, whatever else was printed."""
+    """If a Guard recorded that it could not save, ignore all other errors."""
     if case.end.cause != endings.NOT_SAVED:
         return None
     return how_it_ended(case)
@@ -200,7 +200,7 @@ def killed_by_the_kernel_for_memory(case: Case) -> Choice | None:
 def failure_in_a_statement(case: Case) -> Choice | None:
     """Choose the most likely root if it explains the end better than the exit status does.
 
-    If this root only repeats, with less detail, another root of the same process, choose the more
+    If this root only repeats another root of the same process with less detail, choose the more
     detailed root.
     """
     root = case.root

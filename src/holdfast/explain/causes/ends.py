@@ -84,7 +84,7 @@ class End:
     why: str = ""
     # The evidence for how the attempt ended.
     exhibits: tuple[Exhibit, ...] = ()
-    # The hang because of which the supervisor ended the attempt.
+    # The hang that made the supervisor end the attempt, or None.
     hang: Event | None = None
     # The Unix time at which the user, or another host that had ended, requested a stop.
     stop_requested_at: float | None = None

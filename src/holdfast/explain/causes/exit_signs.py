@@ -25,7 +25,7 @@ class ExitSigns:
     first_failure: Ending | None
     # The decisive exit status; negative for a signal.
     status: int | None
-    # The hang because of which the supervisor ended the attempt.
+    # The hang that made the supervisor end the attempt, or None.
     hang: Event | None
     # How many processes the kernel killed for lack of memory; None if unknown.
     kernel_kills: int | None
@@ -89,7 +89,7 @@ def _decisive_status(command: Ending | None, first_failure: Ending | None) -> in
 
 
 def _hang_that_ended_it(events: Iterable[Event], command: Ending | None) -> Event | None:
-    """Return the newest hang because of which the supervisor ended the attempt, or None."""
+    """Return the hang that made the supervisor end the attempt, or None."""
     if command is None or command.sent_by != "supervisor":
         return None
     hangs = [

@@ -57,8 +57,8 @@ def _rule_id_in(statement: Statement) -> str:
     """Return the rule id in a statement, or an empty string if there is none."""
     if statement.rule:
         return statement.rule
-    named = _NAMED_RULE.search(statement.text)
-    return named[1] if named is not None else ""
+    match = _NAMED_RULE.search(statement.text)
+    return match[1] if match is not None else ""
 
 
 def _signature_of(rule: RulePage, statement: Statement) -> Signature:

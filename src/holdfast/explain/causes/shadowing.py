@@ -35,7 +35,7 @@ def find_shadowing_file(raised: Statement) -> str:
 def _importing_frames(raised: Statement) -> list[Frame]:
     """Return the frames that have a file, followed by a frame for the file named in the message."""
     frames = [frame for frame in raised.frames if not frame.file.startswith("<")]
-    named = _NAMED_FILE.search(raised.text)
-    if named is not None:
-        frames.append(Frame(file=named[1] or named[2], line=0, function="<module>"))
+    match = _NAMED_FILE.search(raised.text)
+    if match is not None:
+        frames.append(Frame(file=match[1] or match[2], line=0, function="<module>"))
     return frames

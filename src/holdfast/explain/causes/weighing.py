@@ -75,7 +75,7 @@ def order_candidates(
             first_rank is not None and statement.rank is not None and statement.rank != first_rank
         )
         if candidate.is_caught:
-            # If no candidate ended the run, the newest one is the most informative.
+            # If no candidate ended the run, the newest candidate is the most informative.
             return (candidate.tier, candidate.is_generic, elsewhere, 0.0, -statement.position)
         time = 0.0
         if times_are_known and statement.unix_seconds is not None:

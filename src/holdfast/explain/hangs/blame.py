@@ -154,7 +154,8 @@ def _find_odd_one_out(
     odd: Examined | None
     in_collective, outside = _split_by_collective(group)
     if in_collective and outside:
-        # The ranks in a collective wait for the others. Blame the one with the least progress.
+        # The ranks in a collective wait for the ranks outside. Of the ranks outside, blame
+        # the one with the least progress.
         odd = min(outside, key=lambda process: (process.step, -process.seconds))
     elif in_collective:
         odd = _odd_one_among_collectives(group)
@@ -212,7 +213,7 @@ def _odd_one_by_phase(group: Sequence[Examined]) -> Examined | None:
 
 
 def _place(process: Examined) -> tuple[str, int]:
-    """Return the file and line that a process is at in user code, or ("", 0) if unknown."""
+    """Return the position of a process in user code as a file and a line; ("", 0) if unknown."""
     frame = user_frame(process.last.main.frames)
     return ("", 0) if frame is None else (frame.file, frame.line)
 

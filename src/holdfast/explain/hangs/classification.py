@@ -32,7 +32,7 @@ from holdfast.explain.hangs.frames import (
     user_frame,
 )
 
-# In the order of their signatures, starting with H1401.
+# The kinds of hangs, in the order of their signatures, which start at H1401.
 HangKind = Literal[
     "loader",
     "lock",
@@ -192,8 +192,8 @@ class _BlamedThread:
 
         A thread that waits in Python code would have released the GIL.
         """
-        held = [look.holds_gil for look in self.looks if look.holds_gil is not None]
-        return len(held) > 1 and all(held)
+        observations = [look.holds_gil for look in self.looks if look.holds_gil is not None]
+        return len(observations) > 1 and all(observations)
 
     @cached_property
     def common_frame(self) -> Frame | None:
@@ -226,7 +226,7 @@ def _has_function_at(stack: Sequence[Frame], depth: int, frame: Frame) -> bool:
 
 
 def _computing(thread: _BlamedThread) -> ProcessHang:
-    """Return how a thread hangs that computes or polls (which looks the same)."""
+    """Classify the hang of a thread that computes, or that polls, which looks the same."""
     stacks = thread.stacks
     native = thread.process.native
     if not stacks:
@@ -278,7 +278,7 @@ def _may_poll_the_gpu(thread: _BlamedThread) -> bool:
 
 
 def _waiting_for_the_gpu(thread: _BlamedThread) -> ProcessHang:
-    """Return how a thread hangs that waits for the GPU, where a collective may be running."""
+    """Classify the hang of a thread that waits for the GPU or for a collective on the GPU."""
     if thread.group_size > 1:
         return ProcessHang(
             kind="collective",
@@ -292,7 +292,7 @@ def _waiting_for_the_gpu(thread: _BlamedThread) -> ProcessHang:
 
 
 def _looping(thread: _BlamedThread) -> ProcessHang:
-    """Return how a thread hangs that loops in Python code without calling torch."""
+    """Classify the hang of a thread that loops in Python code without calling torch."""
     activity = "is in a loop"
     confidence = 0.6
     frames = [user_frame(stack) for stack in thread.stacks]
@@ -331,7 +331,7 @@ def _merely_slow(thread: _BlamedThread) -> ProcessHang | None:
 
 
 def _blocked(thread: _BlamedThread) -> ProcessHang:
-    """Return how a thread hangs that only waits."""
+    """Classify the hang of a thread that only waits."""
     way = next(way for way in _WAYS_OF_WAITING if way.fits(thread))
     where = ""
     if not thread.newest.main:
@@ -408,7 +408,7 @@ _WAYS_OF_WAITING: tuple[_WayOfWaiting, ...] = (
     _WayOfWaiting(
         "pipe",
         0.9,
-        "waits to write to a pipe that is full and that nobody reads",
+        "waits to write to a full pipe that nobody reads",
         waits="pipe write",
     ),
     _WayOfWaiting("socket", 0.9, "waits for the other end of a connection", waits="socket"),

@@ -1,8 +1,8 @@
 """Records of a process that makes no progress: its stacks and what the kernel reports about it.
 
-A process is usually inspected twice, about a second apart, so that a comparison shows whether it
-moves. Each inspection is called a look. ``supervise`` takes the looks, and ``classification`` and
-``blame`` judge them.
+A process is usually inspected twice, about a second apart, to see whether anything changes. Each
+inspection is called a look. ``supervise`` takes the looks, and ``classification`` and ``blame``
+judge them.
 
 The names in these records come from an untrusted process. `clean` removes control characters from
 them. Code that displays a name must also escape it.

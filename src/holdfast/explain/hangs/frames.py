@@ -78,9 +78,9 @@ def user_frame(frames: Sequence[Frame]) -> Frame | None:
     """Return the frame to show to the user.
 
     Returns:
-        The innermost frame in the user's code. If there is none, the innermost frame in an
-        installed package other than torch. If there is none either, the innermost frame. None for
-        an empty stack.
+        The innermost frame in the user's code or, if there is none, in an installed package other
+        than torch. If there is no such frame, the innermost frame of the stack. None for an empty
+        stack.
     """
     frames = frames_since_fork(frames)
     for frame in reversed(frames):
@@ -93,7 +93,7 @@ def user_frame(frames: Sequence[Frame]) -> Frame | None:
 
 
 def called_by_user(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Return the frames below the innermost frame in user code: those that this code called."""
+    """Return the frames that the innermost frame in user code has called."""
     frames = frames_since_fork(frames)
     for index in reversed(range(len(frames))):
         if is_user_code(frames[index]):

@@ -25,7 +25,9 @@ _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"
 )
 
-# --- Prefixes with a rank. torch 2.2 and newer print this prefix before each line of a traceback.
+# --- Prefixes with a rank.
+
+# torch 2.2 and newer print this prefix before each line of a traceback.
 _TORCH_RANK = re.compile(r"\[rank(\d+)\]:? ?")
 # torchrun --tee writes "[default0]:" (older versions "[trainer0|0]:"). torchx writes
 # "train/0 [default0]:".
@@ -48,6 +50,7 @@ _RAY_OR_PYTEST = re.compile(
 )
 
 # --- Prefixes with a time.
+
 _KUBERNETES_TIME = re.compile(r"(\d{4}-\d\d-\d\dT\S{8,30}) std(?:out|err) [FP] ")
 _DATE = r"\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?"
 _TIME = re.compile(rf"\[?({_DATE})\]?(?:\s*[-|:,] |[ \t]|(?=\[)|$)")

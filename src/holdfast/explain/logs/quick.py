@@ -1,4 +1,4 @@
-"""Regular expressions that first check whether a text contains a word without which none can match.
+"""Fast regular expressions that first check whether a text contains one of their required words.
 
 Each error line is searched for hundreds of patterns, and hardly any of them match. Checking for a
 required word first takes a hundredth of the time.
@@ -46,7 +46,7 @@ class QuickPattern:
 
 
 def _needed_words(parsed: Iterable[tuple[Any, Any]]) -> frozenset[str]:
-    """Return words of which every text that matches a parsed pattern contains at least one.
+    """Return words such that every match of a parsed pattern contains at least one of them.
 
     A pattern is a sequence of parts, and a matching text contains a match of every part. So each
     part has its own group of required words. The most selective group is returned.

@@ -97,7 +97,7 @@ def _lines_by_rank(lines: Sequence[CleanLine]) -> list[list[CleanLine]]:
 
 
 def _in_log_order(processes: Sequence[ProcessText], lines: Sequence[CleanLine]) -> list[Statement]:
-    """Return the statements of all processes in log order, with the last line's one marked."""
+    """Return the statements of all processes in log order, and mark the last line's statement."""
     last_number = next((line.number for line in reversed(lines) if line.text.strip()), None)
     statements = [
         replace(statement, last=True) if statement.position == last_number else statement

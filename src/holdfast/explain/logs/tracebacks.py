@@ -23,7 +23,7 @@ _MAX_MESSAGE_LINES = 60
 _MIN_WRAPPED_CHARACTERS = 40
 # At most this many causes of an exception are kept. Recursive handlers may chain a thousand.
 _MAX_CAUSES = 40
-# The deepest nesting of tracebacks in the messages of other tracebacks that is read.
+# Tracebacks in the messages of other tracebacks are read up to this depth.
 _MAX_NESTING = 16
 # At most this many frames of a traceback are kept, half of them from each end.
 _MAX_FRAMES = 60

@@ -148,7 +148,7 @@ class _AttemptCollector:
     def _read_log(self) -> LogText | None:
         """Return the output of this attempt, or None if the file cannot be read.
 
-        In the second case, the reason is added to `Recordings.missing`.
+        If the file cannot be read, the reason is added to `Recordings.missing`.
         """
         try:
             with open_to_read(self._recordings.run / OUTPUT_FILE, _MAX_OUTPUT_BYTES) as stream:

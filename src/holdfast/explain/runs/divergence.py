@@ -36,13 +36,13 @@ _SHARE_AT_END = 20
 _BLOCK = 10
 # The level at the beginning is computed from this many losses.
 _BEGINNING = 5
-# A level below this value is raised to it, because a loss that begins near 0 has no scale.
+# A level below this value counts as this value, because a loss that begins near 0 has no scale.
 _MIN_LEVEL = 1.0
 # A rise by this factor from the first to the last losses is reported. Single losses of healthy runs
 # can rise 40-fold.
 _FAR = 100.0
-# If the loss also stays high, a rise by this smaller factor is reported, and a level is raised to
-# at least `_MIN_RISEN_LEVEL`. The losses of 91 healthy programs rose at most 2-fold.
+# If the loss also stays high, a rise by this smaller factor is reported, and levels below
+# `_MIN_RISEN_LEVEL` count as that value. The losses of 91 healthy programs rose at most 2-fold.
 _RISEN = 10.0
 _MIN_RISEN_LEVEL = 0.1
 

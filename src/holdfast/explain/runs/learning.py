@@ -43,8 +43,8 @@ _MINORITY = 0.1
 # A rise to this multiple of the first loss is a spike. It is reported even if the loss recovered,
 # unless only a single batch was affected.
 _SPIKE = 1000.0
-# For a spike, a first loss below this value is raised to it, because a loss that begins near 0 has
-# no scale.
+# In the search for a spike, a first loss below this value counts as this value, because a loss that
+# begins near 0 has no scale.
 _MIN_LEVEL = 1.0
 # The beginning and the end of a curve consist of at least this many losses.
 _FIRST = 3

@@ -121,9 +121,9 @@ def _training_processes(processes: Sequence[ObservedProcess]) -> list[ObservedPr
 
 
 def _was_replaced(failed: ObservedProcess, survivors: Sequence[ObservedProcess]) -> bool:
-    """Return whether a survivor that finished after the failure may have replaced a process.
+    """Return whether a survivor may have replaced a failed process.
 
-    Only a trainer can replace a trainer.
+    It may if it finished normally after the failure. Only a trainer can replace a trainer.
     """
     failed_since = failed.standing.since_seconds if failed.standing is not None else 0.0
     for survivor in survivors:

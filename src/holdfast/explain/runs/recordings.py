@@ -146,10 +146,10 @@ def _check_format(run: Path) -> None:
     A directory without a format number counts as the current format.
     """
     description = _read_json_object(run / SUPERVISED_FILE) or {}
-    written = description.get("format", FORMAT)
-    if not isinstance(written, int) or written > FORMAT:
+    number = description.get("format", FORMAT)
+    if not isinstance(number, int) or number > FORMAT:
         raise RunDirectoryError(
-            f"{run} has format {written!r}",
+            f"{run} has format {number!r}",
             limit=f"this holdfast reads run directories of format {FORMAT}",
             fix="read it with the holdfast version that wrote it.",
             rule="H734",
@@ -187,8 +187,8 @@ def unreadable_error(path: Path, error: OSError) -> RunDirectoryError:
     """Return the H733 error for a run directory or a log that cannot be read."""
     fix = "check its permissions, or run as the user who owns it."
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        near = near_path(path)
-        fix = f"did you mean {near}?" if near is not None else "check the path."
+        suggestion = near_path(path)
+        fix = f"did you mean {suggestion}?" if suggestion is not None else "check the path."
     return RunDirectoryError(
         f"{path} cannot be read ({error.strerror or error})",
         limit="`holdfast explain` needs to read the recordings or the log",

@@ -20,7 +20,8 @@ from holdfast.recorder.run_files import ProcessInfo
 # recurse.
 _MAX_CAUSES = 20
 _MAX_TEXT_CHARACTERS = 20_000
-# An exception in a log and one in a recording are the same if their first lines agree up to here.
+# How many characters of the first line are compared to find out whether a log and a recording show
+# the same exception.
 _COMPARED_CHARACTERS = 120
 
 

@@ -62,7 +62,7 @@ class SupervisorRecord:
         return None
 
     def covers(self, unix_seconds: float) -> bool:
-        """Return whether the attempt was the current one at a given Unix time."""
+        """Return whether a Unix time lies between the start of this attempt and of the next one."""
         return self.began <= unix_seconds < self.until
 
     def reasons_for_restarts(self) -> list[str]:

@@ -121,7 +121,7 @@ class _IndexedSignature:
         )
 
     def necessary_words(self) -> frozenset[str]:
-        """Return words of which every matching text contains at least one.
+        """Return words such that every matching text contains at least one of them.
 
         If no such words are known, return ``{""}``, because every text contains the empty string.
         """

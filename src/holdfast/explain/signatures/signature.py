@@ -69,17 +69,17 @@ class Signature:
             the user's code and by `` self`` if an attribute of ``self`` is missing. Frames of
             ``__getattr__`` are skipped.
         explains: Ids of signatures that repeat this failure later and with less detail.
-        role: Whether the failure can be the original one, see `Role`.
+        role: Whether this can be the original failure, see `Role`.
         rank: Precedence if several signatures match; the smallest rank wins: 10 hardware, 20 out of
             memory, 30 device assert, 40 storage and environment, 50 loader, 60 checkpoint, 70 any
             other specific failure, 90 generic.
         restart: What a supervisor may do after the failure, see `Restart`.
         changes: Environment variables that a supervisor may set for the next attempt.
         means: What the failure means and why it happens, in one to three sentences.
-        fix: How to fix the problem, in one to three sentences, starting with the first thing to
-        try. false_positives: When the signature matches but is not the cause; empty if unknown.
-        example: A text that torch prints: the last lines of a traceback, or a log line. also: Other
-        wordings as whole texts, by where they occur, such as ``{"torch 1.8": "..."}``.
+        fix: How to fix the problem, in one to three sentences. The first thing to try comes first.
+        false_positives: When the signature matches but is not the cause; empty if unknown.
+        example: A text that torch prints: the last lines of a traceback, or a log line.
+        also: Other wordings as whole texts, by where they occur, such as ``{"torch 1.8": "..."}``.
     """
 
     id: str

@@ -63,18 +63,18 @@ def fix_of_training(evidence: Evidence) -> str:
 def on_interference(evidence: Evidence) -> Iterator[str]:
     """Yield sentences about interference from outside: stopped processes and lost output."""
     # The stop events of processes that have not continued yet, by PID.
-    stopped: dict[object, Event] = {}
+    stop_events: dict[object, Event] = {}
     for event in evidence.events:
         pid = event.data.get("pid")
         if event.kind == "process_stopped":
-            stopped[pid] = event
-        elif event.kind == "process_continued" and pid in stopped:
-            del stopped[pid]
+            stop_events[pid] = event
+        elif event.kind == "process_continued" and pid in stop_events:
+            del stop_events[pid]
             yield (
                 f"Process {pid} was stopped by a signal at step {event.data.get('step')} and"
                 f" continued after {event.data.get('seconds')} s."
             )
-    for pid, event in stopped.items():
+    for pid, event in stop_events.items():
         yield (
             f"Process {pid} was stopped by a signal at step {event.data.get('step')} and never"
             " continued."
