@@ -1,7 +1,6 @@
-"""holdfast keeps PyTorch training alive, correct and inside its memory, and says why when it
-cannot.
+"""holdfast keeps PyTorch training runs alive, correct and within memory, and explains failures.
 
-Importing this package loads no torch: names are looked up when they are used.
+Importing this package does not import torch: each public name is imported when it is first used.
 """
 
 from __future__ import annotations

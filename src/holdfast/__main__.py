@@ -1,4 +1,4 @@
-"""`python -m holdfast`: the command line, where its script is not on the path."""
+"""Run the command line as `python -m holdfast`, for when the `holdfast` script is not on PATH."""
 
 from holdfast.cli.main import main
 

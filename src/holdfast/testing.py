@@ -1,7 +1,7 @@
-"""Tools for tests, ours and those of your own project.
+"""Tools for holdfast's tests and for the tests of your own project.
 
-Real faults to inject, a clock that moves only when the test advances it, and a check that a loader
-resumes exactly. The faults live in `holdfast.chaos.faults`; this module is their public name.
+This module provides real faults to inject, a clock that moves only when the test advances it, and a
+check that a loader resumes exactly. The faults are implemented in `holdfast.chaos.faults`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ __all__ = [
     "memory_limited",
 ]
 
-# Epochs in which `check_resumable` stops a loader: an epoch must also hand over to the next one.
+# Number of epochs in which `check_resumable` stops a loader. The second epoch tests that a resumed
+# loader also continues correctly with the next epoch.
 EPOCHS_COMPARED = 2
 
 
 class FakeClock:
-    """A clock that stands still until it is advanced.
+    """A clock whose time changes only when `advance` is called.
 
     Example:
         >>> clock = FakeClock(); clock.advance(2.5); clock.monotonic_seconds()
@@ -58,17 +59,17 @@ class FakeClock:
 def check_resumable(make_loader: Callable[[], Any], same: Callable[[Any, Any], bool]) -> None:
     """Check that a loader resumes exactly, wherever it is stopped.
 
-    The loader is stopped after each batch of two epochs in turn, its state is loaded into a new
-    loader, and the batches that the new loader returns are compared with those of a loader that was
-    never stopped.
+    For each batch of two epochs, a loader is stopped after that batch and its state is loaded into
+    a new loader. The batches that the new loader returns are then compared with the batches of a
+    loader that was never stopped.
 
     Args:
-        make_loader: Returns a new loader with ``state_dict`` and ``load_state_dict``; every loader
-            must be built alike.
+        make_loader: Returns a new loader with ``state_dict`` and ``load_state_dict``. Every call
+            must create the loader with the same arguments.
         same: Returns whether two batches are equal.
 
     Raises:
-        AssertionError: If a batch differs or is missing; the message names the first one.
+        AssertionError: If a batch differs or is missing. The message names the first such batch.
         TypeError: If the loader lacks ``state_dict`` or ``load_state_dict``.
 
     Example:
@@ -96,7 +97,7 @@ def check_resumable(make_loader: Callable[[], Any], same: Callable[[Any, Any], b
 
 
 def _consume(loader: Any, batch_count: int) -> None:
-    """Take a number of batches from a loader, starting a new epoch whenever one ends."""
+    """Take `batch_count` batches from a loader, starting a new epoch whenever one ends."""
     iterator: Iterator[Any] = iter(())
     for _ in range(batch_count):
         try:
@@ -107,9 +108,10 @@ def _consume(loader: Any, batch_count: int) -> None:
 
 
 def _remaining_batches(loader: Any, batch_count: int) -> list[Any]:
-    """Return at least `batch_count` batches, in whole epochs, if the loader has them.
+    """Return whole epochs of batches from a loader, until there are at least `batch_count` batches.
 
-    One epoch more than `EPOCHS_COMPARED` is tried, since the first one after resuming may be empty.
+    At most one epoch more than `EPOCHS_COMPARED` is read: the first epoch after resuming may be
+    empty.
     """
     batches: list[Any] = []
     for _ in range(EPOCHS_COMPARED + 1):

@@ -11,6 +11,7 @@ from tests.prepared import run_prepared
 
 pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parent / "programs" / "short_of_memory.py"
+EVALUATION_PROGRAM = PROGRAM.with_name("evaluation_memory.py")
 
 
 def take_steps(name: str, *shares: float) -> list[dict[str, Any]]:
@@ -66,3 +67,16 @@ def test_what_cannot_fit_ends_with_an_error_that_says_what_was_tried():
     assert "may not split" in answer["error"]
     assert "BatchNorm1d" in answer["error"]
     assert "allow_split_with" in answer["error"]
+
+
+@pytest.mark.parametrize(("share", "fewest_splits"), [(0.6, 1), (0.1, 3)])
+def test_an_evaluation_that_does_not_fit_is_split(share, fewest_splits):
+    """The outputs are those of the whole batch, in order."""
+    ended = run_prepared([EVALUATION_PROGRAM, share], timeout=300)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    answer = json.loads(ended.stdout)
+    assert answer["splits"] >= fewest_splits, "the limit was real"
+    assert answer["logits"]
+    assert answer["labels"]
+    assert answer["loss_error"] < 1e-5
+    assert answer["training"]

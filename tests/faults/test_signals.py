@@ -155,30 +155,34 @@ def test_what_is_ignored_when_the_guard_is_made_stays_ignored(start, name):
         ("SIGHUP", "torch", "fork"),
     ],
 )
-def test_a_signal_to_all_processes_loses_no_worker(start, name, loader, context):
+def test_a_signal_to_all_processes_loses_no_worker(start, tmp_path, name, loader, context):
     """Schedulers and terminals signal the loader workers too.
 
     None is lost or replaced, the last step is saved.
     """
-    policy = {"stop_exit_code": 3}
+    ends_long_step = tmp_path / "ends_long_step"
     run = start(
         command=[],
         loader=loader,
         workers=2,
         context=context,
         long_step=3,
+        ends_long_step=str(ends_long_step),
         save_interval_steps=1000,
-        policy=policy,
+        policy={"stop_exit_code": 3},
     )
     run.wait_for(lambda line: line.get("step", 0) >= 3)
     workers = workers_of(run.process.pid)
     os.killpg(run.process.pid, getattr(signal, name))
     wait_for_message(run, name)
-    time.sleep(0.25)  # within the step
-    alive = workers_of(run.process.pid)
+    # A worker that the signal kills is gone by now, while the step is still running.
+    time.sleep(0.25)
+    workers_after_signal = workers_of(run.process.pid)
+
+    ends_long_step.touch()
     assert run.process.wait(_TIMEOUT_SECONDS) == 3
     assert len(workers) == 2
-    assert workers == alive
+    assert workers_after_signal == workers
     rest = start(loader=loader, epochs=1)
     end = rest.end()
     assert rest.lines()[0]["start"] == run.steps()[-1]

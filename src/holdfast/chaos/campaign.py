@@ -1,6 +1,6 @@
 """The campaign: two undisturbed runs of a command, then one trial for each fault.
 
-`Campaign` is behind ``holdfast chaos``; `check_survives` does the same in a test of your own.
+`Campaign` implements ``holdfast chaos``; `check_survives` runs a campaign in your own tests.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from holdfast.chaos.workplace import Workplace
 from holdfast.core.version import __version__
 from holdfast.supervise.launch.commands import find_program
 
-# An attempt hangs if it makes no progress for this long, or for `STALL_FACTOR` times the longest
-# pause of the undisturbed run if that is longer: restarts load checkpoints and compile again.
+# An attempt counts as hanging if it makes no progress for this long, or for `STALL_FACTOR` times
+# the longest pause of the undisturbed run, whichever is longer. The factor leaves time for a
+# restart, which loads a checkpoint and may compile again.
 MIN_STALL_SECONDS = 20.0
 STALL_FACTOR = 5.0
-# An attempt may take this long, or `DURATION_FACTOR` times the undisturbed run if that is longer.
+# An attempt may take this long, or `DURATION_FACTOR` times as long as the undisturbed run,
+# whichever is longer.
 MIN_DURATION_SECONDS = 60.0
 DURATION_FACTOR = 8.0
 # Signals that end a campaign early.
@@ -50,14 +52,14 @@ NO_SAVE_REMARK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Baseline:
-    """The undisturbed runs.
+    """The two undisturbed runs of the command.
 
     Args:
         first: The first run, with which all trials are compared.
-        references: The first run by rank. A reference is replaced when a random state turns out not
-            to matter.
-        unsteady: The first difference between the two runs, if there is one.
-        seconds: Times of both.
+        references: The steps and saves of the first run, by rank. A reference is replaced when a
+            random state turns out not to matter.
+        unsteady: The first difference between the two runs, or None.
+        seconds: The durations of the two runs.
     """
 
     first: Trial
@@ -67,25 +69,26 @@ class _Baseline:
 
     @property
     def reference(self) -> Reference:
-        """Return the reference of the first rank."""
+        """Return the reference of the lowest rank."""
         return self.references[min(self.references)]
 
 
 class Campaign:
-    """Puts a command to the test.
+    """Tests a training command by injecting one fault after another.
 
     Args:
-        command: The command.
-        origin: The working directory in which it is started; it is copied, not changed.
-        writes: Paths that the command writes. If empty, all of `origin` is copied.
-        only: Kinds of faults to try, of `fault_plans.KINDS`; all if empty.
+        command: The training command.
+        origin: The working directory of the command, which is copied and never changed.
+        writes: Paths that the command writes to. If empty, all of `origin` is copied.
+        only: The kinds of faults to try, from `fault_plans.KINDS`; all kinds if empty.
         seed: Seed for drawing the steps and bits of the faults.
         budget_seconds: Time after which the campaign ends.
-        restarts: The most restarts of the command in one trial.
+        restarts: The maximum number of restarts of the command in one trial.
         say: Called with a line of progress for each fault.
 
     Raises:
-        PolicyError: H729 for a command that cannot be tested, H730 as in `Workplace`.
+        PolicyError: H729 for a command that cannot be tested; H730 in the same cases as
+            `Workplace`.
     """
 
     def __init__(  # noqa: PLR0913 - a public face with the options of the command
@@ -106,11 +109,11 @@ class Campaign:
         self._seed = seed
         self._restarts = restarts
         self._say = say
-        self._chance = random.Random(seed)  # noqa: S311 - chance, not secrets
+        self._chance = random.Random(seed)  # noqa: S311 - not used for secrets
         program = find_program(self._command)
         self._workplace = Workplace(origin, writes)
         self._bench = Bench(program, self._command, self._workplace, self._began + budget_seconds)
-        # Names, without numbers, of files that restarts have read.
+        # Names of the files that restarts have read, without the numbers in them.
         self._read_names: set[str] = set()
         # Random states that have been tested by `_find_harmless_random_states`.
         self._tried_random_states: set[str] = set()
@@ -118,7 +121,7 @@ class Campaign:
     def run(self) -> CampaignReport:
         """Run the whole campaign.
 
-        An interrupt ends it early, and the report holds the results so far.
+        An interrupt ends the campaign early. The report then contains the results so far.
         """
         try:
             return self._report(self._run_undisturbed())
@@ -157,7 +160,7 @@ class Campaign:
     # --- faults ---------------------------------------------------------------------------------
 
     def _report(self, baseline: _Baseline) -> CampaignReport:
-        """Try all faults and return the report."""
+        """Try all faults, within the time budget, and return the report."""
         reference = baseline.reference
         faults = FaultDraw(reference, self._chance).draw()
         if self._only:
@@ -194,8 +197,8 @@ class Campaign:
     def _try_fault(self, fault: Fault, baseline: _Baseline) -> FaultResult:
         """Run one trial of a fault and return its result.
 
-        If the trial damaged a file that restarts do not read, it is run a second time. By then it
-        is known which files restarts read, and one of those is damaged.
+        If the trial damaged a file that restarts do not read, a second trial is run. The first
+        trial has shown which files restarts read, so the second trial damages one of those.
         """
         result = FaultResult(kind=fault.kind, fault=fault.description)
         if self._is_out_of_time():
@@ -203,7 +206,7 @@ class Campaign:
         needed_restarts = len(fault.restart_injections)
         if needed_restarts > self._restarts:
             result.result = TrialResult.DID_NOT_OCCUR
-            result.detail = f"it needs --restarts {needed_restarts}"
+            result.detail = f"this fault needs --restarts {needed_restarts}"
             return result
         trial = self._run_trial(fault, baseline)
         if self._damaged_unread_file(trial):
@@ -212,7 +215,7 @@ class Campaign:
         result.failed = "".join(errors[:1])
         result.seconds = trial.seconds
         if trial.last.hung and self._is_out_of_time():
-            # The attempt was killed because the campaign had to end, so it proves nothing.
+            # The attempt was killed because the campaign ran out of time, so it proves nothing.
             return result
         result.seconds_lost = max(0.0, trial.seconds - baseline.first.last.seconds)
         result.attempts = len(trial.attempts)
@@ -234,7 +237,7 @@ class Campaign:
         return result
 
     def _run_trial(self, fault: Fault, baseline: _Baseline) -> Trial:
-        """Run one trial of a fault, and note which files restarts read."""
+        """Run one trial of a fault, and remember which files the restarts read."""
         damage = None
         if fault.damage is not None:
             damage = partial(
@@ -255,10 +258,10 @@ class Campaign:
         return trial
 
     def _damaged_unread_file(self, trial: Trial) -> bool:
-        """Return whether no restart reads a file with a name like that of the damaged one.
+        """Return whether the damaged file is of a kind that no restart reads, judging by its name.
 
-        This is unknown for safetensors files, which are read without Python noticing, and until a
-        restart has been observed reading a file.
+        Return False if that is unknown: for safetensors files, which are read outside of Python,
+        and until a restart has been observed reading any file.
         """
         if trial.damaged is None or trial.damaged.suffix == ".safetensors":
             return False
@@ -269,7 +272,8 @@ class Campaign:
     def _compare(self, trial: Trial, baseline: _Baseline) -> TrialComparison:
         """Compare a trial with the undisturbed run.
 
-        If a random state is to blame, first find out whether it matters at all.
+        If the comparison blames a random state, test whether the run uses that state, and compare
+        again.
         """
         comparison = compare(baseline.references, trial)
         if baseline.unsteady is not None:
@@ -283,10 +287,10 @@ class Campaign:
             comparison = compare(baseline.references, trial)
 
     def _find_harmless_random_states(self, names: set[str], baseline: _Baseline) -> None:
-        """Stop comparing the random states that the run does not use.
+        """Find which of these random states the run does not use, and stop comparing them.
 
-        The command runs once per state, with that state replaced. If nothing else differs, the run
-        does not use it.
+        For each state, the command runs once with that state replaced. If nothing else differs, the
+        run does not use the state.
         """
         for name in sorted(names):
             trial = run_trial(self._bench, Injection(reseeded=name))
@@ -299,13 +303,16 @@ class Campaign:
         self._tried_random_states |= names
 
     def _files_left_behind(self, trial: Trial, first: Trial) -> list[str]:
-        """Return the names of files that only this trial leaves; numbers in names do not count."""
+        """Return the names of files that this trial left behind but the first run did not.
+
+        Names that differ only in their numbers count as the same.
+        """
         names = {name_without_numbers(name): name for name in self._names(trial.files)}
         usual_names = {name_without_numbers(name) for name in self._names(first.files)}
         return sorted(name for key, name in names.items() if key not in usual_names)
 
     def _names(self, files: set[Path]) -> Iterator[str]:
-        """Return names of files in the workplace, with "*" for random parts of temporary names."""
+        """Yield the names of files in the workplace, with "*" for random parts of the names."""
         for file in files:
             name = str(file).removeprefix(f"{self._workplace.scratch}/").removeprefix("work/")
             yield re.sub(r"(tmp|pymp-|listener-)[a-z0-9_]{8}", r"\1*", name)
@@ -319,21 +326,21 @@ def check_survives(
 ) -> CampaignReport:
     """Check that a training run survives faults and is still the same run after each of them.
 
-    For use in your own tests.
+    Use this function in your own tests.
 
     Args:
         command: The training command, such as ``[sys.executable, "path/to/file.py"]``.
-        cwd: The working directory in which it is started; by default the current one. It is copied,
-            and nothing in it is changed.
+        cwd: The working directory of the command; by default the current one. The directory is
+            copied, and nothing in the original is changed.
         options: ``writes``, ``only``, ``seed``, ``budget_seconds`` and ``restarts`` of `Campaign`.
 
     Returns:
-        What was found.
+        The report of the campaign.
 
     Raises:
-        AssertionError: If any fault changes or ends the run; the message names each such fault and
+        AssertionError: If any fault changes or ends the run. The message names each such fault and
             the first step that differs.
-        PolicyError: H729 or H730 if it cannot be put to the test.
+        PolicyError: H729 or H730 if the command cannot be tested.
     """
     origin = Path.cwd() if cwd is None else cwd
     report = Campaign(command, origin=origin, **options).run()
@@ -349,7 +356,7 @@ def check_survives(
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Ignore the signals that end a campaign for the duration of the context."""
+    """Ignore the signals that would end the campaign, for the duration of the context."""
     handlers = {}
     # Only the main thread can set handlers.
     with suppress(ValueError):
@@ -363,10 +370,10 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def _longest_pause_seconds(attempt: TrialAttempt) -> float:
-    """Return the longest time without a record in an attempt.
+    """Return the longest time in an attempt without a new record.
 
-    The times before the first record and after the last one, in which the program starts and ends,
-    are added together.
+    The start of the program (before the first record) and its end (after the last record) count
+    together as one pause.
     """
     times = sorted(record.seconds for segment in attempt.segments for record in segment.records)
     pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
@@ -385,7 +392,7 @@ def _first_of_each_kind_first(faults: Sequence[Fault]) -> list[Fault]:
 
 
 def _remarks(baseline: _Baseline, rows: Sequence[FaultResult], estimate: str) -> list[str]:
-    """Return notes for the user that are not the result of a fault."""
+    """Return notes for the user about the campaign as a whole."""
     remarks = []
     if not baseline.first.last.saves:
         remarks.append(NO_SAVE_REMARK)
@@ -408,9 +415,9 @@ def _versions(reference: Reference) -> dict[str, str]:
 
 
 def _estimate(faults: Sequence[Fault], seconds_per_start: float) -> str:
-    """Return how long the faults take, in words."""
-    # There are two undisturbed runs. Each fault usually takes one start and one restart, or one
-    # restart for each injection into a restart.
+    """Return a sentence that estimates how long the faults will take."""
+    # The command starts twice for the undisturbed runs. A fault usually takes one start and one
+    # restart; a fault with injections into restarts takes one restart for each injection.
     starts = 2 + sum(1 + max(1, len(fault.restart_injections)) for fault in faults)
     minutes = starts * seconds_per_start / 60 + 1
     return f"{len(faults)} faults need about {minutes:.0f} min"

@@ -1,4 +1,4 @@
-"""Choose the newest checkpoint that a trial has written, and damage it."""
+"""Find the newest checkpoint that a trial has written, and damage it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import TypeAlias
 from holdfast.chaos.faults import flip_bit
 from holdfast.chaos.workplace import Workplace
 
-# No checkpoint has one of these suffixes; a guard's recorder writes ``.ring``.
+# Suffixes that no checkpoint has. A guard's recorder writes ``.ring`` files.
 TEXT_SUFFIXES = frozenset(
     {".log", ".txt", ".csv", ".json", ".jsonl", ".out", ".yaml", ".yml", ".ring"}
 )
 
-# Damages a file at a place drawn from the random generator.
+# A function that damages a file, at a position that the random generator determines.
 DamageAction: TypeAlias = Callable[[Path, random.Random], None]
 
 
@@ -34,14 +34,14 @@ def damage_newest_checkpoint(
     """Damage the newest checkpoint in a workplace.
 
     Args:
-        workplace: The workplace.
-        saved: Paths of observed saves.
-        action: Damages the file.
-        chance: Decides where.
-        read_names: Names, by `name_without_numbers`, of files that restarts have read.
+        workplace: The workplace of the trial.
+        saved: Paths of the saves that were observed.
+        action: The function that damages the file.
+        chance: Random generator for the position of the damage.
+        read_names: Names of files that restarts have read, from `name_without_numbers`.
 
     Returns:
-        The damaged file, None if the script has written no checkpoint.
+        The damaged file, or None if the script has written no checkpoint.
     """
     path = newest_checkpoint(workplace, saved, read_names)
     if path is not None:
@@ -52,10 +52,10 @@ def damage_newest_checkpoint(
 def newest_checkpoint(
     workplace: Workplace, saved: Iterable[Path], read_names: AbstractSet[str]
 ) -> Path | None:
-    """Return the newest large file among those that are most likely checkpoints.
+    """Return the newest large file among the files that are most likely checkpoints.
 
-    A file is large if it has at least half the size of the largest one: a small file beside a
-    checkpoint may be newer.
+    A file is large if it has at least half the size of the largest candidate. Small files are
+    excluded, because a script may write one next to a checkpoint, later than the checkpoint.
     """
     candidates = files_written(workplace)
     if not candidates:
@@ -69,7 +69,7 @@ def newest_checkpoint(
     )
     for criterion in criteria:
         matching = {path: status for path, status in candidates.items() if criterion(path)}
-        # A criterion that no file meets is ignored.
+        # If no file meets a criterion, the criterion is ignored.
         candidates = matching or candidates
     largest_bytes = max(status.st_size for status in candidates.values())
     large = [path for path, status in candidates.items() if 2 * status.st_size >= largest_bytes]
@@ -77,9 +77,9 @@ def newest_checkpoint(
 
 
 def files_written(workplace: Workplace) -> dict[Path, os.stat_result]:
-    """Return the files that the script has written in this trial and that are not empty.
+    """Return the nonempty files that the script has written in this trial.
 
-    A file with a hard link outside of the workplace is left out: it may be user data.
+    A file with a hard link outside of the workplace is excluded, because it may be user data.
     """
     files = workplace.files()
     links_inside = Counter(status.st_ino for status in files.values())
@@ -94,7 +94,7 @@ def files_written(workplace: Workplace) -> dict[Path, os.stat_result]:
 
 
 def flip_random_bit(path: Path, chance: random.Random) -> None:
-    """Flip one bit of a file."""
+    """Flip one random bit of a file."""
     flip_bit(path, chance.randrange(8 * path.stat().st_size))
 
 
@@ -105,9 +105,9 @@ def truncate_to_half(path: Path, _chance: random.Random) -> None:
 
 
 def leave_intact(_path: Path, _chance: random.Random) -> None:
-    """Do nothing to a file: the kernel will refuse to read it instead."""
+    """Leave the file unchanged, for a fault in which reading the file fails instead."""
 
 
 def name_without_numbers(path: object) -> str:
-    """Return a path with "#" for each number: steps and times differ between attempts."""
+    """Return a path with "#" for each number, because steps and times differ between attempts."""
     return re.sub(r"\d+", "#", str(path))

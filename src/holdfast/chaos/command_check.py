@@ -9,15 +9,15 @@ from holdfast.chaos.trials import TrialAttempt
 from holdfast.chaos.workplace import Workplace
 from holdfast.core.errors import PolicyError
 
-# A fault needs some steps before it and some after it.
+# A trial needs some steps before the fault and some after it.
 MIN_STEPS = 4
-# The most characters shown of the end of the output.
+# How many characters from the end of the output an error message shows.
 OUTPUT_CHARACTERS = 400
-# The most paths shown.
+# How many paths an error message shows.
 MAX_PATHS = 3
 # The system's own folders, which many libraries write to.
 SYSTEM_FOLDERS = ("/dev/", "/proc/", "/sys/")
-# Parts of paths of temporary folders of multiprocessing, and of Python's caches.
+# Parts of the paths of multiprocessing's temporary folders and of Python's caches.
 PASSING_PATHS = ("/pymp-", "/__pycache__")
 
 
@@ -25,12 +25,12 @@ def check_command(attempt: TrialAttempt, workplace: Workplace, *, out_of_time: b
     """Refuse a command that cannot be tested.
 
     Args:
-        attempt: An undisturbed attempt.
-        workplace: Where it ran.
-        out_of_time: Whether the time budget of the campaign is spent.
+        attempt: An attempt without a fault.
+        workplace: The workplace in which the attempt ran.
+        out_of_time: Whether the campaign's time budget is used up.
 
     Raises:
-        PolicyError: H729 with the reason.
+        PolicyError: H729, with the reason.
     """
     if attempt.hung and out_of_time:
         raise _untestable(
@@ -38,7 +38,9 @@ def check_command(attempt: TrialAttempt, workplace: Workplace, *, out_of_time: b
             fix="increase --budget, or make the command train for fewer steps.",
         )
     if attempt.hung:
-        raise _untestable("hangs", fix="run it under `holdfast run`, which reports where it hangs.")
+        raise _untestable(
+            "hangs", fix="run the command under `holdfast run`, which reports where it hangs."
+        )
     if attempt.status != 0:
         status = describe_status(attempt.status)
         output = attempt.output.strip()[-OUTPUT_CHARACTERS:]
@@ -55,9 +57,9 @@ def check_command(attempt: TrialAttempt, workplace: Workplace, *, out_of_time: b
     if attempt.most_steps < MIN_STEPS:
         raise _untestable(
             f"made fewer than {MIN_STEPS} steps",
-            fix="let it train for more steps, and save checkpoints in between.",
+            fix="let the command train for more steps, and save checkpoints in between.",
         )
-    # Files elsewhere would still exist in the next trial.
+    # Files outside of the workplace would still exist in the next trial.
     paths_outside = [
         event.facts["path"]
         for event in attempt.events("outside")
@@ -66,16 +68,16 @@ def check_command(attempt: TrialAttempt, workplace: Workplace, *, out_of_time: b
     if paths_outside:
         raise _untestable(
             f"writes outside of the working directory: {', '.join(paths_outside[:MAX_PATHS])}",
-            fix="pass these paths as --writes, so that each trial starts without them, or let the"
-            " command write to the working directory.",
+            fix="pass these paths as --writes, so that each trial starts without these files, or"
+            " let the command write to the working directory.",
         )
 
 
 def _untestable(reason: str, fix: str) -> PolicyError:
-    """Return the error for a command; `reason` continues the sentence "the command ..."."""
+    """Return the error for a command; `reason` completes the sentence "the command ..."."""
     return PolicyError(
         f"the command {reason}",
-        limit="it must train without input, and in the same way each time",
+        limit="it must train without user input, and in the same way each time",
         fix=fix,
         rule="H729",
     )
@@ -85,6 +87,7 @@ def _is_ignored(path: str, workplace: Workplace) -> bool:
     """Return whether a path belongs to the system or a cache rather than to the script."""
     if any(part in path for part in PASSING_PATHS):
         return True
-    # Caches in the home directory have names with a dot. `pathlib` raises where there is no home.
+    # Caches in the home directory have names that start with a dot. `pathlib.Path.home` would raise
+    # if the user has no home directory.
     hidden_in_home = os.path.expanduser("~/.")  # noqa: PTH111
     return path.startswith((*SYSTEM_FOLDERS, str(workplace.scratch), hidden_in_home))

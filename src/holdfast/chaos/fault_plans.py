@@ -1,7 +1,7 @@
-"""Draw the faults of a campaign: what happens, at which step, and what follows.
+"""Draw the faults of a campaign: what to inject, at which step, and what into the restarts.
 
-Only faults that are possible in the undisturbed run are drawn: no loader worker is killed if there
-are none.
+Only faults that the command makes possible are drawn. For example, no loader worker is killed if
+the undisturbed run has none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.chaos.comparison.reference import Reference
 from holdfast.chaos.injection.plan import Action, Injection, Moment
 from holdfast.chaos.trace import RecordedSave
 
-# All kinds of faults, in the order in which they are shown.
+# All kinds of faults, in the order in which reports show them.
 KINDS = (
     "kill",
     "term",
@@ -38,15 +38,16 @@ KINDS = (
     "damage",
 )
 
-# SIGKILLs at random steps, one in each of as many equal parts of the run.
+# Number of SIGKILLs at random steps. The run is divided into this many equal parts, with one
+# SIGKILL in each.
 RANDOM_KILLS = 3
-# Time to exit after SIGTERM. Schedulers give more (Slurm and Kubernetes 30 s); a training run that
-# saves at once needs less, and the campaign has to wait for it.
+# Time for the command to exit after SIGTERM. Slurm and Kubernetes allow 30 s, but a training run
+# that saves at once needs less, and the campaign has to wait.
 SIGTERM_GRACE_SECONDS = 15.0
-# How long a slow rank is stopped: longer than a step, but shorter than any timeout of a collective.
+# How long a slow rank is stopped: longer than a step, but shorter than the timeout of collectives.
 SLOW_RANK_SECONDS = 10.0
-# How far the clock is set back: one hour, as at the end of daylight saving time, which is longer
-# than a short run takes.
+# How far the clock is set back: one hour, as at the end of daylight saving time. A short run takes
+# less than that.
 CLOCK_SHIFT_SECONDS = -3600
 
 
@@ -56,11 +57,11 @@ class Fault:
 
     Args:
         kind: One of `KINDS`.
-        description: The fault in words.
-        injection: What happens in the first attempt.
-        damage: What happens to the newest checkpoint between the first two attempts, if anything.
-        restart_injections: What happens in the restarts; the last one applies to all later
-            restarts.
+        description: The fault in words, for the report.
+        injection: What to inject into the first attempt.
+        damage: How to damage the newest checkpoint between the first two attempts, or None.
+        restart_injections: What to inject into the restarts, in order. The last one applies to all
+            later restarts.
     """
 
     kind: str
@@ -73,21 +74,21 @@ class Fault:
 class FaultDraw:
     """Draws the faults of a campaign.
 
-    All faults are always drawn in the same order, whichever are requested, so that a seed
-    determines the faults.
+    All faults are always drawn, and in the same order, even if only some kinds are requested. The
+    seed therefore determines each fault.
 
     Args:
-        reference: The undisturbed run of the first rank.
+        reference: The undisturbed run of the lowest rank.
         chance: Random generator for steps, saves and ranks.
     """
 
     def __init__(self, reference: Reference, chance: random.Random) -> None:
         self._chance = chance
-        # Faults are timed by the steps of one process: the one with the most steps.
+        # Faults are timed by the steps of the process that makes the most steps.
         self._segment = max(reference.segments, key=lambda segment: len(segment.steps))
         self._step_count = len(self._segment.steps)
         self._saves = self._segment.saves
-        # The first save from which a restart can resume.
+        # The step of the first save from which a restart can resume.
         self._first_save_step = min(
             (save.steps_made for save in self._saves if save.steps_made < self._step_count),
             default=0,
@@ -117,7 +118,10 @@ class FaultDraw:
     # --- the process ----------------------------------------------------------------------------
 
     def _kill_or_terminate(self) -> Iterable[Fault]:
-        """Kill the process in the first step and at random steps; then ask it to exit."""
+        """Yield faults that kill the process or ask it to exit.
+
+        SIGKILL arrives in the first step and at random steps, SIGTERM at a random step.
+        """
         yield Fault(
             kind="first", description="SIGKILL in the first step", injection=_kill_in_backward(0)
         )
@@ -137,7 +141,7 @@ class FaultDraw:
         yield _in_step("term", "SIGTERM in", injection)
 
     def _kill_in_evaluation(self) -> Iterable[Fault]:
-        """Kill the process in one of the later half of its evaluations."""
+        """Yield a fault that kills the process in an evaluation, in the second half of the run."""
         evaluations = sum(1 for _ in self._segment.events("eval"))
         if evaluations == 0:
             return
@@ -163,7 +167,7 @@ class FaultDraw:
             yield self._disturb_rank("stopped", Injection(action=Action.SIGSTOP))
 
     def _slow_down_and_cut_off_rank(self) -> Iterable[Fault]:
-        """Stop a rank for some seconds; then shut down the network connections of a rank."""
+        """Yield a fault that stops a rank for some seconds, and one that cuts its connections."""
         if self._segment.world_size > 1:
             slow = Injection(
                 action=Action.SIGSTOP,
@@ -173,7 +177,7 @@ class FaultDraw:
             yield self._disturb_rank("cut off", Injection(action=Action.CUT_CONNECTIONS))
 
     def _disturb_rank(self, words: str, injection: Injection) -> Fault:
-        """Return a fault in the backward pass of a random step and rank, except the first rank."""
+        """Return a fault in the backward pass of a random step, on a random rank other than 0."""
         rank = self._chance.randrange(1, self._segment.world_size)
         injection = replace(injection, moment=Moment.BACKWARD, count=self._draw_step(), rank=rank)
         return _in_step("rank", f"rank {rank} {words} in", injection)
@@ -187,7 +191,7 @@ class FaultDraw:
         yield _in_step("memory", "out of memory in", injection)
 
     def _put_nan(self) -> Iterable[Fault]:
-        """Put a NaN into a batch of the loader or, without a loader, into inputs of the model."""
+        """Yield a fault that puts a NaN into a loader's batch or, without one, a model's inputs."""
         step = self._draw_step()
         steps = self._segment.steps
         if any(batch is not None for step_record in steps for batch in step_record.batch):
@@ -202,8 +206,8 @@ class FaultDraw:
     # --- saves and checkpoints ------------------------------------------------------------------
 
     def _disturb_save(self) -> Iterable[Fault]:
-        """Kill at the end and in the middle of a save; then fill the disk, and fail a write."""
-        # Prefer a later save to the first: the checkpoint that it replaces can then be checked.
+        """Yield faults during a save: kills, a full disk, and a write that fails."""
+        # Prefer a later save to the first one: only a later save replaces a checkpoint.
         number = self._chance.randint(min(2, len(self._saves)), len(self._saves))
         save = self._saves[number - 1]
         yield Fault(
@@ -211,7 +215,7 @@ class FaultDraw:
             description=f"SIGKILL after writing in {_name_of_save(number, save)}",
             injection=Injection(action=Action.SIGKILL, moment=Moment.SAVE_ENDS, count=number),
         )
-        # No file that is larger than half of the largest checkpoint can be written completely.
+        # With this limit, the largest checkpoint cannot be written completely.
         half_bytes = max(save.size_bytes for save in self._saves) // 2
         if half_bytes == 0:
             return
@@ -231,7 +235,7 @@ class FaultDraw:
         )
 
     def _fill_disk(self, size_bytes: int) -> Fault:
-        """Return a fault after which no file can grow beyond a size, as on a full disk."""
+        """Return a fault that simulates a full disk: no file can grow beyond `size_bytes`."""
         return Fault(
             kind="disk",
             description=(
@@ -247,7 +251,10 @@ class FaultDraw:
         )
 
     def _cut_writes(self, save: RecordedSave) -> Iterable[Fault]:
-        """Kill in the middle of the first and of the last file that is saved at the same step."""
+        """Yield faults that kill the process in the middle of writing a file.
+
+        The files are the first and the last of those that are saved at the same step as `save`.
+        """
         numbers = [
             number
             for number, other in enumerate(self._saves, start=1)
@@ -266,7 +273,7 @@ class FaultDraw:
             )
 
     def _damage_checkpoint(self, step: int) -> Iterable[Fault]:
-        """Kill the process in a step, and damage the newest checkpoint before it is restarted."""
+        """Yield faults that kill the process, and damage its newest checkpoint before a restart."""
         actions: tuple[tuple[str, DamageAction], ...] = (
             ("a bit of the newest checkpoint flipped", flip_random_bit),
             ("the newest checkpoint cut in half", truncate_to_half),
@@ -280,9 +287,10 @@ class FaultDraw:
             )
 
     def _fail_read(self) -> Fault:
-        """Kill the process in a step, and fail the first restart's read of the newest checkpoint.
+        """Return a fault that kills the process and then makes a read of its checkpoint fail.
 
-        The file itself is left intact, and later restarts can read it.
+        The first read by the first restart fails. The file itself is intact, so later restarts can
+        read it.
         """
         step = self._draw_step()
         return Fault(
@@ -296,15 +304,16 @@ class FaultDraw:
         )
 
     def _shift_clock(self) -> Fault:
-        """Set the clock back after a kill, and kill again once another checkpoint was saved.
+        """Return a fault that sets the clock back after a kill.
 
-        A script that chooses the newest checkpoint by a time in its name then takes the wrong one.
+        The process is killed a second time after it has saved another checkpoint. A script that
+        recognizes the newest checkpoint by a time in its name then resumes from the wrong one.
         """
         first = self._first_save_step
         description = f"SIGKILL in step {first + 1}, the clock set back an hour"
         shifted = Injection(clock_shift_seconds=CLOCK_SHIFT_SECONDS)
         restart_injections: tuple[Injection, ...] = (shifted,)
-        # The second attempt counts its own steps, starting from the first save.
+        # The second attempt resumes from the first save, and counts its own steps from 0.
         steps_after_next_save = [
             save.steps_made - first + 1
             for save in self._saves
@@ -325,11 +334,11 @@ class FaultDraw:
         )
 
     def _draw_step(self, part: int | None = None) -> int:
-        """Draw a number of steps after the first save.
+        """Draw a step after the first save, as the number of steps before it.
 
         Args:
-            part: The part of the remaining run, divided into `RANDOM_KILLS` equal parts, to draw
-                from; None for any.
+            part: The index of the part to draw from, if the steps after the first save are divided
+                into `RANDOM_KILLS` equal parts. None for the whole range.
         """
         lowest = min(self._first_save_step + 1, self._step_count - 1)
         position = self._chance.random()
@@ -343,7 +352,7 @@ def _name_of_save(number: int, save: RecordedSave) -> str:
 
 
 def _in_step(kind: str, words: str, injection: Injection) -> Fault:
-    """Return a fault in the step that the injection counts; `words` precede "step N"."""
+    """Return a fault that is described as "`words` step N", where N is the injection's step."""
     description = f"{words} step {injection.count + 1}"
     return Fault(kind=kind, description=description, injection=injection)
 

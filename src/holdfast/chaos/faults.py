@@ -1,8 +1,8 @@
-"""Real faults that the operating system produces: no memory left, a full disk, a flipped bit.
+"""Real faults: memory that runs out, a full disk, a flipped bit.
 
-An allocation fails because the kernel refuses it; a write fails because the disk is full. These are
-the building blocks. When a fault happens during a training run is decided in `fault_plans`, and
-`injector` carries it out. Tests import the faults from `holdfast.testing`.
+Nothing is mocked: an allocation fails because the kernel refuses it, and a write fails because the
+disk is full. Import these functions from `holdfast.testing`. In a campaign, `fault_plans` decides
+which fault happens when, and `injector` carries it out.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ FILL_BLOCK_BYTES = 1 << 20
 
 
 def limit_memory(headroom_bytes: int | None) -> None:
-    """Limit this process's memory to its present use plus some headroom.
+    """Limit this process's memory to its current use plus some headroom.
 
-    The limit is the one on the data segment (``RLIMIT_DATA``), which counts the heap, private
-    mappings and the stack of each thread but the main one. A stack is usually 8 MiB, so leave room
-    for threads that start while the limit holds. The first limit also configures glibc's malloc as
-    a guard does when it finds a limit: freed memory is returned to the system, so that it is not
-    available as extra headroom.
+    The limit applies to the data segment (``RLIMIT_DATA``), which includes the heap, private
+    mappings and the stacks of all threads except the main one. A stack is usually 8 MiB, so leave
+    room for threads that start while the limit applies. The first limit also configures glibc's
+    malloc to return freed memory to the system, so that freed memory is not extra headroom. A guard
+    configures malloc in the same way when it finds a limit.
 
     Args:
         headroom_bytes: Bytes that may still be allocated; None removes the limit.
 
     Raises:
-        OSError: If the system does not report the size of the data segment; only Linux does.
+        OSError: If the system does not report the size of the data segment. Only Linux does.
     """
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
     if headroom_bytes is None:
@@ -50,7 +50,7 @@ def data_segment_bytes() -> int:
     """Return the size of this process's data segment as ``RLIMIT_DATA`` counts it, in bytes.
 
     Raises:
-        OSError: If ``/proc/self/status`` does not hold it: memory can be limited on Linux only.
+        OSError: If ``/proc/self/status`` does not contain the size. Only Linux reports it.
     """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
@@ -61,7 +61,7 @@ def data_segment_bytes() -> int:
 
 @contextmanager
 def memory_limited(headroom_bytes: int) -> Iterator[None]:
-    """Limit memory as `limit_memory` does for the duration of the context.
+    """Limit memory for the duration of the context, as `limit_memory` does.
 
     Args:
         headroom_bytes: Bytes that may still be allocated inside the context.
@@ -78,8 +78,7 @@ def flip_bit(path: Path, bit: int) -> None:
 
     Args:
         path: The file.
-        bit: Index of the bit, counted from the beginning of the file, the lowest bit of each byte
-            first.
+        bit: Index of the bit from the beginning of the file. The lowest bit of a byte comes first.
     """
     byte_index, bit_in_byte = divmod(bit, 8)
     with path.open("r+b") as file:
@@ -97,8 +96,8 @@ def fill_disk(file: Path, *, leave_bytes: int = 0) -> None:
     Use it only on a small disk that belongs to the test.
 
     Args:
-        file: The file to write; it is created, or replaced if it exists.
-        leave_bytes: Free space to leave.
+        file: The file to write. An existing file is replaced.
+        leave_bytes: How much space to leave free.
     """
     with file.open("wb") as filler:
         while True:

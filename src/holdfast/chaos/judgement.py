@@ -1,7 +1,7 @@
 """Decide the outcome of a trial.
 
-The order of the rules is the argument: first whether the fault happened at all, then whether the
-run survived it, then whether it is still the same run. The first rule that has an answer wins.
+The order of the rules matters, because the first rule that has an answer wins. The rules ask
+whether the fault happened, then whether the run survived it, then whether it is still the same run.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from holdfast.chaos.injection.plan import Action
 from holdfast.chaos.results import TrialResult
 from holdfast.chaos.trials import Trial
 
-# The most files named as read by restarts.
+# How many of the files that restarts read are named.
 MAX_NAMED_FILES = 3
-# Length of the last line of output that is shown.
+# A longer line of output is cut to this length.
 MAX_LINE_CHARACTERS = 200
 # A line that reports an exception, such as "ValueError: no data".
 _EXCEPTION_LINE = re.compile(r"\w(Error|Exception)\b: \S")
@@ -31,11 +31,11 @@ class TrialCase:
     """The facts about one trial.
 
     Args:
-        fault: The fault.
+        fault: The fault that was injected.
         trial: All attempts.
-        comparison: How they compare with the undisturbed run.
-        is_steady: Whether two undisturbed runs are the same; otherwise differences mean nothing.
-        damaged_unread_file: Whether the damaged file is one that no restart reads.
+        comparison: How the attempts compare with the undisturbed run.
+        is_steady: Whether two undisturbed runs are the same. Otherwise differences mean nothing.
+        damaged_unread_file: Whether the damage is in a file that no restart reads.
     """
 
     fault: Fault
@@ -46,7 +46,7 @@ class TrialCase:
 
     @property
     def steps_repeated(self) -> str:
-        """Return how many steps were repeated, in words; empty if unknown."""
+        """Return text such as "3 steps repeated", or an empty string if the number is unknown."""
         return f"{self.comparison.steps_again} steps repeated" if self.is_steady else ""
 
 
@@ -62,7 +62,7 @@ Rule: TypeAlias = Callable[[TrialCase], TrialJudgement | None]
 
 
 def judge(case: TrialCase) -> TrialJudgement:
-    """Return the answer of the first rule in `RULES` that has one, and which file was damaged."""
+    """Return the first answer of a rule in `RULES`, with the name of the damaged file added."""
     answers = (rule(case) for rule in RULES)
     judgement = next(answer for answer in answers if answer is not None)
     damaged = case.trial.damaged
@@ -82,21 +82,21 @@ def moment_never_came(case: TrialCase) -> TrialJudgement | None:
     first = case.trial.attempts[0]
     if first.events("fault"):
         return None
-    detail = "its moment never came"
+    detail = "the moment of the fault never came"
     if first.status != 0:
-        detail += f", the command ended with {describe_status(first.status)}"
+        detail += f"; the command ended with {describe_status(first.status)}"
     return TrialJudgement(TrialResult.DID_NOT_OCCUR, detail)
 
 
 def no_checkpoint_to_damage(case: TrialCase) -> TrialJudgement | None:
-    """The script had not saved anything when it was killed."""
+    """The script had not saved a checkpoint before it was killed."""
     if case.fault.damage is None or case.trial.damaged is not None:
         return None
     return TrialJudgement(TrialResult.DID_NOT_OCCUR, "no checkpoint was found")
 
 
 def command_restarted_training_itself(case: TrialCase) -> TrialJudgement | None:
-    """A fault planned for the restart did not occur: the command survived without a restart."""
+    """The second part of the fault needs a restart, but the command survived without one."""
     needs_restart = case.fault.damage is not None or case.fault.restart_injections
     if not needs_restart or len(case.trial.attempts) > 1:
         return None
@@ -105,7 +105,7 @@ def command_restarted_training_itself(case: TrialCase) -> TrialJudgement | None:
 
 def nothing_could_be_injected(case: TrialCase) -> TrialJudgement | None:
     """The planned moment came, but there was nothing to disturb."""
-    # Why an injector could not act.
+    # The reasons why the injectors could not act.
     obstacles = [
         event.facts["why"] for attempt in case.trial.attempts for event in attempt.events("missed")
     ]
@@ -126,7 +126,9 @@ def last_attempt_hung(case: TrialCase) -> TrialJudgement | None:
     """The last attempt made no progress and was killed."""
     if not case.trial.last.hung:
         return None
-    return TrialJudgement(TrialResult.HANGS, _describe_end(case.trial, "it hung and was killed"))
+    return TrialJudgement(
+        TrialResult.HANGS, _describe_end(case.trial, "the command hung and was killed")
+    )
 
 
 def last_attempt_failed(case: TrialCase) -> TrialJudgement | None:
@@ -134,7 +136,7 @@ def last_attempt_failed(case: TrialCase) -> TrialJudgement | None:
     status = case.trial.last.status
     if status == 0:
         return None
-    detail = _describe_end(case.trial, f"it ended with {describe_status(status)}")
+    detail = _describe_end(case.trial, f"the command ended with {describe_status(status)}")
     return TrialJudgement(TrialResult.DOES_NOT_SURVIVE, detail)
 
 
@@ -143,7 +145,7 @@ def earlier_attempt_hung(case: TrialCase) -> TrialJudgement | None:
     if not any(attempt.hung for attempt in case.trial.attempts):
         return None
     return TrialJudgement(
-        TrialResult.HANGS, f"it hung and had to be killed; then {case.steps_repeated}"
+        TrialResult.HANGS, f"the command hung and had to be killed; then {case.steps_repeated}"
     )
 
 
@@ -159,7 +161,7 @@ def ended_in_nan(case: TrialCase) -> TrialJudgement | None:
 
 
 def changed_by_nan(case: TrialCase) -> TrialJudgement | None:
-    """After a NaN in its data the run may differ, as long as it stays finite."""
+    """A NaN in the data may change the run, but the weights must remain finite."""
     if case.fault.kind != "nan":
         return None
     if all(difference.what == TEXT for difference in case.comparison.differences):
@@ -179,7 +181,7 @@ def became_another_training(case: TrialCase) -> TrialJudgement | None:
 def lost_saved_work(case: TrialCase) -> TrialJudgement | None:
     """A restart resumed from an older checkpoint than the newest complete one."""
     if case.fault.damage is not None:
-        # The newest checkpoint was damaged, so resuming from an older one is right.
+        # The newest checkpoint was damaged, so resuming from an older one is correct.
         return None
     for difference in _grave_differences(case):
         if difference.what == OLDER:
@@ -188,16 +190,19 @@ def lost_saved_work(case: TrialCase) -> TrialJudgement | None:
 
 
 def damage_without_effect(case: TrialCase) -> TrialJudgement | None:
-    """The run is the same because no restart reads the damaged file."""
+    """The run is the same, but only because no restart reads the damaged file."""
     if not case.damaged_unread_file:
         return None
     names = sorted({path.name for path in case.trial.read})
-    detail = f"no restart reads such a file; restarts read {', '.join(names[:MAX_NAMED_FILES])}"
+    detail = (
+        "no restart reads a file with such a name; restarts read"
+        f" {', '.join(names[:MAX_NAMED_FILES])}"
+    )
     return TrialJudgement(TrialResult.DID_NOT_OCCUR, detail)
 
 
 def survived(case: TrialCase) -> TrialJudgement:
-    """The run is the same, as far as can be determined."""
+    """The run survived. If undisturbed runs are reproducible, it is also the same run."""
     if not case.is_steady:
         return TrialJudgement(TrialResult.SURVIVES, "")
     texts = [
@@ -225,17 +230,17 @@ RULES: tuple[Rule, ...] = (
 
 
 def _grave_differences(case: TrialCase) -> list[RunDifference]:
-    """Return the differences that count: none if two undisturbed runs already differ."""
+    """Return the differences that matter, which are none if two undisturbed runs already differ."""
     if not case.is_steady:
         return []
     return [difference for difference in case.comparison.differences if difference.what != TEXT]
 
 
 def _describe_end(trial: Trial, how: str) -> str:
-    """Return how the last attempt ended, with the line of its output that says why.
+    """Return how the last attempt ended, with the line of its output that explains why.
 
-    That is the last line that reports an exception, since a launcher prints its own lines after it;
-    without one, the last line.
+    The last line that reports an exception is used, because a launcher prints more lines after it.
+    If no line reports an exception, the last line is used.
     """
     lines = [line for line in trial.last.output.splitlines() if re.search(r"\w", line)]
     exceptions = [line for line in lines if _EXCEPTION_LINE.search(line)]
@@ -249,6 +254,6 @@ def describe_status(status: int) -> str:
     """Return an exit status in words.
 
     Args:
-        status: Exit code, negative for a signal.
+        status: The exit code, or the negative number of a signal.
     """
     return f"signal {-status}" if status < 0 else f"exit code {status}"

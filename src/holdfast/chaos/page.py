@@ -1,4 +1,4 @@
-"""The page of a campaign: one HTML file that opens offline, loads nothing and runs no script."""
+"""The HTML report of a campaign: one file that opens offline, loads nothing and runs no script."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from jinja2 import Environment, StrictUndefined
 from holdfast.chaos.results import CampaignReport
 from holdfast.core.text import sanitise
 
-# A curve is about 240 pixels wide; more points would not be visible.
+# A curve is about 240 pixels wide, so more points would not be visible.
 MAX_CURVE_POINTS = 200
-# Side of the square in which curves are drawn, in units of the drawing.
+# Side length of the square in which curves are drawn, in SVG units.
 CURVE_SIZE = 100
 
-# One loss per step, None for a step without a loss.
+# One loss per step; None for a step without a loss.
 Losses = Sequence[float | None]
 
 
 def render(
     report: CampaignReport, command: str, verdict: str, *, now: datetime | None = None
 ) -> str:
-    """Return the page of a report.
+    """Return the HTML page of a report.
 
     Args:
         report: The report of the campaign.
-        command: The command as displayed; it must not contain secrets.
-        verdict: The verdict in one sentence, without its full stop.
-        now: The time displayed; None for the current time.
+        command: The command to display; it must not contain secrets.
+        verdict: The verdict in one sentence, without the final period.
+        now: The time to display; None for the current time.
     """
     environment = Environment(
         autoescape=True, finalize=sanitise, undefined=StrictUndefined, trim_blocks=True
@@ -54,8 +54,8 @@ def draw_curves(*curves: Losses) -> list[str]:
         curves: The losses of each curve.
 
     Returns:
-        For each curve the value of the ``points`` attribute of an SVG polyline, a smaller loss
-        below a larger one. Empty if any curve has no loss at all.
+        For each curve, the value of the ``points`` attribute of an SVG polyline, with smaller
+        losses below larger ones. The list is empty if any curve has no losses.
     """
     values_of_curves = [[loss for loss in curve if loss is not None] for curve in curves]
     if not all(values_of_curves):
@@ -68,7 +68,7 @@ def draw_curves(*curves: Losses) -> list[str]:
 
 def _draw_curve(curve: Losses, lowest: float, highest: float, step_count: int) -> str:
     steps_per_point = -(-step_count // MAX_CURVE_POINTS)
-    # All losses may be equal.
+    # If all losses are equal, avoid dividing by zero.
     height = (highest - lowest) or 1
     points = []
     for step in range(0, len(curve), steps_per_point):

@@ -1,6 +1,6 @@
 """The report of a campaign, with one result per fault.
 
-Fields are named as in the output of ``holdfast chaos --json``.
+The fields have the same names in the output of ``holdfast chaos --json``.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from holdfast.chaos.comparison.differences import RunDifference
 
 
 class TrialResult(StrEnum):
-    """The outcome of a fault; the values are those of ``--json``."""
+    """The outcome of a trial; the values are those of ``--json``."""
 
-    # The same run, bit for bit.
+    # The run survived and is the same, bit for bit.
     EXACT = "exact"
-    # It runs to its end. Whether it is still the same run cannot be determined: the fault changed
-    # the data, or two undisturbed runs differ already.
+    # The run reached its end, but whether it is still the same run cannot be determined: the fault
+    # changed the data, or even two undisturbed runs differ.
     SURVIVES = "survives"
     ANOTHER_TRAINING = "another training"
-    # Steps that had been saved are repeated.
+    # The run repeated steps that it had already saved.
     WORK_LOST = "work is lost"
     ENDS_IN_NAN = "ends in NaN"
     HANGS = "hangs"
@@ -37,17 +37,17 @@ class FaultResult:
     """The result of one trial.
 
     Args:
-        kind: Kind of the fault, one of `fault_plans.KINDS`.
+        kind: Kind of the fault: one of `fault_plans.KINDS`.
         fault: The fault in words.
         result: The outcome.
-        detail: How, in words.
+        detail: The reason for the outcome, in words.
         attempts: Number of times the command was started.
-        seconds: Time of all attempts.
-        seconds_lost: Time in addition to that of the undisturbed run.
-        left_processes: Number of processes that outlived the command.
-        left_files: Files that the undisturbed run does not leave.
+        seconds: Total time of all attempts.
+        seconds_lost: How much longer the attempts took than the undisturbed run.
+        left_processes: Number of processes that were still running after the command had ended.
+        left_files: Files that this trial left behind and the undisturbed run did not.
         comparison: The fields of `timeline.TrialComparison`; empty if nothing was compared.
-        failed: The last line of an error in the observer, empty if there was none.
+        failed: The last line of an error in the observer; empty if there was none.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class FaultResult:
 
     @property
     def lost(self) -> bool:
-        """Return whether the training run does not survive the fault."""
+        """Return whether the training run did not survive the fault."""
         return self.result in (
             TrialResult.DOES_NOT_SURVIVE,
             TrialResult.HANGS,
@@ -84,19 +84,19 @@ class FaultResult:
 
 @dataclass(slots=True, kw_only=True)
 class CampaignReport:
-    """What a campaign has found.
+    """The results of a campaign.
 
     Args:
-        command: The command.
-        seed: Seed of the faults.
-        steps: Steps of the undisturbed run.
-        undisturbed_seconds: Times of the two undisturbed runs.
-        unsteady: How the two undisturbed runs differ, if they do.
-        remarks: What the user should know besides the results.
-        rows: One result per fault, in the order in which they were tried.
-        seconds: Time of the whole campaign.
-        seconds_of_runs: Time in which the command itself ran.
-        losses: Loss of each step of the undisturbed run, None for a step without a loss.
+        command: The command that was tested.
+        seed: The seed from which the faults were drawn.
+        steps: Number of steps of the undisturbed run.
+        undisturbed_seconds: Durations of the two undisturbed runs.
+        unsteady: The first difference between the two undisturbed runs, or None.
+        remarks: Notes for the user about the campaign as a whole.
+        rows: One result per fault, in the order in which the faults were tried.
+        seconds: Duration of the whole campaign.
+        seconds_of_runs: How long the command itself ran, over all attempts.
+        losses: Loss of each step of the undisturbed run; None for a step without a loss.
         interrupted: Whether the user ended the campaign early.
         versions: Versions of Python, torch and holdfast.
     """
@@ -116,9 +116,9 @@ class CampaignReport:
 
     @property
     def passed(self) -> bool:
-        """Return whether the run survives every fault and is still the same run after each.
+        """Return whether the run survived every fault and was still the same run after each.
 
-        This requires that all requested faults that can occur were tried.
+        Return False if the campaign ended before it had tried all requested faults.
         """
         if self.interrupted or self.unsteady is not None:
             return False

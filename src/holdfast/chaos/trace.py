@@ -1,10 +1,11 @@
-"""The records of an attempt's processes: steps, saves and other events, read from their traces.
+"""The records of one attempt's processes: steps, saves and other events.
 
-`observer` writes one trace per process: a file of JSON lines, each with the time (``seconds``), the
-number of steps that the process has made so far (``steps_made``) and the facts of its kind. The
-other fields of a line are those of the class that it is read into.
+An attempt is one start of the tested command. The observer in each of its processes writes a trace:
+a file of JSON lines. Each line has a ``kind``, the time (``seconds``), the number of steps that the
+process has made so far (``steps_made``), and the other fields of the class below that represents
+it.
 
-Digests are strings of `digests`: equal digests mean equal bits.
+A digest is a short string computed by `digests`. Equal digests mean equal bits.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelState:
-    """The state of the models that one optimizer trains, and of that optimizer.
+    """The state of the models that one optimizer trains, and the state of that optimizer.
 
     Args:
         weights: Digest of the trained weights.
-        buffers: Digest of the buffers of each root module; None where it is not known.
-        sample: The first numbers of some weights, to find the nearest of several states.
-        structure: Classes of the root modules and number of weights. Two attempts that train the
-            same models have the same structure.
-        roots: Identities of the root modules, valid within one process.
+        buffers: Digest of the buffers of each root module; None if unknown.
+        sample: The first numbers of some weights, to find out which of several states is nearest.
+        structure: Class names of the root modules, and the number of weights. Two attempts that
+            train the same models have the same structure.
+        roots: The ``id()`` of each root module, valid within one process.
         optimizer: Digest of the optimizer's state; None if it was not recorded.
-        parameters: Digest of the optimizer's own parameters; None if it was not recorded.
+        parameters: Digest of the parameters in the optimizer; None if it was not recorded.
     """
 
     weights: str | None = None
@@ -55,30 +56,31 @@ class SavedState:
 class RecordedStep:
     """One step of an optimizer.
 
-    A step consists of parts: model calls that contributed to a loss of this step. `batch` and
-    `inputs` have one digest per part. The attributes `settings` to `buffers` are what `divergence`
-    compares, under these names.
+    A step consists of one or more parts, for example with gradient accumulation. A part is a model
+    call that contributed to a loss of the step. `batch` and `inputs` have one digest per part.
+    `divergence` compares the attributes that are listed in `differences.FIELDS`.
 
     Args:
-        steps_made: Steps of the process so far, including this one.
+        steps_made: Number of steps of the process so far, including this one.
         seconds: Unix time at the end of the step.
         rank: Rank of the process.
         world_size: Number of ranks.
-        optimizer_index: Number of the optimizer, in the order in which optimizers first stepped.
-        before: State before the first step of this optimizer in this process; None later on.
+        optimizer_index: Index of the optimizer, in the order in which optimizers first stepped.
+        before: State before the step, if this is the optimizer's first step in the process;
+            otherwise None.
         after: State after the step.
-        weights_at_begin: Digest of the weights when the step began, recorded after a save only.
+        weights_at_begin: Digest of the weights when the step began. Recorded only after a save.
         settings: Learning rate, momentum, betas and weight decay of each parameter group.
-        scale: Loss scale of the gradient scaler, if there is one.
+        scale: Loss scale of the gradient scaler; None without one.
         parts: Number of parts.
-        batch: Batches from the loader.
-        random: Random states before the first part, by the name of the generator.
-        inputs: Inputs of the model.
-        losses: Losses as text, so that no digit is lost.
-        random_states: Random states before each model call, including calls that are not part of
-            the step.
+        batch: Digests of the batches from the loader.
+        random: Digests of the random states before the first part, by the generator's name.
+        inputs: Digests of the model's inputs.
+        losses: The losses as strings, so that no digit is lost.
+        random_states: Digests of the random states before each model call, including calls that are
+            not part of the step.
         resumed_midway: Whether only the last parts of the step can be compared, because the attempt
-            resumed in the middle of a gradient accumulation. Not recorded.
+            resumed in the middle of a gradient accumulation. Traces do not contain this field.
     """
 
     steps_made: int
@@ -115,14 +117,15 @@ class RecordedSave:
     """One call of a function that saves a checkpoint.
 
     Args:
-        steps_made: Steps of the process so far.
+        steps_made: Number of steps of the process so far.
         seconds: Unix time at the end of the save.
-        path: The file or folder that was written; None if it is not known.
-        in_thread: Whether the save ran in a thread while training continued, so that its state may
-            belong to an earlier step.
-        entries: Digest or text of each entry, by its path within the checkpoint.
+        path: The file or folder that was written; None if unknown.
+        in_thread: Whether the save ran in a thread while training continued. The saved state may
+            then be that of an earlier step.
+        entries: Digest or short value of each entry, by the entry's path within the checkpoint.
         size_bytes: Size of the largest file.
-        states: State of each optimizer that has stepped; None if it no longer exists.
+        states: State of each optimizer that has stepped; None for an optimizer that no longer
+            exists.
     """
 
     steps_made: int
@@ -134,7 +137,7 @@ class RecordedSave:
     states: list[SavedState | None]
 
     def state_of(self, optimizer_index: int) -> SavedState | None:
-        """Return the state of an optimizer, None if it is not known."""
+        """Return the state of an optimizer, or None if it is unknown."""
         if optimizer_index < len(self.states):
             return self.states[optimizer_index]
         return None
@@ -142,12 +145,18 @@ class RecordedSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEvent:
-    """Any other record, with the facts of its kind.
+    """Any other record. `facts` depends on the kind.
 
-    Kinds are ``start`` (versions), ``workers``, ``eval``, ``moved`` (source, path: a checkpoint was
-    renamed), ``read`` (path of a file of this trial), ``outside`` (path written outside of the
-    workplace), ``fault`` (act: the injected action) and ``missed`` (why no fault could be
-    injected).
+    The kinds, with their facts in parentheses:
+
+    - ``start``: the first record of a process (versions)
+    - ``workers``: a loader has worker processes
+    - ``eval``: a model was switched to evaluation mode
+    - ``moved``: a checkpoint was renamed (source, path)
+    - ``read``: a file that was written in this trial was read (path)
+    - ``outside``: a file outside of the workplace was written (path)
+    - ``fault``: the fault was injected (act: the action)
+    - ``missed``: the fault could not be injected (why)
     """
 
     kind: str
@@ -161,18 +170,18 @@ Record: TypeAlias = RecordedStep | RecordedSave | TraceEvent
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The record of one process of an attempt, or a part of it, in order."""
+    """The records of one process of an attempt, or of a part of that process, in order."""
 
     records: list[Record]
 
     @cached_property
     def steps(self) -> list[RecordedStep]:
-        """Return the steps."""
+        """Return the records that are steps."""
         return [record for record in self.records if isinstance(record, RecordedStep)]
 
     @cached_property
     def saves(self) -> list[RecordedSave]:
-        """Return the saves."""
+        """Return the records that are saves."""
         return [record for record in self.records if isinstance(record, RecordedSave)]
 
     def events(self, kind: str) -> Iterator[TraceEvent]:
@@ -183,20 +192,20 @@ class Segment:
 
     @property
     def rank(self) -> int:
-        """Return the rank of the process, 0 if it has no steps."""
+        """Return the rank of the process, or 0 if it has no steps."""
         return self.steps[0].rank if self.steps else 0
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks, 1 if the process has no steps."""
+        """Return the number of ranks, or 1 if the process has no steps."""
         return self.steps[0].world_size if self.steps else 1
 
 
 def read_segment(path: Path) -> Segment:
     """Read the trace of one process.
 
-    Incomplete and foreign lines are ignored: the process may have been killed while writing, and
-    the training script may have written into the file by accident.
+    Invalid lines are ignored: the process may have been killed in the middle of a line, and the
+    training script may have written to the file by accident.
     """
     records: list[Record] = []
     complete_lines = path.read_bytes().split(b"\n")[:-1]
@@ -207,10 +216,10 @@ def read_segment(path: Path) -> Segment:
 
 
 def parse_record(line: dict[str, Any]) -> Record:
-    """Return the record of one line of a trace.
+    """Return the record in one line of a trace, given as a dict.
 
     Raises:
-        TypeError, KeyError: If it is not a line of a trace.
+        TypeError, KeyError: If the dict is not a record.
     """
     facts = dict(line)
     kind = facts.pop("kind")

@@ -1,8 +1,8 @@
-"""Run one trial: start the command, inject the fault, and restart the command like a scheduler.
+"""Run one trial: start the command, inject a fault, and restart the command as a scheduler would.
 
-`Bench` starts the command once and observes that attempt; `run_trial` repeats this until the
-training run is complete. `fault_plans` decides what to inject, and `comparison` interprets the
-recorded traces.
+`Bench` starts the command once and observes it; one such start is an attempt. `run_trial` makes
+attempts until the training run is complete. `fault_plans` decides what to inject, and `comparison`
+interprets the recorded traces.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from holdfast.supervise.process_tree import Tree, kill_all, marked_processes, si
 
 # How often a running command is checked.
 POLL_SECONDS = 0.02
-# Time that other processes of the command have to end after it. Those that still run then count as
-# left behind.
+# When the command has ended, its other processes have this long to end too. Processes that are
+# still running after that count as left behind.
 LEFTOVER_GRACE_SECONDS = 0.5
 # Time to wait for killed processes to disappear.
 KILL_SECONDS = 5.0
-# The most characters kept of the end of the output: a few screens of text.
+# How much of the end of the command's output is kept: a few screens of text.
 OUTPUT_TAIL_BYTES = 4000
-# With less free space than this, our own traces may be incomplete.
+# With less free disk space than this, our own traces may be incomplete.
 MIN_FREE_BYTES = 1 << 20
 
 
@@ -56,13 +56,13 @@ class TrialAttempt:
     """One start of the command: how it ended, and the records of its processes.
 
     Args:
-        status: Exit code of the command, negative for a signal.
-        seconds: Time from its start to its end.
-        hung: Whether it made no progress and was killed for that.
-        leftover_processes: Number of processes that outlived the command.
-        output: The end of its output.
-        segments: The records of its Python processes, in the order of their first record.
-        observer_error: The last line of an error in the observer, empty if there was none.
+        status: Exit code of the command, or the negative number of the signal that killed it.
+        seconds: Time from the command's start to its end.
+        hung: Whether the command made no progress, or took too long, and was killed for that.
+        leftover_processes: Number of processes that were still running after the command had ended.
+        output: The end of the command's output.
+        segments: The records of each Python process, in the order of the first records.
+        observer_error: The last line of an error in the observer; empty if there was none.
         refused_calls: Number of writes and reads that the campaign made fail.
     """
 
@@ -76,7 +76,7 @@ class TrialAttempt:
     refused_calls: int = 0
 
     def events(self, kind: str) -> list[TraceEvent]:
-        """Return the events of one kind of all processes."""
+        """Return the events of one kind, from all processes."""
         return [event for segment in self.segments for event in segment.events(kind)]
 
     @property
@@ -86,7 +86,7 @@ class TrialAttempt:
 
     @property
     def most_steps(self) -> int:
-        """Return the largest number of steps of any process."""
+        """Return the number of steps of the process that made the most."""
         return max((len(segment.steps) for segment in self.segments), default=0)
 
 
@@ -95,11 +95,11 @@ class Trial:
     """All attempts of one trial.
 
     Args:
-        attempts: The attempts in order.
-        files: Files that the workplace held at the end.
-        damaged: The file that was damaged between the first two attempts, or whose read failed in
-            the second attempt.
-        read: Files of this trial that restarts were observed reading before their first step.
+        attempts: The attempts, in order.
+        files: The files in the workplace at the end.
+        damaged: The file that was damaged between the first two attempts, or that the second
+            attempt could not read. None if there is no such file.
+        read: Files that were written in this trial and that restarts read before their first step.
     """
 
     attempts: list[TrialAttempt]
@@ -109,16 +109,16 @@ class Trial:
 
     @property
     def last(self) -> TrialAttempt:
-        """Return the attempt that ended the trial."""
+        """Return the last attempt."""
         return self.attempts[-1]
 
     @property
     def seconds(self) -> float:
-        """Return the time of all attempts."""
+        """Return the total time of all attempts."""
         return sum(attempt.seconds for attempt in self.attempts)
 
     def segments_by_rank(self) -> dict[int, list[Segment]]:
-        """Return the records of the processes with steps, by rank and in order."""
+        """Return the segments of all processes that made steps, by rank, in order."""
         segments_by_rank: dict[int, list[Segment]] = {}
         for attempt in self.attempts:
             for segment in attempt.segments:
@@ -127,7 +127,8 @@ class Trial:
         return segments_by_rank
 
 
-# Called between the first two attempts with the saved files; damages one of them and returns it.
+# Called between the first two attempts with the paths of saves. Damages a file and returns its
+# path, or None if there is no checkpoint.
 Damage = Callable[[Workplace, Sequence[Path]], Path | None]
 
 
@@ -136,12 +137,12 @@ class Bench:
 
     Args:
         program: The executable of the command.
-        command: The command.
-        workplace: The workplace.
-        deadline: When the campaign must end, in seconds of `time.monotonic`.
+        command: The words of the command.
+        workplace: The copy of the working directory in which the command runs.
+        deadline: When the campaign must end, on the clock of `time.monotonic`.
     """
 
-    # Whether this process adopts orphans of the command, see `adopt_orphans`.
+    # Whether orphaned processes of the command become our children; see `adopt_orphans`.
     adopts_orphans = False
 
     def __init__(
@@ -151,22 +152,23 @@ class Bench:
         self._command = [workplace.word(word) for word in command]
         self.workplace = workplace
         self.deadline = deadline
-        # An attempt hangs if nothing is recorded or printed for this long. The campaign lowers both
-        # limits once the undisturbed run has been measured.
+        # An attempt counts as hanging if it records and prints nothing for `stall_seconds`, or
+        # takes longer than `max_seconds`. The campaign lowers both limits once it has measured the
+        # undisturbed run.
         self.stall_seconds = 600.0
         self.max_seconds = 1e9
-        # Time in which the command ran, over all attempts.
+        # Total time in which the command ran, over all attempts.
         self.command_seconds = 0.0
         self._attempts_started = 0
 
     def attempt(self, injection: Injection | None = None) -> TrialAttempt:
-        """Start the command once, wait for its end, and return what was observed.
+        """Start the command once, wait for its end, and return the observed attempt.
 
         Args:
-            injection: The fault to inject, None for no fault.
+            injection: What to inject; None for nothing.
 
         Raises:
-            PolicyError: H730 if there is no space left for our own traces.
+            PolicyError: H730 if no disk space is left for our own traces.
         """
         self._attempts_started += 1
         mark = f"{self.workplace.scratch.name}-{self._attempts_started}"
@@ -214,16 +216,17 @@ class Bench:
 
         Args:
             traces: The trace folder of the attempt.
-            mark: Identifies the processes of the command by their environment.
+            mark: A string in the environment of the command's processes, by which to find them.
         """
         environment = make_environment(os.environ, traces, 0, mark, observe=True)
-        # Only the observer of chaos is wanted. The command may be `holdfast run`, which sets this
+        # Only the chaos observer should run. If the command is `holdfast run`, it sets this
         # variable again for its own processes.
         del environment[OBSERVE_VARIABLE]
         environment["OBSERVER_OF_HOLDFAST"] = f"holdfast.chaos.observation.observer:{traces}"
         environment["PWD"] = str(self.workplace.work)
         environment["TMPDIR"] = str(self.workplace.temporary)
-        # A small program that dies with us and then becomes the command.
+        # A small program that asks the kernel to kill it when this process dies, and then becomes
+        # the command.
         starter = [sys.executable, "-I", "-S", child_start.__file__, str(os.getpid())]
         return subprocess.Popen(  # noqa: S603 - the user's own command is the point
             [*starter, self._program, *self._command],
@@ -243,10 +246,10 @@ class Bench:
         output: OutputTail,
         injection: Injection,
     ) -> bool:
-        """Wait until the command ends or hangs, and end its fault after `later_seconds`.
+        """Wait until the command ends or hangs, and end the fault after its `later_seconds`.
 
         Returns:
-            Whether it hangs: it made no progress, or was still running when its time was over.
+            Whether the command hangs: it made no progress, or was still running at its time limit.
         """
         began = time.monotonic()
         last_progress = began
@@ -273,9 +276,9 @@ class Bench:
 
 
 class OutputTail:
-    """Reads the output of a command in a thread, and keeps its end.
+    """Reads the output of a command in a thread, and keeps the end of it.
 
-    The output goes through a pipe rather than a file because a fault may limit file sizes.
+    The command writes to a pipe rather than a file, because a fault may limit the size of files.
 
     Args:
         pipe: The output of the command.
@@ -283,7 +286,7 @@ class OutputTail:
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._tail = b""
-        # Bytes printed so far, as a sign of life.
+        # Number of bytes printed so far. If it grows, the command is making progress.
         self.total_bytes = 0
         self._thread = threading.Thread(target=self._read, args=(pipe,), daemon=True)
         self._thread.start()
@@ -295,7 +298,7 @@ class OutputTail:
                 self.total_bytes += len(data)
 
     def close(self) -> None:
-        """Wait until the output ends, as it does when all processes have ended."""
+        """Wait until the output ends, which happens when all processes have ended."""
         self._thread.join(KILL_SECONDS)
 
     def text(self) -> str:
@@ -316,11 +319,12 @@ def run_trial(
 
     Args:
         bench: Starts the command.
-        injection: The fault of the first attempt, None for no fault.
-        restarts: The most restarts of the command.
-        expected_steps: Steps of the undisturbed run.
+        injection: What to inject into the first attempt; None for nothing.
+        restarts: The maximum number of restarts of the command.
+        expected_steps: Number of steps of the undisturbed run.
         damage: Damages a file between the first two attempts, if the fault has happened.
-        restart_injections: The faults of the restarts; the last one applies to all later restarts.
+        restart_injections: What to inject into the restarts, in order. The last one applies to all
+            later restarts.
     """
     bench.workplace.renew()
     attempts = [bench.attempt(injection)]
@@ -342,9 +346,9 @@ def run_trial(
 
 
 def adopt_orphans() -> None:
-    """Make this process adopt the orphans of a command, so that none is lost.
+    """Make orphaned processes of the command children of this process, so that all can be found.
 
-    Only for processes that start nothing else.
+    Call this only in a process that starts no other processes.
     """
     become_subreaper()
     Bench.adopts_orphans = True
@@ -355,12 +359,12 @@ def end_command(child: subprocess.Popen[bytes], mark: str, tree: Tree | None) ->
 
     Args:
         child: The command.
-        mark: The mark that its processes carry in their environment.
-        tree: Its processes, if this process adopts orphans.
+        mark: The string in the environment of the command's processes.
+        tree: The tree of the command's processes, if this process adopts orphans; otherwise None.
 
     Returns:
-        How many processes were still running some time after the command had ended; 0 if the
-        command itself had to be killed.
+        The number of processes that were still running `LEFTOVER_GRACE_SECONDS` after the command
+        had ended. 0 if the command itself had to be killed.
     """
 
     def find_processes() -> set[int]:
@@ -398,19 +402,19 @@ def _total_size(folder: Path) -> int:
 
 
 def _check_free_space(traces: Path) -> None:
-    """Refuse to continue on a full disk: the failure would be blamed on the training run."""
+    """Refuse to continue on a full disk, which would look like a failure of the training run."""
     if shutil.disk_usage(traces).free >= MIN_FREE_BYTES:
         return
     raise PolicyError(
-        "no space is left for a trial",
-        limit="traces and copies are written there",
-        fix=f"free space on the disk of {traces.parent}, or set TMPDIR to another disk.",
+        f"no disk space is left for a trial in {traces.parent}",
+        limit="its traces and copies of the working directory are written there",
+        fix="free some space on that disk, or set TMPDIR to a folder on another disk.",
         rule="H730",
     )
 
 
 def _read_observer_error(traces: Path) -> str:
-    """Return the last line of the observer's first error, empty if there is none."""
+    """Return the last line of the observer's first error, or an empty string without an error."""
     notes = [*traces.glob("failed.txt"), *traces.glob("processes/failed-*")]
     if not notes:
         return ""
@@ -430,9 +434,9 @@ def _repeat_last(injections: Sequence[Injection]) -> Iterator[Injection]:
 
 
 def _is_complete(attempt: TrialAttempt, expected_steps: int) -> bool:
-    """Return whether a scheduler would not start the command again.
+    """Return whether the run is complete, so that a scheduler would not restart the command.
 
-    A command that exits with 0 after SIGTERM, before all steps are done, expects to be restarted.
+    A command that exits with 0 after SIGTERM, before all steps are done, expects a restart.
     """
     if attempt.hung or attempt.status != 0:
         return False
@@ -441,7 +445,7 @@ def _is_complete(attempt: TrialAttempt, expected_steps: int) -> bool:
 
 
 def _fails_alike(attempt: TrialAttempt, next_attempt: TrialAttempt) -> bool:
-    """Return whether a restart failed in the same way, so that further ones would too."""
+    """Return whether a restart failed in the same way as before: more restarts would not help."""
     if next_attempt.status == 0 or next_attempt.events("fault"):
         return False
     return next_attempt.output == attempt.output

@@ -1,6 +1,6 @@
 """The workplace of each trial: a fresh copy of the working directory.
 
-The command only ever runs in copies, so that no file of the user is changed.
+The command runs only in such copies, so that it changes no file of the user.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from pathlib import Path
 
 from holdfast.core.errors import PolicyError
 
-# A larger working directory is refused unless the user names what the script writes: every trial
-# copies all of it.
+# A larger working directory is refused unless the user names the paths that the script writes,
+# because every trial would copy the whole directory.
 MAX_COPIED_BYTES = 512 << 20
-# With named outputs, larger files and folders are linked instead of copied.
+# If the user names these paths, larger files and folders elsewhere are linked instead of copied.
 MAX_BYTES_TO_COPY = 1 << 20
-# Folders that are large and that no script writes: they are linked, always.
+# Large folders that no script writes to, which are always linked.
 LINKED_FOLDERS = frozenset({".git", ".hg", ".venv", "venv", "node_modules"})
-# Caches are left out: programs can recreate them.
+# Caches are not copied, because programs can recreate them.
 CACHE_FOLDERS = frozenset({"__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"})
 UNCOPIED_FOLDERS = LINKED_FOLDERS | CACHE_FOLDERS
 
 
 class Workplace:
-    """Copies of a working directory, one at a time, always at the same path.
+    """Makes copies of a working directory, one at a time, always at the same path.
 
-    All copies are made from one first copy, so that later edits of the original do not affect them.
+    All copies are made from a first copy, so that the user may edit the original in the meantime.
     Without `writes`, everything is copied, up to `MAX_COPIED_BYTES`. With `writes`, only these
-    paths and small files and folders are copied; everything else is linked.
+    paths and small files and folders are copied, and everything else is linked.
 
     Args:
-        origin: The working directory. It is only read.
-        writes: Paths that the script writes: in `origin`, or elsewhere if they do not exist yet.
+        origin: The working directory, which is only read.
+        writes: Paths that the script writes to. A path outside of `origin` must not exist yet.
 
     Raises:
-        PolicyError: H730 if there is too much to copy, or a path elsewhere exists already.
+        PolicyError: H730 if the working directory is too large, or a path outside of it exists.
     """
 
     def __init__(self, origin: Path, writes: Sequence[Path]) -> None:
@@ -55,17 +55,17 @@ class Workplace:
         self.work = self.scratch / "work"
         self.temporary = self.scratch / "tmp"
         self.first_copy = self.scratch / "first"
-        # The script may write in these folders, or to these files.
+        # The folders (or files) that the script may write to.
         self.writable_folders = (self.work, self.temporary, *self._written_elsewhere)
-        # Unix time at which the present trial began.
+        # Unix time at which the current trial began.
         self.began = 0.0
 
     def _check_paths_elsewhere(self) -> None:
         for path in self._written_elsewhere:
             if path.exists():
                 raise PolicyError(
-                    f"{str(path)!r} exists",
-                    limit="files that a script writes outside of the working directory are"
+                    f"{str(path)!r} already exists",
+                    limit="files that the command writes outside of the working directory are"
                     " removed between trials",
                     fix="let the command write to a path that does not exist yet, or to the"
                     " working directory.",
@@ -75,16 +75,16 @@ class Workplace:
     def _check_size(self) -> None:
         if _total_size(self.origin) > MAX_COPIED_BYTES:
             raise PolicyError(
-                f"the working directory {str(self.origin)!r} holds more than"
+                f"the working directory {str(self.origin)!r} is larger than"
                 f" {MAX_COPIED_BYTES >> 20} MiB",
                 limit="each trial runs in a copy of it, so that your files are not changed",
-                fix="pass the paths that the script writes to, as in `--writes runs/`; other large"
+                fix="pass the paths that the command writes to, as in `--writes runs/`; other large"
                 " files are then linked.",
                 rule="H730",
             )
 
     def renew(self) -> None:
-        """Restore the state before the first trial."""
+        """Replace the copy with a fresh one, as it was before the first trial."""
         self.began = time.time()
         for path in self.writable_folders:
             _remove(path)
@@ -96,12 +96,12 @@ class Workplace:
     def word(self, word: str) -> str:
         """Return a word of the command, adapted to the copy.
 
-        An absolute path into the working directory becomes the path in the copy.
+        An absolute path into the working directory becomes the corresponding path in the copy.
         """
         path = Path(word)
         if not path.is_absolute():
             return word
-        # The last part may be a link, which is copied as a link.
+        # Resolve only the parents: the last part may be a link, which is copied as a link.
         real_path = Path(os.path.realpath(path.parent), path.name)
         path_in_copy = self._path_in_copy(real_path)
         if path_in_copy is None:
@@ -109,14 +109,14 @@ class Workplace:
         return str(path_in_copy)
 
     def original(self, path: Path) -> Path | None:
-        """Return the original of a file in the copy, None if it is new."""
+        """Return the original of a file in the copy, or None if the script created the file."""
         if not path.is_relative_to(self.work):
             return None
         original = self.first_copy / path.relative_to(self.work)
         return original if original.exists() else None
 
     def files(self) -> dict[Path, os.stat_result]:
-        """Return the status of each file that the script may have written, temporary or not."""
+        """Return the status of each file in the folders that the script may write to."""
         files = {}
         for top in self.writable_folders:
             for path in _files_below(top):
@@ -126,12 +126,12 @@ class Workplace:
         return files
 
     def close(self) -> None:
-        """Remove every copy."""
+        """Remove the copies, and everything that the script has written elsewhere."""
         for path in (self.scratch, *self._written_elsewhere):
             _remove(path)
 
     def _copy_folder(self, source: Path, target: Path) -> None:
-        """Copy a folder, linking the parts that `_is_copied` excludes and leaving out caches."""
+        """Copy a folder without its caches, and link the parts that `_is_copied` excludes."""
         target.mkdir()
         for entry in os.scandir(source):
             path = Path(entry.path)
@@ -151,7 +151,7 @@ class Workplace:
                 shutil.copy2(path, target_path)
 
     def _is_copied(self, entry: os.DirEntry[str]) -> bool:
-        """Return whether a file or folder is copied, not linked."""
+        """Return whether a file or folder is copied rather than linked."""
         path = Path(entry.path)
         if entry.is_dir() and entry.name in LINKED_FOLDERS:
             return False
@@ -165,15 +165,16 @@ class Workplace:
         return holds_written or _total_size(path) <= MAX_BYTES_TO_COPY
 
     def _copy_link(self, path: Path, target: Path) -> None:
-        """Copy a link.
+        """Copy a symbolic link.
 
-        A link within the directory points into the copy; others keep their target.
+        A link to a path in the working directory becomes a link into the copy. Other links keep
+        their target.
         """
         destination = Path(os.path.realpath(path))
         target.symlink_to(self._path_in_copy(destination) or destination)
 
     def _path_in_copy(self, path: Path) -> Path | None:
-        """Return the path that a file of the directory has in the copy, None if it has none."""
+        """Return a file's path in the copy, or None if the file is not part of the copy."""
         if not path.is_relative_to(self.origin):
             return None
         relative_path = path.relative_to(self.origin)
@@ -183,7 +184,7 @@ class Workplace:
 
 
 def _files_below(top: Path) -> Iterator[Path]:
-    """Return all files in a folder, or the path itself if it is a file; links are left out."""
+    """Yield all files below a folder, or the path itself if it is a file. Links are excluded."""
     if top.is_file():
         yield top
     for folder, subfolders, names in os.walk(top):
@@ -199,10 +200,10 @@ def _total_size(top: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder, if nothing is mounted in it.
+    """Remove a file or folder, unless a file system is mounted in it.
 
     Raises:
-        PolicyError: H730 if something is.
+        PolicyError: H730 if a file system is mounted in it.
     """
     _check_not_mounted(path)
     if path.is_dir() and not path.is_symlink():
@@ -217,16 +218,17 @@ def _check_not_mounted(path: Path) -> None:
         mount_point = Path(line.split()[4])
         if mount_point.is_relative_to(path):
             raise PolicyError(
-                f"the command has mounted something on {mount_point} and left it mounted",
-                limit="its files are removed between trials, and the mounted files might be yours",
-                fix=f"unmount it, remove {path}, and let the command unmount what it mounts, or"
-                " mount nothing.",
+                f"the command has left a file system mounted on {mount_point}",
+                limit="the files of a trial are removed when it ends, and the mounted files may be"
+                " yours",
+                fix=f"unmount it and remove {path}. Then change the command so that it unmounts"
+                " the file system before it ends, or mounts none.",
                 rule="H730",
             )
 
 
 def _make_folders_accessible(top: Path) -> None:
-    """Make every folder accessible and writable, so that it can be removed."""
+    """Make every folder below `top` accessible and writable, so that it can be removed."""
     for folder, subfolders, _ in os.walk(top):
         for name in subfolders:
             path = Path(folder) / name

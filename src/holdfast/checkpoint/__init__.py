@@ -1,14 +1,14 @@
-"""Checkpoints: trees of tensors in files without pickle, with a digest for every byte.
+"""Checkpoints: trees of state saved in files without pickle, with a digest for every byte.
 
-How a checkpoint is written, in this order: ``codec`` turns a tree of state into JSON and named
-tensors, ``saver`` takes a snapshot of them and writes it as files (``tensor_files``), and ``store``
-commits the files under their final name. ``manifest`` lists what each file must hold.
+To write a checkpoint, ``codec`` turns a tree of state into JSON and named tensors, ``saver`` takes
+a snapshot of both and writes it to files (``tensor_files``), and ``store`` commits the files by
+renaming their folder. ``manifest`` records the expected contents of each file.
 
-How one is read: ``newest`` finds the newest checkpoint that verifies (``verify``), and ``loading``
-returns its trees. ``export`` writes the weights alone. ``read_errors`` distinguishes damaged bytes
-from a disk that is temporarily unreadable.
+To read a checkpoint, ``newest`` finds the newest one that passes ``verify``, and ``loading``
+returns its trees. ``export`` writes only the weights to a file. ``read_errors`` distinguishes
+damaged bytes from a disk that is temporarily unreadable.
 
-``seal`` adds a manifest to what a framework has written. ``interval`` chooses how often to save,
-``background`` and ``buffers`` let training continue while a checkpoint is written. ``kinds`` and
-``expanded`` handle tensors of rare dtypes and layouts; ``health`` finds NaN and Inf.
+``seal`` adds a manifest to a checkpoint written by a framework. ``interval`` chooses how often to
+save. ``background`` and ``buffers`` let training continue while a checkpoint is written. ``kinds``
+and ``expanded`` handle tensors of rare dtypes and layouts, and ``health`` finds NaN and Inf.
 """

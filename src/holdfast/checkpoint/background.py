@@ -1,7 +1,8 @@
-"""Write a checkpoint while training continues: one job in its own thread.
+"""Write a checkpoint in a background thread while training continues.
 
-The thread is not a daemon: the interpreter waits for it at exit, so a save that has started is
-always finished. A process forked in the meantime does not have the thread and must not wait for it.
+The thread is not a daemon thread: the interpreter waits for it at exit, so a save that has started
+always finishes. The thread does not exist in a process forked during the save, so that process must
+not wait for it.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.core.threads import start_thread
 
 _Result = TypeVar("_Result")
-# torch splits a reduction of more elements over threads (at::internal::GRAIN_SIZE is 32768).
-# Training would lose these threads, and OpenMP's do not survive a fork of loader workers.
-_MOST_ELEMENTS = 32_767
+# torch splits larger reductions across threads (at::internal::GRAIN_SIZE is 32768). That would take
+# threads away from training, and OpenMP threads do not survive a fork of loader workers.
+_MAX_ELEMENTS = 32_767
 _THREAD_NAME = "holdfast-writer"
 _POLL_SECONDS = 0.02
 
 
 class BackgroundJob(Generic[_Result]):
-    """A function that runs while training continues. It is started at once.
+    """Runs a function in a background thread while training continues. Starts immediately.
 
     Args:
-        run: The function.
-        directory: The directory that it writes to.
+        run: The function to run.
+        directory: The directory that the function writes to.
 
     Raises:
-        MemoryError, RuntimeError: There is not enough memory for a thread or its stack.
+        MemoryError, RuntimeError: There is not enough memory for the thread or its stack.
     """
 
     def __init__(self, run: Callable[[], _Result], directory: Path) -> None:
@@ -51,7 +52,7 @@ class BackgroundJob(Generic[_Result]):
     def _work(self, run: Callable[[], _Result]) -> None:
         try:
             self._results.append(run())
-        # Raised again by `result`.
+        # Re-raised by `result`.
         except BaseException as error:  # noqa: BLE001
             self._error = error
         finally:
@@ -63,13 +64,13 @@ class BackgroundJob(Generic[_Result]):
         return not self._results and self._error is None and self._thread.is_alive()
 
     def result(self) -> _Result | None:
-        """Wait for the end and return the result, or raise the error.
+        """Wait for the function to finish and return its result, or raise its error.
 
         Returns:
-            None in a forked process, which does not have the thread.
+            The function's result, or None in a forked process, where the thread does not exist.
         """
-        # Not join(): if a signal handler raises in it, Python 3.11 takes the thread for finished,
-        # and the interpreter no longer waits for it either.
+        # Not join(): if a signal handler raises during join(), Python 3.11 marks the thread as
+        # finished, and the interpreter no longer waits for it at exit.
         while self._thread.is_alive() and not self._ended.wait(_POLL_SECONDS):
             pass
         if self._error is not None:
@@ -84,7 +85,10 @@ def _thread_name(directory: Path) -> str:
 
 
 def wait_for_jobs(directory: Path) -> None:
-    """Wait until no job of this process writes to a directory, even one whose owner is gone."""
+    """Wait until no background job of this process is writing to a directory.
+
+    This includes jobs whose `BackgroundJob` object no longer exists.
+    """
     for thread in threading.enumerate():
         if thread.name != _thread_name(directory) or thread is threading.current_thread():
             continue
@@ -95,13 +99,16 @@ def wait_for_jobs(directory: Path) -> None:
 def nonfinite_copies(
     named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5
 ) -> tuple[list[str], int]:
-    """Do the same as `nonfinite_tensors` in a single thread, for contiguous tensors on the host."""
+    """Find NaN and Inf as `nonfinite_tensors` does, but single-threaded.
+
+    The tensors must be contiguous and on the host.
+    """
     chunks = [
         (name, chunk)
         for name, tensor in named
-        for chunk in torch.split(tensor.reshape(-1), _MOST_ELEMENTS)
+        for chunk in torch.split(tensor.reshape(-1), _MAX_ELEMENTS)
     ]
     names, _ = nonfinite_tensors(chunks, most=len(chunks))
-    # Several chunks of one tensor may be bad.
+    # A tensor with several bad chunks is listed several times.
     unique = list(dict.fromkeys(names))
     return unique[:most], len(unique)

@@ -1,8 +1,9 @@
-"""Host memory into which state is copied at a step boundary, so that training can continue.
+"""Host memory for a copy of the training state, so that training continues during a save.
 
-It is one block, reused from save to save. Its pages are touched ahead of time, because the first
-touch of a page costs many times its copy. Forked processes do not inherit it: otherwise each page
-that a save writes to would be copied first, and loader workers would keep the old pages.
+The memory is a single block that every save reuses. Its pages are touched in advance, because
+touching a page for the first time takes many times as long as copying data into it. Forked
+processes do not inherit the block. If they did, the kernel would duplicate each page that a save
+writes to, and loader workers would keep the old pages alive.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from typing import Any
 
 import torch
 
-# A cache line, which is more than the alignment of any dtype.
+# Size of a cache line, which is at least the alignment of every dtype.
 _ALIGNMENT_BYTES = 64
-# Bytes touched in one call, which releases the GIL.
+# Bytes touched per call. Each call releases the GIL.
 _CHUNK_BYTES = 64 * 2**20
 
 Groups = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class HostBuffers:
-    """Memory for the copies of one state.
+    """A block of host memory that holds one copy of the training state.
 
     Args:
-        size_bytes: The size returned by `needed_bytes`.
-        cuda: The device for which the memory is pinned, or None.
+        size_bytes: Size of the block, as returned by `needed_bytes`.
+        cuda: The device for which to pin the memory, or None to leave it unpinned.
 
     Raises:
         OSError: The memory cannot be allocated.
@@ -56,19 +57,23 @@ class HostBuffers:
 
     def _pin(self, device: torch.device, address: int) -> None:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        # A new thread has another current device, on which a context would take memory.
+        # A new thread starts with device 0 as its current device. Without this, CUDA would create a
+        # context there, which takes memory.
         with torch.cuda.device(device):
             failed = int(runtime.cudaHostRegister(address, self.size_bytes, 0))
-        # If it failed, copies are merely slower.
+        # If pinning fails, copies are merely slower.
         if not failed:
             weakref.finalize(self, runtime.cudaHostUnregister, address)
 
     def fill(self, groups: Groups) -> dict[str, dict[str, torch.Tensor]]:
-        """Return contiguous copies of all tensors, in the same groups. Overwrites earlier copies.
+        """Copy all tensors into the block, overwriting earlier copies.
 
-        Cost: one pass over memory. Copies from CUDA devices run concurrently; the call then waits
-        for one event per device. Nothing is allocated on devices, except for a tensor that is not
-        contiguous.
+        Cost: one pass over memory. Copies from CUDA devices run concurrently, and the call waits
+        for one event per device at the end. Device memory is allocated only for tensors that are
+        not contiguous.
+
+        Returns:
+            The contiguous copies, in the same groups and under the same names.
         """
         position = 0
         devices: set[torch.device] = set()
@@ -95,12 +100,12 @@ class HostBuffers:
 
 
 def needed_bytes(groups: Groups) -> int:
-    """Return the bytes that the copies of these tensors take."""
+    """Return how many bytes `HostBuffers` needs to hold copies of these tensors."""
     return sum(
         _aligned(tensor.nbytes) for tensors in groups.values() for tensor in tensors.values()
     )
 
 
 def _aligned(size_bytes: int) -> int:
-    """Return a size rounded up to the alignment."""
+    """Round a size up to a multiple of `_ALIGNMENT_BYTES`."""
     return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

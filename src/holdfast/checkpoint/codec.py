@@ -1,10 +1,10 @@
-"""Turn a tree of state into JSON and named tensors, and back. No pickle, no code in the file.
+"""Convert a tree of state to JSON and named tensors, and back, without pickle.
 
 Supported: None, bool, int, float, str, bytes, complex; dict, OrderedDict, Counter, defaultdict,
 list, tuple, set, frozenset, deque; tensors (also tied ones), numpy arrays and scalars, dtype,
-device, Size, Path. Anything else is an error that names the place in the tree.
+device, Size, Path. Any other value raises an error that names its position in the tree.
 
-Values that JSON cannot hold become objects with the key ``"$"``, which names their kind.
+A value that JSON cannot represent becomes an object whose key ``"$"`` names the value's kind.
 `_DECODERS` lists all kinds.
 """
 
@@ -25,7 +25,7 @@ from holdfast.checkpoint.safetensors_header import METADATA
 from holdfast.core.errors import CheckpointError
 
 _TAG = "$"
-# The supported factories of a defaultdict, by name.
+# Supported default factories of a defaultdict, by name.
 _FACTORIES: dict[str, Callable[[], Any]] = {
     "int": int,
     "float": float,
@@ -34,7 +34,7 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
     "set": set,
 }
 _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
-# The dtypes of tensors in a checkpoint, as the safetensors format spells them.
+# The dtypes that a checkpoint can store, with their names in the safetensors format.
 SAVED_AS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -52,28 +52,28 @@ SAVED_AS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# Classes whose values JSON can hold unchanged.
+# Classes whose values are written to JSON unchanged.
 _JSON_CLASSES = frozenset({bool, int, str})
 _JSON_ITEMS = frozenset({bool, int, str, type(None)})
 _SEQUENCE_CLASSES = (list, tuple, set, frozenset, collections.deque)
-# Kinds of numpy dtypes: booleans, integers, floats, complex numbers.
+# numpy's one-letter dtype kinds: booleans, signed and unsigned integers, floats, complex numbers.
 _REAL_KINDS = "biuf"
 _NUMBER_KINDS = "biufc"
 
-_PLAIN_VALUES = "let state_dict() return one of these, for instance a tensor or a dict of numbers."
+_PLAIN_VALUES = "return one of these from state_dict(), for example a tensor or a dict of numbers."
 _PLAIN_ARRAYS = (
-    "let state_dict() return plain arrays, for instance numpy.asarray(x), and for a masked array"
-    " x.data and x.mask (numpy.ma.getmaskarray(x)) separately."
+    "return plain arrays from state_dict(), for example numpy.asarray(x). For a masked array,"
+    " return x.data and numpy.ma.getmaskarray(x) separately."
 )
 
-# The keys and indices that lead to a value.
+# Position of a value in the tree: the keys and indices that lead to it.
 _Place = tuple[str, ...]
-# Where a tensor is: device, address, shape, strides and dtype.
+# Location of a tensor in memory: device, address, shape, strides and dtype.
 Memory = tuple[torch.device, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """Return where a dense tensor is. Tied tensors are at the same place."""
+    """Return the memory location of a dense tensor. Tied tensors have the same location."""
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
@@ -81,20 +81,20 @@ class Encoder:
     """Encodes one component of a checkpoint.
 
     Args:
-        component: Its name, such as ``"model"``, for error messages.
+        component: The component's name, such as ``"model"``, used in error messages.
     """
 
     def __init__(self, component: str) -> None:
         self._component = component
-        # The name of each tensor by its place in memory, so that tied weights are stored once.
+        # Names of the tensors by memory location, so that tied weights are stored once.
         self._names: dict[Memory, str] = {}
         self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, value: Any, place: _Place = ()) -> Any:
-        """Return the JSON form of a value. Its tensors are collected in `tensors`.
+        """Return the JSON form of a value, and add the value's tensors to `tensors`.
 
         Raises:
-            CheckpointError: H310 for a value that would need pickle.
+            CheckpointError: H310 if the value cannot be stored without pickle.
         """
         if value is None or type(value) in _JSON_CLASSES:
             return value
@@ -115,7 +115,7 @@ class Encoder:
         if tensor.layout == torch.sparse_coo:
             return self._sparse(tensor.detach(), place)
         if tensor.is_complex():
-            # The safetensors format has no complex128.
+            # Stored as pairs of real numbers, because the safetensors format has no complex128.
             pairs = torch.view_as_real(tensor.detach().resolve_conj())
             return self._stored("complex_tensor", pairs, place)
         if tensor.dtype in STORED_ONLY and tensor.dtype not in SAVED_AS:
@@ -126,8 +126,8 @@ class Encoder:
         return {_TAG: kind, "name": self._keep(tensor, place), **_layout(tensor)}
 
     def _sparse(self, tensor: torch.Tensor, place: _Place) -> Any:
-        # Exactly as in memory: whether it is coalesced, and in which order, affects the rounding of
-        # later sums.
+        # Stored exactly as in memory. Both the order of the entries and whether they are coalesced
+        # affect how later sums are rounded.
         return {
             _TAG: "sparse_tensor",
             "indices": self.encode(tensor._indices(), (*place, "indices")),
@@ -137,9 +137,9 @@ class Encoder:
         }
 
     def _as_bytes(self, tensor: torch.Tensor, place: _Place) -> Any:
-        """Encode a one-byte dtype for which the format has no name, such as AMD's float8."""
+        """Encode a tensor whose one-byte dtype, such as AMD's float8, is not in the format."""
         if tensor.layout != torch.strided or tensor.is_meta:
-            raise self._unsupported(f"a {tensor.dtype} tensor without values in one piece", place)
+            raise self._unsupported(f"a {tensor.dtype} tensor that is not dense", place)
         stored = tensor.view(torch.uint8)
         return {
             _TAG: "bytes_tensor",
@@ -155,7 +155,7 @@ class Encoder:
         memory = memory_of(tensor)
         if tensor.numel() and memory in self._names:
             return self._names[memory]
-        # Surrogates cannot be encoded in UTF-8.
+        # Surrogate characters cannot be encoded in UTF-8.
         name = ".".join(place).encode(errors="replace").decode() or "value"
         while name in self.tensors or name == METADATA:
             name += "_"
@@ -164,14 +164,15 @@ class Encoder:
         return name
 
     def _check_dense(self, tensor: torch.Tensor, place: _Place) -> None:
-        """Raise H310 for a tensor whose values are not in one dense block of memory."""
+        """Raise H310 if the tensor's values are not in one dense block of memory."""
         if tensor.is_nested:
             raise self._unsupported("a nested tensor", place)
         if tensor.is_meta:
             raise self._unsupported("a meta tensor", place)
         if tensor.layout != torch.strided:
             raise self._unsupported(f"a {tensor.layout} tensor", place)
-        # Its values are in inner tensors, so two different tensors may look the same from outside.
+        # A wrapper subclass keeps its values in inner tensors, so two different ones can appear to
+        # have the same memory location.
         if hasattr(tensor, "__tensor_flatten__"):
             kind = type(tensor).__qualname__
             raise self._unsupported(f"a {kind}, a tensor that wraps others", place)
@@ -179,7 +180,7 @@ class Encoder:
     # --- containers
 
     def _mapping(self, value: Mapping[Any, Any], place: _Place) -> Any:
-        """Encode a dict with string keys as a JSON object, and any other mapping tagged."""
+        """Encode a dict with string keys as a JSON object, other mappings as a tagged list."""
         items = [(key, self.encode(item, (*place, str(key)))) for key, item in value.items()]
         kind = type(value).__name__
         has_text_keys = all(isinstance(key, str) for key, _ in items)
@@ -217,15 +218,15 @@ class Encoder:
         if kind not in _SEQUENCES:
             raise self._unsupported(f"a {type(value).__module__}.{kind}", place)
         if isinstance(value, (set, frozenset)):
-            # The order differs between processes, but equal states must be written identically.
+            # A set's order differs between processes, but equal states must be written identically.
             items.sort(key=json.dumps)
         return {_TAG: kind, "items": items}
 
     def _items(self, value: Any, place: _Place) -> list[Any]:
         """Return the encoded items of a sequence or set."""
         classes = set(map(type, value))
-        # Lists may hold thousands of losses, or the words of a random generator, so they are
-        # checked as a whole for speed.
+        # A list may hold thousands of losses or the state of a random generator. Checking all items
+        # at once is faster.
         if classes <= _JSON_ITEMS:
             return list(value)
         if classes == {float} and all(map(math.isfinite, value)):
@@ -235,11 +236,11 @@ class Encoder:
     # --- numpy and other leaves
 
     def _numpy(self, value: Any, place: _Place) -> Any:
-        # Subclasses such as masked arrays would lose their class.
+        # Subclasses such as masked arrays are refused, because their class would be lost.
         if type(value) in (np.ndarray, np.memmap):
             return self._array(value, place)
         if isinstance(value, np.generic) and value.dtype.kind in _NUMBER_KINDS:
-            # A float64 scalar is an instance of float, but its class is not float.
+            # This includes float64 scalars: they are instances of float, but of a different class.
             return {_TAG: "scalar", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
         fix = _PLAIN_ARRAYS if isinstance(value, np.ndarray) else _PLAIN_VALUES
         raise self._unsupported(_qualified_name(value), place, fix)
@@ -250,7 +251,7 @@ class Encoder:
         try:
             tensor = torch.from_numpy(np.array(value, copy=True))
         except (TypeError, ValueError) as error:
-            # The dtype is a long double, or has the other byte order.
+            # torch supports neither long doubles nor foreign byte orders.
             raise self._unsupported(f"an array of {value.dtype}", place) from error
         return {_TAG: "ndarray", "name": self._keep(tensor, place)}
 
@@ -270,10 +271,10 @@ class Encoder:
     def _unsupported(self, what: str, place: _Place, fix: str = _PLAIN_VALUES) -> CheckpointError:
         keys = "".join(f"[{key!r}]" for key in place)
         return CheckpointError(
-            f"{self._component}{keys} is {what}",
+            f"{self._component}{keys} is {what}, which a checkpoint cannot store",
             limit=(
-                "a checkpoint holds tensors, arrays of numbers, text and standard containers, never"
-                " pickle"
+                "without pickle, a checkpoint can store tensors, arrays of numbers, text and"
+                " standard containers"
             ),
             fix=fix,
             rule="H310",
@@ -285,9 +286,9 @@ def _qualified_name(value: Any) -> str:
 
 
 def _layout(tensor: torch.Tensor) -> dict[str, list[int]]:
-    """Return the strides of a dense tensor as a JSON field, or nothing if it is row-major.
+    """Return a dense tensor's strides as a JSON field, or an empty dict if it is row-major.
 
-    They are saved because fused optimizers work by position in memory.
+    Strides are saved because fused optimizers pair elements by their position in memory.
     """
     row_by_row = [math.prod(tensor.shape[axis + 1 :]) for axis in range(tensor.dim())]
     strides = list(tensor.stride())
@@ -297,7 +298,7 @@ def _layout(tensor: torch.Tensor) -> dict[str, list[int]]:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether a tensor is contiguous for some order of its axes."""
+    """Return whether a tensor would be contiguous if its axes were reordered."""
     axes = [(stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1]
     expected = 1
     for stride, size in sorted(axes):
@@ -313,12 +314,12 @@ _Tensors = dict[str, torch.Tensor]
 
 
 def decode(value: Any, tensors: _Tensors) -> Any:
-    """Return the value passed to `Encoder.encode`.
+    """Return the original value that `Encoder.encode` encoded.
 
     Args:
-        value: Its JSON form.
-        tensors: The component's tensors by name. A tensor that was not row-major is replaced by a
-            copy with its original strides.
+        value: The JSON form of the original value.
+        tensors: The component's tensors by name. A tensor that was not row-major when saved is
+            replaced by a copy with its original strides.
 
     Raises:
         LookupError, TypeError, ValueError and others: `value` was not encoded by `Encoder`.
@@ -363,7 +364,7 @@ def _decode_tensor(value: dict[str, Any], tensors: _Tensors) -> torch.Tensor:
         raise ValueError(f"a tensor has strides {strides!s:.80}")
     copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     copy.copy_(tensor)
-    # Replaced immediately, so that only one tensor at a time is in memory twice.
+    # Replaced immediately, so that at most one tensor is in memory twice at any time.
     tensors[value["name"]] = copy
     return copy
 

@@ -1,4 +1,7 @@
-"""Load into expanded tensors, whose elements share memory. torch refuses to copy into them."""
+"""Load values into expanded tensors, which torch cannot copy into.
+
+Several elements of an expanded tensor (`torch.Tensor.expand`) share the same memory.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has an expanded dimension, which repeats one element."""
+    """Return whether any dimension of a tensor repeats the same memory (stride 0)."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return False
     return bool(_repeated_dimensions(tensor))
@@ -24,8 +27,8 @@ def once(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor that covers each memory location of `like` exactly once.
 
     Args:
-        tensor: A tensor of the shape of `like`.
-        like: An expanded tensor. If the shapes differ, all of `tensor` is returned.
+        tensor: A tensor with the same shape as `like`.
+        like: An expanded tensor. If it is not expanded, all of `tensor` is returned.
     """
     if not is_expanded(like):
         return tensor
@@ -38,9 +41,8 @@ def once(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def made_dense(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Make expanded tensors dense within the context, so that they can be loaded like any other.
 
-    Afterwards they are expanded again, and they and all tensors that share their memory hold the
-    loaded values. If the loaded elements are not equal along an expanded dimension, the tensor
-    stays dense.
+    On exit, each tensor is expanded again, and every tensor that shares its memory holds the loaded
+    values. A tensor stays dense if its loaded values differ along an expanded dimension.
     """
     views = [(tensor, tensor.data) for tensor in tensors if is_expanded(tensor)]
     try:

@@ -19,20 +19,22 @@ from holdfast.core.errors import CheckpointError
 def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
     """Write the weights of a checkpoint to a safetensors file, merging the shares of all ranks.
 
-    Names are those of the model's parameters. If there are several models, each name is prefixed
-    with the model's name.
+    Tensors have the same names as in the model's ``state_dict``. If there are several models, each
+    name is prefixed with the model's name.
 
     Args:
         entry: The checkpoint.
-        path: The file, which is replaced if it exists.
-        averaged: Whether to write the weights of ``Guard(averaged=...)`` instead.
+        path: The file to write. An existing file is replaced.
+        averaged: Whether to write the averaged weights (``Guard(averaged=...)``) instead of the
+            model's.
 
     Raises:
-        CheckpointError: H310 if the checkpoint has no such weights, or the format cannot hold them.
+        CheckpointError: H310 if the checkpoint does not contain these weights, or the safetensors
+            format cannot store them.
         OSError: The file cannot be written.
     """
     if averaged:
-        # AveragedModel keeps the averaged module under this name, beside a counter.
+        # AveragedModel stores the averaged module under this prefix, and a counter next to it.
         tensors = _weights_of(entry, kind="state.averaged", inside="module.")
     else:
         tensors = _weights_of(entry, kind="model")
@@ -41,9 +43,9 @@ def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype not in SAVED_AS or tensor.layout != torch.strided:
             raise CheckpointError(
-                f"{name} is a tensor of {tensor.dtype}",
-                limit="a safetensors file holds dense tensors of real numbers",
-                fix="read it with a Guard instead.",
+                f"{name} is a tensor of {tensor.dtype}, which cannot be exported",
+                limit="a safetensors file can only store dense tensors of real numbers",
+                fix="load the checkpoint with a Guard instead.",
                 rule="H310",
             )
     _check_replaceable(path)
@@ -52,7 +54,7 @@ def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
         write_tensors(temporary, tensors)
         temporary.replace(path)
     except OSError as error:
-        # The error must not name the temporary file, which the user does not know.
+        # The error names the requested path, because users do not know about the temporary file.
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
@@ -61,26 +63,26 @@ def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
 def _no_weights(entry: Entry, *, averaged: bool) -> CheckpointError:
     if averaged:
         return CheckpointError(
-            f"{entry.path.name} holds no averaged weights",
-            limit="only a run that keeps an average has them",
-            fix="pass averaged= to Guard, or use --export.",
+            f"{entry.path.name} contains no averaged weights",
+            limit="averaged weights are saved only if Guard has averaged=",
+            fix="pass averaged= to Guard, or export the model's weights with --export.",
             rule="H310",
         )
     return CheckpointError(
-        f"{entry.path.name} holds no weights",
-        limit="only tensors in the state_dict of a model are exported",
-        fix="pass the model that has them to Guard.",
+        f"{entry.path.name} contains no weights",
+        limit="only tensors in a model's state_dict are exported",
+        fix="pass the model to Guard, so that its weights are saved.",
         rule="H310",
     )
 
 
 def _weights_of(entry: Entry, kind: str, inside: str = "") -> dict[str, torch.Tensor]:
-    """Return the tensors of all components of a kind.
+    """Return the tensors of all components of one kind.
 
     Args:
         entry: The checkpoint.
-        kind: ``"model"`` for the components ``"model"`` and ``"model.<name>"``, and so on.
-        inside: A prefix: only tensors whose names begin with it are returned, without the prefix.
+        kind: Prefix of the component names: ``"model"`` selects ``"model"`` and ``"model.<name>"``.
+        inside: Only tensors whose names start with this prefix are returned. The prefix is removed.
     """
     components = [name for name in read_state(entry) if f"{name}.".startswith(f"{kind}.")]
     tensors: dict[str, torch.Tensor] = {}
@@ -100,6 +102,6 @@ def _check_replaceable(path: Path) -> None:
     if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
         raise OSError(
             errno.EEXIST,
-            "the path is a link, a device or a folder, which is not replaced",
+            "the path is a link, a device or a folder, which holdfast does not replace",
             str(path),
         )

@@ -1,4 +1,4 @@
-"""Find NaN and Inf in weights, statistics and optimizer state before they are saved as good."""
+"""Find NaN and Inf in weights, buffers and optimizer state before a checkpoint is saved."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from holdfast.checkpoint.kinds import computable
 def nonfinite_tensors(
     named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5
 ) -> tuple[list[str], int]:
-    """Return the first few tensors that hold NaN or Inf, by name, and how many there are.
+    """Return the names of the first tensors that contain NaN or Inf, and the total number.
 
-    Cost: reads every tensor once, without temporaries; one host sync per device.
+    Cost: reads every tensor once, without temporary copies, and synchronizes once per device.
     """
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in named:
@@ -26,7 +26,7 @@ def nonfinite_tensors(
             by_device.setdefault(values.device, []).append((name, values))
     bad: list[str] = []
     for pairs in by_device.values():
-        # The Euclidean norm, because on CPUs the maximum norm takes twenty times as long.
+        # The Euclidean norm is used because the maximum norm takes twenty times as long on CPUs.
         norms = torch._foreach_norm([tensor for _, tensor in pairs])
         values_of_norms = torch.stack([norm.float() for norm in norms]).tolist()
         for (name, tensor), norm in zip(pairs, values_of_norms, strict=True):
@@ -36,5 +36,5 @@ def nonfinite_tensors(
 
 
 def _is_finite(tensor: torch.Tensor, norm: float) -> bool:
-    # The norm of finite values may be Inf too, if the sum of their squares overflows.
+    # The norm of finite values can also be Inf, if the sum of their squares overflows.
     return math.isfinite(norm) or bool(torch.isfinite(tensor).all())

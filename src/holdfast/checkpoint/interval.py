@@ -1,8 +1,8 @@
-"""Choose the time from one save to the next, from the cost of earlier saves.
+"""Choose the time between saves from the cost of earlier saves.
 
-The interval is the availability-optimal one (arXiv 2410.18124), but never so short that saves
-exceed their share of the time, and never shorter than one write. A young run saves more often.
-Costs are medians of the measured ones.
+The interval maximizes the share of time spent training (arXiv 2410.18124). It is long enough that
+saves stay within their allowed share of the time and that one write finishes before the next
+begins. A young run saves more often. The cost of a save is the median of the recent measurements.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-# The age at which every run is saved: about as long as people watch whether a run has started well.
+# Age of a run at its first periodic save: about as long as people watch a run to see whether it has
+# started well.
 EARLY_SECONDS = 5.0
-# Even in a young run, a save must be preceded by at least this many times its cost.
+# Even in a young run, the time between saves is at least this many times the cost of a save.
 _EARLY_COSTS = 10
-# The first save is before the first step. Later ones hold about three times as much computed state:
-# Adam keeps two values for each weight.
+# The first save happens before the first step, when the optimizer has no state yet. Later saves
+# write about three times as much: Adam keeps two values for each weight.
 _MOMENTS = 3
 # Number of saves whose costs are remembered.
 _SAVES = 5
 
 
 def optimal_interval_seconds(save_seconds: float, mean_seconds_between_failures: float) -> float:
-    """Return the time between two saves that maximises the share of time spent training.
+    """Return the time between two saves that maximizes the share of time spent training.
 
-    ``C + sqrt(2 M C + C²)``, arXiv 2410.18124, from the beginning of one save to that of the next.
-    The duration of a restart is unknown here. It is small compared to M, and leaving it out makes
-    the interval shorter.
+    The formula is ``C + sqrt(2 M C + C²)`` (arXiv 2410.18124), measured from the start of one save
+    to the start of the next. It ignores the time that a restart takes, which is unknown here, small
+    compared to M, and would only make the interval longer.
 
     Args:
-        save_seconds: C, the time for which a save blocks the loop.
-        mean_seconds_between_failures: M.
+        save_seconds: C, how long a save blocks the training loop.
+        mean_seconds_between_failures: M, the mean time between failures.
     """
     return save_seconds + math.sqrt(save_seconds) * math.sqrt(
         2 * mean_seconds_between_failures + save_seconds
@@ -41,20 +42,20 @@ def optimal_interval_seconds(save_seconds: float, mean_seconds_between_failures:
 
 @dataclass(frozen=True, slots=True)
 class SaveCost:
-    """What a save has cost, in seconds."""
+    """The cost of one save, in seconds."""
 
-    # How long it held up the loop.
+    # How long the save blocked the training loop.
     stall_seconds: float
-    # How long it took in all.
+    # How long the save took in total.
     seconds: float
 
 
 class IntervalChooser:
-    """Decides when the saves of one run are due. All times are monotonic seconds.
+    """Decides when a run's next save is due. All times are seconds of the monotonic clock.
 
     Args:
         mean_seconds_between_failures: The expected mean time between failures.
-        most_overhead: The largest share of the time that saves may take.
+        most_overhead: The largest share of the run's time that saves may take, from 0 to 1.
         most_minutes: The longest time between two saves, or None for no limit.
     """
 
@@ -69,45 +70,45 @@ class IntervalChooser:
         self._most_overhead = most_overhead
         self._most_minutes = most_minutes
         self._began: float | None = None
-        # When a save last started, or a checkpoint was loaded.
+        # When the last save started or the last checkpoint was loaded, whichever is later.
         self._last_save: float | None = None
-        # The cost of the save before the first step, used until another save has been measured.
+        # Cost of the save before the first step. Used until a later save has been measured.
         self._first_cost: SaveCost | None = None
         self.costs: deque[SaveCost] = deque(maxlen=_SAVES)
-        # CPU seconds of each writer.
+        # CPU seconds used by the writer of each recent save.
         self._cpu_seconds: deque[float] = deque(maxlen=_SAVES)
 
     def boundary(self, seconds: float) -> None:
-        """Note that a step has ended."""
+        """Record that a step has ended."""
         if self._began is None:
             self._began = seconds
 
     def tried(self, seconds: float) -> None:
-        """Note a started save or a loaded checkpoint, so that no save is due at once."""
+        """Record that a save has started or a checkpoint was loaded, and restart the interval."""
         self._last_save = seconds
 
     def first_save_took(self, seconds: float, *, cpu_seconds: float = 0.0) -> None:
-        """Note the cost of the save before the first step."""
+        """Record the cost of the save before the first step."""
         self._first_cost = SaveCost(stall_seconds=seconds, seconds=seconds)
         self._cpu_seconds.append(_MOMENTS * cpu_seconds)
 
     def save_took(self, *, stall_seconds: float, seconds: float, cpu_seconds: float = 0.0) -> None:
-        """Note the cost of a save.
+        """Record the cost of a save.
 
         Args:
-            stall_seconds: How long it held up the loop.
-            seconds: How long it took in all.
-            cpu_seconds: CPU time of its writer, if training competes for the same cores.
+            stall_seconds: How long the save blocked the training loop.
+            seconds: How long the save took in total.
+            cpu_seconds: CPU time of the save's writer if it competes with training for cores, or 0.
         """
         self._cpu_seconds.append(cpu_seconds)
         self.costs.append(SaveCost(stall_seconds=stall_seconds, seconds=seconds))
 
     def is_overdue(self, seconds: float, *, auto: bool) -> bool:
-        """Return whether a save is due at this time.
+        """Return whether a save is due now.
 
         Args:
-            seconds: Now.
-            auto: Whether the interval is chosen automatically. Otherwise a save is due only after
+            seconds: The current time.
+            auto: Whether the interval is chosen automatically. If False, a save is due only after
                 `most_minutes`.
         """
         if self._began is None:
@@ -123,11 +124,11 @@ class IntervalChooser:
     def interval_seconds(self, age: float) -> float:
         """Return the time from a save to the next one.
 
-        A young run is saved after `EARLY_SECONDS`, and then whenever its age has doubled since its
-        last save, so it never loses more than half of its time. Most runs that fail do so early.
+        A young run saves after `EARLY_SECONDS` and then each time its age has doubled, so a failure
+        never costs more than half of its time. Most runs that fail do so early.
 
         Args:
-            age: Seconds from the beginning of the run to the save.
+            age: Seconds from the start of the run to the save.
         """
         costs = list(self.costs)
         if not costs and self._first_cost is not None:

@@ -1,17 +1,17 @@
 """Copy, compare and measure tensors of any dtype and layout.
 
-torch can store some dtypes and layouts but hardly compute with them: float8 has no ``nan_to_num``,
-complex-half no ``equal``, sparse tensors no ``nbytes``. Code that handles arbitrary tensors uses
-these functions. They view such a tensor as dense integer tensors that share its memory.
+torch supports few operations on some dtypes and layouts: float8 has no ``nan_to_num``, complex-half
+no ``equal``, and sparse tensors no ``nbytes``. Code that handles arbitrary tensors uses the
+functions of this module, which view a tensor as dense integer tensors that share its memory.
 """
 
 from __future__ import annotations
 
 import torch
 
-# The integer dtypes by their size in bytes.
+# An integer dtype for each element size in bytes.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# The compressed sparse layouts, with the methods that return the indices.
+# The compressed sparse layouts, each with the methods that return its indices.
 _COMPRESSED = {
     torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
     torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
@@ -31,7 +31,7 @@ _WITH_ARITHMETIC = frozenset(
     | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 )
 
-# The dtypes that torch can copy but hardly compute with. They depend on the version of torch.
+# The dtypes that torch can copy but barely compute with. The list depends on the torch version.
 STORED_ONLY = frozenset(
     dtype
     for name, dtype in vars(torch).items()
@@ -41,13 +41,13 @@ STORED_ONLY = frozenset(
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is dense and torch has all the usual operations for its dtype."""
+    """Return whether a tensor is dense and torch supports all the usual operations on its dtype."""
     is_dense = tensor.layout is torch.strided and not tensor.is_nested
     return is_dense and tensor.dtype in _WITH_ARITHMETIC
 
 
 def has_no_values(tensor: torch.Tensor) -> str | None:
-    """Return why torch cannot copy the values of a tensor, such as ``"meta"``; None if it can."""
+    """Return why a tensor's values cannot be copied, such as ``"meta"``, or None if they can."""
     if tensor.is_nested:
         return "nested"
     if tensor.is_meta:
@@ -58,14 +58,15 @@ def has_no_values(tensor: torch.Tensor) -> str | None:
         return str(tensor.layout)
     if tensor.dtype in _WITH_ARITHMETIC or tensor.dtype in STORED_ONLY:
         return None
-    # torch can neither copy nor load integers of less than a byte and its raw bit types.
+    # torch cannot copy or load integers smaller than a byte, or its raw bit types.
     return str(tensor.dtype)
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the dense tensors that make up a tensor and share its memory.
 
-    For a sparse tensor these are its indices and values. `has_no_values` must return None for it.
+    The parts of a sparse tensor are its indices and values. `has_no_values` must return None for
+    the tensor.
     """
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
@@ -77,9 +78,9 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a dense tensor as integers.
+    """Return the bits of a dense tensor as an integer tensor.
 
-    It is a view unless a conjugation is pending.
+    The result is a view, except for a lazily conjugated or negated tensor, which is copied.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
@@ -88,7 +89,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Return the number of bytes of a tensor's values, or 0 if `has_no_values` names a reason."""
+    """Return the size of a tensor's values in bytes, or 0 if `has_no_values` gives a reason."""
     if tensor.layout is torch.strided and not tensor.is_nested:
         return tensor.nbytes
     return 0 if has_no_values(tensor) else sum(part.nbytes for part in parts_of(tensor))
@@ -97,13 +98,14 @@ def bytes_of(tensor: torch.Tensor) -> int:
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors have the same layout, dtype, shape and bits.
 
-    Cost: a host sync for tensors on a device.
+    Cost: one pass over both tensors. For tensors on a device, the host waits for the result.
     """
     if has_no_values(first) or has_no_values(second):
         return first is second
     if (first.layout, first.dtype, first.shape) != (second.layout, second.dtype, second.shape):
         return False
-    # An uncoalesced tensor may round later sums differently, so it does not count as the same.
+    # Coalesced and uncoalesced tensors count as different, because later sums may be rounded
+    # differently.
     if first.layout is torch.sparse_coo and first.is_coalesced() != second.is_coalesced():
         return False
     pairs = zip(parts_of(first), parts_of(second), strict=True)
@@ -114,9 +116,10 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy the bits of a tensor into another one of the same layout, dtype and shape."""
+    """Copy the bits of a tensor into another tensor of the same layout, dtype and shape."""
     if target.layout is torch.sparse_coo:
-        # The numbers of entries may differ, so the parts cannot be copied one by one.
+        # The two tensors may have different numbers of entries, so their parts cannot be copied one
+        # by one.
         with torch.no_grad():
             target.copy_(source)
             target._coalesced_(source.is_coalesced())
@@ -126,9 +129,10 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def computable(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the values of a tensor in a dtype that torch can compute with, or None.
+    """Return the values of a tensor in a dtype that torch can compute with.
 
-    For a sparse tensor these are its stored values.
+    For a sparse tensor, only the stored values are returned. Returns None if torch cannot convert
+    the dtype, or if `has_no_values` gives a reason.
     """
     if has_no_values(tensor):
         return None
@@ -138,5 +142,5 @@ def computable(tensor: torch.Tensor) -> torch.Tensor | None:
     try:
         return values.to(torch.complex64) if values.is_complex() else values.float()
     except (NotImplementedError, RuntimeError):
-        # torch cannot convert its 4-bit types, which have neither NaN nor Inf.
+        # torch cannot convert its 4-bit types. They cannot represent NaN or Inf anyway.
         return None

@@ -19,8 +19,8 @@ from holdfast.checkpoint.store import Entry
 from holdfast.checkpoint.tensor_files import SUFFIX, Share, is_saved_as, read_tensors
 from holdfast.core.files import read_file
 
-_MOST_STATE_BYTES = 1 << 30
-# How torch's messages about a lack of memory begin.
+_MAX_STATE_BYTES = 1 << 30
+# The beginnings of torch's out-of-memory messages.
 _OUT_OF_MEMORY = ("[enforce fail", "CUDA out of memory")
 
 
@@ -35,20 +35,21 @@ def read_components(
     into: Groups | None = None,
     share_of: Callable[[str, str, torch.Size], Share | None] = all_rows,
 ) -> dict[str, Any]:
-    """Return the trees of some components. Components that the checkpoint lacks are left out.
+    """Return the trees of the requested components, skipping those not in the checkpoint.
 
     Args:
         entry: The checkpoint.
-        names: The components.
-        into: Live tensors by component and name. A tensor with the saved dtype and shape is
-            overwritten and returned, unless it is expanded; all others are created on the host.
-        share_of: Returns the rows of a tensor to read, given its component, name and shape; None
-            for all.
+        names: Names of the components to read.
+        into: Live tensors by component and name, to be overwritten in place. A new tensor is
+            created on the host where no live tensor has the saved dtype and shape, or where it is
+            expanded.
+        share_of: Given a tensor's component, name and shape, returns the rows to read, or None for
+            all rows.
 
     Raises:
-        CheckpointError: H311 if a file was truncated since it was verified, or holdfast did not
-            write the content.
-        RunDirectoryError: H307 if it cannot be read now.
+        CheckpointError: H311 if a file was truncated after it was verified, or if the contents were
+            not written by holdfast.
+        RunDirectoryError: H307 if the checkpoint is temporarily unreadable.
     """
     trees = {}
     try:
@@ -62,7 +63,7 @@ def read_components(
                 tensors = read_tensors(paths, live, partial(share_of, name))
                 trees[name] = decode(state[name], tensors)
     except OSError as error:
-        # The bytes were verified, so they are not damaged.
+        # The bytes were verified before, so they are not damaged.
         raise out_of_reach_now(entry.path, error) from error
     except RuntimeError as error:
         if str(error).startswith(_OUT_OF_MEMORY):
@@ -72,7 +73,10 @@ def read_components(
 
 
 def _tensor_files_of(entry: Entry, component: str) -> list[Path]:
-    """Return the files of a component in the order of the writers, which is that of their rows."""
+    """Return a component's files in the order of their writers' ranks.
+
+    A tensor's rows are in the same order.
+    """
     rank_folders = sorted(
         entry.path.glob("rank*/"), key=lambda folder: int(folder.name.removeprefix("rank"))
     )
@@ -81,22 +85,25 @@ def _tensor_files_of(entry: Entry, component: str) -> list[Path]:
 
 
 def read_state(entry: Entry) -> dict[str, Any]:
-    """Return the JSON part of a checkpoint by component, as returned by ``saver.encode``.
+    """Return the JSON part of a checkpoint: each component's tree as encoded by ``saver.encode``.
 
     Raises:
-        CheckpointError: H311 if it is not JSON.
-        OSError: It cannot be read.
+        CheckpointError: H311 if the file is not JSON.
+        OSError: The file cannot be read.
     """
-    data = read_file(entry.path / STATE_FILE, _MOST_STATE_BYTES)
+    data = read_file(entry.path / STATE_FILE, _MAX_STATE_BYTES)
     with reading(entry.path):
         return dict(json.loads(data))
 
 
 def same_tensors(entry: Entry, component: str, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a component of a checkpoint holds exactly these tensors, by their digests.
+    """Return whether a checkpoint already contains these tensors, by comparing digests.
 
-    It may hold further tensors. Cost: one pass over the tensors; only the checkpoint's manifest is
-    read, whose errors are raised.
+    The component may contain further tensors. This reads each tensor once. Of the checkpoint, it
+    only reads the manifest.
+
+    Raises:
+        HoldfastError: See `read_manifest`.
     """
     if not tensors:
         return True
@@ -107,7 +114,7 @@ def same_tensors(entry: Entry, component: str, tensors: Mapping[str, torch.Tenso
 
 
 def saved_names(entry: Entry, component: str) -> set[str]:
-    """Return the names of the tensors that a checkpoint holds for a component."""
+    """Return the names of a component's tensors in a checkpoint."""
     return set(_extents_of(entry, component)) - {HEADER}
 
 

@@ -1,8 +1,10 @@
-"""The manifest of a checkpoint, which describes every byte of every file. No torch.
+"""The manifest of a checkpoint, with a digest for every byte of every file.
 
-It is two lines: one JSON object, and the SHA-256 of that line. It is written last, so a checkpoint
-whose manifest verifies is complete. If the checkpoint is a folder, the manifest is inside; if it is
-a file, the manifest is beside it.
+The manifest has two lines: a JSON object, and the SHA-256 of the first line. It is written last, so
+a checkpoint is complete if its manifest is valid. The manifest is inside the checkpoint if that is
+a folder, and next to the checkpoint if that is a file.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,26 +23,26 @@ from holdfast.core.version import __version__
 
 FILE_NAME = "manifest.json"
 FORMAT = 1
-# The name of the bytes before the first tensor, among the extents of a safetensors file.
+# In a safetensors file, the name of the extent that covers the bytes before the first tensor.
 HEADER = "header of the file"
-# In the year 3058. A later time can only be damage.
+# In the year 3058. A later timestamp means that the manifest is damaged.
 _LATEST_UNIX_SECONDS = 2**35
 _NUMBERS_BELOW = 2**63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """The bytes of a file from `begin` to before `end`, and their digest."""
+    """A range ``[begin, end)`` of bytes in a file, and its digest."""
 
     begin: int
     end: int
     sha256: str
-    # Dtype of the tensor; empty for other bytes.
+    # Dtype of the tensor in this range. Empty if the range is not a tensor.
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
     def size_bytes(self) -> int:
-        """Return the number of bytes."""
+        """Return the number of bytes in the range."""
         return self.end - self.begin
 
 
@@ -49,25 +51,25 @@ Extents = Mapping[str, Extent]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything that a checkpoint must hold."""
+    """The files that a checkpoint must contain, and when the checkpoint was saved."""
 
-    # Of two saves in a run directory, the one with the larger number is newer.
+    # Number of the save. The newest checkpoint in a run directory has the largest number.
     save_id: int
     global_step: int
     unix_seconds: float
-    # The extents of each file by name. They cover the file without gaps.
+    # The extents of each file, by file name and extent name. They cover the file without gaps.
     files: dict[str, dict[str, Extent]] = field(default_factory=dict)
     written_by: str = __version__
     format: int = FORMAT
 
     def size_bytes(self) -> int:
-        """Return the bytes in all files but the manifest."""
+        """Return the total size of all files except the manifest."""
         return sum(
             extent.size_bytes() for extents in self.files.values() for extent in extents.values()
         )
 
     def to_bytes(self) -> bytes:
-        """Return the file: one line of JSON and the line of its digest."""
+        """Return the contents of the manifest file: a line of JSON and a line with its digest."""
         body = json.dumps(asdict(self), separators=(",", ":")).encode()
         return body + b"\n" + _digest_line(body)
 
@@ -77,14 +79,14 @@ def _digest_line(body: bytes) -> bytes:
 
 
 def manifest_of(checkpoint: Path) -> Path:
-    """Return the path of an existing checkpoint's manifest: inside a folder, beside a file."""
+    """Return where an existing checkpoint's manifest is: in its folder, or next to its file."""
     if checkpoint.is_file():
         return manifest_beside(checkpoint)
     return checkpoint / FILE_NAME
 
 
 def manifest_beside(file: Path) -> Path:
-    """Return the path of the manifest of a checkpoint that is a file."""
+    """Return where the manifest of a single-file checkpoint is."""
     return file.with_name(f"{file.name}.{FILE_NAME}")
 
 
@@ -92,15 +94,14 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Read and verify the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: H311 if it is missing or damaged.
-        RunDirectoryError: H303 if a newer holdfast wrote it, H307 if it cannot be read now.
+        CheckpointError: H311 if the manifest is missing or damaged.
+        RunDirectoryError: H303 if a newer holdfast wrote the manifest, H307 if it is temporarily
+            unreadable.
     """
     try:
         data = read_file(manifest_of(checkpoint))
     except FileNotFoundError as error:
-        raise damaged(
-            checkpoint, f"{FILE_NAME} is missing, so the save was not finished"
-        ) from error
+        raise damaged(checkpoint, f"{FILE_NAME} is missing, so the save did not finish") from error
     except OSError as error:
         raise unreadable(checkpoint, error, FILE_NAME) from error
     body, _, digest_line = data.partition(b"\n")
@@ -111,7 +112,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         _check_format(checkpoint, tree)
         return _manifest_from(tree)
     except MALFORMED as error:
-        why = f"{FILE_NAME} is not what holdfast writes ({describe(error)})"
+        why = f"{FILE_NAME} was not written by holdfast ({describe(error)})"
         raise damaged(checkpoint, why) from error
 
 
@@ -119,19 +120,20 @@ def _check_format(checkpoint: Path, tree: Mapping[str, Any]) -> None:
     version = tree["format"]
     if type(version) is int and version > FORMAT:
         raise RunDirectoryError(
-            f"{checkpoint} was written by holdfast {tree.get('written_by')!s:.40} in format"
-            f" {version}",
-            limit=f"this holdfast reads formats up to {FORMAT}",
+            f"{checkpoint} was written by holdfast {tree.get('written_by')!s:.40} in checkpoint"
+            f" format {version}",
+            limit=f"the installed holdfast reads formats up to {FORMAT}",
             fix="upgrade holdfast, or start in a new run directory.",
             rule="H303",
         )
 
 
 def _manifest_from(tree: Mapping[str, Any]) -> Manifest:
-    """Check a JSON object, and return it as a manifest: a digest does not prove who wrote it.
+    """Convert a JSON object to a manifest, checking every field.
 
     Raises:
-        ValueError and the others in `MALFORMED`: It is not a manifest.
+        ValueError and the others in `MALFORMED`: The object is not a valid manifest. A matching
+            digest alone does not prove that holdfast wrote it.
     """
     files = {
         name: {key: _extent_from(extent) for key, extent in extents.items()}
@@ -166,7 +168,7 @@ def _check_number(number: Any) -> None:
 
 
 def _check_file(name: str, extents: Iterable[Extent]) -> None:
-    """Raise ValueError unless a name stays inside the checkpoint and its extents have no gaps."""
+    """Raise ValueError if a file name leads out of the checkpoint, or if extents leave gaps."""
     if "\0" in name or {"", ".."} & set(name.split("/")):
         raise ValueError(f"invalid file name {name[:80]!r}")
     position = 0

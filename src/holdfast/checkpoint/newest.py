@@ -1,6 +1,6 @@
-"""Find the newest checkpoint that can be trusted, written by holdfast or by a framework.
+"""Find the newest intact checkpoint, written by holdfast or by a framework.
 
-Nothing here imports torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,35 +23,38 @@ def newest_good(
     complete: bool = False,
     renames: bool = False,
 ) -> Path | None:
-    """Return the first checkpoint that verifies.
+    """Return the newest checkpoint that verifies.
 
-    A checkpoint without a manifest is unfinished if it is marked so, or if any other checkpoint has
-    a manifest. If none was ever sealed, the newest one without a mark was written before holdfast
-    was used, and is returned unverified.
+    A checkpoint without a manifest is unfinished if it contains the marker file of an unfinished
+    save, or if any other checkpoint was sealed. If no checkpoint was ever sealed, the checkpoints
+    were written before holdfast was used. The newest one without the marker is then returned
+    unverified.
 
     Args:
         candidates: Folders or files, newest first.
-        on_refused: Called with each damaged or unfinished checkpoint before the good one, and the
-            reason; None to call nothing.
-        complete: Whether the names guarantee that the checkpoints were complete, so that a missing
+        on_refused: Called with the path of each damaged or unfinished checkpoint that is newer than
+            the returned one, and with the reason. May be None.
+        complete: Whether a checkpoint only gets its name once it is complete, so that a missing
             manifest means damage.
-        renames: Whether refused checkpoints are moved aside before `on_refused` is called. This is
-            the only place in the package that renames a checkpoint, and it does so only if bytes do
-            not match their digests, never because of an error in the code that loads them.
+        renames: Whether to rename refused checkpoints (see `move_aside`) before calling
+            `on_refused`. No other code in the package renames a checkpoint because it is bad. An
+            error in the code that loads a checkpoint never leads to a rename.
 
     Returns:
-        None if no checkpoint was ever complete, so that starting over loses nothing.
+        The checkpoint, or None if no checkpoint was ever complete, so that starting from scratch
+        loses nothing.
 
     Raises:
-        CheckpointError: H312 if a checkpoint was complete but none verifies, or if one is a broken
-            link.
-        RunDirectoryError: H307 if one cannot be read now, H303 for a newer format.
+        CheckpointError: H312 if there were complete checkpoints but none verifies, or if a
+            checkpoint is a broken link.
+        RunDirectoryError: H307 if a checkpoint is temporarily unreadable, H303 if it has a newer
+            format.
     """
     checkpoints = list(candidates)
     _check_links(checkpoints)
     must_verify = bool(checkpoints) and (complete or any(map(was_sealed, checkpoints)))
     good: Path | None = None
-    # The reason why each newer checkpoint is refused.
+    # Why each checkpoint newer than the good one was refused.
     refused: dict[Path, str] = {}
     for checkpoint in checkpoints:
         why = _why_refused(checkpoint, must_verify=must_verify)
@@ -77,14 +80,16 @@ def _check_links(checkpoints: Sequence[Path]) -> None:
 
 
 def _why_refused(checkpoint: Path, *, must_verify: bool) -> str | None:
-    """Return what is wrong with a checkpoint, or None if it is good.
+    """Return what is wrong with a checkpoint, or None if it may be used.
 
     Args:
         checkpoint: The checkpoint.
-        must_verify: Whether it is verified although it is not marked as unfinished.
+        must_verify: Whether to verify the checkpoint even if it has no marker of an unfinished
+            save.
 
     Raises:
-        RunDirectoryError: H307 if it cannot be read now, H303 for a newer format.
+        RunDirectoryError: H307 if the checkpoint is temporarily unreadable, H303 if it has a newer
+            format.
     """
     try:
         if must_verify or is_unfinished(checkpoint):
@@ -100,7 +105,7 @@ def _why_refused(checkpoint: Path, *, must_verify: bool) -> str | None:
 
 
 def _verify_twice(checkpoint: Path) -> None:
-    """Verify, and verify again if the disk failed to read, because the failure may be temporary."""
+    """Verify a checkpoint, and retry once if the disk reports an error that may be temporary."""
     try:
         verify(checkpoint)
     except CheckpointError as error:
@@ -110,10 +115,10 @@ def _verify_twice(checkpoint: Path) -> None:
 
 
 def paths_in(folder: Path) -> list[Path]:
-    """Return the paths in a folder of checkpoints, or none if it was never created.
+    """Return the paths in a folder of checkpoints, or an empty list if the folder does not exist.
 
     Raises:
-        CheckpointError: H312 if it cannot be read.
+        CheckpointError: H312 if the folder cannot be read.
     """
     try:
         return list(folder.iterdir())
@@ -127,7 +132,7 @@ def move_aside(checkpoint: Path) -> Path:
     """Rename a checkpoint that did not verify, so that no run resumes from it.
 
     Returns:
-        Its new path.
+        The checkpoint's new path.
     """
     target = checkpoint.with_name(DAMAGED + checkpoint.name)
     remove(target)
@@ -135,23 +140,26 @@ def move_aside(checkpoint: Path) -> Path:
 
 
 def nothing_verifies(folder: Path, count: int, why: str) -> CheckpointError:
-    """Return H312 for checkpoints that are all damaged."""
+    """Return an H312 error for a folder in which every checkpoint is damaged."""
     return CheckpointError(
-        f"{counted(count, 'checkpoint')} in {folder}, and none can be verified ({why})",
-        limit="starting from scratch silently would hide the loss",
-        fix="restore a copy of this folder; to start over on purpose, choose another one.",
+        f"no checkpoint in {folder} can be verified ({counted(count, 'checkpoint')} found: {why})",
+        limit="starting from scratch without an error would hide the loss",
+        fix=(
+            "restore a copy of this folder, or choose another folder to start from scratch on"
+            " purpose."
+        ),
         rule="H312",
     )
 
 
 def out_of_reach(path: Path, why: str) -> CheckpointError:
-    """Return H312 for checkpoints that cannot be reached."""
+    """Return an H312 error for a folder whose checkpoints cannot be reached."""
     return CheckpointError(
         f"checkpoints in {path} cannot be reached ({why})",
-        limit="starting over silently would hide their loss, and nothing could be saved",
+        limit="starting from scratch would hide their loss, and no new checkpoint could be saved",
         fix=(
-            "mount the disk, or make the folder readable; to start over on purpose, choose"
-            " another one."
+            "mount the disk or make the folder readable, or choose another folder to start from"
+            " scratch on purpose."
         ),
         rule="H312",
     )

@@ -1,7 +1,7 @@
-"""Errors of unreadable checkpoints: damaged bytes, foreign content, or an unreachable disk.
+"""Errors for checkpoints that cannot be read: damaged bytes, foreign content or a lost disk.
 
-The difference decides what happens. A damaged checkpoint is moved aside and an older one is used;
-in all other cases nothing on the disk is changed, so that no good checkpoint is given up.
+The kind of error decides what happens next. A damaged checkpoint is moved aside, and an older one
+is used. In all other cases nothing on disk is changed, so that no good checkpoint is lost.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from holdfast.core.errors import CheckpointError, HoldfastError, RunDirectoryError
 
-# The prefix of a checkpoint that was moved aside, so that no run resumes from it.
+# Prefix that renames a damaged checkpoint, so that no run resumes from it.
 DAMAGED = "damaged-"
-# Errors that reading malformed JSON can raise.
+# Exceptions that parsing a malformed manifest or header can raise.
 MALFORMED = (
     ValueError,
     LookupError,
@@ -26,8 +26,8 @@ MALFORMED = (
     OverflowError,
     struct.error,
 )
-# System errors that do not mean that bytes are lost: too few resources, missing permissions, an
-# unreachable network disk. EIO is not among them: a disk reports it for lost bytes.
+# System errors after which the bytes may still be intact: a lack of resources, missing permissions
+# or an unreachable network disk. EIO is excluded, because disks report it for lost bytes.
 _TEMPORARY = frozenset(
     {
         errno.EMFILE,
@@ -44,32 +44,33 @@ _TEMPORARY = frozenset(
         errno.EHOSTUNREACH,
     }
 )
-_LONGEST_DETAIL = 200
+_MAX_DETAIL_LENGTH = 200
 
 
 def damaged(checkpoint: Path, why: str) -> CheckpointError:
-    """Return H311 for a checkpoint whose bytes do not match its manifest."""
+    """Return an H311 error for a checkpoint whose bytes do not match its manifest."""
     return CheckpointError(
         f"checkpoint {checkpoint.name}: {why}",
         limit="a checkpoint is loaded only if every byte verifies",
         fix=(
-            "nothing to do if an older checkpoint verifies (`holdfast checkpoints RUN_DIR --verify`"
-            " says so); otherwise copy it again from its source."
+            "if an older checkpoint verifies (see `holdfast checkpoints RUN_DIR --verify`), do"
+            " nothing: the run resumes from it. Otherwise restore this checkpoint from a copy."
         ),
         rule="H311",
     )
 
 
 def not_ours(checkpoint: Path, error: BaseException, component: str = "") -> CheckpointError:
-    """Return H311 for a checkpoint whose digests match but whose content is not holdfast's.
+    """Return an H311 error for a checkpoint whose digests match but whose contents are invalid.
 
-    Digests do not prove who made them. The checkpoint stays in place: a bug in holdfast must not
-    cost a good checkpoint.
+    Another program may have written the checkpoint along with its digests. The checkpoint is not
+    moved aside, because the cause may also be a bug in holdfast, which must not cost a good
+    checkpoint.
 
     Args:
         checkpoint: The checkpoint.
-        error: The error raised while reading it.
-        component: The component that was read, if any.
+        error: The exception raised while reading the checkpoint.
+        component: Name of the component that was being read, if any.
     """
     place = f"checkpoint {checkpoint.name}"
     if component:
@@ -77,24 +78,24 @@ def not_ours(checkpoint: Path, error: BaseException, component: str = "") -> Che
     return CheckpointError(
         f"{place} cannot be read ({describe(error)})",
         limit=(
-            "every digest matches, so the disk is intact: another program has changed the"
-            " checkpoint, or holdfast has a bug. Nothing was changed on the disk"
+            "every digest matches, so the disk is intact: either another program changed the"
+            " checkpoint, or holdfast has a bug. Nothing on disk was changed"
         ),
         fix=(
-            "copy it again from its source. To resume from the previous checkpoint, `mv"
-            f" {checkpoint} {_aside(checkpoint)}`."
+            "restore the checkpoint from a copy. To resume from the previous checkpoint instead,"
+            f" run `mv {checkpoint} {_aside(checkpoint)}`."
         ),
         rule="H311",
     )
 
 
 def unreadable(checkpoint: Path, error: OSError, file: str) -> CheckpointError | RunDirectoryError:
-    """Translate a system error: H311 for lost bytes, otherwise H307 (see `out_of_reach_now`).
+    """Convert a system error to H311 if bytes are lost, otherwise to H307 (`out_of_reach_now`).
 
     Args:
         checkpoint: The checkpoint.
-        error: The error raised while reading it.
-        file: The file that was read.
+        error: The exception raised while reading the checkpoint.
+        file: Name of the file that was being read.
     """
     if error.errno not in _TEMPORARY:
         return damaged(checkpoint, f"{file} cannot be read ({error})")
@@ -102,17 +103,17 @@ def unreadable(checkpoint: Path, error: OSError, file: str) -> CheckpointError |
 
 
 def out_of_reach_now(checkpoint: Path, error: OSError) -> RunDirectoryError:
-    """Return H307 for a checkpoint that may be complete but cannot be read now."""
+    """Return an H307 error for a checkpoint that may be intact but cannot be read now."""
     return RunDirectoryError(
         f"checkpoint {checkpoint.name} cannot be read now ({error})",
         limit=(
-            "its bytes may be intact, and resuming from an older checkpoint would lose work:"
-            " nothing was changed on the disk"
+            "the checkpoint may be intact, and resuming from an older one would lose work."
+            " Nothing on disk was changed"
         ),
         fix=(
-            "restart when it can be read (check open files, permissions and the disk). If it is"
-            f" lost for good, `mv {checkpoint} {_aside(checkpoint)}` lets the run resume from"
-            " the previous one."
+            "check permissions, the disk and the limit of open files, then restart the run. If"
+            f" the checkpoint is lost for good, run `mv {checkpoint} {_aside(checkpoint)}` to"
+            " resume from the previous one."
         ),
         rule="H307",
     )
@@ -120,7 +121,7 @@ def out_of_reach_now(checkpoint: Path, error: OSError) -> RunDirectoryError:
 
 @contextlib.contextmanager
 def reading(checkpoint: Path, component: str = "") -> Iterator[None]:
-    """Turn errors of reading a verified checkpoint into `not_ours` (H311)."""
+    """Convert parsing errors of a verified checkpoint to H311 (see `not_ours`)."""
     try:
         yield
     except HoldfastError:
@@ -130,8 +131,8 @@ def reading(checkpoint: Path, component: str = "") -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's type and its text, shortened."""
-    return f"{type(error).__name__}: {str(error)[:_LONGEST_DETAIL]}"
+    """Return an exception's type and its shortened message."""
+    return f"{type(error).__name__}: {str(error)[:_MAX_DETAIL_LENGTH]}"
 
 
 def _aside(checkpoint: Path) -> Path:

@@ -1,7 +1,9 @@
-"""Read the positions of the tensors in a safetensors file. No torch.
+"""Read where each tensor is in a safetensors file.
 
-A file is the length of its header (8 bytes), the header as JSON, and the tensors' bytes. See the
-format's specification: https://github.com/huggingface/safetensors#format
+A safetensors file consists of the header's length (8 bytes), the header as JSON, and the bytes of
+the tensors. The format is specified at https://github.com/huggingface/safetensors#format.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -13,35 +15,35 @@ from pathlib import Path
 
 from holdfast.core.files import open_to_read
 
-# The format allows no larger header.
-_MOST_HEADER_BYTES = 100 * 10**6
+# Maximum size of a header according to the format.
+_MAX_HEADER_BYTES = 100 * 10**6
 _LENGTH = struct.Struct("<Q")
-# A name that the format reserves for a file's metadata.
+# Header key that the format reserves for metadata.
 METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """The bytes ``[begin, end)`` of a tensor in its file."""
+    """The range ``[begin, end)`` of a tensor's bytes in its file."""
 
     name: str
     begin: int
     end: int
-    # As the format spells it, such as "F32".
+    # Name of the dtype in the safetensors format, such as "F32".
     dtype: str
     shape: tuple[int, ...]
 
 
 def tensor_places(path: Path) -> tuple[int, list[TensorPlace]]:
-    """Return the number of bytes before the first tensor, and the place of each tensor.
+    """Return the number of bytes before the first tensor, and the position of each tensor.
 
     Raises:
-        ValueError, LookupError, TypeError, AttributeError, struct.error: It is not a safetensors
-        file.
+        ValueError, LookupError, TypeError, AttributeError, struct.error: The file is not a valid
+            safetensors file.
     """
     with open_to_read(path) as file:
         (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-        header = json.loads(file.read(min(length, _MOST_HEADER_BYTES)))
+        header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
     start = _LENGTH.size + length
     places = []
     for name, entry in header.items():

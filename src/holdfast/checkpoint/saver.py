@@ -1,9 +1,9 @@
 """Write trees of state as one checkpoint.
 
-There are two stages: `snapshot` gathers JSON and tensors, and `write` writes them to disk (data,
-read back and verify, manifest, rename). A snapshot in host buffers shares nothing with the live
-state, so another thread may write it while training continues. A snapshot without buffers holds the
-live tensors themselves and must be written before they change.
+Saving has two stages. `snapshot` gathers JSON and tensors. `write` writes them to disk, reads them
+back to verify them, writes the manifest and renames the folder. A snapshot in host buffers shares
+no memory with the live state, so another thread can write it while training continues. A snapshot
+without buffers refers to the live tensors and must be written before they change.
 """
 
 from __future__ import annotations
@@ -28,50 +28,53 @@ from holdfast.core.errors import CheckpointError
 from holdfast.core.files import remove
 
 STATE_FILE = "state.json"
-# For headers, the manifest (about 250 bytes per tensor) and file system blocks.
+# Extra space for headers, the manifest (about 250 bytes per tensor) and file system blocks.
 _SPARE_BYTES = 2**20
 _T = TypeVar("_T")
-# Extents by file and name, as plain values that ranks can exchange.
+# Extents by file and tensor name, as plain values that ranks can exchange.
 _PlainExtents = dict[str, dict[str, dict[str, Any]]]
 
 
 class Writers:
-    """The processes that write a checkpoint; this class is for a single process.
+    """The processes that write a checkpoint together. This class is for a single process.
 
-    If there are several, each writes its share, and the first one commits.
+    If several processes write a checkpoint, each writes its share and rank 0 commits.
     """
 
     rank = 0
     are_several = False
 
     def all(self, work: Callable[[], _T]) -> list[_T]:
-        """Return the results of all processes, which must be plain values.
+        """Run `work` in every process and return the results, which must be plain values.
 
-        An error of one process is raised in all.
+        An error in any process is raised in all of them.
         """
         return [work()]
 
     def first(self, work: Callable[[], _T]) -> _T:
-        """Return the result of the first process in all processes; its error is raised in all."""
+        """Run `work` in the first process, and return its result to all processes.
+
+        An error is also raised in all of them.
+        """
         return work()
 
 
 def on_all(work: Callable[[], _T], exchange: Callable[[list[Any]], list[Any]]) -> list[_T]:
-    """Run some work on every rank and return the results of all ranks.
+    """Run a function on every rank and return the results of all ranks.
 
     Args:
-        work: Returns plain values.
-        exchange: Sends a list to all ranks and returns the lists of all ranks, in rank order.
+        work: The function. Its result must be a plain value.
+        exchange: Sends this rank's list to all ranks, and returns all ranks' lists in rank order.
 
     Raises:
-        OSError: The work of another rank has failed. An error of this rank is raised unchanged,
-            once the other ranks know about it.
+        OSError: The function failed on another rank. An error on this rank is raised unchanged,
+            after the other ranks have been notified.
     """
     failure: Exception | None = None
     result = None
     try:
         result = work()
-    # Raised below, once the other ranks know about it.
+    # Raised below, after the other ranks have been notified.
     except Exception as error:  # noqa: BLE001
         failure = error
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
@@ -80,13 +83,16 @@ def on_all(work: Callable[[], _T], exchange: Callable[[list[Any]], list[Any]]) -
         raise failure
     for rank, (_, error_text) in enumerate(outcomes):
         if error_text is not None:
-            raise OSError(f"rank {rank} has failed: {error_text}")
+            raise OSError(f"rank {rank} failed to save: {error_text}")
     return [value for value, _ in outcomes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """The trees of a state, by component: live tensors, and JSON that shares nothing with them."""
+    """The training state as JSON and live tensors, both by component.
+
+    The JSON shares no memory with the live state.
+    """
 
     tensors: Groups
     state: Mapping[str, Any]
@@ -94,22 +100,21 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """State to be written."""
+    """A state that `write` saves as a checkpoint."""
 
     global_step: int
-    # By component and name: copies in host buffers, or the live tensors.
+    # Tensors by component and name: either copies in host buffers or the live tensors.
     tensors: Groups
     state: Mapping[str, Any]
-    # If the tensors are copies: the component and name of each live tensor, by its location in
-    # memory.
+    # Only if `tensors` are copies: component and name of each live tensor, by memory location.
     names_by_memory: Mapping[Memory, tuple[str, str]] = field(default_factory=dict)
 
     def size_bytes(self) -> int:
-        """Return the bytes of all tensors."""
+        """Return the total size of the tensors."""
         return sum(tensor.nbytes for group in self.tensors.values() for tensor in group.values())
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the copy of a live tensor, or None if there is none."""
+        """Return the copy of a live tensor, or None if the snapshot has no copy."""
         if tensor.layout != torch.strided:
             return None
         location = self.names_by_memory.get(memory_of(tensor))
@@ -120,10 +125,10 @@ class Snapshot:
 
 
 def encode(components: Mapping[str, Any]) -> Encoded:
-    """Encode the trees of a state, by component, without copying a tensor.
+    """Convert each component's state to JSON and named tensors, without copying tensors.
 
     Raises:
-        CheckpointError: H310 for values that would need pickle, or that the format cannot hold.
+        CheckpointError: H310 if a value would need pickle, or the format cannot store it.
     """
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     state: dict[str, Any] = {}
@@ -133,9 +138,9 @@ def encode(components: Mapping[str, Any]) -> Encoded:
             state[component] = encoder.encode(tree)
         except RecursionError as error:
             raise CheckpointError(
-                f"{component} holds itself",
-                limit="a checkpoint holds trees",
-                fix="let state_dict() return a value in which nothing contains itself.",
+                f"{component} contains itself, or is nested too deeply",
+                limit="a checkpoint can only store trees",
+                fix="return a value from state_dict() in which no object contains itself.",
                 rule="H310",
             ) from error
         tensors[component] = encoder.tensors
@@ -148,9 +153,9 @@ def _check_dtype(component: str, name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in SAVED_AS:
         raise CheckpointError(
             f"{component}: {name} is a tensor of {tensor.dtype}",
-            limit=f"a checkpoint holds tensors of {', '.join(SAVED_AS.values())}",
+            limit=f"a checkpoint can store tensors of {', '.join(SAVED_AS.values())}",
             fix=(
-                "let state_dict() return one of these, for instance its bytes:"
+                "return one of these from state_dict(), for example the tensor's bytes:"
                 " tensor.view(torch.uint8)."
             ),
             rule="H310",
@@ -160,15 +165,16 @@ def _check_dtype(component: str, name: str, tensor: torch.Tensor) -> None:
 def snapshot(
     components: Mapping[str, Any] | Encoded, global_step: int, buffers: HostBuffers | None = None
 ) -> Snapshot:
-    """Gather the state of a step.
+    """Gather the training state after a step.
 
     Args:
-        components: Trees by component name, or what `encode` returned for them.
-        global_step: Optimizer steps committed.
-        buffers: Receives copies of the tensors. With None, the snapshot holds the live tensors.
+        components: Trees of state by component name, or the result of `encode`.
+        global_step: Number of optimizer steps taken so far.
+        buffers: Memory for copies of the tensors. With None, the snapshot refers to the live
+            tensors.
 
     Raises:
-        CheckpointError: H310, as `encode`.
+        CheckpointError: H310, see `encode`.
     """
     encoded = components if isinstance(components, Encoded) else encode(components)
     if buffers is None:
@@ -189,18 +195,18 @@ def snapshot(
 def write(
     store: Store, shot: Snapshot, *, unix_seconds: float, writers: Writers | None = None
 ) -> Entry:
-    """Write a snapshot as a checkpoint, after reading it back and verifying it.
+    """Write a snapshot as a checkpoint, and commit it once its files have been verified.
 
     Args:
-        store: Where to.
-        shot: The snapshot. If there are several writers, this process writes its share.
-        unix_seconds: The time recorded in the manifest.
+        store: Where to write the checkpoint.
+        shot: The snapshot. If several processes write the checkpoint, this process's share.
+        unix_seconds: Time of the save, recorded in the manifest.
         writers: The processes that write the checkpoint, or None for this process alone.
 
     Raises:
-        OSError: The disk is full or fails. What was written is removed, and older checkpoints are
-            untouched.
-        CheckpointError: H311 if the bytes read back are not the bytes written.
+        OSError: The disk is full or fails. The files written so far are removed, and older
+            checkpoints are not touched.
+        CheckpointError: H311 if the bytes read back differ from the bytes written.
     """
     writers = writers or Writers()
     needed_bytes = shot.size_bytes() + _SPARE_BYTES
@@ -232,8 +238,8 @@ def _files_of(shares: list[_PlainExtents]) -> dict[str, dict[str, Extent]]:
 def _write_share(draft: Path, shot: Snapshot, rank: int) -> _PlainExtents:
     """Write and verify the files of one writer, and return their extents.
 
-    The files of the first writer are at the top level; every other writer has a folder for its
-    rank.
+    Rank 0 writes its files at the top level of the checkpoint, every other rank into a folder of
+    its own.
     """
     folder = f"rank{rank}/" if rank else ""
     files: dict[str, dict[str, Extent]] = {}

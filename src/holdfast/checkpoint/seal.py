@@ -1,8 +1,11 @@
-"""Seal a checkpoint that a framework writes in place. No torch.
+"""Seal a checkpoint that a framework wrote: add a manifest with digests.
 
-The digests of our own checkpoints come from memory (see ``saver``). A framework's checkpoint is
-sealed afterwards: its folder is marked as unfinished beforehand, and once it is written, every file
-is flushed and read once. Errors between memory and disk are not detected that way.
+For holdfast's own checkpoints, digests are computed from the tensors in memory (see ``saver``). A
+framework's checkpoint is sealed in two steps. Before the framework writes, its folder is marked as
+unfinished; afterwards, every file is flushed and read once to compute its digest. Errors that occur
+between memory and disk are therefore not detected.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,19 +20,20 @@ from holdfast.checkpoint.verify import digest, verify
 from holdfast.core.durable import fsync_path, replace_file
 from holdfast.core.files import SHARED, open_to_read
 
-# Marker file in a folder into which a save has started. It holds the previous manifest, if any.
+# Marker file that is in a folder while a save is unfinished. It contains the manifest of the
+# folder's previous checkpoint, if there was one.
 UNFINISHED = "holdfast_unfinished"
 
 
 def is_sealed(checkpoint: Path) -> bool:
-    """Return whether there is a manifest, without verifying it."""
+    """Return whether a checkpoint has a manifest. The manifest is not verified."""
     return manifest_of(checkpoint).is_file()
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Return whether a save into a folder has started but was not sealed.
+    """Return whether a folder contains a save that was started but never sealed.
 
-    An empty folder counts, because a save starts by creating one.
+    An empty folder counts as unfinished, because creating the folder is the first action of a save.
     """
     if not folder.is_dir() or is_sealed(folder):
         return False
@@ -37,7 +41,7 @@ def is_unfinished(folder: Path) -> bool:
 
 
 def was_sealed(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was ever sealed, even if another save has started since."""
+    """Return whether a checkpoint was ever sealed, even if a later save started to replace it."""
     mark = checkpoint / UNFINISHED
     return is_sealed(checkpoint) or (mark.is_file() and mark.stat().st_size > 0)
 
@@ -46,21 +50,21 @@ def check(checkpoint: Path) -> None:
     """Verify a checkpoint before it is loaded, unless it was written without holdfast.
 
     Raises:
-        HoldfastError: As `verify`.
+        HoldfastError: See `verify`.
     """
     if is_sealed(checkpoint) or is_unfinished(checkpoint):
         verify(checkpoint)
 
 
 def begin(folder: Path) -> None:
-    """Mark a folder as unfinished, durably, before a framework writes into it.
+    """Mark a folder as unfinished before a framework writes into it, and flush the mark to disk.
 
     The folder is created if it does not exist.
     """
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder / UNFINISHED
     if is_sealed(folder):
-        # A marker that is not empty shows that there was a complete checkpoint.
+        # Renaming the manifest to the marker records that the folder held a complete checkpoint.
         (folder / FILE_NAME).replace(mark)
     else:
         mark.touch()
@@ -69,10 +73,12 @@ def begin(folder: Path) -> None:
 
 
 def seal(checkpoint: Path, *, global_step: int, unix_seconds: float) -> None:
-    """Flush every file of a checkpoint, a folder or a file, and write the digests of all of them.
+    """Flush every file of a checkpoint and write a manifest with their digests.
+
+    The checkpoint may be a folder or a single file.
 
     Raises:
-        OSError: The disk is full or fails. In that case, no manifest is written.
+        OSError: The disk is full or fails. No manifest is written in this case.
     """
     manifest_path = manifest_of(checkpoint)
     manifest_path.unlink(missing_ok=True)
@@ -84,7 +90,7 @@ def seal(checkpoint: Path, *, global_step: int, unix_seconds: float) -> None:
     manifest = Manifest(
         save_id=global_step, global_step=global_step, unix_seconds=unix_seconds, files=files
     )
-    # Replaced atomically, because half a manifest would look like a damaged checkpoint.
+    # Written atomically, because half a manifest would look like a damaged checkpoint.
     replace_file(manifest_path, manifest.to_bytes(), SHARED)
     folders = {path.parent for path in paths}
     for folder in folders | {manifest_path.parent, checkpoint.parent}:
@@ -94,7 +100,7 @@ def seal(checkpoint: Path, *, global_step: int, unix_seconds: float) -> None:
 
 
 def _files_of(checkpoint: Path) -> list[Path]:
-    """Return the files to seal, without links and our own marker file."""
+    """Return the files to seal: all except links and holdfast's marker file."""
     if checkpoint.is_file():
         candidates = [checkpoint]
     else:
@@ -103,9 +109,9 @@ def _files_of(checkpoint: Path) -> list[Path]:
 
 
 def _extents_of(path: Path) -> dict[str, Extent]:
-    """Return the extents of a file: one per tensor if it is a safetensors file, else one."""
+    """Return a file's extents: one per tensor for a safetensors file, otherwise a single one."""
     if path.suffix == ".safetensors":
-        # The file may not be what its suffix says.
+        # The file may not be a safetensors file despite its suffix.
         with contextlib.suppress(*MALFORMED):
             return _extents_of_tensors(path)
     size_bytes = path.stat().st_size

@@ -1,15 +1,16 @@
-"""The checkpoints of a run as folders in one folder: commit, list, find the newest good, prune.
+"""The folder that contains a run's checkpoints: commit, list, find the newest good one, prune.
 
-No torch.
+This module does not import torch. The folder has three kinds of entries:
 
-    000012-step00000600/          complete: it got this name after everything was verified and
-                                  flushed
-    .tmp-000013-step00000650/     a draft: a save that is running, or was killed; removed at the
-                                  next start
-    damaged-000011-step00000550/  did not verify; kept until newer good ones have replaced it
+    000012-step00000600/          a complete checkpoint, renamed to this after all files were
+                                  verified and flushed
+    .tmp-000013-step00000650/     a draft: the save is still running or was killed; drafts are
+                                  removed when the run starts again
+    damaged-000011-step00000550/  a checkpoint that failed verification; kept until newer good
+                                  checkpoints have replaced it
 
-The rename is the commit: there is no separate pointer that could disagree. The leading number
-orders the checkpoints, even after a rollback to an earlier step.
+Renaming the folder commits the checkpoint, so no separate record can disagree with it. The leading
+number orders the checkpoints, even after a rollback to an earlier step.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ _TEMPORARY = ".tmp-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A checkpoint that is complete according to its name. Nothing has been read yet."""
+    """A checkpoint whose name says that it is complete. Its files have not been read yet."""
 
     path: Path
-    # A larger number is newer.
+    # Number of the save. A newer checkpoint has a larger number.
     save_id: int
     global_step: int
 
@@ -48,13 +49,13 @@ class Entry:
 
 
 class Store:
-    """The checkpoints of one run directory, in a folder that is created at the first save."""
+    """The checkpoints of one run directory. Their folder is created by the first save."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def entries(self) -> list[Entry]:
-        """Return the complete checkpoints, newest first."""
+        """Return all complete checkpoints, newest first."""
         return self._entries_with(prefix="")
 
     def damaged(self) -> list[Entry]:
@@ -82,13 +83,13 @@ class Store:
         """Return the newest checkpoint that verifies.
 
         Args:
-            on_damaged: Called with the original path of each damaged checkpoint, which is moved
-                aside, and what is wrong. With None, nothing is moved.
-            before_step: Only checkpoints of at most this step. Then None is returned if none
-                verifies.
+            on_damaged: Called for each damaged checkpoint with its original path and the reason,
+                after the checkpoint has been moved aside. With None, nothing is moved.
+            before_step: If given, only checkpoints up to and including this step are considered,
+                and None is returned if none of them verifies.
 
         Raises:
-            HoldfastError: As `holdfast.checkpoint.newest.newest_good`.
+            HoldfastError: See `holdfast.checkpoint.newest.newest_good`.
         """
         entries = {entry.path: entry for entry in self.entries()}
         if before_step is not None:
@@ -108,25 +109,25 @@ class Store:
     def _check_none_were_moved_aside(self) -> None:
         damaged = self.damaged()
         if damaged:
-            raise nothing_verifies(self.directory, len(damaged), "they were moved aside before")
+            raise nothing_verifies(self.directory, len(damaged), "all are already marked damaged")
 
     def next_save_id(self) -> int:
-        """Return a number larger than all used so far."""
+        """Return a save number that is larger than those of all existing checkpoints."""
         used = [entry.save_id for entry in self.entries() + self.damaged()]
         return max(used, default=0) + 1
 
     def begin(self, global_step: int, *, needed_bytes: int = 0) -> tuple[Path, int]:
-        """Create an empty folder for a save, and return it with its number.
+        """Create an empty draft folder for a save, and return the folder and the save's number.
 
         Raises:
-            OSError: Fewer bytes than needed are free, or the folder cannot be created.
+            OSError: The disk has less free space than needed, or the folder cannot be created.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.directory).free
         if free < needed_bytes:
             raise OSError(
-                f"No space left on device: the checkpoint needs {needed_bytes} bytes and {free} are"
-                " free"
+                f"No space left on device: the checkpoint needs {needed_bytes:,} bytes, but only"
+                f" {free:,} are free"
             )
         save_id = self.next_save_id()
         draft = self.directory / f"{_TEMPORARY}{save_id:06d}-step{global_step:08d}"
@@ -135,10 +136,12 @@ class Store:
         return draft, save_id
 
     def commit(self, draft: Path, manifest: Manifest) -> Entry:
-        """Write the manifest and rename the draft, whose files are flushed, to its final name.
+        """Write the manifest and rename the draft to its final name.
+
+        The files of the draft must already be flushed.
 
         Raises:
-            OSError: The disk is full or fails. The draft then remains a draft.
+            OSError: The disk is full or fails. The draft keeps its temporary name in this case.
         """
         write_file(draft / FILE_NAME, manifest.to_bytes())
         final = draft.with_name(draft.name.removeprefix(_TEMPORARY))
@@ -146,31 +149,32 @@ class Store:
         return Entry(path=final, save_id=manifest.save_id, global_step=manifest.global_step)
 
     def clean_up(self) -> None:
-        """Remove the drafts of killed saves.
+        """Remove the drafts left behind by killed saves.
 
-        Only the holder of the run directory's lock may call it.
+        May only be called by the process that holds the run directory's lock.
         """
         for path in paths_in(self.directory):
             if path.name.startswith(_TEMPORARY):
                 remove(path)
 
     def prune(self, keep: int, *, known_good: Entry | None = None) -> list[Path]:
-        """Delete all but the newest checkpoints, never the last good one.
+        """Delete all but the newest checkpoints, and never the last good one.
 
         Args:
-            keep: Number of checkpoints to keep. More are kept if none of these verifies.
-            known_good: A checkpoint that was just verified. Without it, the kept ones are verified
-                until one is good.
+            keep: Number of checkpoints to keep. More are kept if none of the newest ones verifies.
+            known_good: A checkpoint that was just verified. Without it, checkpoints are verified,
+                newest first, until a good one is found.
 
         Returns:
-            What was deleted.
+            The paths of the deleted checkpoints.
 
         Raises:
-            RunDirectoryError: H307 if one cannot be read now. Then nothing is deleted.
+            RunDirectoryError: H307 if a checkpoint is temporarily unreadable. Nothing is deleted in
+                this case.
         """
         entries = self.entries()
-        # A save of the same step (after a change without a step) replaces the previous one, and
-        # must not displace the checkpoint of an earlier step.
+        # A later save of the same step (after a change that involved no step) replaces the earlier
+        # save, and does not count as an additional checkpoint.
         replaced = _replaced_by(known_good, entries)
         entries = [entry for entry in entries if entry not in replaced]
         keep = max(keep, 1)
@@ -187,20 +191,20 @@ class Store:
 
 
 def latest(run_dir: str | os.PathLike[str]) -> Entry | None:
-    """Return the checkpoint from which a new `Guard` would resume, or None.
+    """Return the checkpoint from which a new `Guard` would resume, or None if there is none.
 
-    Use its ``global_step`` and ``path`` for decisions that a script must make before it builds its
-    objects, such as adding parameter groups that were added during training. Every byte is read;
-    nothing is changed.
+    Use the checkpoint's ``global_step`` and ``path`` for decisions that a script makes before it
+    builds its model and optimizer. For example, parameter groups that were added during training
+    must be added again before a resume. Verifies every byte and changes nothing on disk.
 
     Raises:
-        HoldfastError: What `Guard` would raise: H312, H307 or H303.
+        HoldfastError: H312, H307 or H303, as `Guard` would raise.
     """
     return Store(Path(run_dir).expanduser() / "checkpoints").newest_good()
 
 
 def _replaced_by(newer: Entry | None, entries: Sequence[Entry]) -> list[Entry]:
-    """Return the older checkpoints of the same step."""
+    """Return the older checkpoints of the same step as `newer`."""
     if newer is None or newer not in entries:
         return []
     return [
@@ -211,7 +215,7 @@ def _replaced_by(newer: Entry | None, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _delete(entry: Entry) -> None:
-    # Renamed first, so that a half-deleted folder never looks complete.
+    # Rename the folder first, so that a half-deleted checkpoint never looks complete.
     doomed = entry.path.with_name(f"{_TEMPORARY}doomed-{entry.path.name}")
     entry.path.rename(doomed)
     remove(doomed)

@@ -1,7 +1,8 @@
-"""Write and read safetensors files with digests and little memory.
+"""Write and read safetensors files with digests, using little memory.
 
-The safetensors library is used for neither: it computes no digests, needs all tensors on the host
-at the same time for writing, and maps the whole file for reading, which may exceed a memory limit.
+The safetensors library is not used, for three reasons. It does not compute digests. To write a
+file, it needs all tensors on the host at the same time. To read one, it maps the whole file into
+memory, which may exceed a memory limit.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ from holdfast.checkpoint.safetensors_header import tensor_places
 from holdfast.core.files import SHARED, create_file, open_to_read
 
 SUFFIX = ".safetensors"
-# Bytes written and hashed at a time: many enough that the GIL is rarely requested, and few enough
-# for the CPU caches.
+# Bytes written and hashed at a time: large enough that the GIL is rarely taken, and small enough to
+# fit into the CPU caches.
 _CHUNK_BYTES = 4 * 2**20
 _DTYPES = {name: dtype for dtype, name in SAVED_AS.items()}
-# The format requires the header's length to be a multiple of this.
+# The format requires the header's length to be a multiple of this number of bytes.
 _HEADER_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The rows ``[begin, end)`` of a tensor, which this process holds.
+    """The rows ``[begin, end)`` of a sharded tensor that are stored in this process.
 
-    Other processes hold the rest.
+    The remaining rows are stored in other processes.
     """
 
     begin: int
     end: int
-    # Returns the sharded tensor that has these rows, as the process sees it.
+    # Wraps these rows in the sharded tensor (DTensor) that they belong to.
     whole: Callable[[torch.Tensor], torch.Tensor]
 
 
-# Returns which rows of a tensor, by its name and full shape, are read; None for all.
+# Given a tensor's name and full shape, returns the rows to read, or None for all rows.
 ShareOf = Callable[[str, torch.Size], Share | None]
 
 
@@ -56,14 +57,14 @@ ShareOf = Callable[[str, torch.Size], Share | None]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Extent]:
-    """Write one safetensors file, flush it, and return its extents.
+    """Write a safetensors file, flush it to disk, and return its extents.
 
-    The digests are those of the tensors in memory.
+    The digests are computed from the tensors in memory.
 
     Raises:
         OSError: The disk is full or fails.
     """
-    # Tensors with large elements come first, so that every tensor is aligned.
+    # Tensors are sorted by decreasing element size, so that each one is aligned in the file.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header = _header(names, tensors)
     extents = {HEADER: Extent(begin=0, end=len(header), sha256=hashlib.sha256(header).hexdigest())}
@@ -114,7 +115,7 @@ def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def is_saved_as(tensor: torch.Tensor, extent: Extent) -> bool:
-    """Return whether an extent holds exactly this tensor, by its digest. Reads the tensor once."""
+    """Return whether the digest in an extent matches this tensor. Reads the tensor once."""
     if (extent.dtype, extent.shape) != (SAVED_AS[tensor.dtype], tuple(tensor.shape)):
         return False
     sha256 = hashlib.sha256()
@@ -128,10 +129,10 @@ def is_saved_as(tensor: torch.Tensor, extent: Extent) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SavedRows:
-    """Rows of a tensor in the file of one writer."""
+    """The rows of a tensor that one writer saved, and their position in its file."""
 
     file: BufferedReader
-    # Where their bytes begin.
+    # Offset of the first byte in the file.
     begin: int
     size_bytes: int
     dtype: torch.dtype
@@ -141,18 +142,18 @@ class _SavedRows:
 def read_tensors(
     paths: Sequence[Path], into: Mapping[str, torch.Tensor], share_of: ShareOf
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of one component, each read into its live tensor if possible.
+    """Read the tensors of one component, into the live tensors where possible.
 
-    At any time, at most one tensor is in memory twice.
+    At most one tensor at a time is in memory twice.
 
     Args:
-        paths: The files of the writers, in the order of their rows.
-        into: Live tensors by name. A tensor with the saved dtype and shape is overwritten and
-            returned, unless it is expanded; all others are created on the host.
-        share_of: Returns the rows of each tensor to read.
+        paths: The files of all writers, in the order of the rows that they contain.
+        into: Live tensors by name, to be overwritten in place. A new tensor is created on the host
+            where no live tensor has the saved dtype and shape, or where it is expanded.
+        share_of: Returns the rows to read of each tensor.
 
     Raises:
-        CheckpointError: H311 if a file ends early.
+        CheckpointError: H311 if a file is too short.
         OSError: A file cannot be read.
     """
     with contextlib.ExitStack() as files:
@@ -178,13 +179,13 @@ def read_tensors(
 def _read_tensor(
     name: str, parts: Sequence[_SavedRows], target: torch.Tensor | None, share_of: ShareOf
 ) -> torch.Tensor:
-    """Read one tensor from the files of its writers.
+    """Read a tensor from the files of all its writers.
 
     Args:
-        name: Its name.
-        parts: Its rows in each file, in order.
+        name: The tensor's name.
+        parts: The rows of the tensor in each file, in order.
         target: A live tensor, which is overwritten if it has the saved dtype and shape.
-        share_of: Returns the rows to read, None for all.
+        share_of: Returns the rows to read, or None for all rows.
     """
     dtype = parts[0].dtype
     shape = _full_shape(parts)
@@ -208,7 +209,7 @@ def _read_tensor(
 
 
 def _full_shape(parts: Sequence[_SavedRows]) -> torch.Size:
-    """Return the full shape of a tensor whose rows were written by several writers."""
+    """Return the full shape of a tensor whose rows may have been saved by several writers."""
     if len(parts) == 1:
         return parts[0].shape
     rows = sum(part.shape[0] for part in parts)
@@ -222,9 +223,9 @@ def _can_hold(target: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> bo
 def _read_bytes(
     name: str, parts: Sequence[_SavedRows], content: torch.Tensor, first_byte: int, last_byte: int
 ) -> None:
-    """Read the bytes ``[first_byte, last_byte)`` of a tensor into `content`, across its parts."""
+    """Read the bytes ``[first_byte, last_byte)`` of a tensor from its parts into `content`."""
     raw = content.detach().reshape(-1).view(torch.uint8).numpy()
-    # The position of the current part in the tensor.
+    # Offset of the current part in the tensor.
     position = 0
     for part in parts:
         begin = max(first_byte - position, 0)
@@ -234,5 +235,5 @@ def _read_bytes(
             destination = raw[position + begin - first_byte : position + end - first_byte]
             if part.file.readinto(destination.data) != end - begin:
                 path = Path(part.file.name)
-                raise damaged(path.parent, f"{path.name} ends within {name}")
+                raise damaged(path.parent, f"{path.name} ends in the middle of {name}")
         position += part.size_bytes

@@ -1,4 +1,7 @@
-"""Verify a checkpoint against its manifest, byte by byte. No torch."""
+"""Verify a checkpoint against its manifest, byte by byte.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -24,32 +27,32 @@ _SHOWN_DIGITS = 12
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """Check every byte of a sealed checkpoint, at about 1.5 GB/s.
+    """Verify every byte of a sealed checkpoint, at about 1.5 GB/s.
 
-    Files that were added later are ignored.
+    Files that were added after the checkpoint was sealed are ignored.
 
     Returns:
         The manifest.
 
     Raises:
-        CheckpointError: H311 with the file, the tensor and both digests, or because the checkpoint
-            was never sealed.
-        RunDirectoryError: H303 or H307, as `read_manifest`.
+        CheckpointError: H311 if the checkpoint is damaged or was never sealed. For damaged bytes,
+            the error names the file, the tensor and both digests.
+        RunDirectoryError: H303 or H307, see `read_manifest`.
     """
     manifest = read_manifest(checkpoint)
     for name, extents in manifest.files.items():
         verify_file(checkpoint, name, extents)
         if HEADER in extents and not _matches_header(_file_in(checkpoint, name), extents):
-            raise damaged(checkpoint, f"the header of {name} is not what {FILE_NAME} says")
+            raise damaged(checkpoint, f"the header of {name} does not match {FILE_NAME}")
     return manifest
 
 
 def verify_file(checkpoint: Path, name: str, extents: Extents) -> None:
-    """Check every byte of one file of a checkpoint.
+    """Verify every byte of one file in a checkpoint.
 
     Raises:
-        CheckpointError: H311 if its bytes differ or it does not exist.
-        RunDirectoryError: H307 if it cannot be read now.
+        CheckpointError: H311 if the file is missing or its bytes differ from the manifest.
+        RunDirectoryError: H307 if the file is temporarily unreadable.
     """
     expected_bytes = max((extent.end for extent in extents.values()), default=0)
     try:
@@ -58,10 +61,11 @@ def verify_file(checkpoint: Path, name: str, extents: Extents) -> None:
         if size_bytes != expected_bytes:
             raise damaged(
                 checkpoint,
-                f"{path.name} has {size_bytes} bytes and the manifest says {expected_bytes}",
+                f"{path.name} has {size_bytes:,} bytes, but the manifest expects"
+                f" {expected_bytes:,}",
             )
         with open_to_read(path) as file:
-            # In the order of the disk.
+            # Read the extents in file order.
             for key, extent in sorted(extents.items(), key=lambda item: item[1].begin):
                 _verify_extent(checkpoint, file, key, extent)
     except OSError as error:
@@ -73,13 +77,13 @@ def _verify_extent(checkpoint: Path, file: BinaryIO, key: str, extent: Extent) -
     if sha256 != extent.sha256:
         raise damaged(
             checkpoint,
-            f"{Path(file.name).name}: {key} has sha256 {sha256[:_SHOWN_DIGITS]}... on disk"
-            f" and {extent.sha256[:_SHOWN_DIGITS]}... in the manifest",
+            f"{Path(file.name).name}: {key} has SHA-256 {sha256[:_SHOWN_DIGITS]}... on disk,"
+            f" but {extent.sha256[:_SHOWN_DIGITS]}... in the manifest",
         )
 
 
 def digest(file: BinaryIO, begin: int, end: int) -> str:
-    """Return the SHA-256 of the bytes of an open file from `begin` to before `end`."""
+    """Return the SHA-256 of the bytes ``[begin, end)`` of an open file."""
     file.seek(begin)
     sha256 = hashlib.sha256()
     left_bytes = end - begin
@@ -93,23 +97,23 @@ def digest(file: BinaryIO, begin: int, end: int) -> str:
 
 
 def _file_in(checkpoint: Path, name: str) -> Path:
-    """Return the path of a checkpoint's file.
+    """Return the path of one file in a checkpoint.
 
     Raises:
-        CheckpointError: H311 if a link leads out of the checkpoint.
+        CheckpointError: H311 if a symbolic link leads out of the checkpoint.
     """
     if checkpoint.is_file():
         return checkpoint.resolve()
     path = checkpoint / name
     if path.parent.resolve() != checkpoint.resolve() / Path(name).parent:
-        raise damaged(checkpoint, f"{name} is outside of the checkpoint, behind a link")
+        raise damaged(checkpoint, f"{name} is outside the checkpoint, behind a symbolic link")
     return path
 
 
 def _matches_header(path: Path, extents: Extents) -> bool:
-    """Return whether a safetensors header agrees with the manifest.
+    """Return whether the header of a safetensors file matches the manifest.
 
-    The sizes must also fit the types and shapes.
+    The size of each tensor must also match its dtype and shape.
     """
     try:
         header_bytes, places = tensor_places(path)
@@ -131,7 +135,7 @@ def _matches(place: TensorPlace, extent: Extent) -> bool:
 
 
 def _bits_of(dtype: str) -> int:
-    """Return the bits of an element, taken from the format's name: F8_E4M3 has 8."""
+    """Return the bits per element of a safetensors dtype, which are in its name: F8_E4M3 has 8."""
     if dtype == "BOOL":
         return 8
     return int(dtype.partition("_")[0].lstrip("BFIUC"))

@@ -1,11 +1,10 @@
-"""The command line: it parses arguments, prints text or JSON, and chooses the exit code.
+"""The command-line interface: parse arguments, print text or JSON, and choose the exit code.
 
-Read in this order: ``main`` (the entry point and the table of commands), ``output`` (what all
-commands share: JSON, errors, exit codes), then one module per command. The options of a command are
-the parameters of the function that `COMMANDS` in ``main`` names for it, with their help texts.
+Read in this order: ``main`` (the entry point and the table of commands), ``output`` (JSON, errors
+and exit codes of all commands), then one module per command. `COMMANDS` in ``main`` names the
+function of each command. Its parameters are the options of the command, with their help texts.
 
-Nothing is decided here: the results of a command are computed in another package, such as
-`supervise` for ``run``.
+The commands themselves are implemented in other packages, such as `supervise` for ``run``.
 
-Each module is imported only when its command is called, and importing them all imports no torch.
+A module is imported only when its command is called. None of them imports torch at the top.
 """

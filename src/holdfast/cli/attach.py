@@ -1,6 +1,6 @@
 """`holdfast attach PID`: inspect a training process that was started without holdfast.
 
-This module prints and serializes the result of ``supervise.watch.inspection``.
+``supervise.watch.inspection`` does the work; this module prints the result as text or JSON.
 """
 
 from __future__ import annotations
@@ -28,20 +28,24 @@ from holdfast.supervise.watch.inspection import (
 )
 from holdfast.supervise.watch.stacks import describe
 
-# Matches frames of Python's own import system, of which a stack may have dozens.
+# Matches frames of Python's import system. A stack may contain dozens of them.
 _IMPORT_FRAMES = re.compile(rf'(?:  File "{IMPORT_FILE}.*\n)+')
 
 _Pid = Annotated[
     int,
-    typer.Argument(min=1, help="A running training process. Its child processes are shown too."),
+    typer.Argument(
+        min=1, help="PID of a running training process. Its child processes are inspected too."
+    ),
 ]
-_Seconds = Annotated[float, typer.Option(min=1, max=600, help="Seconds between two observations.")]
+_Seconds = Annotated[
+    float, typer.Option(min=1, max=600, help="Seconds between the two observations.")
+]
 
 
 def run(pid: _Pid, seconds: _Seconds = 3.0, as_json: Json = False) -> None:
     """Inspect a running training process: stack traces, memory and, if it hangs, the likely cause.
 
-    The process is only read, never stopped or changed. Exit code 1: it made no progress between two
+    The process is never changed. Exit code 1: the process made no progress between two
     observations.
     """
     with failing_clearly(as_json=as_json), tempfile.TemporaryDirectory() as folder:
@@ -60,7 +64,7 @@ def run(pid: _Pid, seconds: _Seconds = 3.0, as_json: Json = False) -> None:
 
 
 def _rows(inspection: Inspection) -> list[dict[str, Any]]:
-    """Return the facts to print about each process, in the order of the processes."""
+    """Return the facts to print about each process, one row per process."""
     device_bytes = _read_device_bytes()
     return [
         {
@@ -83,10 +87,10 @@ def _read_resident_bytes(pid: int) -> int:
 
 
 def _read_device_bytes() -> dict[int, int]:
-    """Return the memory in bytes that each process uses on NVIDIA devices, by PID."""
+    """Return the NVIDIA device memory of each process in bytes, by PID."""
     device_bytes = Counter[int]()
     for line in nvidia_smi("--query-compute-apps=pid,used_memory", ",nounits"):
-        # In a container the driver says "[N/A]".
+        # In a container, the driver prints "[N/A]".
         with suppress(ValueError):
             pid, mebibytes = map(int, line.split(","))
             device_bytes[pid] += mebibytes << 20
@@ -117,13 +121,16 @@ def _print_conclusion(inspection: Inspection, seconds: float) -> None:
     certainty = f"[{diagnosis.kind}, {diagnosis.confidence:.0%}]"
     typer.echo(f"It is not making progress. {diagnosis.sentence} {certainty}")
     typer.echo(
-        f"A step that takes longer than {seconds:g} s looks like a hang: use --seconds"
+        f"A step that takes longer than {seconds:g} s looks like a hang; use --seconds"
         f" {10 * seconds:g} to be sure.\n"
     )
 
 
 def _print_processes(inspection: Inspection, rows: list[dict[str, Any]]) -> None:
-    """Print full stacks of judged and blamed processes, and one line for every other process."""
+    """Print the stacks of the processes whose progress counts or that are to blame.
+
+    Every other process gets a single line.
+    """
     blamed_pid = None if inspection.is_moving else inspection.diagnosis.process.pid
     for process, row in zip(inspection.processes, rows, strict=True):
         facts = _describe_facts(row)

@@ -35,9 +35,9 @@ from holdfast.core.secrets import without_secrets
 from holdfast.core.text import sanitise
 
 SECONDS_PER_UNIT = {"": 1, "s": 1, "m": 60, "h": 3600}
-# Exit code of a process ended by signal n is this + n.
+# A process that was ended by signal n exits with this code + n.
 SIGNAL_EXIT_CODE = 128
-# How many of the files left behind are shown per fault.
+# Maximum number of leftover files to show per fault.
 MAX_SHOWN_FILES = 3
 
 
@@ -49,8 +49,8 @@ def run(
         list[Path] | None,
         typer.Option(
             help=(
-                "A path that the script writes to, if the working directory is too large to copy."
-                " May be repeated."
+                "A path that the script writes to. Needed if the working directory is too large"
+                " to copy. May be repeated."
             )
         ),
     ] = None,
@@ -58,7 +58,9 @@ def run(
         str,
         typer.Option(metavar="KINDS", help=f"Kinds of faults to try: any of {','.join(KINDS)}."),
     ] = "",
-    seed: Annotated[int, typer.Option(help="Seed for the steps and bits of the faults.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed: selects the steps of faults and the bits to flip.")
+    ] = 0,
     budget: Annotated[
         str, typer.Option(help="Time limit for the whole campaign, such as 90s, 10m or 2h.")
     ] = "10m",
@@ -71,11 +73,11 @@ def run(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Disturb a training run, restart it, and check that it is still the same run.
+    """Inject faults into a training run, restart it, and check that it is still the same run.
 
-    The command runs twice undisturbed, then once for each fault, in copies of the working
-    directory; nothing in the directory itself is changed. Exit code: 0 if the run survives every
-    fault and is the same afterwards, 1 if not, 2 if it cannot be tested.
+    The command runs twice without faults, then once for each fault, each time in a copy of the
+    working directory. The directory itself is not changed. Exit code: 0 if the run survives every
+    fault and is still the same run, 1 if not, 2 if it cannot be tested.
     """
     received: list[int] = []
     handlers = _raise_keyboard_interrupt(received)
@@ -92,10 +94,10 @@ def run(
                 seed=seed,
                 budget_seconds=_parse_seconds(budget),
                 restarts=restarts,
-                say=_say,
+                say=_print_progress,
             ).run()
         except KeyboardInterrupt:
-            _say("interrupted before any fault was tried")
+            _print_progress("interrupted before any fault was tried")
             raise typer.Exit(SIGNAL_EXIT_CODE + received[0]) from None
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -104,7 +106,8 @@ def run(
     else:
         _print_report(report)
     if page is not None:
-        # Even with --json an error is plain text: stdout already holds a complete document.
+        # Even with --json, print an error as plain text, because stdout already holds a complete
+        # JSON document.
         with failing_clearly(as_json=False):
             command_words = shlex.join(without_secrets(report.command))
             text = render(report, command_words, verdict(report))
@@ -116,15 +119,15 @@ def run(
 
 
 def _raise_keyboard_interrupt(received: list[int]) -> dict[int, Any]:
-    """Make the first signal that asks this process to end raise KeyboardInterrupt.
+    """Make the first signal that requests the end of this process raise KeyboardInterrupt.
 
-    Further signals are ignored while processes are ended and copies removed.
+    Further signals are ignored, so that the cleanup of processes and copies is not interrupted.
 
     Args:
         received: The signal number is appended to this list.
 
     Returns:
-        The previous handlers, by signal. An ignored signal, as under nohup, stays ignored.
+        The previous handlers by signal. A signal that is ignored, as under nohup, stays ignored.
     """
 
     def interrupt(number: int, _frame: object) -> None:
@@ -165,12 +168,12 @@ def _parse_seconds(budget: str) -> float:
     return float(match[1]) * SECONDS_PER_UNIT[match[2]]
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(f"chaos: {line}", file=sys.stderr, flush=True)
 
 
 def as_values(report: CampaignReport) -> dict[str, Any]:
-    """Return a report as values for JSON, without secrets in the command."""
+    """Return a report as JSON values, with secrets removed from the command."""
     return {
         **asdict(report),
         "command": without_secrets(report.command),
@@ -183,7 +186,7 @@ def as_values(report: CampaignReport) -> dict[str, Any]:
 
 
 def verdict(report: CampaignReport) -> str:
-    """Return the result of a campaign as one sentence, without the full stop."""
+    """Return the result of a campaign as a sentence without the final period."""
     sentence = _describe_tried(report)
     for result in (TrialResult.DID_NOT_OCCUR, TrialResult.NOT_TRIED):
         reasons = [row.detail for row in report.rows if row.result == result]
@@ -193,7 +196,7 @@ def verdict(report: CampaignReport) -> str:
 
 
 def _describe_tried(report: CampaignReport) -> str:
-    """Return how the training run fared after the faults that were tried."""
+    """Describe in how many of the tried faults the run survived and stayed the same run."""
     tried = [row for row in report.rows if row.tried]
     if not tried:
         return "No fault could be tried"
@@ -223,7 +226,7 @@ def _describe_tried(report: CampaignReport) -> str:
 def _print_report(report: CampaignReport) -> None:
     table = Table("fault", "result", "what happened", "starts", "lost", "left behind", box=SIMPLE)
     for row in report.rows:
-        # A fault that was not tried has no starts and no duration.
+        # Leave these cells empty for a fault that was not tried.
         starts = str(row.attempts) if row.attempts else ""
         lost = f"{row.seconds_lost:.1f} s" if row.attempts else ""
         left_behind = row.left_files[:MAX_SHOWN_FILES]
@@ -255,5 +258,5 @@ def _colored_result(row: FaultResult) -> str:
 
 
 def _plain(text: str) -> Text:
-    """Return text from the script without markup or control characters."""
+    """Return text from the script without interpreting markup, and without control characters."""
     return Text(sanitise(text))

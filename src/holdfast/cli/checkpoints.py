@@ -1,6 +1,6 @@
 """`holdfast checkpoints RUN_DIR`: list, verify and export the checkpoints of a guard.
 
-Torch is imported only for an export.
+torch is imported only for an export.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.text import sanitise, size
 from holdfast.guard.saving.best import best_in
 
-# Beginnings of statuses that make the exit code 1.
+# A status that starts with one of these makes the exit code 1.
 _FAILED_STATUSES = ("damaged:", "cannot be read now")
-# What `best_in` returns if the file that names the best checkpoint cannot be read.
+# Returned by `best_in` if the file that names the best checkpoint cannot be read.
 _UNKNOWN_BEST_STEP = -1
 
 
 def run(
     run_dir: GuardDirectory,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Check every byte of every checkpoint.")
+        bool, typer.Option("--verify", help="Verify every byte of every checkpoint.")
     ] = False,
     export: Annotated[
         Path | None,
         typer.Option(
             help=(
-                "Write the newest weights to a safetensors file. From RUN_DIR/best/NAME: the best"
-                " weights."
+                "Export the newest weights (for RUN_DIR/best/NAME: the best) to a safetensors file."
             )
         ),
     ] = None,
     export_averaged: Annotated[
-        Path | None, typer.Option(help="Write the averaged weights to this file.")
+        Path | None, typer.Option(help="Export the averaged weights to this file.")
     ] = None,
     step: Annotated[int | None, typer.Option(help="Export the checkpoint of this step.")] = None,
     as_json: Json = False,
@@ -50,13 +49,14 @@ def run(
     """List the checkpoints of a run, newest first, and verify or export them."""
     with failing_clearly(as_json=as_json):
         store = open_store(run_dir)
-        # Listed before exporting, which may take long: a run may remove checkpoints meanwhile.
+        # List the checkpoints first: exporting may take long, and a run may remove checkpoints
+        # meanwhile.
         entries = store.entries()
         best_step = best_in(run_dir)
         if step is not None and export is None and export_averaged is None:
             raise PolicyError(
                 "--step without --export",
-                limit="it selects the checkpoint to export",
+                limit="--step selects the checkpoint to export",
                 fix="add --export.",
                 rule="H105",
             )
@@ -81,8 +81,8 @@ def run(
 
 
 def _export(store: Store, step: int | None, path: Path, *, averaged: bool, quiet: bool) -> None:
-    """Write the weights of a checkpoint to a file, and say so."""
-    # Imported here because it loads torch.
+    """Export the weights of a checkpoint to a file, and print a message."""
+    # This import loads torch.
     from holdfast.checkpoint.export import export as export_weights
 
     with working(f"writing {path}"):
@@ -94,13 +94,13 @@ def _export(store: Store, step: int | None, path: Path, *, averaged: bool, quiet
 
 
 def _entry_to_export(store: Store, step: int | None) -> Entry:
-    """Return the checkpoint of a step, or the newest valid one if `step` is None.
+    """Return the checkpoint of a step, or the newest valid checkpoint if `step` is None.
 
     Raises:
-        PolicyError: H105 if there is no such checkpoint.
-        CheckpointError: If it does not verify.
+        PolicyError: H105 if the checkpoint does not exist.
+        CheckpointError: If the checkpoint fails verification.
     """
-    # `entries` starts with the newest, so the newest of several checkpoints of a step wins.
+    # `entries` starts with the newest checkpoint. If a step has several, the newest one wins.
     entry_by_step = {entry.global_step: entry for entry in reversed(store.entries())}
     if step is None:
         entry = store.newest_good()
@@ -119,7 +119,7 @@ def _entry_to_export(store: Store, step: int | None) -> Entry:
     raise PolicyError(
         f"{store.directory} has no {missing}",
         limit=f"steps there: {steps}",
-        fix="name another step with --step.",
+        fix="choose one of these steps with --step.",
         rule="H105",
     )
 
@@ -128,13 +128,13 @@ def _entry_to_export(store: Store, step: int | None) -> Entry:
 
 
 def _rows(store: Store, entries: list[Entry], *, verify: bool) -> list[dict[str, Any]]:
-    """Return the row of each checkpoint: first those in use, then damaged ones moved aside."""
+    """Return one row per checkpoint; damaged ones that were moved aside come last."""
     row_by_path = {}
     with working("reading") as show:
         for number, entry in enumerate(entries, start=1):
             show(f"reading checkpoint {number} of {len(entries)}: {entry.path.name}")
             row_by_path[entry.path] = _row(entry, verify=verify)
-    # A run may have removed, or moved aside, what was just read.
+    # A run may have removed a checkpoint or moved it aside since it was read.
     rows = [row for path, row in row_by_path.items() if path.exists()]
     for entry in store.damaged():
         rows.append(_row(entry, verify=False) | {"status": "damaged, moved aside"})
@@ -142,11 +142,11 @@ def _rows(store: Store, entries: list[Entry], *, verify: bool) -> list[dict[str,
 
 
 def _row(entry: Entry, *, verify: bool) -> dict[str, Any]:
-    """Return the facts about a checkpoint, as far as it can be read.
+    """Return the facts to print about a checkpoint, as far as they can be read.
 
     Args:
         entry: The checkpoint.
-        verify: Whether to check all its bytes, not only its manifest.
+        verify: Whether to verify every byte, not only the manifest.
     """
     row = {"name": entry.path.name, "global_step": entry.global_step}
     try:
@@ -163,7 +163,7 @@ def _row(entry: Entry, *, verify: bool) -> dict[str, Any]:
 
 
 def _status_after(error: RunDirectoryError | CheckpointError, entry: Entry) -> str:
-    """Return the status of a checkpoint that could not be read or did not verify."""
+    """Return the status of a checkpoint that cannot be read or fails verification."""
     if isinstance(error, CheckpointError):
         reason = error.what.partition(": ")[2] or error.what
         return f"damaged: {reason}"

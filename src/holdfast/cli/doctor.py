@@ -1,7 +1,7 @@
 """`holdfast doctor`: check whether this machine is ready to train.
 
-`CHECKS` lists the checks in the order in which they are printed. Each answers one question about
-the machine, which is its docstring. No CUDA context is created, and torch is not imported.
+`CHECKS` lists the checks in the order of the output. The docstring of a check is the question that
+it answers. No check imports torch or creates a CUDA context.
 """
 
 from __future__ import annotations
@@ -27,49 +27,50 @@ from holdfast.memory.host_memory import allocation_can_fail, available_bytes
 from holdfast.supervise.watch.py_spy import find_py_spy
 
 _GIB = 1 << 30
-# Where the workers of torch's loader put batches for the training process.
+# The workers of a torch DataLoader pass batches to the training process through this directory.
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - no file is made there
-# Less free shared memory is worth a warning. Docker's default is 64 MiB in total.
+# Warn if less shared memory is free. Docker provides only 64 MiB by default.
 _LEAST_SHARED_MEMORY_BYTES = _GIB
-# Less free disk space is worth a warning. This is about three checkpoints, of 1.5 GB each, of a
-# model with 124 million parameters and Adam's moments.
+# Warn if less disk space is free. This is enough for about three checkpoints of a model with 124
+# million parameters and Adam's moments, at 1.5 GB each.
 _LEAST_DISK_BYTES = 5 * _GIB
-# A lower limit is worth a warning: torch's workers pass each tensor as an open file by default.
+# Warn if fewer files may be open. By default, torch's loader workers pass each tensor as an open
+# file.
 _LEAST_OPEN_FILES = 4096
-# The bit of CAP_SYS_PTRACE in a set of capabilities, from linux/capability.h.
+# Bit mask of CAP_SYS_PTRACE in a set of capabilities, from linux/capability.h.
 _CAP_SYS_PTRACE = 1 << 19
-# What to do about file systems that may lose a recording, by the beginning of their type.
+# Advice about file systems that may lose a recording, by the first letters of their type.
 _FIX_BY_FILE_SYSTEM = {
     "nfs": (
-        "its renames and locks are unreliable unless it is mounted with the option hard and without"
-        " nolock; mount it so, or record elsewhere"
+        "renames and locks are unreliable unless it is mounted with the option hard and without"
+        " nolock; change the mount options, or use another --run-dir"
     ),
     "overlay": "it is deleted with the container; mount a volume there, or pass a --run-dir on one",
-    "tmpfs": "it is held in memory and lost on a reboot; pass a --run-dir on a disk",
+    "tmpfs": "it is in memory and lost on a reboot; pass a --run-dir on a disk",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """The answer of a check, and one line of the output."""
+    """The result of a check, printed as one line."""
 
-    # The subject, such as "open files".
+    # Subject of the check, such as "open files".
     what: str
-    # What this machine has.
+    # State of this machine.
     value: str
-    # What to do, without a full stop. Empty if nothing is wrong.
+    # Advice without a final period; empty if nothing is wrong.
     fix: str = ""
 
 
 def run(
     run_dir: Annotated[
-        Path, typer.Option(help="Where runs are recorded. The disk of this directory is checked.")
+        Path, typer.Option(help="The directory of your runs, whose disk is checked.")
     ] = Path("runs"),
     as_json: Json = False,
 ) -> None:
     """Check whether this machine is ready to train.
 
-    Prints one line for each check, with a fix if there is a problem. The exit code is always 0.
+    Print one line per check, with a fix if there is a problem. The exit code is always 0.
     """
     results: list[CheckResult] = []
     for check in CHECKS:
@@ -89,16 +90,16 @@ def _line(result: CheckResult) -> str:
 
 # --- Checks ---------------------------------------------------------------------------------------
 
-# Takes the absolute run directory. Most checks have one result, and none if they do not apply.
+# A check receives the absolute directory of runs. It returns an empty list if it does not apply.
 Check: TypeAlias = Callable[[Path], list[CheckResult]]
 
 
 def processors(_run_dir: Path) -> list[CheckResult]:
-    """How many processors may this process use, and will torch start more threads than that?"""
+    """How many processors may this process use, and would torch start more threads?"""
     quota = cpu_quota()
     usable = max(1, math.floor(quota))
     fix = ""
-    # torch counts the processors in the affinity mask, and ignores the quota of the container.
+    # torch counts the processors in the affinity mask and ignores the container's CPU quota.
     if quota < len(os.sched_getaffinity(0)):
         fix = f"export OMP_NUM_THREADS={usable}, and use at most {usable} workers"
     value = f"{quota:g} of {os.cpu_count()}, by affinity and quota"
@@ -106,14 +107,14 @@ def processors(_run_dir: Path) -> list[CheckResult]:
 
 
 def memory(_run_dir: Path) -> list[CheckResult]:
-    """How much host memory is available, and can an allocation be refused before it is used up?"""
+    """How much host memory is available, and can an allocation fail before memory is exhausted?"""
     left_bytes = available_bytes()
     left = "unknown" if left_bytes is None else size(left_bytes)
     total_bytes = 1024 * read_fields(Path("/proc/meminfo")).get("MemTotal", 0)
     value = f"{left} available in this container; the machine has {size(total_bytes)}"
     fix = ""
     if allocation_can_fail():
-        value += ", and allocations are refused before it is used up"
+        value += ", and allocations fail before it is exhausted"
         fix = "ulimit -v unlimited; ulimit -d unlimited; sysctl vm.overcommit_memory=0"
     return [CheckResult(what="memory", value=value, fix=fix)]
 
@@ -136,7 +137,7 @@ def shared_memory(_run_dir: Path) -> list[CheckResult]:
 
 
 def open_files(_run_dir: Path) -> list[CheckResult]:
-    """How many files may a process open, and can this limit be raised?"""
+    """How many files may a process open, and can the limit be raised?"""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fix = ""
     if soft < min(hard, _LEAST_OPEN_FILES):
@@ -145,22 +146,22 @@ def open_files(_run_dir: Path) -> list[CheckResult]:
 
 
 def clock(_run_dir: Path) -> list[CheckResult]:
-    """Is the clock behind the time at which this program was installed?"""
+    """Does the clock show a time before holdfast was installed?"""
     now = time.time()
     fix = ""
     if now < Path(__file__).stat().st_mtime:
-        fix = "it is behind; set it, or start a time service"
+        fix = "the clock is slow; set it, or start a time service"
     return [CheckResult(what="clock", value=f"{moment(now)} UTC", fix=fix)]
 
 
 def disk_of_runs(run_dir: Path) -> list[CheckResult]:
-    """Does the disk of the runs have space for checkpoints, and does it keep them?"""
+    """Does the disk of the runs have space for checkpoints, and does it store them reliably?"""
     folder = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
     free_bytes = shutil.disk_usage(folder).free
     file_system = _file_system_of(folder)
     fix = ""
     if free_bytes < _LEAST_DISK_BYTES:
-        fix = "free some space; a checkpoint that does not fit is not written"
+        fix = "free some space, or checkpoints cannot be written"
     else:
         for beginning, advice in _FIX_BY_FILE_SYSTEM.items():
             if file_system.startswith(beginning):
@@ -170,13 +171,13 @@ def disk_of_runs(run_dir: Path) -> list[CheckResult]:
 
 
 def _file_system_of(folder: Path) -> str:
-    """Return the type of the file system that is mounted at a folder or nearest above it."""
+    """Return the type of the file system that contains a directory."""
     folder = folder.resolve()
     file_system = "unknown"
     depth = -1
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _device, mount_point, mounted_type, *_options = line.split()
-        # Of mounts at the same point, the last one hides the others.
+        # If several file systems are mounted at the same point, the last one hides the others.
         if folder.is_relative_to(mount_point) and len(mount_point) >= depth:
             file_system = mounted_type
             depth = len(mount_point)
@@ -184,7 +185,7 @@ def _file_system_of(folder: Path) -> str:
 
 
 def gpus(_run_dir: Path) -> list[CheckResult]:
-    """Which GPUs does the driver see, and can this torch use them?"""
+    """Which GPUs does the driver report, and can the installed torch use them?"""
     torch_version = version("torch")
     lines = nvidia_smi("--query-gpu=name,memory.total,driver_version")
     fix = ""
@@ -193,7 +194,7 @@ def gpus(_run_dir: Path) -> list[CheckResult]:
         if Path("/dev/nvidia0").exists():
             fix = "install the driver's nvidia-smi"
     elif "+cpu" in torch_version:
-        fix = "this torch is built for CPUs only; install one for CUDA (pytorch.org/get-started)"
+        fix = "this torch build supports only CPUs; install a CUDA build (pytorch.org/get-started)"
     return [
         CheckResult(what="GPU", value=f"{sanitise(line)}; torch {torch_version}", fix=fix)
         for line in lines
@@ -216,7 +217,7 @@ def stacks(_run_dir: Path) -> list[CheckResult]:
 
 
 def _may_trace_others() -> bool:
-    """Return whether this process may attach to others of the same user; see ptrace(2)."""
+    """Return whether this process may trace other processes of the same user; see ptrace(2)."""
     status = Path("/proc/self/status").read_text()
     capabilities = int(status.partition("CapEff:")[2].split()[0], 16)
     if capabilities & _CAP_SYS_PTRACE:

@@ -1,4 +1,4 @@
-"""`holdfast events RUN`: everything recorded in a run, from all processes, in order of time."""
+"""`holdfast events RUN`: list the events of all processes of a run in chronological order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.explain.runs.recordings import Recordings, all_rings, open_recordi
 from holdfast.recorder.run_files import folder_of_first_host
 from holdfast.report.sources import RecordedEvent, is_sound_event
 
-# An event's sentence may quote an exception message of up to 2,000 characters.
+# The sentence of an event may quote a long exception message, so it is shortened.
 _MAX_SENTENCE_CHARACTERS = 800
 
 
@@ -20,7 +20,9 @@ def run(
     run_dir: RunDirectory,
     kind: Annotated[
         list[str] | None,
-        typer.Option("--kind", metavar="KIND", help="Only events of this kind; may be repeated."),
+        typer.Option(
+            "--kind", metavar="KIND", help="Show only this kind of event. May be repeated."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -28,7 +30,7 @@ def run(
     with failing_clearly(as_json=as_json):
         recordings = open_recordings(folder_of_first_host(run_dir))
         all_events = _read_events(recordings)
-        # Some rings are read twice, so they may be reported as unreadable twice.
+        # Remove duplicates: some ring buffers are read twice, so they may be reported twice.
         unread = list(dict.fromkeys(recordings.missing))
     events = [recorded for recorded in all_events if not kind or recorded.event.kind in kind]
     if as_json:
@@ -44,7 +46,7 @@ def run(
 
 
 def _read_events(recordings: Recordings) -> list[RecordedEvent]:
-    """Return the events of all processes by time; unreadable parts are noted in `recordings`."""
+    """Return the events of all processes, sorted by time. Adds unreadable parts to `recordings`."""
     all_events = []
     for source, folder in all_rings(recordings):
         recordings.note_overwritten_steps({folder: source})
@@ -71,7 +73,7 @@ def _as_json(recorded: RecordedEvent) -> Any:
 
 
 def _line(recorded: RecordedEvent) -> str:
-    """Return the time, source, step and sentence of an event."""
+    """Return one line with the time, source, step and sentence of an event."""
     time = moment(recorded.event.unix_seconds, "%Y-%m-%d %H:%M:%S.%f")
     sentence = sanitise(str(recorded.event), most=_MAX_SENTENCE_CHARACTERS)
     return f"{time}  {sanitise(recorded.source)}  {sentence}"

@@ -1,6 +1,6 @@
-"""`holdfast explain H101|RUN|LOG`: what an error means, or why a run ended.
+"""`holdfast explain H101|RUN|LOG`: explain an error, or why a run ended.
 
-A run is explained from its directory or from a bare log.
+A run is explained from its run directory, or from a log file alone.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from holdfast.recorder.run_files import folder_of_first_host
 from holdfast.report.verdicts import how_sure
 
 _RULE = re.compile(r"[Hh]\d{3,4}")
-# Matches what was probably meant as a rule id, unless a file has that name.
+# Matches text that is probably meant as a rule id, unless a file has that name.
 _LIKE_A_RULE = re.compile(r"[Hh]?\d[\w-]{0,8}|[Hh]\w{0,8}")
 _SENTENCE_END = re.compile(r"(?<=\.)\s")
 _MAX_ADVICE_CHARACTERS = 160
 
 
 def _complete_rule(incomplete: str) -> list[tuple[str, str]]:
-    """Return rule ids with their titles for completion; the shell itself completes paths."""
+    """Return the rule ids and titles that complete a word; the shell completes paths."""
     if not incomplete.upper().startswith("H"):
         return []
     return [
@@ -62,19 +62,19 @@ def run(
         int | None,
         typer.Option(
             min=0,
-            help="For a run that was restarted: the attempt, from 0. The default is the newest.",
+            help="For a run directory: the attempt to explain, from 0. The default is the newest.",
         ),
     ] = None,
     status: Annotated[
         int | None,
-        typer.Option(help="For a log: the exit status of the command that wrote it, if known."),
+        typer.Option(help="For a log: the exit status of the command that wrote it."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Explain a rule, or why a run ended.
 
-    Exit codes for a run or a log: 0 if it ended well, 10 and above for the class of the cause, 2
-    for incorrect usage.
+    Exit codes for a run or a log: 0 if the run ended well, 10 and above for the class of the cause,
+    2 for incorrect usage.
     """
     with failing_clearly(as_json=as_json):
         if topic is None:
@@ -102,17 +102,17 @@ def _names_a_rule(topic: str) -> bool:
 
 
 def _refuse_options(subject: str, *, attempt: int | None = None, status: int | None = None) -> None:
-    """Raise an error for options that would be ignored.
+    """Refuse options that would have no effect.
 
     Raises:
-        PolicyError: H105 if one of them is passed.
+        PolicyError: H105 if an option is given.
     """
     values = {"--attempt": attempt, "--status": status}
     names = " and ".join(name for name, value in values.items() if value is not None)
     if names:
         raise PolicyError(
             f"{names} for {subject}",
-            limit="--attempt is for a run directory, --status for a log",
+            limit="--attempt applies to a run directory, --status to a log",
             fix=f"omit {names}.",
             rule="H105",
         )
@@ -128,7 +128,7 @@ def _list_rules(*, as_json: bool) -> None:
 
 
 def _print_rule(rule_id: str, *, as_json: bool) -> None:
-    # Imported here because it doubles the start time of a command.
+    # Importing this at the top would double the start time of every command.
     from rich.markdown import Markdown
 
     rule = find_rule(rule_id)
@@ -143,8 +143,8 @@ def _judge(topic: str, attempt: int | None, status: int | None) -> Verdict:
     """Return the verdict on a run directory, a log file, or standard input (``-``).
 
     Raises:
-        PolicyError: H105 for an option that does not apply, H732 if there is no such path.
-        RunDirectoryError: As `collect` and `collect_log`.
+        PolicyError: H105 for an option that does not apply, H732 if the path does not exist.
+        RunDirectoryError: If the run or the log cannot be read; see `collect` and `collect_log`.
     """
     from holdfast.explain.collecting import collect, collect_log, collect_stream
     from holdfast.explain.judging import judge
@@ -159,7 +159,7 @@ def _judge(topic: str, attempt: int | None, status: int | None) -> Verdict:
     if path.exists():
         _refuse_options("a log", attempt=attempt)
         return judge(collect_log(path, status=status))
-    fix = "check the path; runs/last is the newest run of `holdfast run` here."
+    fix = "check the path; runs/last is the newest run in this directory."
     near = near_path(path)
     if near is not None:
         fix = f"did you mean {near}?"
@@ -175,12 +175,12 @@ def _judge(topic: str, attempt: int | None, status: int | None) -> Verdict:
 
 
 def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
-    """Print a verdict for people.
+    """Print a verdict as text.
 
-    Nothing in it is interpreted as markup or as a terminal control sequence.
+    Text in the verdict is never interpreted as markup or as a terminal control sequence.
 
     Args:
-        out: Where to print.
+        out: The console to print to.
         verdict: The verdict.
         source: The run directory or log that the verdict is about.
     """
@@ -209,7 +209,7 @@ def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
 
 
 def _print_headline(out: Console, verdict: Verdict) -> None:
-    """Print the title, and for readers who stop there, the key evidence and the fix."""
+    """Print a summary: the title, the most important evidence, and the fix in one sentence."""
     title = f"{verdict.title[:1].upper()}{verdict.title[1:]}"
     style = f"bold {_color(verdict)}"
     out.print(Text.assemble((title, style), f"  [{verdict.cause}, {verdict.family}]"))
@@ -217,7 +217,7 @@ def _print_headline(out: Console, verdict: Verdict) -> None:
         return
     exhibit = _decisive_exhibit(verdict)
     if exhibit is not None:
-        out.print(Text(f"Seen: {_what_was_seen(verdict, exhibit)}"))
+        out.print(Text(f"Seen: {_describe_exhibit(verdict, exhibit)}"))
     if verdict.fix:
         advice = _SENTENCE_END.split(verdict.fix, maxsplit=1)[0]
         advice = textwrap.shorten(advice, _MAX_ADVICE_CHARACTERS, placeholder=" ...")
@@ -231,7 +231,7 @@ def _needs_no_action(verdict: Verdict) -> bool:
 
 
 def _color(verdict: Verdict) -> str:
-    """Return the color of a title: green only for a run that ended well without any doubt."""
+    """Return the color of the title; green only if the run ended well beyond doubt."""
     if verdict.cause == UNJUDGED.id:
         return "default"
     if verdict.family == "ended well":
@@ -240,18 +240,18 @@ def _color(verdict: Verdict) -> str:
 
 
 def _decisive_exhibit(verdict: Verdict) -> Exhibit | None:
-    """Return the strongest evidence; an exit status of 0 does not count for a good end."""
+    """Return the strongest evidence, ignoring the exit status if the run ended well."""
     for exhibit in verdict.evidence:
         if verdict.family != "ended well" or exhibit.source != "exit status":
             return exhibit
     return None
 
 
-def _what_was_seen(verdict: Verdict, exhibit: Exhibit) -> str:
-    """Return an exhibit's first line with its source, or only its place if the title quotes it."""
+def _describe_exhibit(verdict: Verdict, exhibit: Exhibit) -> str:
+    """Return the first line and the source of an exhibit; omit a line that the title quotes."""
     first_line, *more_lines = exhibit.text.split("\n")
     if first_line.endswith(":") and more_lines:
-        # For example, the message about a state dict lists its first keys in the next line.
+        # For example, an error in `load_state_dict` lists the first keys in the next line.
         first_line += f" {more_lines[0].strip()}"
     if first_line.startswith(verdict.title.removesuffix("...")):
         return f"{verdict.where} ({exhibit.source})" if verdict.where else exhibit.source

@@ -1,6 +1,6 @@
 """`holdfast`: the entry point, and the table of commands.
 
-What is imported here is imported by every command, so the module of a command is imported only when
+Imports in this module slow down every command, so the module of a command is imported only when
 that command is called.
 """
 
@@ -18,7 +18,7 @@ from holdfast.core.version import __version__
 if TYPE_CHECKING:
     import typer
 
-# The module (in this package) and the function of each command, in the order of ``--help``.
+# Module (in this package) and function of each command, in the order of ``--help``.
 COMMANDS = {
     "run": "run:run",
     "watch": "views:watch",
@@ -34,11 +34,11 @@ COMMANDS = {
     "doctor": "doctor:run",
     "chaos": "chaos:run",
 }
-# Commands that run another command. All options after its name are passed to it.
+# Commands that run another command. All options after that command's name belong to it.
 _WRAPPING_COMMANDS = ("run", "chaos")
-# Environment variables in which a shell passes the words typed so far when it asks for completions.
+# Environment variables in which a shell passes the words of an incomplete command line.
 _COMPLETION_VARIABLES = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
-# Exit code if the reader of the output has closed the pipe: what a shell reports for SIGPIPE.
+# Exit code if the reader of the output closes the pipe; a shell reports it for SIGPIPE.
 _READER_GONE = 141
 
 _HELP = (
@@ -57,7 +57,7 @@ def main() -> None:
         if words[:1] == ["run"]:
             from holdfast.cli.supervised import run_if_called_plainly
 
-            # Does not return, unless typer has to parse the options.
+            # This does not return if it can parse the options without typer.
             run_if_called_plainly(words[1:])
         if as_json:
             from holdfast.cli import output
@@ -65,7 +65,7 @@ def main() -> None:
             output.keep_stdout_for_json()
         app = make_app(*_command_named(words))
         status = app(words or ["--help"], standalone_mode=False)
-    # Python's exit code for an exception is 1, which here means that a check failed.
+    # Without this handler, an exception would lead to exit code 1, which means that a check failed.
     except Exception as error:  # noqa: BLE001
         from holdfast.cli.output import ERROR, print_error
 
@@ -75,14 +75,14 @@ def main() -> None:
 
 
 def _asks_for_json(words: Sequence[str]) -> bool:
-    """Return whether ``--json`` is among our options, and not among those of another command."""
+    """Return whether ``--json`` is an option of holdfast, and not of the command after ``--``."""
     if "--" in words:
         words = words[: words.index("--")]
     return "--json" in words
 
 
 def _command_named(words: Sequence[str]) -> Sequence[str]:
-    """Return the command among the words, or among those that a shell asks to complete, if any."""
+    """Return the name of the command that is called or completed, or an empty list."""
     for name in _COMPLETION_VARIABLES:
         if name in os.environ:
             words = os.environ[name].split()[1:]
@@ -91,11 +91,11 @@ def _command_named(words: Sequence[str]) -> Sequence[str]:
 
 
 def make_app(*only: str) -> typer.Typer:
-    """Return the command line.
+    """Return the typer application.
 
     Args:
-        *only: The commands to include; all of them by default. Importing all of them takes longer
-            than running most of them.
+        *only: Names of the commands to include; by default all, but importing all of them takes
+            longer than running most commands.
     """
     import typer
 
@@ -132,9 +132,9 @@ def _print_version(requested: bool) -> None:
 
 
 def _exit_when_output_is_closed() -> None:
-    """Let this process exit quietly once the reader of its output has closed the pipe.
+    """Make this process exit quietly when the reader of its output closes the pipe.
 
-    SIGPIPE stays ignored, because it would also kill a command that writes to a closed connection
+    SIGPIPE stays ignored, because it would also kill holdfast when it writes to a closed connection
     or to a child process that has exited.
     """
     for name in ("stdout", "stderr"):
@@ -144,9 +144,9 @@ def _exit_when_output_is_closed() -> None:
 
 
 def _exiting_stream(stream: Any) -> io.TextIOWrapper:
-    """Return a copy of a text stream that exits this process when its pipe is closed.
+    """Return a copy of a text stream whose writes exit the process if the pipe is closed.
 
-    It has the descriptor, the encoding and the buffering of the original.
+    The copy has the descriptor, the encoding and the buffering of the original.
     """
     stream.flush()
     raw = _ExitingFile(stream.fileno(), "w", closefd=False)
@@ -163,15 +163,15 @@ def _exiting_stream(stream: Any) -> io.TextIOWrapper:
 
 
 class _ExitingFile(io.FileIO):
-    """A file that exits the process on a write to a pipe that its reader has closed."""
+    """A file that exits the process when it writes to a pipe whose reader is gone."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
-            # Python flushes its buffers once more at exit. That must not fail again.
+            # Python flushes its buffers again at exit, which must not fail a second time.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
-            # SystemExit, because code that catches every `Exception` does not catch it.
+            # Code that catches every `Exception` does not catch SystemExit.
             raise SystemExit(_READER_GONE) from None

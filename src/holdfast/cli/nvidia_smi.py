@@ -1,19 +1,19 @@
-"""What the NVIDIA driver's own program reports, without torch or a CUDA context."""
+"""Query ``nvidia-smi``, which needs neither torch nor a CUDA context."""
 
 from __future__ import annotations
 
 import subprocess
 
-# Unless a process keeps the driver loaded, it is initialized first, which takes seconds per device.
+# Unless another process keeps the driver loaded, its initialization takes seconds per device.
 _TIMEOUT_SECONDS = 20
 
 
 def nvidia_smi(query: str, format_options: str = "") -> list[str]:
-    """Return the lines that ``nvidia-smi`` prints, or none without that program or a device.
+    """Return the output lines of ``nvidia-smi``; empty if the program or a device is missing.
 
     Args:
-        query: The option that names the fields, such as ``"--query-gpu=name"``.
-        format_options: Further values of ``--format``, such as ``",nounits"``.
+        query: The option that selects the fields, such as ``"--query-gpu=name"``.
+        format_options: Additional values for ``--format``, such as ``",nounits"``.
     """
     command = ["nvidia-smi", query, f"--format=csv,noheader{format_options}"]
     try:

@@ -1,11 +1,11 @@
-"""How commands print, fail and exit.
+"""Printing, error handling and exit codes of all commands.
 
-The exit codes of all commands:
+All commands use these exit codes:
 
 - 0: success, and every check passed.
 - 1: a check failed, for example because a checkpoint is damaged.
-- 2: incorrect usage, or an error because of which the command could not do its work.
-- 141: the reader of the output has closed the pipe, as `head` does. Shells report this code for a
+- 2: incorrect usage, or an error that kept the command from finishing.
+- 141: the reader of the output closed the pipe, as `head` does. Shells report this code for a
   program that was killed by SIGPIPE.
 
 `run` exits with the exit code of its command, and `explain` with a code for the class of the cause.
@@ -31,9 +31,9 @@ from holdfast.core.text import sanitise
 CHECK_FAILED = 1
 ERROR = 2
 
-# Width of tables in a file or a pipe, which have no width of their own.
+# Width of tables that are written to a file or a pipe instead of a terminal.
 _COLUMNS_WITHOUT_TERMINAL = 150
-# An error may quote a traceback, or lines of a log.
+# Maximum length of an error message, which may quote a traceback or lines of a log.
 _MOST_CHARACTERS_OF_ERROR = 20_000
 
 _STDOUT = 1
@@ -41,30 +41,28 @@ _STDERR = 2
 
 # --- Arguments and options that several commands share --------------------------------------------
 
-Json = Annotated[
-    bool, typer.Option("--json", help="Print JSON for machines, and nothing else on stdout.")
-]
+Json = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
 RunDirectory = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run directory, such as runs/last.")
 ]
 
-# --- For machines ---------------------------------------------------------------------------------
+# --- JSON output ----------------------------------------------------------------------------------
 
-# A copy of the descriptor of stdout, once `keep_stdout_for_json` was called.
+# A copy of the descriptor of stdout, if `keep_stdout_for_json` has been called.
 _json_descriptors: list[int] = []
 
 
 def keep_stdout_for_json() -> None:
-    """Reserve stdout for `print_json`.
+    """Reserve stdout for the output of `print_json`.
 
-    Everything else that this process or a child process prints goes to stderr.
+    All other output of this process and its child processes goes to stderr.
     """
     _json_descriptors.append(os.dup(_STDOUT))
     os.dup2(_STDERR, _STDOUT)
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:
-    """Print one JSON value, on one line if `indent` is None."""
+    """Print a value as JSON, on a single line if `indent` is None."""
     sys.stdout.flush()
     for descriptor in _json_descriptors:
         os.dup2(descriptor, _STDOUT)
@@ -73,11 +71,11 @@ def print_json(value: Any, *, indent: int | None = 2) -> None:
         os.dup2(_STDERR, _STDOUT)
 
 
-# --- For people -----------------------------------------------------------------------------------
+# --- Text output ----------------------------------------------------------------------------------
 
 
 def console() -> Console:
-    """Return where a command prints for people."""
+    """Return the console on stdout, with a fixed width if stdout is not a terminal."""
     if sys.stdout.isatty():
         return Console()
     return Console(width=_COLUMNS_WITHOUT_TERMINAL)
@@ -85,12 +83,13 @@ def console() -> Console:
 
 @contextlib.contextmanager
 def paged() -> Iterator[Console]:
-    """Return a context with a console for a long text. On a terminal, it is shown in a pager."""
+    """Context manager that yields a console for long text; on a terminal, a pager shows it."""
     out = console()
     if not sys.stdout.isatty() or not sys.stdin.isatty():
         yield out
         return
-    # Options of less: F exits if the text fits on one screen, R keeps colors, X keeps the screen.
+    # Options of less: F exits if the text fits on one screen, R shows colors, X does not clear the
+    # screen.
     os.environ.setdefault("LESS", "FRX")
     with out.pager(styles=True):
         yield out
@@ -98,10 +97,10 @@ def paged() -> Iterator[Console]:
 
 @contextlib.contextmanager
 def working(words: str) -> Iterator[Callable[[str], None]]:
-    """Return a context in which stderr shows what the command is doing, if it is a terminal.
+    """Context manager that shows a spinner with a text on stderr, if stderr is a terminal.
 
     Yields:
-        A function that replaces the text.
+        A function that changes the text.
     """
     if not sys.stderr.isatty():
         yield lambda _words: None
@@ -110,14 +109,14 @@ def working(words: str) -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-# --- Files that a command writes ------------------------------------------------------------------
+# --- Output files ---------------------------------------------------------------------------------
 
 
 def check_writable(path: Path) -> None:
-    """Check that a file can be written, before spending time on its contents.
+    """Check that an output file can be written, before spending time on its contents.
 
     Raises:
-        PolicyError: H704 if it cannot.
+        PolicyError: H704 if the file cannot be written.
     """
     problem = ""
     if path.exists() and not path.is_file():
@@ -127,8 +126,8 @@ def check_writable(path: Path) -> None:
     if problem:
         raise PolicyError(
             f"{str(path)!r} {problem}",
-            limit="the output is written to a file",
-            fix="name another file.",
+            limit="the output must be a file in a writable directory",
+            fix="choose another path.",
             rule="H704",
         )
 
@@ -138,9 +137,9 @@ def check_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def failing_clearly(*, as_json: bool) -> Iterator[None]:
-    """Return a context in which an error of holdfast or of the system ends the command.
+    """Context manager in which an error of holdfast or of the system ends the command.
 
-    It is printed as a message, never as a traceback, and the exit code is 2.
+    The error is printed as a message without a traceback, and the exit code is 2.
     """
     try:
         yield
@@ -150,12 +149,12 @@ def failing_clearly(*, as_json: bool) -> Iterator[None]:
 
 
 def print_error(error: Exception, *, as_json: bool) -> None:
-    """Print an error: as JSON on stdout, or as text on stderr."""
+    """Print an error as JSON on stdout or as text on stderr."""
     if isinstance(error, OSError):
         error = PolicyError(
             str(error),
-            limit="the system refuses it",
-            fix="correct it or pass another.",
+            limit="the operating system refused the operation",
+            fix="solve this problem, or pass another path.",
             rule="H704",
         )
     fields = _error_fields(error)
@@ -165,12 +164,12 @@ def print_error(error: Exception, *, as_json: bool) -> None:
     text = f"error: {fields['what']}\nFix: {fields['fix']}"
     if isinstance(error, HoldfastError):
         text = str(error)
-    # An error may quote what others have written.
+    # An error may quote text from other sources, such as a log.
     print(sanitise(text, most=_MOST_CHARACTERS_OF_ERROR, lines=True), file=sys.stderr)
 
 
 def _error_fields(error: Exception) -> dict[str, str | None]:
-    """Return the fields of an error: its rule, what was found, the limit, and the fix."""
+    """Return the fields of an error: the rule, what happened, the limit and the fix."""
     if isinstance(error, HoldfastError):
         return {
             "rule": error.rule,
@@ -185,12 +184,12 @@ def _error_fields(error: Exception) -> dict[str, str | None]:
         "rule": None,
         "what": f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})",
         "limit": None,
-        "fix": "this should have been a clear message: please report it.",
+        "fix": "this is a bug in holdfast; please report it.",
     }
 
 
 def _usage_error_fields(error: Any) -> dict[str, str | None]:
-    """Return the fields of an error that typer raises for incorrect usage."""
+    """Return the fields of a typer error about incorrect usage."""
     context = getattr(error, "ctx", None)
     command = "holdfast"
     usage = "holdfast COMMAND"

@@ -1,7 +1,7 @@
-"""`holdfast plan FACTORY --device NAME`: what fits a GPU, and which settings to use.
+"""`holdfast plan FACTORY --device NAME`: forecast what fits a GPU, and recommend settings.
 
-`forecast.plan.forecasting` computes the forecast. This module parses the options and prints the
-forecast as tables for people, JSON for machines, and YAML for `Policy.from_yaml`.
+`forecast.plan.forecasting` computes the forecast. This module parses the options and outputs the
+forecast as tables, as JSON, and as YAML for `Policy.from_yaml`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from holdfast.forecast.trace.events import Assumption, shares_of
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _MIB = 1 << 20
-# Modules and source lines that hold less than this at the peak are not shown.
+# Modules and source lines that hold less memory than this at the peak are not shown.
 _MIN_SHOWN_BYTES = GIB / 1000
 
 _LEGEND = (
@@ -64,7 +64,9 @@ Factory = Annotated[
 ]
 Devices = Annotated[
     list[str],
-    typer.Option(metavar="NAME", help="A GPU such as T4, or a size such as 24GiB. Repeatable."),
+    typer.Option(
+        metavar="NAME", help="A GPU such as T4, or a memory size such as 24GiB. May be repeated."
+    ),
 ]
 GlobalBatchSize = Annotated[
     int | None,
@@ -72,7 +74,7 @@ GlobalBatchSize = Annotated[
         min=1,
         max=2**31,
         metavar="N",
-        help="Samples per optimizer step. Default: as many as fit at once.",
+        help="Samples per optimizer step. Default: the largest micro-batch that fits.",
     ),
 ]
 Precisions = Annotated[
@@ -80,7 +82,8 @@ Precisions = Annotated[
     typer.Option(
         metavar="LIST",
         help=(
-            "One or more of fp32, bf16, fp16, separated by commas, starting with what you use now."
+            "One or more of fp32, bf16, fp16, separated by commas. List the precision that you use"
+            " now first."
             " Default: fp32,bf16, or fp32,fp16 if no device supports bf16."
         ),
     ),
@@ -90,14 +93,16 @@ Margin = Annotated[
     typer.Option(
         metavar="SIZE",
         help=(
-            "Memory to keep free, such as 1GiB. Default: 10 % on H100 SXM and H200, 22 % on any"
-            " other device."
+            "Device memory to keep free, such as 1GiB. Default: 10 % on H100 SXM and H200, 22 % on"
+            " any other device."
         ),
     ),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(metavar="FILE.yaml", help="Write the recommended plan, for Policy.from_yaml."),
+    typer.Option(
+        metavar="FILE.yaml", help="Write the recommended plan to this file, for Policy.from_yaml."
+    ),
 ]
 
 
@@ -108,16 +113,18 @@ def run(
     precision: Precisions = None,
     margin: Margin = None,
     out: Out = None,
-    verify: Annotated[bool, typer.Option(help="Trace the recommended plan once more.")] = True,
+    verify: Annotated[
+        bool, typer.Option(help="Trace the recommended plan again to verify it.")
+    ] = True,
     json: Json = False,
 ) -> None:
-    """Forecast whether a training step fits a GPU, without needing one.
+    """Forecast whether a training step fits a GPU. Works without a GPU.
 
-    Shows the largest micro-batch, the peak memory and who owns it, relative times, and the
+    Show the largest micro-batch, the peak memory and its owners, relative times, and the
     recommended settings.
 
-    Your build() and a few training steps run on tensors without data, in a separate process. Exit
-    code 0: a plan fits on every device. 1: on at least one device nothing fits. 2: the forecast
+    Your factory and a few training steps run on tensors without data, in a separate process. Exit
+    code 0: a plan fits on every device. 1: nothing fits on at least one device. 2: the forecast
     failed.
     """
     with failing_clearly(as_json=json):
@@ -152,7 +159,7 @@ def run(
 
 
 def _check_out(out: Path | None, devices: int) -> None:
-    """Check that the plan can be written, before spending a minute on the forecast.
+    """Check that the plan can be written, before spending time on the forecast.
 
     Raises:
         PolicyError: H421 if there are several devices, H704 if the file cannot be written.
@@ -161,7 +168,9 @@ def _check_out(out: Path | None, devices: int) -> None:
         return
     if devices > 1:
         raise _invalid_option(
-            f"--out for {devices} devices", "a policy is for one device", "name one --device."
+            f"--out for {devices} devices",
+            "a policy describes one device",
+            "pass a single --device.",
         )
     check_writable(out)
 
@@ -175,8 +184,8 @@ def _read_precisions(text: str | None, devices: Iterable[Device]) -> tuple[str, 
     if not precisions or not set(precisions) <= set(_PRECISIONS):
         raise _invalid_option(
             f"--precision {text!r}",
-            f"it is a list of {', '.join(_PRECISIONS)}",
-            "write --precision fp32,bf16.",
+            f"precisions are a list of {', '.join(_PRECISIONS)}",
+            "write, for example, --precision fp32,bf16.",
         )
     return precisions
 
@@ -188,7 +197,7 @@ def _read_margin(text: str | None) -> int | None:
     if margin_bytes is None:
         raise _invalid_option(
             f"--margin {text!r}",
-            "a margin is a number with GiB, GB, MiB or MB",
+            "a margin is a number followed by GiB, GB, MiB or MB",
             "write --margin 1GiB.",
         )
     return margin_bytes
@@ -198,16 +207,16 @@ def _invalid_option(what: str, limit: str, fix: str) -> PolicyError:
     return PolicyError(what, limit=limit, fix=fix, rule="H421")
 
 
-# --- tables, for people ---------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------
 
 
 def print_forecast(forecast: Forecast) -> None:
-    """Print a forecast: for each device its plans, memory by owner, and the recommended plan."""
+    """Print the plans, the owners of memory and the recommended plan for each device."""
     for plan in forecast.plans:
         _print_table(plan)
     shown = set()
     for plan in forecast.plans:
-        # The step is often the same for several devices.
+        # Several devices often share the same step, whose memory is printed only once.
         step = (_settings(plan.shown), plan.shown.micro_batch_size, plan.shown.live_bytes)
         if step not in shown:
             _print_owners(plan)
@@ -238,7 +247,7 @@ def _print_table(plan: DeviceForecast) -> None:
 
 
 def _cells(row: MemoryPlan, relative_time: float) -> tuple[str, ...]:
-    """Return a row of the table: text columns first, then number columns."""
+    """Return the cells of a table row: the text columns, then the number columns."""
     if not row.fits:
         missing = f"{_size(row.missing_bytes)} short"
         return (row.precision, row.recompute, "none", missing, _size(row.margin_bytes), "")
@@ -253,7 +262,7 @@ def _cells(row: MemoryPlan, relative_time: float) -> tuple[str, ...]:
 
 
 def _sources(device: Device) -> str:
-    """Return the figures used for a device, with their sources."""
+    """Return the device figures that the forecast uses, with their sources."""
     figures = {
         "usable": f"usable {_size(device.usable_bytes)}",
         "context": f"context {_size(device.context_bytes)}",
@@ -289,12 +298,12 @@ def _print_owners(plan: DeviceForecast) -> None:
 def _print_recommendation(plan: DeviceForecast) -> None:
     best = plan.best
     if best is None:
-        typer.echo(f"{_why_nothing_fits(plan)}\n")
+        typer.echo(f"{_explain_no_fit(plan)}\n")
         return
     policy = ", ".join(f"{name}={value!r}" for name, value in best.policy().items())
     typer.echo(f"Recommended for {best.device}: {_summary(best)}")
     typer.echo(f"  Policy({policy})")
-    margin = _about_margin(plan)
+    margin = _explain_margin(plan)
     if margin:
         typer.echo(f"  {margin}")
     verification = plan.verification
@@ -307,8 +316,8 @@ def _print_recommendation(plan: DeviceForecast) -> None:
     typer.echo("")
 
 
-def _about_margin(plan: DeviceForecast) -> str:
-    """Return why the default margin is larger than on a measured device, or ""."""
+def _explain_margin(plan: DeviceForecast) -> str:
+    """Return what the margin covers and how to change it; empty if there is nothing to explain."""
     if plan.target.margin_bytes is not None:
         return ""
     covered = []
@@ -328,17 +337,17 @@ def _about_margin(plan: DeviceForecast) -> str:
     return "; ".join([*covered, "change it with --margin SIZE"])
 
 
-def _why_nothing_fits(plan: DeviceForecast) -> str:
-    """Return why nothing fits a device, and what to do.
+def _explain_no_fit(plan: DeviceForecast) -> str:
+    """Return a text that says why nothing fits a device and what to do.
 
-    It reads like an error, but the forecast itself succeeded: the exit code is 1, not 2.
+    The text reads like an error, but the forecast itself succeeded: the exit code is 1, not 2.
     """
     device = plan.target.device
     row = plan.shown
     if row.fits:
         error = OutOfMemoryError(
             f"No plan fits {device.name} when traced",
-            limit="some plans fit by forecast, but none did when traced with its own settings",
+            limit="some plans fit according to the forecast, but none of them fit when traced",
             fix="keep more memory free with --margin.",
             rule="H420",
         )
@@ -360,7 +369,7 @@ def _why_nothing_fits(plan: DeviceForecast) -> str:
 
 
 def _assumption_texts(assumptions: Iterable[Assumption]) -> list[str]:
-    """Return the assumptions with the lines they concern, then those of every forecast."""
+    """Return the assumptions of this forecast with their source lines, then the general ones."""
     lines_by_text: dict[str, list[str]] = {}
     for assumption in assumptions:
         lines = lines_by_text.setdefault(assumption.what, [])
@@ -371,12 +380,12 @@ def _assumption_texts(assumptions: Iterable[Assumption]) -> list[str]:
         texts.append(f"{text} (at {', '.join(lines)})" if lines else text)
     return [
         *texts,
-        "the step runs eagerly on one device; torch.compile would change how much memory it needs",
-        "no device was queried: it has the figures above, and no other process uses its memory",
+        "the step runs in eager mode on one device; torch.compile would change its memory use",
+        "no device was queried; the figures above apply, and no other process uses device memory",
     ]
 
 
-# --- phrases --------------------------------------------------------------------------------------
+# --- text --------------------------------------------------------------------------------------
 
 
 def _settings(row: MemoryPlan) -> str:
@@ -390,17 +399,17 @@ def _summary(row: MemoryPlan) -> str:
 
 
 def _size(size_bytes: float) -> str:
-    """Return a number of bytes as text in GiB, or in MiB if it is small."""
+    """Format a number of bytes in GiB, or in MiB if it is small."""
     if size_bytes >= GIB / 10:
         return f"{size_bytes / GIB:.2f} GiB"
     return f"{size_bytes / _MIB:.1f} MiB"
 
 
-# --- JSON and YAML, for machines ------------------------------------------------------------------
+# --- JSON and YAML ------------------------------------------------------------------
 
 
 def as_json(forecast: Forecast) -> dict[str, Any]:
-    """Return the forecast as values for JSON."""
+    """Return the forecast as JSON values."""
     request = forecast.request
     rows = []
     for plan in forecast.plans:
@@ -449,7 +458,7 @@ def _device_as_json(plan: DeviceForecast) -> dict[str, Any]:
 
 
 def as_yaml(forecast: Forecast) -> str:
-    """Return the first device's recommended plan for `Policy.from_yaml`, with comments on top."""
+    """Return the first device's recommended plan as YAML, with comments on top."""
     best = forecast.plans[0].best
     assert best is not None
     lines = [_command(forecast.request), f"a forecast: {_summary(best)}"]

@@ -1,6 +1,6 @@
-"""`holdfast quarantine RUN_DIR`: the samples that a guard has quarantined, and how to release them.
+"""`holdfast quarantine RUN_DIR`: list and release the samples that a guard has quarantined.
 
-Torch is not imported.
+torch is not imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.core.text import listed, moment, sanitise
 from holdfast.guard.directory import RunDirectory
 from holdfast.loader.quarantine import FILE_NAME, Quarantined, QuarantineLedger, last_line, plain
 
-# Samples that a message names.
+# Maximum number of samples that an error message names.
 _MOST_NAMED = 10
 _MOST_CHARACTERS_OF_EVIDENCE = 10_000
 
@@ -33,31 +33,31 @@ _MOST_CHARACTERS_OF_EVIDENCE = 10_000
 def run(
     run_dir: GuardDirectory,
     evidence: Annotated[
-        bool, typer.Option("--evidence", help="Print all evidence, not only its last line.")
+        bool, typer.Option("--evidence", help="Print all evidence instead of only its last line.")
     ] = False,
     release: Annotated[
         list[str] | None,
-        typer.Option("--release", metavar="SAMPLE", help="Release this sample; may be repeated."),
+        typer.Option("--release", metavar="SAMPLE", help="Release this sample. May be repeated."),
     ] = None,
     release_all: Annotated[
         bool, typer.Option("--release-all", help="Release all samples.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """List the samples that a run has quarantined, with the evidence, and release them.
+    """List the samples that a run has quarantined, with the evidence, or release them.
 
-    The run reads released samples again.
+    The run will read released samples again.
 
     Exit code 0: success. 2: an error.
     """
     with failing_clearly(as_json=as_json):
         if not (run_dir / FILE_NAME).exists():
-            # Refuse a directory that is not a guard's.
+            # This refuses a directory that is not a guard's.
             open_store(run_dir)
         with contextlib.ExitStack() as stack:
             if release or release_all:
                 stack.enter_context(_locked(run_dir))
-            # Nothing is quarantined here, so the limit on quarantined samples does not matter.
+            # This command quarantines nothing, so the limit on quarantined samples does not matter.
             ledger = QuarantineLedger(sys.maxsize, None, time.time)
             ledger.keep_in(run_dir / FILE_NAME)
             held = [sample for sample in ledger if not sample.released]
@@ -75,12 +75,12 @@ def run(
 
 @contextlib.contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
-    """Return a context that holds the lock of a run directory.
+    """Context manager that holds the lock of a run directory.
 
-    A run that is still open would overwrite the ledger, and lose the releases.
+    A run that is still active would overwrite the ledger, and the releases would be lost.
 
     Raises:
-        RunDirectoryError: H301 if a run holds it.
+        RunDirectoryError: H301 if a run holds the lock.
     """
     directory = RunDirectory(run_dir)
     directory.acquire()
@@ -91,10 +91,10 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 
 def _indices_named(names: list[str], held: list[Quarantined], run_dir: Path) -> list[Any]:
-    """Return the dataset indices of the samples with these names.
+    """Return the dataset indices of quarantined samples with these names.
 
     Raises:
-        PolicyError: H710 for a name that no quarantined sample has.
+        PolicyError: H710 if no quarantined sample has a name.
     """
     held_names = [_name(sample) for sample in held]
     for name in names:
@@ -109,7 +109,7 @@ def _indices_named(names: list[str], held: list[Quarantined], run_dir: Path) -> 
 
 
 def _name(sample: Quarantined) -> str:
-    """Return what a sample is called in the output and in ``--release``."""
+    """Return the name of a sample in the output and in ``--release``."""
     return str(plain(sample.index))
 
 
@@ -117,7 +117,7 @@ def _name(sample: Quarantined) -> str:
 
 
 def _row(sample: Quarantined) -> dict[str, Any]:
-    """Return the facts about a sample that are printed."""
+    """Return the facts to print about a sample."""
     row = dataclasses.asdict(sample)
     row["index"] = plain(sample.index)
     row["found"] = moment(sample.unix_seconds)
@@ -131,7 +131,7 @@ def _print_samples(
     if rows:
         table = Table("sample", "kind", "from epoch", "found (UTC)", "state", "evidence")
         for row in rows:
-            # As `Text`, since brackets in a string would be markup.
+            # Use `Text`, because brackets in a plain string would be interpreted as markup.
             table.add_row(*(Text(sanitise(cell)) for cell in _cells(row)))
         console().print(table)
     if evidence:

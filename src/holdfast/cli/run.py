@@ -1,4 +1,4 @@
-"""`holdfast run -- COMMAND`: its arguments and options. ``supervised`` does the work."""
+"""`holdfast run -- COMMAND`: arguments and options. ``supervised`` runs the command."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _RunDir = Annotated[
 ]
 _MaxRestarts = Annotated[
     int,
-    typer.Option(min=0, help="Maximum number of restarts, not counting those after a preemption."),
+    typer.Option(min=0, help="Maximum number of restarts after failures."),
 ]
 _MaxPreemptions = Annotated[
-    int, typer.Option(min=0, help="Maximum number of restarts after a preemption.")
+    int, typer.Option(min=0, help="Maximum number of restarts after preemptions.")
 ]
 _RestartDelay = Annotated[
     float,
     typer.Option(
-        min=0, help="Seconds before the first restart; doubles each time, up to 5 minutes."
+        min=0,
+        help="Seconds before the first restart. The delay doubles each time, up to 5 minutes.",
     ),
 ]
 _HangLimits = Annotated[
@@ -37,32 +38,34 @@ _HangLimits = Annotated[
     typer.Option(
         metavar="PHASE=SECONDS",
         help=(
-            "How long a phase, or every phase (all=SECONDS), may go without progress; may be"
-            " repeated. moving=SECONDS: how long a process that makes no progress but still"
-            " computes is left running. SECONDS may be 'off'."
+            "Maximum time without progress in a phase, or in every phase (all=SECONDS)."
+            " moving=SECONDS: how long to keep a process running that computes without progress."
+            " SECONDS may be 'off'. May be repeated."
         ),
     ),
 ]
 _NoWatchdog = Annotated[bool, typer.Option("--no-watchdog", help="Do not detect hangs and leaks.")]
 _NoObserve = Annotated[
     bool,
-    typer.Option("--no-observe", help="Do not record from inside the Python processes."),
+    typer.Option("--no-observe", help="Do not observe the command's Python processes from inside."),
 ]
 _GraceSeconds = Annotated[
     float,
     typer.Option(
-        min=0, help="Seconds between SIGINT or SIGTERM and SIGKILL. Schedulers allow 30 s."
+        min=0, help="Seconds between SIGINT or SIGTERM and SIGKILL. Schedulers usually allow 30 s."
     ),
 ]
 _MaxLogBytes = Annotated[
     int,
-    typer.Option(min=1 << 20, help="Maximum size of output.log; beyond it, the middle is dropped."),
+    typer.Option(
+        min=1 << 20, help="Maximum size of output.log. Above it, the middle of the log is dropped."
+    ),
 ]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the command's own output.")]
 _AsJson = Annotated[
     bool,
     typer.Option(
-        "--json", help="Print a summary as JSON on stdout; what COMMAND prints goes to stderr."
+        "--json", help="Print a JSON summary on stdout. The output of COMMAND goes to stderr."
     ),
 ]
 
@@ -81,10 +84,10 @@ def run(
     quiet: _Quiet = False,
     as_json: _AsJson = False,
 ) -> None:
-    """Run a command, watch it, restart it when that can help, and explain why it ended.
+    """Run a command, watch it, restart it if that can help, and explain why it ended.
 
-    Exit code: that of the command, or 128 + the number of the signal that ended it. 127 or 126: the
-    command cannot be executed. 2: incorrect usage.
+    The exit code is that of the command, or 128 + n if signal n ended it. 127 or 126: the command
+    cannot be executed. 2: incorrect usage.
     """
     with failing_clearly(as_json=as_json):
         limits = HangLimits.parse(hang_limit or [])

@@ -1,6 +1,6 @@
-"""What `holdfast run` does, without the command-line parser.
+"""The implementation of `holdfast run`, without the command-line parser.
 
-Importing the parser (typer) takes longer than everything here, so a plain call skips it.
+Importing the parser (typer) takes longer than everything else, so simple command lines bypass it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 _STDERR = 2
 _WRONG_USE = 2
-# A good end that is at least this certain is printed without its certainty.
+# If the run ended well with at least this confidence, the confidence is not printed.
 _CERTAIN = 0.9
 
 
 def run_if_called_plainly(words: list[str]) -> None:
-    """Supervise the command after ``--`` if only --run-dir and --quiet precede it.
+    """Run the command and exit, if the only options before ``--`` are --run-dir and --quiet.
 
-    Return without doing anything if there is any other option.
+    With any other option, return without doing anything.
 
     Args:
         words: The command line after ``holdfast run``.
@@ -60,14 +60,14 @@ def supervise(
     as_json: bool = False,
     **options: Any,
 ) -> NoReturn:
-    """Run a command, print how it went, and exit with its exit code.
+    """Run a command under supervision, print the outcome, and exit with the command's exit code.
 
     Args:
         command: The words of the command.
-        run_dir: Where to record; by default a new directory in ``runs``.
-        quiet: Whether to print nothing but what the command prints.
-        as_json: Whether stdout is a summary in JSON; see `output.keep_stdout_for_json`.
-        options: Further fields of `RunOptions`.
+        run_dir: The run directory; by default a new directory in ``runs``.
+        quiet: Whether to print only the command's output.
+        as_json: Whether to print a JSON summary on stdout; see `output.keep_stdout_for_json`.
+        options: Other fields of `RunOptions`.
     """
     try:
         run_options = RunOptions(
@@ -105,7 +105,7 @@ def supervise(
 
 
 def _print_outcome(outcome: RunOutcome) -> None:
-    """Print the verdict, the facts of the run, and the command that explains it."""
+    """Print the verdict, the facts about the run, and the `holdfast explain` command for it."""
     from holdfast.core.text import counted, duration
 
     attempts = counted(outcome.attempts, "attempt")
@@ -135,16 +135,16 @@ def _describe_verdict(outcome: RunOutcome) -> str:
 
 
 def _shorten(path: Path) -> str:
-    """Return the path relative to the working directory if it lies inside it."""
+    """Return a path relative to the working directory if it is inside that directory."""
     with contextlib.suppress(ValueError, OSError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
 
 
 def _print_error_line(text: str) -> None:
-    """Print a line to stderr; a closed pipe does not change the exit code."""
+    """Print a line to stderr, ignoring a closed pipe, which must not change the exit code."""
     try:
         print(text, file=sys.stderr, flush=True)
     except (OSError, SystemExit):
-        # Python flushes again on exit, which must not fail either.
+        # Python flushes stderr again at exit, which must not fail either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), _STDERR)

@@ -1,7 +1,7 @@
-"""`holdfast watch`, `report`, `compare` and `metrics`: show runs in a terminal or on a page.
+"""`holdfast watch`, `report`, `compare` and `metrics`: show runs in a terminal or on an HTML page.
 
-Modules of ``report`` are imported inside the commands, since several of them need numpy, which
-takes 0.1 s to import.
+Modules of ``report`` are imported inside the commands, because several of them import numpy, which
+takes 0.1 s.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from holdfast.report.live.watching import Runs, Watched
     from holdfast.report.metrics.copying import CopySummary
 
-# The page has a color for each of this many runs.
+# The comparison page has this many distinct colors for runs.
 _MAX_COMPARED = 10
 
 
@@ -55,8 +55,8 @@ def watch(
 ) -> None:
     """Show what each process of a run is doing, until the run ends.
 
-    Given a directory of runs, such as runs/, show one line for each run. Any key switches the view
-    between everything, processes, training and events; q quits. Without a terminal, print the view
+    For a directory of runs, such as runs/, show one line per run. Any key switches between the
+    views: everything, processes, training and events; q quits. Without a terminal, print the view
     once and exit.
     """
     from holdfast.report.live.view import draw, follow
@@ -76,7 +76,7 @@ def watch(
 
 
 def _watched(path: Path) -> Watched | Runs:
-    """Return a single run to watch, or all runs in a directory."""
+    """Return the run in a run directory, or all runs in a directory of runs."""
     from holdfast.report.live.watching import Runs, Watched
     from holdfast.report.sources import check_run, runs_in
 
@@ -90,9 +90,9 @@ def _watched(path: Path) -> Watched | Runs:
 
 @contextlib.contextmanager
 def _reading_keys() -> Iterator[Callable[[float], object]]:
-    """Yield a function that waits for a key for at most the given seconds and returns it.
+    """Context manager that yields a function to wait for a key, with a timeout in seconds.
 
-    Without a terminal it only waits.
+    Without a terminal, the function only sleeps.
     """
     if not sys.stdin.isatty():
         yield time.sleep
@@ -114,11 +114,11 @@ def report(
     run_dir: RunDirectory,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Path of the page; report.html in RUN by default."),
+        typer.Option("--out", "-o", help="Path of the page. Default: report.html in RUN."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write an HTML page that explains how a run went and why it ended; it opens offline."""
+    """Write a self-contained HTML page that shows how a run went and why it ended."""
     with failing_clearly(as_json=as_json):
         from holdfast.report.page.gathering import gather
         from holdfast.report.page.run_page import render
@@ -159,13 +159,13 @@ def compare(
     ),
     as_json: Json = False,
 ) -> None:
-    """Write an HTML page that compares runs: curves, different settings, and how each ended."""
+    """Write an HTML page that compares runs: their curves, settings and outcomes."""
     with failing_clearly(as_json=as_json):
         from holdfast.report.page.comparing import Comparison
         from holdfast.report.page.gathering import gather
         from holdfast.report.sources import check_run
 
-        # A run that is named twice counts once.
+        # A run that is named twice counts only once.
         paths = list(dict.fromkeys(check_run(path) for path in run_dirs))
         if not 2 <= len(paths) <= _MAX_COMPARED:
             raise PolicyError(
@@ -191,7 +191,7 @@ def compare(
 
 
 def _comparison_table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
-    """Return a table with one column per run; `title` is the heading of the row names."""
+    """Return a table with one column per run. `title` is the heading of the first column."""
     table = Table(title, box=box.SIMPLE_HEAD)
     for name in names:
         table.add_column(Text(sanitise(name, most=60)))
@@ -203,22 +203,23 @@ def _comparison_table(title: str, names: Sequence[str], rows: Mapping[str, Seque
 def metrics(
     run_dir: RunDirectory,
     tensorboard: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Write event files to DIR.")
+        str | None, typer.Option(metavar="DIR", help="Write TensorBoard event files to DIR.")
     ] = None,
     jsonl: Annotated[
-        str | None, typer.Option(metavar="FILE|-", help="Append JSON lines to FILE; - prints them.")
+        str | None,
+        typer.Option(metavar="FILE|-", help="Append JSON lines to FILE, or print them (-)."),
     ] = None,
     wandb: Annotated[
         str | None, typer.Option(metavar="PROJECT", help="Log to this Weights & Biases project.")
     ] = None,
     follow_run: Annotated[
-        bool, typer.Option("--follow", help="Continue until the run ends.")
+        bool, typer.Option("--follow", help="Keep copying until the run ends.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Copy steps and events of a run to TensorBoard, JSON lines or Weights & Biases.
 
-    The exit code is 1 if one of them could not be written.
+    The exit code is 1 if any target cannot be written.
     """
     from holdfast.report.metrics.copying import follow
     from holdfast.report.metrics.sinks import open_sinks
@@ -231,15 +232,14 @@ def metrics(
         if not targets:
             raise PolicyError(
                 "no target for the metrics",
-                limit="at least one is required",
-                fix="pass one, such as --tensorboard DIR or --jsonl -.",
+                limit="at least one target is required",
+                fix="pass a target, such as --tensorboard DIR or --jsonl -.",
                 rule="H743",
             )
         sinks = open_sinks(targets, run)
         stop = threading.Event()
         if follow_run:
-            # Ctrl-C is the usual way to stop: it ends the copying, and the sinks are closed
-            # properly.
+            # Ctrl-C is the usual way to stop copying, so it must close the sinks properly.
             signal.signal(signal.SIGINT, lambda *_: stop.set())
         else:
             stop.set()

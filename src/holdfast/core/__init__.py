@@ -8,6 +8,6 @@ settings of a run). The other modules are independent of each other:
 
 - files: `files` (safe opening), `durable` (durable writes), `lock` (exclusive use by one process)
 - processes: `forked`, `threads`, `control_groups`, `importing`
-- values: `containers`, `raised` (exceptions as facts), `secrets`, `text`
+- values: `containers`, `raised` (exceptions as JSON values), `secrets`, `text`
 - `clock`, `version`, `vector_functions`, `warned`
 """

@@ -1,4 +1,4 @@
-"""The clock interface. Code receives a clock as an argument, so that tests never sleep."""
+"""The clock interface. Code takes a clock as an argument, so that tests can pass a fake one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """The two kinds of time that holdfast needs."""
+    """A source of wall-clock time and of monotonic time."""
 
     def unix_seconds(self) -> float:
         """Return the wall-clock time in seconds since 1970, for people to read."""
@@ -17,7 +17,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The clock of this machine."""
+    """The clock of the operating system."""
 
     unix_seconds = staticmethod(time.time)
     monotonic_seconds = staticmethod(time.perf_counter)

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-# Larger integers do not fit into the 64-bit fields of records and tensors.
-_BELOW = 2**63
+# Integers from here on do not fit into the 64-bit fields of records and tensors.
+_INTEGER_LIMIT = 2**63
 _MAX_SHOWN_CHARACTERS = 50
 
 
@@ -20,26 +20,26 @@ def check_number(value: Any, *, or_none: bool = False) -> Any:
     """Check that a value from an untrusted file is a number, and return it.
 
     Args:
-        value: The value.
-        or_none: Whether None is accepted too.
+        value: The value to check.
+        or_none: Whether to accept None too.
 
     Raises:
-        TypeError: If it is not a number, or an integer of more than 64 bits.
+        TypeError: If the value is not a number, or is an integer that does not fit into 64 bits.
     """
     if value is None and or_none:
         return value
     if isinstance(value, float):
         return value
-    if isinstance(value, int) and abs(value) < _BELOW:
+    if isinstance(value, int) and abs(value) < _INTEGER_LIMIT:
         return value
     raise TypeError(f"expected a number of at most 64 bits, got a {type(value).__name__}")
 
 
-def check_count(value: Any, *, least: int = 0, below: int = _BELOW) -> int:
+def check_count(value: Any, *, least: int = 0, below: int = _INTEGER_LIMIT) -> int:
     """Check that a value from an untrusted file is a count, and return it.
 
     Raises:
-        ValueError: If it is not an integer of at least `least` and less than `below`.
+        ValueError: If the value is not an integer with ``least <= value < below``.
     """
     if type(value) is not int or not least <= value < below:
         raise ValueError(f"expected a count, got {str(value)[:_MAX_SHOWN_CHARACTERS]!r}")
@@ -71,7 +71,7 @@ def rebuild(node: Any, children: dict[Any, Any], *, checked: bool = True) -> Any
             fields. Otherwise it is copied and its fields are set directly.
     """
     if isinstance(node, MutableMapping):
-        # Copying preserves the type, such as Hugging Face's BatchEncoding, which is a UserDict.
+        # Copying preserves the type: Hugging Face's BatchEncoding, for example, is a UserDict.
         mapping = copy.copy(node)
         mapping.update(children)
         return mapping
@@ -83,8 +83,8 @@ def rebuild(node: Any, children: dict[Any, Any], *, checked: bool = True) -> Any
         return type(node)(children.values())
     if checked:
         return dataclasses.replace(node, **children)
-    twin = copy.copy(node)
+    node_copy = copy.copy(node)
     for name, child in children.items():
-        # Works for frozen classes too.
-        object.__setattr__(twin, name, child)
-    return twin
+        # Unlike `setattr`, this also works for frozen dataclasses.
+        object.__setattr__(node_copy, name, child)
+    return node_copy

@@ -1,7 +1,7 @@
 """Memory and CPU limits that Linux control groups (cgroups) impose on this process.
 
 A limit that cannot be read counts as no limit. The functions take the root of the file system as an
-argument, so that tests can use the files of other machines.
+argument, so that tests can pass a copy of another machine's files.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class _MemoryFiles:
     Args:
         limit: The limit in bytes; in version 2 it may be "max".
         usage: The bytes in use, including cached file pages.
-        cache: The field of ``memory.stat`` with the bytes of inactive file pages. They count as
-            available, as in ``MemAvailable``.
+        cache: The field of ``memory.stat`` with the bytes of inactive file pages. The kernel can
+            reclaim these pages, so they count as available (as in ``MemAvailable``).
     """
 
     limit: str
@@ -35,15 +35,17 @@ class _MemoryFiles:
 
 
 _MEMORY_FILES = (
-    _MemoryFiles("memory.max", "memory.current", "inactive_file"),  # version 2
-    _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # 1
+    # Version 2 of control groups.
+    _MemoryFiles("memory.max", "memory.current", "inactive_file"),
+    # Version 1.
+    _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
 def memory_available_bytes(root: Path = _ROOT) -> int | None:
     """Return how many bytes may still be allocated, or None if unknown.
 
-    This is the minimum over the machine and all groups of this process.
+    This is the minimum over the machine and all control groups of this process.
     """
     available = []
     machine_kib = read_fields(root / "proc/meminfo").get("MemAvailable")
@@ -57,10 +59,10 @@ def memory_available_bytes(root: Path = _ROOT) -> int | None:
 
 
 def _group_memory(folder: Path) -> Iterator[int]:
-    """Yield the bytes that a group still allows, if it has a limit of either version."""
+    """Yield how many bytes a control group still allows; nothing if it has no memory limit."""
     cached_bytes = read_fields(folder / "memory.stat")
     for files in _MEMORY_FILES:
-        # The files may not exist in this version, and the limit may be "max".
+        # Only one version's files exist, and the limit may be "max".
         with contextlib.suppress(OSError, ValueError):
             limit = int((folder / files.limit).read_text())
             if limit < UNLIMITED_V1:
@@ -71,15 +73,15 @@ def _group_memory(folder: Path) -> Iterator[int]:
 def cpu_quota(root: Path = _ROOT) -> float:
     """Return how many processors this process may use at once.
 
-    This is the minimum of its affinity and the quotas of its groups. torch's own warning about
-    workers considers only the affinity, so it misses the quota of ``docker --cpus``.
+    This is the minimum of its CPU affinity and its control groups' quotas. torch's own warning
+    about too many loader workers considers only the affinity, so it misses ``docker --cpus``.
     """
     affinity = float(len(os.sched_getaffinity(0)))
     return min([affinity, *_group_quotas(root)])
 
 
 def _group_quotas(root: Path) -> Iterator[float]:
-    """Yield the quota of each group that has one, as a number of processors."""
+    """Yield the CPU quota, in processors, of each control group that has one."""
     for folder in group_folders(root, "cpu"):
         # Version 2. The file may not exist, and the quota may be "max".
         with contextlib.suppress(OSError, ValueError):
@@ -110,8 +112,8 @@ def group_folders(root: Path, controller: str) -> Iterator[Path]:
                 mounts = [top / names, top / controller]
             else:
                 continue
-            # In a container, this is often the path on the host, while only the group's root is
-            # mounted. So its ancestors are tried as well.
+            # In a container, `path` is often the group's path on the host, but only the group's own
+            # folder is mounted, as the root. Therefore the ancestors are tried too.
             group = Path(path.lstrip("/"))
             for mount in dict.fromkeys(mounts):
                 for folder in (group, *group.parents):
@@ -119,7 +121,7 @@ def group_folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def read_fields(path: Path) -> dict[str, int]:
-    """Return the ``name value`` lines of a file as a dict; empty if it cannot be read."""
+    """Return the ``name value`` lines of a file as a dict, which is empty if reading fails."""
     values = {}
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():

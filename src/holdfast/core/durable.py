@@ -1,8 +1,8 @@
 """Write files that are either complete and on disk, or absent.
 
 The order is: write a temporary file in the same directory, fsync it, rename it, fsync the
-directory. Without this, a power cut or a kill leaves a truncated file under the final name
-(measured: in 10 of 12 kills during ``torch.save``).
+directory. Without this, a power cut or a kill can leave a truncated file under the final name:
+with ``torch.save``, 10 of 12 kills did.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def fsync_path(path: Path) -> None:
 def write_file(path: Path, data: bytes, mode: int = SHARED) -> None:
     """Write a new file and flush it.
 
-    Not atomic: use it inside a directory that is renamed later.
+    The write is not atomic: use this function inside a directory that is renamed later.
     """
     with create_file(path, mode) as file:
         file.write(data)
@@ -43,7 +43,8 @@ def replace_file(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     """Replace a file atomically and durably.
 
     Raises:
-        OSError: If that fails. The old file is then untouched.
+        OSError: If the new file cannot be written or renamed; the old file is then unchanged. Also
+            if the directory cannot be flushed; the new file may then be lost in a power cut.
     """
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
@@ -63,7 +64,7 @@ def rename_directory(source: Path, target: Path) -> None:
     Raises:
         OSError: If the target exists or the file systems differ.
     """
-    # POSIX would silently replace an empty directory.
+    # POSIX rename silently replaces an empty target directory.
     if target.exists():
         raise FileExistsError(f"{target} exists already")
     fsync_path(source)

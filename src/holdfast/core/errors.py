@@ -1,21 +1,21 @@
 """All errors that holdfast raises, and the one constructor that builds them.
 
-Every message says what was found, the limit it broke, the fix and the rule id. The tree:
+Every message states the problem, the limit that was violated, a fix and the rule id. The tree:
 
     HoldfastError
     ├── PolicyError (ValueError)          H1xx  a setting or an argument is wrong
     ├── BatchError (ValueError)           H2xx  a batch, a loss or a split cannot be used in a step
     ├── RunDirectoryError                 H30x  the run directory cannot be used
     ├── CheckpointError                   H31x  saved state cannot be written, trusted or loaded
-    ├── OutOfMemoryError (MemoryError)    H4xx  out of memory, and every remedy that keeps the
-    │                                           promise is used up
+    ├── OutOfMemoryError (MemoryError)    H4xx  out of memory, and no remedy is left that keeps the
+    │                                           run's results as promised
     ├── DeviceError (RuntimeError)        H403  the device's context is dead
     ├── NonFiniteError (ArithmeticError)  H50x  NaN or Inf persists after skips and rollbacks
     ├── DivergenceError (ArithmeticError) H503  finite values keep diverging after rollbacks
-    ├── LoaderError (ValueError)          H6xx  the data source cannot be iterated as asked
-    └── RankError (RuntimeError)          H11x  another rank has failed, or is at another place
+    ├── LoaderError (ValueError)          H6xx  the data source cannot be iterated as requested
+    └── RankError (RuntimeError)          H11x  another rank has failed, or is elsewhere in the code
 
-`holdfast explain` describes each rule, from the catalogue in ``explain.rules``.
+`holdfast explain RULE` describes a rule; the descriptions are in ``explain.rules``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HoldfastError(Exception):
 
     Args:
         what: What is wrong, with its value and unit.
-        limit: The rule or bound that was violated, as the second half of the sentence.
+        limit: The rule or bound that was violated. It completes the sentence that `what` begins.
         fix: One action to take now.
         rule: Rule id such as ``"H101"``, known to ``holdfast explain``.
     """
@@ -62,15 +62,15 @@ class BatchError(HoldfastError, ValueError):
 
 
 class RunDirectoryError(HoldfastError):
-    """The run directory is locked, foreign, of a newer version, or cannot be written."""
+    """The run directory is locked, is of another model or a newer version, or is not writable."""
 
 
 class CheckpointError(HoldfastError):
-    """Saved state cannot be written without pickle, verified, or loaded into these objects."""
+    """A checkpoint cannot be written without pickle, verified, or loaded into these objects."""
 
 
 class OutOfMemoryError(HoldfastError, MemoryError):
-    """Out of memory, and no remedy that keeps the promise is left."""
+    """Memory ran out, and no remedy is left that keeps the run's results as promised."""
 
 
 class DeviceError(HoldfastError, RuntimeError):
@@ -95,7 +95,7 @@ class LoaderError(HoldfastError, ValueError):
 
 # --- the nearest name -----------------------------------------------------------------------------
 
-# Letters count as equal to the digits that they look like.
+# Letters that look like a digit are treated as that digit.
 _LOOKALIKES = str.maketrans("oil|sbz", "0111582")
 
 
@@ -108,7 +108,7 @@ def nearest(name: object, known: Iterable[str], *, least: float = 0.6) -> str | 
         least: The minimum similarity, from 0 (nothing in common) to 1 (identical). The default is
             that of `difflib.get_close_matches`.
     """
-    # Imported here, because every observed process imports this module but few need this.
+    # Imported here, because every observed process imports `errors`, but few look up a name.
     import difflib
 
     known_by_folded = {_fold(known_name): known_name for known_name in known}
@@ -117,7 +117,7 @@ def nearest(name: object, known: Iterable[str], *, least: float = 0.6) -> str | 
 
 
 def did_you_mean(name: object, known: Iterable[str], *, otherwise: str) -> str:
-    """Return the fix for an unknown name: the nearest known name or, without one, `otherwise`."""
+    """Return "did you mean ...?" with the nearest known name, or `otherwise` if none is similar."""
     nearest_name = nearest(name, known)
     if nearest_name is None:
         return otherwise

@@ -16,13 +16,13 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-# Modes of new files: only for this user, or for everybody that the user's umask permits.
+# Modes of new files: accessible to this user only, or to everyone whom the umask permits.
 PRIVATE = 0o600
 SHARED = 0o666
 
-# Larger than any file that is read as a whole.
+# Larger than any file that holdfast reads as a whole.
 _MAX_READ_BYTES = 64 << 20
-# The meaning of errors of open(2) with the flags used here.
+# What an error number of open(2) means with the flags used here.
 _MEANINGS = {
     errno.ELOOP: "it is a link, not a file",
     errno.ENXIO: "it is not a regular file",
@@ -38,10 +38,10 @@ def open_file(
         path: The file.
         flags: Flags of open(2), such as ``os.O_RDWR | os.O_CREAT``.
         mode: The mode of a new file.
-        most: The largest size in bytes, or None.
+        most: The largest allowed size in bytes, or None for no limit.
 
     Raises:
-        OSError: If it is not a regular file, is larger than `most`, or cannot be opened.
+        OSError: If the file is not a regular file, is larger than `most`, or cannot be opened.
     """
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a process that writes to it.
@@ -65,7 +65,7 @@ def _check_regular(descriptor: int, path: Path, most: int | None) -> None:
         raise OSError(errno.EISDIR, "it is not a regular file", str(path))
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    # A sparse file can claim a terabyte without taking any space on disk.
+    # A sparse file can claim to be a terabyte long without using any disk space.
     if most is not None and status.st_size > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
 
@@ -85,7 +85,7 @@ def open_to_read(path: Path, most: int | None = None) -> BufferedReader:
     """Open a regular file for reading.
 
     Raises:
-        OSError: As `open_file` does.
+        OSError: In the same cases as `open_file`.
     """
     return open(path, "rb", opener=_opener(most=most))
 
@@ -94,7 +94,7 @@ def open_to_write(path: Path, how: Literal["rb+", "ab"]) -> BinaryIO:
     """Open a regular file for writing.
 
     Raises:
-        OSError: As `open_file` does.
+        OSError: In the same cases as `open_file`.
     """
     return open(path, how, opener=_opener())
 
@@ -102,10 +102,11 @@ def open_to_write(path: Path, how: Literal["rb+", "ab"]) -> BinaryIO:
 def create_file(path: Path, mode: int = PRIVATE) -> BinaryIO:
     """Create a file for writing and reading.
 
-    An existing file of that name is removed first, so that nothing is written through a link.
+    A file or link that already has this name is removed first, so that data is never written
+    through a link.
 
     Raises:
-        OSError: If it cannot be removed or created.
+        OSError: If the old file cannot be removed or the new one cannot be created.
     """
     path.unlink(missing_ok=True)
     return open(path, "xb+", opener=_opener(mode))
@@ -120,15 +121,15 @@ def read_file(path: Path, most: int = _MAX_READ_BYTES) -> bytes:
     """Return the contents of a regular file.
 
     Raises:
-        OSError: As `open_file` does.
+        OSError: In the same cases as `open_file`.
     """
     with open_to_read(path, most) as file:
-        # The file may grow meanwhile.
+        # Another process may append to the file, so reading to the end could exceed the limit.
         return file.read(os.fstat(file.fileno()).st_size)
 
 
 def swap_in(path: Path, data: bytes) -> None:
-    """Replace a file atomically, but not durably: it survives this process, not a power cut."""
+    """Replace a file atomically but not durably: the new contents may be lost in a power cut."""
     temporary = path.with_name(f".{path.name}")
     with create_file(temporary) as file:
         file.write(data)
@@ -139,7 +140,7 @@ def make_folder(run: Path, *names: str) -> Path:
     """Create a folder within a run directory, including its parents, and return its path.
 
     Raises:
-        OSError: If one of them is a link, which may lead out of the run directory.
+        OSError: If one of the folders is a symbolic link, which may lead out of the run directory.
     """
     path = run
     for name in names:
@@ -160,10 +161,10 @@ def make_run_directory(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with its contents, as far as the system permits.
+    """Remove a file, or a folder with its contents. Ignore what the system refuses to remove.
 
-    `shutil.rmtree` is not used, because it closes a folder's descriptor twice if closing it fails
-    (CPython 3.11 to 3.13).
+    `shutil.rmtree` is not used: if closing a folder's descriptor fails, it closes the descriptor a
+    second time (CPython 3.11 to 3.13).
     """
     with suppress(OSError):
         if stat.S_ISDIR(path.lstat().st_mode):
@@ -179,8 +180,8 @@ def _remove_folder(name: str, parent: int | None) -> None:
         name: The name of the folder within its parent, or its path if `parent` is None.
         parent: A descriptor of the parent folder, or None.
     """
-    # Another process may have replaced the folder meanwhile. With O_DIRECTORY, opening a pipe fails
-    # immediately.
+    # Another process may have replaced the folder with a link or a pipe. With these flags, opening
+    # either fails immediately.
     folder = os.open(
         name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent
     )

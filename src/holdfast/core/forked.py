@@ -1,4 +1,4 @@
-"""Run a function in a forked copy of this process, so that it leaves no trace in this one.
+"""Run a function in a forked copy of this process, so that this process sees no side effects.
 
 This works only on the CPU: neither an accelerator's context nor autograd's threads for accelerators
 survive a fork (see `backward_works_in_a_copy`). The function may do anything, but its result must
@@ -21,16 +21,16 @@ from typing import Any, NoReturn
 
 from holdfast.core.warned import ignore_warnings
 
-# Whether a copy is being forked right now. The observer of `holdfast run` does not record copies.
+# True during a fork, so that the observer of `holdfast run` knows not to record the copy.
 is_copying = False
 
 _TIMEOUT_SECONDS = 60.0
-# The option of prctl(2) that names the signal a process gets when its parent dies.
+# Option of prctl(2) that sets the signal a process receives when its parent dies.
 _PR_SET_PDEATHSIG = 1
 # The highest value of oom_score_adj: if memory runs out, the kernel kills this process first.
 _KILLED_FIRST = "1000"
-# The length of the answer is sent first. The answer cannot simply end with the pipe, because other
-# forks of the caller may keep the pipe open.
+# The copy sends the length of its answer before the answer. Closing the pipe cannot mark the end,
+# because other forks of the caller may keep the pipe open.
 _LENGTH = struct.Struct("=Q")
 _MAX_FAILURE_CHARACTERS = 300
 
@@ -38,12 +38,12 @@ Answer = dict[str, Any]
 
 
 class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
-    """The copy could not be made, failed, or gave no answer; the text says which.
+    """The copy could not be made, failed, or gave no answer; the message says which.
 
     Attributes:
         died: Whether the copy ended without an answer.
-        not_made: Whether the copy could not be made, because the system had no process, descriptor
-            or memory for it.
+        not_made: Whether the copy could not be made, because the system ran out of processes,
+            descriptors or memory.
     """
 
     def __init__(self, why: str, *, died: bool = False, not_made: bool = False) -> None:
@@ -55,8 +55,9 @@ class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
 def backward_works_in_a_copy() -> bool:
     """Return whether a copy of this process can run a backward pass.
 
-    torch refuses to do so if autograd has started its threads, one for each accelerator. It starts
-    them in the first backward pass of a process, even for a model on the CPU.
+    torch refuses a backward pass in a forked process if autograd had already started its threads,
+    one per accelerator. Autograd starts them in the first backward pass of a process, even if the
+    model is on the CPU.
 
     Raises:
         NoAnswer: If the threads cannot be listed, for example because no descriptor is left.
@@ -68,17 +69,17 @@ def _thread_names() -> list[str]:
     """Return the names of this process's threads, according to the kernel.
 
     Raises:
-        NoAnswer: If they cannot be read.
+        NoAnswer: If the names cannot be read.
     """
     names = []
     try:
         for thread in Path("/proc/self/task").iterdir():
-            # A thread may end while it is being read.
+            # A thread may end before its name is read.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 names.append((thread / "comm").read_text())
     except OSError as error:
         raise NoAnswer(
-            f"the threads of this process cannot be read ({error})", not_made=True
+            f"the threads of this process cannot be listed ({error})", not_made=True
         ) from error
     return names
 
@@ -88,8 +89,8 @@ def run_in_forked_copy(
 ) -> Answer:
     """Run a function in a forked copy of this process and return its result.
 
-    The copy uses one thread, because OpenMP's worker threads do not survive a fork. It prints
-    nothing, is the first process to be killed if memory runs out, and dies with its parent.
+    The copy uses one thread, because OpenMP's worker threads do not survive a fork. Its output is
+    discarded. The kernel kills the copy first if memory runs out, and also when its parent dies.
 
     Args:
         function: The function; its result must consist of JSON values (NaN and Inf are allowed).
@@ -101,12 +102,14 @@ def run_in_forked_copy(
     try:
         reading, writing = os.pipe()
     except OSError as error:
-        raise NoAnswer(f"no pipe for a copy of this process ({error})", not_made=True) from error
+        raise NoAnswer(
+            f"cannot create a pipe for a copy of this process ({error})", not_made=True
+        ) from error
     child = _fork(reading, writing)
     if child == 0:
-        # The copy will need a descriptor, and none may be left.
+        # The copy needs a free descriptor, and `reading` may be the only one that can be closed.
         os.close(reading)
-        _be_the_copy(function, writing)
+        _answer_and_exit(function, writing)
     os.close(writing)
     try:
         (length,) = _LENGTH.unpack(_read_bytes(reading, _LENGTH.size, timeout_seconds))
@@ -140,16 +143,16 @@ def _fork(reading: int, writing: int) -> int:
 
 
 def _read_bytes(reading: int, count: int, timeout_seconds: float) -> bytes:
-    """Return the next bytes that the copy sends.
+    """Return the next `count` bytes that the copy sends.
 
     Raises:
-        NoAnswer: If it dies, or sends nothing for `timeout_seconds`.
+        NoAnswer: If the copy dies, or sends nothing for `timeout_seconds`.
     """
     received = b""
     while len(received) < count:
         ready, _, _ = select.select([reading], [], [], timeout_seconds)
         if not ready:
-            raise NoAnswer(f"the copy of the process gave no answer in {timeout_seconds:g} s")
+            raise NoAnswer(f"the copy of the process did not answer within {timeout_seconds:g} s")
         piece = os.read(reading, min(count - len(received), 65536))
         if not piece:
             raise NoAnswer("the copy of the process died", died=True)
@@ -166,11 +169,11 @@ def _kill(child: int) -> None:
 # --- in the copy ----------------------------------------------------------------------------------
 
 
-def _be_the_copy(function: Callable[[], Answer], writing: int) -> NoReturn:
+def _answer_and_exit(function: Callable[[], Answer], writing: int) -> NoReturn:
     try:
-        _handle_signals()
-        _be_killed_first()
-        _print_nothing()
+        _set_signal_handlers()
+        _become_first_to_be_killed()
+        _discard_output()
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
         _send(_run(function), writing)
@@ -178,10 +181,10 @@ def _be_the_copy(function: Callable[[], Answer], writing: int) -> NoReturn:
         os._exit(0)
 
 
-def _handle_signals() -> None:
+def _set_signal_handlers() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # A terminal or a scheduler signals all processes. The caller handles the signal and still needs
-    # the answer, so the copy ignores it.
+    # A terminal or a scheduler sends these signals to all processes of a job. The copy ignores
+    # them: its parent handles them and still needs the answer.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     libc = ctypes.CDLL(None)
@@ -189,22 +192,22 @@ def _handle_signals() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _be_killed_first() -> None:
+def _become_first_to_be_killed() -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_KILLED_FIRST)
 
 
-def _print_nothing() -> None:
+def _discard_output() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
 
 
 def _run(function: Callable[[], Answer]) -> bytes:
-    """Return the message to send: the function's answer, or why it failed."""
+    """Return the message to send: the function's answer, or the reason why the function failed."""
     try:
         return json.dumps({"answer": function()}).encode()
-    except Exception as error:  # noqa: BLE001 - whatever it was, the parent continues training
+    except Exception as error:  # noqa: BLE001 - no error in the copy may stop the training run
         lines = str(error).strip().splitlines() or [""]
         failure = f"{type(error).__name__}: {lines[0]}"[:_MAX_FAILURE_CHARACTERS]
         return json.dumps({"failure": failure}).encode()

@@ -1,8 +1,8 @@
 """Run an action when the user's code imports a module, without importing the module ourselves.
 
-An import finder sees every import and wraps the loader of the few watched modules, once each. A
-module gets its own loader back before it runs, so neither the module nor the traceback of a failing
-import shows the wrapper.
+`ImportWatch` is an import finder: it sees every import, and wraps the loader of each watched module
+once. The module's original loader is restored before the module runs, so the wrapper appears
+neither in the module nor in the traceback of a failing import.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class ImportWatch:
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
         self._actions: dict[str, Action] = {}
-        # The modules for which `find_spec` is currently asking the other finders.
+        # Names of the modules that `find_spec` is currently looking up through the other finders.
         self._searches: set[str] = set()
 
     def when_imported(self, name: str, action: Action) -> None:
-        """Call an action with a module once it is imported; immediately if it already is."""
+        """Call `action(module)` after the named module is imported, or now if it already is."""
         self._actions[name] = action
         module = sys.modules.get(name)
         if module is not None and not _is_being_imported(module):
@@ -52,7 +52,7 @@ class ImportWatch:
         finally:
             self._searches.discard(name)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment] # a loader as well
+            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment] # acts as a loader
         return spec
 
     def _ask_other_finders(
@@ -66,13 +66,13 @@ class ImportWatch:
         return None
 
     def imported(self, module: ModuleType, name: str) -> None:
-        """Call a module's action, only once: not again if the module is reloaded."""
+        """Call a module's action. Reloading the module later does not call the action again."""
         action = self._actions.pop(name, None)
         if action is None:
             return
         try:
             action(module)
-        except Exception as error:  # noqa: BLE001 - an error of ours must not stop the script
+        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
             self._failed(error)
 
 
@@ -81,15 +81,15 @@ def _is_being_imported(module: ModuleType) -> bool:
 
 
 class _Loader:
-    """Wraps a loader until the loader is used."""
+    """A wrapper around a module's loader that removes itself just before the module runs."""
 
     def __init__(self, loader: Any, watch: ImportWatch) -> None:
         self._loader = loader
         self._watch = watch
 
     def __getattr__(self, name: str) -> Any:
-        # While an instance is being copied, it has no attributes yet, and looking up `_loader`
-        # would recurse endlessly.
+        # A copy of an instance has no attributes at first, so looking up `_loader` would recurse
+        # endlessly.
         if name in ("_loader", "_watch"):
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -102,8 +102,8 @@ class _Loader:
         self._watch.imported(module, module.__name__)
 
 
-# Python removes the frames of its import system from tracebacks and recognises them by this file
-# name. With it, the traceback of a failing import looks the same as without the wrapper.
+# Python removes the frames of its import system from tracebacks, and recognizes them by this file
+# name. With this name, the wrapper's frame is removed too.
 _Loader.exec_module.__code__ = _Loader.exec_module.__code__.replace(
     co_filename="<frozen importlib._bootstrap_external>"
 )

@@ -1,8 +1,8 @@
-"""Lock a file that only one process at a time may hold, and that names its holder.
+"""A lock file that only one process can hold at a time, and that contains the holder's name.
 
-It is a POSIX record lock rather than a ``flock``, which forked loader workers would inherit: a
-stuck worker would keep the file locked after its trainer was killed. What the lock protects, and
-the errors for users, are up to the caller.
+The lock is a POSIX record lock rather than a ``flock``, which forked loader workers would inherit:
+a stuck worker would keep the file locked after its trainer was killed. Callers catch
+`LockHeldError` and raise an error that tells the user what is locked.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from holdfast.core.files import close_descriptor, open_file
 
 # struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, process.
 _FLOCK = struct.Struct("hhqqi4x")
-# The files that this process has locked. POSIX locks do not exclude two holders within one process.
+# The files that this process has locked. A POSIX lock does not keep the same process from taking
+# it twice.
 _held: set[str] = set()
 
 
 class LockHeldError(Exception):
-    """The lock is already held, for instance by ``"process 4711 on node3"``."""
+    """The lock is already held. `holder` says by whom, such as ``"process 4711 on node3"``."""
 
     def __init__(self, holder: str) -> None:
         super().__init__(f"locked by {holder}")
@@ -31,7 +32,7 @@ class LockHeldError(Exception):
 
 
 class FileLock:
-    """A lock on a file. The kernel releases it when the process ends, however it ends.
+    """A lock on a file. The kernel releases the lock when the process ends, for whatever reason.
 
     Args:
         path: The file, in an existing directory. It is created if missing, and its contents are
@@ -48,7 +49,7 @@ class FileLock:
         """Take the lock.
 
         Raises:
-            LockHeldError: If another holder has it.
+            LockHeldError: If this process or another one already holds the lock.
             OSError: If the file cannot be created or locked.
         """
         self._path = _without_links(self._given_path)
@@ -59,12 +60,12 @@ class FileLock:
     def hold(self) -> None:
         """Check that the lock is still held and still protects its path; take it again if not.
 
-        A POSIX lock is lost when the process closes any descriptor of the file. It also protects
-        nothing once the file was removed or its directory was moved, because another process would
-        lock a new file.
+        A process loses a POSIX lock when it closes any descriptor of the file. The lock also
+        protects nothing after the file has been removed or its directory has been moved, because
+        another process would lock a new file.
 
         Raises:
-            LockHeldError: If another process has the lock, or had it meanwhile.
+            LockHeldError: If another process has the lock, or had it in the meantime.
             FileNotFoundError: If the directory is gone.
             OSError: If the file cannot be read or locked.
         """
@@ -86,7 +87,7 @@ class FileLock:
 
     @property
     def is_held_here(self) -> bool:
-        """Return whether this process has the lock, through this object or another one."""
+        """Return whether this process holds the lock, through this object or another one."""
         return str(self._path) in _held
 
     def __del__(self) -> None:
@@ -102,10 +103,10 @@ class FileLock:
             close_descriptor(descriptor)
 
     def _take(self, descriptor: int) -> None:
-        """Keep the descriptor of a file that was just locked, and write our name into the file."""
+        """Store the descriptor of a file that was just locked, and write the holder's name."""
         self._descriptor = descriptor
         _held.add(str(self._path))
-        # The lock also works without the holder's name, which may not fit on a full disk.
+        # On a full disk, the holder's name cannot be written, but the lock still works.
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -155,7 +156,7 @@ def _lock_file(path: Path) -> int:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open file is the one at a path."""
+    """Return whether `path` still leads to the file that is open as `descriptor`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -163,7 +164,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _last_holder(path: Path) -> str:
-    """Return the current or last holder of a lock file that another process has created."""
+    """Return the name of the current or last holder of another process's lock file."""
     try:
         descriptor = open_file(path)
     except OSError:
@@ -177,7 +178,7 @@ def _last_holder(path: Path) -> str:
 def find_holder(path: Path) -> str | None:
     """Return the name of the holder of a lock, or None if nobody holds it.
 
-    The lock is not taken for this, so no other process is turned away meanwhile.
+    The function does not take the lock, so another process can acquire it at the same time.
     """
     if str(_without_links(path)) in _held:
         # Opening and closing the file would release our own lock.
@@ -195,7 +196,7 @@ def find_holder(path: Path) -> str | None:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Return whether a process holds the lock of a file; None if that cannot be determined."""
+    """Return whether any process holds the lock of a file, or None if that is unknown."""
     try:
         if find_holder(path) is not None:
             return True
@@ -209,7 +210,7 @@ def is_locked(path: Path) -> bool | None:
 
 def _is_locked(descriptor: int) -> bool:
     """Return whether another process holds the lock of an open file, without taking it."""
-    # The kernel returns a lock that would conflict with this one, if there is any.
+    # The kernel returns an existing lock that conflicts with the requested one, if there is any.
     whole_file = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     conflicting_type, *_ = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, whole_file))
     return bool(conflicting_type != fcntl.F_UNLCK)

@@ -1,7 +1,7 @@
 """Describe an exception as JSON values: its type, message, frames and causes.
 
-All texts are bounded and printable, and nothing here raises, whatever the exception's own methods
-do.
+All strings have a maximum length and are printable. No function here raises, even if the methods of
+the exception do.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-# The description goes into a ring of the recorder, whose records hold a few kilobytes.
+# The description goes into a ring buffer of the recorder, whose records hold a few kilobytes.
 _MAX_MESSAGE_CHARACTERS = 2_000
 _MAX_FRAMES = 40
 _MAX_FRAMES_OF_CAUSE = 10
@@ -17,7 +17,7 @@ _MAX_CAUSES = 6
 
 
 def printable(text: str) -> str:
-    """Return text with lone surrogates escaped, such as those of a file name that is not UTF-8."""
+    """Return text with lone surrogates escaped, as in a file name that is not valid UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -36,7 +36,7 @@ def describe_exception(
     Args:
         error: The exception.
         traceback: Its traceback, or None.
-        without: Frames in files whose path starts with this are left out.
+        without: Frames in files whose path starts with this prefix are left out, unless it is None.
 
     Returns:
         A dict with ``type``, ``message``, ``frames`` (each [file, line, function], the innermost
@@ -53,7 +53,7 @@ def describe_exception(
 
 
 def _cause(error: BaseException) -> BaseException | None:
-    """Return what Python shows as the cause of an exception."""
+    """Return the exception that a traceback shows as the cause of `error`, or None."""
     if error.__cause__ is not None or error.__suppress_context__:
         return error.__cause__
     return error.__context__
@@ -93,8 +93,8 @@ def _frames(
 ) -> list[list[Any]]:
     """Return the frames of a traceback, outermost first.
 
-    For a deep traceback, a quarter of `max_frames` comes from the outer end and the rest from the
-    inner end.
+    If there are more than `max_frames`, a quarter of the returned frames are the outermost ones,
+    and the rest are the innermost ones.
     """
     frames: list[list[Any]] = []
     while traceback is not None:

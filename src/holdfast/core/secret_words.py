@@ -1,11 +1,11 @@
 """Find the secrets in the words of a command line.
 
-Read `hide_in_words` first. `OPTIONS` decides by an option's name which of its values are hidden;
-the patterns above it define the names, values and shapes. ``secrets`` describes what counts as a
-secret and imports this module only for command lines that may contain one.
+Read `hide_in_words` first. `OPTIONS` lists the kinds of options and how to hide their values. The
+patterns above it match option names, values and the shapes of secrets. ``secrets`` describes what
+counts as a secret, and imports this module only for command lines that may contain one.
 
-Patterns are bounded (``{0,80}`` instead of ``*``), so that even a word of 128 KiB, the longest that
-Linux allows, is searched in linear time.
+Repetitions in the patterns are bounded (``{0,80}`` instead of ``*``), so that even a word of
+128 KiB, the longest that Linux allows, is searched in linear time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ HIDDEN = "***"
 
 # --- names ----------------------------------------------------------------------------------------
 
-# Words before "key" that make it a secret. Other keys usually name a column, a layer or a field.
+# Words that make a name ending in "key" a secret, as in `--api-key`. Other names that end in "key"
+# usually stand for a column, a layer or a field.
 _PRIVATE_KEYS = (
     "api|access|account|app|client|consumer|deploy|encryption|licen[cs]e|master|private|secret"
     "|service|shared|signing|ssh|storage|subscription|wandb"
 )
-# Words before "token" that make it a vocabulary entry, as in `--pad_token`.
+# Words that make a name ending in "token" a vocabulary entry, as in `--pad_token`.
 _VOCABULARY_TOKENS = ("pad", "eos", "bos", "unk", "sep", "cls", "mask", "image")
 _TOKEN = "".join(f"(?<!{word}[-_])" for word in _VOCABULARY_TOKENS) + "token"
 # Endings of names whose values are always secrets.
@@ -38,13 +39,13 @@ _PREFIX = r"[-+]{0,3}[\w.-]{0,80}?"
 
 # An option whose value is always a secret.
 SECRET_OPTION = re.compile(rf"{_PREFIX}(?:{_SECRET_NAMES})", re.IGNORECASE)
-# An option that often has another meaning, so its whole name must match.
+# An option that may take a secret but often means something else, so its whole name must match.
 AMBIGUOUS_OPTION = re.compile(
     r"(?:-{1,2}|[+]{0,2})(?:key|k|p|pass|pw|auth|bearer|cookie|sas)", re.IGNORECASE
 )
-# An environment variable that often has another meaning.
+# An environment variable that may hold a secret but often means something else.
 AMBIGUOUS_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{0,80}_(?:KEY|PASS|PAT|PW|AUTH|SAS)")
-# Any other key, most of which name a column.
+# Any other option that ends in "key". Most of these name a column.
 KEY_OPTION = re.compile(rf"{_PREFIX}key", re.IGNORECASE)
 # An option whose value may be ``name:password``.
 USER_OPTION = re.compile(r"-u|--(?:user|login|proxy-user)", re.IGNORECASE)
@@ -53,7 +54,7 @@ ATTACHED_PASSWORD = re.compile(r"-p(?![a-z_-]*\Z)([^=\s]+)")
 
 # --- values ---------------------------------------------------------------------------------------
 
-# Values of an ambiguous option that are plainly not secrets.
+# Values of an ambiguous option that are clearly not secrets.
 HARMLESS_VALUE = re.compile(
     # Numbers, sizes, ports and addresses.
     r"[-+]?[\d.,:_x]*\d[\d.,:_x]*(?:e[-+]?\d+)?%?|[-+]?(?:nan|inf)"
@@ -71,8 +72,8 @@ HARMLESS_VALUE = re.compile(
 )
 # A vocabulary entry such as ``<pad>``, as the value of an option such as --stop-token.
 VOCABULARY_ENTRY = re.compile(r"<[^<>]{0,40}>|\[[A-Z_]{1,20}\]")
-# A word that cannot be the value of an option: another option, or a shell operator. A word such as
-# ``-S3cr`` does not match, because it may be a password.
+# A word that cannot be the value of the option before it: another option, or a shell operator. A
+# word such as ``-S3cr`` does not match, because it may be a password.
 NO_VALUE = re.compile(
     r"(?s)--[a-zA-Z][\w.-]*(?:=.*)?|-[a-z][a-z_.-]*\d*(?:=.*)?|-[A-Z]\d?|-[\d.]+(?:e-?\d+)?"
     r"|[&|;<>]{1,2}"
@@ -80,7 +81,7 @@ NO_VALUE = re.compile(
 
 # --- within a word --------------------------------------------------------------------------------
 
-# The words within a word, and the white space between them.
+# Splits one command-line word, such as a command for ``sh -c``, into its words and white space.
 PARTS = re.compile(r"\s+|(?:\"[^\"]*\"|'[^']*'|[^\s\"']+|[\"'])+")
 # The part of a URL before the password. The number after the colon may be a port instead.
 ADDRESS = re.compile(r"://[^\s/@:\[]{0,80}:(?!\d{1,5}(?:[/,?#]|$))")
@@ -99,7 +100,7 @@ _NAME_BEFORE_VALUE = (
 )
 _VALUE = r"(?:(\")[^\"]+\"|(')[^']+'|[\"']?(?!\*)[^\s\"',;&]+)"
 ASSIGNMENT = re.compile(rf"({_NAME_BEFORE_VALUE}){_VALUE}", re.IGNORECASE)
-# Secrets that are recognised by their shape, wherever they are.
+# Secrets that are recognized by their shape, wherever they appear.
 SECRET_SHAPE = re.compile(
     # Access tokens with the prefix of their issuer.
     r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|npm_|pypi-|xox[abeoprs]-|AIza|gsk_|r8_|dop_v1_|nvapi-"
@@ -115,24 +116,24 @@ SECRET_SHAPE = re.compile(
     r"(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)"
 )
 
-# Slurm's commands, in whose options -p is a partition.
+# Slurm's commands, whose option -p is a partition.
 _SLURM_PROGRAMS = ("srun", "sbatch", "salloc")
-# Shorter words are too short to tell random ones from names.
+# Random words that are shorter than this cannot be distinguished from names.
 _LEAST_RANDOM_CHARACTERS = 20
 
 
 def hide_in_words(words: Sequence[str], *, nested: bool) -> list[str]:
-    """Return words without secrets.
+    """Return the words of a command line with their secrets hidden.
 
     Args:
         words: The words of a command line.
-        nested: Whether they come from inside a single word, such as a command for ``sh -c``. They
-            may also be plain text, so only words that start with a dash count as options.
+        nested: Whether the words come from inside a single word, such as a command for ``sh -c``.
+            Nested words may also be plain text, so only words that start with a dash are options.
     """
     shown = []
     # The option before the current word, which may be its value.
     option: Option | None = None
-    # Whether the options belong to Slurm, which is the case up to the Python program's name.
+    # True from a Slurm command up to the Python program's name: the options between are Slurm's.
     is_slurm = False
     for word in words:
         if option is not None and _may_be_value(word):
@@ -164,14 +165,14 @@ def hide_always(value: str) -> str:
 
 
 def hide_unless_harmless(value: str) -> str:
-    """Hide the value of an option such as ``-p`` unless it is plainly something else."""
+    """Hide the value of an option such as ``-p``, unless the value is clearly not a secret."""
     if HARMLESS_VALUE.fullmatch(value):
         return value
     return hide_always(value)
 
 
 def hide_if_random(value: str) -> str:
-    """Hide the value of an option such as ``--sort-key`` if it looks random."""
+    """Hide the value of an option such as ``--sort-key`` if the value looks random."""
     if not _is_random(value):
         return value
     return hide_always(value)
@@ -187,12 +188,12 @@ def hide_password(value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A kind of option.
+    """A kind of command-line option, and how to hide its value.
 
     Args:
-        name: The pattern that its whole name must match.
-        hide: Returns the value, hidden if it is a secret.
-        takes_next_word: Whether its value may be the next word, instead of following ``=``.
+        name: The pattern that the option's whole name must match.
+        hide: Returns the option's value, hidden if it is a secret.
+        takes_next_word: Whether the value may be the next word, instead of following ``=``.
     """
 
     name: re.Pattern[str]
@@ -200,7 +201,7 @@ class Option:
     takes_next_word: bool = True
 
 
-# The first kind whose pattern matches the name of an option applies.
+# The first kind whose pattern matches an option's name applies.
 OPTIONS = (
     Option(SECRET_OPTION, hide_always),
     Option(AMBIGUOUS_OPTION, hide_unless_harmless),
@@ -218,7 +219,7 @@ def _find_option(name: str) -> Option | None:
 
 
 def _option_before_value(word: str) -> Option | None:
-    """Return the option that a word names, if its value may be the next word."""
+    """Return the kind of option that a word is, or None if the next word cannot be its value."""
     option = _find_option(word)
     if option is None or not option.takes_next_word:
         return None
@@ -239,7 +240,7 @@ def _is_random(word: str) -> bool:
 
 
 def _hide_own_value(word: str) -> str:
-    """Return an option with a secret value in the same word hidden.
+    """Return an option that includes its value, with the value hidden if it is a secret.
 
     Examples are ``--password=S3cret``, ``HF_TOKEN=S3cret`` and ``-pS3cret``.
     """
@@ -254,9 +255,9 @@ def _hide_own_value(word: str) -> str:
 
 
 def _hide_within_word(word: str, *, nested: bool) -> str:
-    """Return a word without the secrets in it.
+    """Return a word with all secrets inside it hidden.
 
-    It may hold a shell command, a quoted value, a URL, an HTTP header or JSON.
+    The word may be a shell command, a quoted value, a URL, an HTTP header or JSON.
     """
     parts = PARTS.findall(word)
     if len(parts) > 1:
@@ -271,7 +272,7 @@ def _hide_within_word(word: str, *, nested: bool) -> str:
 
 
 def _hide_in_parts(parts: Sequence[str]) -> str:
-    """Return a text or a command, as for ``sh -c``, without the secrets in its words."""
+    """Join the parts of a text or of a command for ``sh -c``, with the secrets in them hidden."""
     inner_words = [part for part in parts if not part.isspace()]
     shown_words = iter(hide_in_words(inner_words, nested=True))
     return "".join(part if part.isspace() else next(shown_words) for part in parts)
@@ -284,7 +285,7 @@ def _is_quoted(word: str) -> bool:
 def _hide_password_in_address(word: str) -> str:
     """Return a URL such as ``https://name:password@host`` with its password hidden.
 
-    The password ends at the last ``@``, because it may contain others.
+    The password ends at the last ``@``, because a password may itself contain ``@``.
     """
     address = ADDRESS.search(word)
     end = word.rfind("@")

@@ -1,24 +1,24 @@
 """Hide secrets in a command line before it is recorded.
 
-A secret is recognised by its shape, such as the prefix of an access token, or by the option before
+A secret is recognized by its shape, such as the prefix of an access token, or by the option before
 it:
 
     --api-key, --password     The value is always a secret.
-    --key, -k, -p, --auth     The value is a secret unless it is plainly something else, such as a
+    --key, -k, -p, --auth     The value is a secret unless it is clearly something else, such as a
                               number, a path, a switch or a data type.
-    --sort-key                Other names that end in "key" mostly name a column: only a value that
-                              looks random is a secret.
+    --sort-key                Other options that end in "key" mostly name a column, so their value
+                              is a secret only if it looks random.
 
-Other secrets are not recognised, and neither are secrets in a program's output. The search itself
-is in ``secret_words``.
+Other secrets are not recognized, and a program's output is not searched. The search itself is in
+``secret_words``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# A command line that contains none of these has no secret, so ``secret_words`` need not be
-# imported, which takes a few milliseconds in every observed process. Most command lines have none.
+# A command line that contains none of these contains no secret. Most command lines contain none, so
+# most processes need not import ``secret_words``, which would take a few milliseconds.
 _HINTS = (
     # Parts of the names of options, variables and headers.
     *("key", "token", "secret", "pass", "pwd", "cred", "bearer", "auth", "cookie", "jwt", "otp"),
@@ -38,7 +38,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
     command_line = " ".join(words).lower()
     if not any(hint in command_line for hint in _HINTS):
         return list(words)
-    # Imported here, because it compiles a dozen regular expressions.
+    # Imported here, because the module compiles a dozen regular expressions.
     from holdfast.core.secret_words import hide_in_words
 
     return hide_in_words(words, nested=False)

@@ -1,7 +1,7 @@
-"""Standard streams by their descriptors, for signal handlers and the end of a process.
+"""Use the standard streams through their descriptors, in signal handlers and at process exit.
 
-`sys.stderr` cannot be used there: a handler may interrupt one of its writes, and at the end of a
-process it may be closed already.
+`sys.stderr` is unsafe there: the signal may have interrupted a write to it, and at exit it may
+already be closed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _STANDARD_STREAMS = (0, 1, 2)
 
 
 def write_to_stderr(text: str) -> None:
-    """Write a text to stderr, if that is possible without waiting.
+    """Write text to stderr, unless the write would block.
 
-    Nothing is written if stderr is closed, or is a pipe whose reader does not keep up. A pipe that
-    is ready takes `select.PIPE_BUF` bytes at once, so a longer text is cut.
+    Nothing is written if stderr is closed, or is a pipe whose reader does not keep up. The text is
+    cut to `select.PIPE_BUF` bytes, which a pipe that is ready accepts without blocking.
     """
     if sys.__stderr__ is None:
-        # stderr was closed when the process started, so the descriptor may be that of another file.
+        # stderr was closed when the process started, so another file may now have its descriptor.
         return
     with suppress(OSError):
         _, ready, _ = select.select([], [_STDERR], [], 0)
@@ -34,12 +34,12 @@ def write_to_stderr(text: str) -> None:
 def reserve_standard_descriptors() -> None:
     """Open the null device for each standard stream that is closed.
 
-    Otherwise the next file that is opened gets its descriptor, and what C and C++ libraries write
-    to stderr would land in that file.
+    Otherwise the next file to be opened would get the free descriptor, and messages that C and C++
+    libraries write to stderr would end up in that file.
     """
     for descriptor in _STANDARD_STREAMS:
         try:
             os.fstat(descriptor)
         except OSError:
-            # The lowest free descriptor is used, which is this one.
+            # `os.open` uses the lowest free descriptor, which is this one.
             os.open(os.devnull, os.O_RDWR)

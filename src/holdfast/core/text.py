@@ -1,7 +1,7 @@
-"""Text for people: sanitise untrusted text; format sizes, durations and times with their units.
+"""Text for people: sanitize untrusted text; format sizes, durations and times with their units.
 
-HTML is escaped by the page, once, where text enters it. Rich gets `Text` objects instead of markup,
-so it needs no escaping.
+Nothing here escapes HTML: the code that inserts text into a page does that. Text for Rich needs no
+escaping, because it is passed as `Text` objects instead of markup.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 # Escape sequences of terminals (ECMA-48): CSI, the string sequences OSC, DCS, SOS, PM and APC, and
-# short ones. At most 512 characters of a string sequence are removed, because one that never ends
-# would hide everything that follows.
+# short ones. At most 512 characters of a string sequence are removed. Otherwise, a string sequence
+# without an end would remove all text after it.
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]{0,512}(?:\x07|\x1b\\)?|\x1b["
     r" -/]*[0-~]|\x9b[0-?]*[ -/]*[@-~]"
 )
-# Unicode categories that are not shown: controls, surrogates (which UTF-8 cannot hold), private and
-# unassigned code points, line and paragraph separators, and format characters, some of which
-# reverse the direction of writing.
+# Unicode categories that are never printed: controls, surrogates (which UTF-8 cannot encode),
+# private and unassigned code points, line and paragraph separators, and format characters (which
+# can reverse the direction of the text).
 _INVISIBLE_CATEGORIES = frozenset({"Cc", "Cs", "Cf", "Co", "Cn", "Zl", "Zp"})
 _SPACE_CATEGORY = "Zs"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -30,16 +30,16 @@ _ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
 
 def sanitise(value: object, *, most: int = 2000, lines: bool = False) -> str:
-    """Return text without anything that could affect the terminal that prints it.
+    """Return text without escape sequences and control characters that could affect a terminal.
 
     Args:
-        value: A text, or any object, which is converted by ``str``.
-        most: Longer texts are cut to this many characters, including an ellipsis at the end.
-        lines: Whether line breaks are kept. Otherwise they become spaces.
+        value: Text, or an object to convert with ``str``.
+        most: The maximum length in characters. Longer text is cut and ends with an ellipsis.
+        lines: Whether to keep line breaks. Otherwise they become spaces.
     """
     text = value if isinstance(value, str) else str(value)
-    # Escape sequences are removed before the final cut; this first cut avoids processing a
-    # gigabyte.
+    # This first cut avoids processing a gigabyte of text. The final cut comes after removing the
+    # escape sequences.
     text = text[: 4 * most + 64]
     if not text.isascii() or not text.isprintable():
         text = _ESCAPES.sub("", text).expandtabs(4)
@@ -67,8 +67,8 @@ def as_json_value(value: Any, *, depth: int = 8) -> Any:
     """Return a value that every JSON parser accepts.
 
     NaN and infinities become the strings "NaN", "Infinity" and "-Infinity", as in protobuf's JSON
-    mapping; ``float()`` and JavaScript's ``Number()`` can read them. Keys and objects of other
-    types become text, and so do containers nested more than `depth` deep.
+    mapping; ``float()`` and JavaScript's ``Number()`` can read them. Keys, objects of other types,
+    and containers that are nested more than `depth` deep become strings.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return _nonfinite_text(value)
@@ -93,14 +93,14 @@ def _nonfinite_text(value: float) -> str:
 
 
 def _without_surrogates(text: str) -> str:
-    """Return the text with question marks for lone surrogates, which UTF-8 cannot hold."""
+    """Return the text with question marks for lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def duration(seconds: float) -> str:
     """Return a duration in its two largest units.
 
-    "4.2 ms", "8.2 s", "45 s", "3 min 5 s", "5 h 3 min", "2 d 4 h".
+    Examples: "4.2 ms", "8.2 s", "45 s", "3 min 5 s", "5 h 3 min", "2 d 4 h".
     """
     if seconds < 60:
         return _short_duration(seconds)
@@ -125,7 +125,7 @@ def _short_duration(seconds: float) -> str:
 
 def size(count: float) -> str:
     """Return a number of bytes with up to three digits and a binary unit, such as "1.25 GiB"."""
-    # Untrusted recordings may contain any integer, and larger ones cannot be converted to a float.
+    # A damaged recording may contain an integer that is too large to convert to a float.
     count = min(count, 2**100)
     for unit in ("B", "KiB", "MiB", "GiB"):
         # Larger values would be rounded to "1e+03".
@@ -168,7 +168,7 @@ def listed(values: Iterable[object], *, most: int = 5) -> str:
 
 
 def moment(unix_seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """Return a time in UTC, formatted by ``strftime``, or "unknown" if there is no such time."""
+    """Return a time in UTC, formatted by ``strftime``, or "unknown" if it is out of range."""
     try:
         return datetime.fromtimestamp(unix_seconds, UTC).strftime(form)
     except (ValueError, OverflowError, OSError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# The functions that torch takes from the vector library of MKL.
+# The functions that torch implements with MKL's vector library.
 _FUNCTIONS = (
     "acos",
     "asin",
@@ -32,15 +32,16 @@ _FUNCTIONS = (
 
 
 def settle_vector_functions(torch: Any) -> None:
-    """Make MKL choose its kernels, which it does in the first call of each function.
+    """Call each function once in one thread, so that MKL chooses the right kernels.
 
-    Each of torch's threads calls a function for its part of a tensor. If the first calls coincide,
-    oneMKL 2024 may give one thread a kernel with only 4 correct digits for that call
-    (pytorch#188792). On a busy machine, this happened in about one of sixty resumed processes: half
-    of a matrix was wrong, in the square roots of Adam's first step.
+    MKL chooses a function's kernel in the first call. torch divides a tensor among its threads, so
+    several threads may make the first call at the same time. One of these threads may then get a
+    kernel with only 4 correct digits (oneMKL 2024, pytorch#188792). On a busy machine, this
+    happened in about one of sixty resumed processes: in Adam's first step, the square roots of half
+    a matrix were wrong.
 
     Args:
-        torch: The module, which core never imports itself.
+        torch: The torch module, which ``core`` never imports itself.
     """
     for dtype in (torch.float32, torch.float64):
         value = torch.full((1,), 0.5, dtype=dtype, device="cpu")

@@ -1,3 +1,3 @@
-"""The version of holdfast, where every layer can read it without importing the root package."""
+"""The version of holdfast, in a module that every layer can import without the root package."""
 
 __version__ = "0.1.0"

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def ignore_warnings(category: type[Warning], message: str = "") -> Iterator[None]:
-    """Ignore warnings of a category if the regular expression matches the start of their text.
+    """Ignore warnings of a category whose text starts with a match of the regular expression.
 
-    `warnings.catch_warnings` marks the filters as changed, which makes every module forget the
-    warnings that it has already shown, so warnings meant to be shown once would be repeated.
-    Therefore the filter is inserted into the list directly.
+    The filter is inserted into `warnings.filters` directly. `warnings.catch_warnings` would mark
+    the filters as changed, and Python would then repeat warnings that it shows only once.
     """
     pattern = re.compile(message, re.IGNORECASE) if message else None
     own_filter = ("ignore", pattern, category, None, 0)
@@ -22,6 +21,6 @@ def ignore_warnings(category: type[Warning], message: str = "") -> Iterator[None
     try:
         yield
     finally:
-        # Other code may have emptied the list meanwhile.
+        # Other code may have cleared the list in the meantime.
         with contextlib.suppress(ValueError):
             warnings.filters.remove(own_filter)  # type: ignore[attr-defined]

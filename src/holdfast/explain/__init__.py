@@ -1,22 +1,25 @@
 """Explain why a run ended: turn its logs and recordings into a verdict with evidence and a fix.
 
-Entry points: `collecting.collect` for a run directory, or `collecting.collect_log` for a bare log,
-returns an `Evidence`; `judging.judge` turns it into a `Verdict`. `rules.find_rule` explains the id
-at the end of an error, a finding or a verdict.
+Entry points:
 
-Read it in the order in which a verdict is made:
+- `collecting.collect` reads a run directory and `collecting.collect_log` reads a bare log. Both
+  return an `Evidence`.
+- `judging.judge` turns this `Evidence` into a `Verdict`.
+- `rules.find_rule` explains the id at the end of an error, a finding or a verdict.
 
-1. ``evidence``: the records that hold everything known about an attempt. ``collecting`` fills them
-   in, using the readers in ``logs`` and ``runs``.
-2. ``signatures``: the catalogue of known failures, as data, and how they are found in a text.
-3. ``causes``: the possible causes, which of them wins (``choosing``), and what counts as a good
-   end (``ends``, then ``doubts`` and ``good_ends``).
-4. ``judging``: ties these steps together and computes the confidence; its docstring says from what.
-5. ``wording``: writes the `Verdict`. Both ``causes`` and ``wording`` use ``observations`` to read
-   the recorded events, and ``exhibits`` to quote them as evidence.
+Modules, in the order in which a verdict is made:
 
-``hangs`` explains processes that make no progress; the watchdog of ``holdfast run`` uses it
+1. ``evidence`` defines the records that hold all evidence about an attempt. ``collecting`` fills
+   them in with the readers in ``logs`` and ``runs``.
+2. ``signatures`` holds the catalog of known failures as data, and finds these failures in a text.
+3. ``causes`` collects the possible causes and chooses one of them (``choosing``). It also decides
+   whether a run ended well (``ends``, then ``doubts`` and ``good_ends``).
+4. ``judging`` runs these steps and computes the confidence in the result.
+5. ``wording`` writes the `Verdict`. Both ``causes`` and ``wording`` use ``observations`` to
+   interpret the recorded events, and ``exhibits`` to quote them as evidence.
+
+``hangs`` explains why a process makes no progress. The watchdog of ``holdfast run`` uses it
 directly.
 
-Nothing here imports torch: it must work when the CUDA context is dead, and start fast.
+This package never imports torch, so that it starts fast and works when the CUDA context is dead.
 """

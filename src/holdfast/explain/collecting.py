@@ -1,7 +1,7 @@
 """Collect the evidence for a verdict, from a run directory or from a bare log.
 
-What cannot be read is listed in `Evidence.missing`, and the rest is collected nevertheless. Nothing
-is judged here. `runs.attempts` collects the attempts of supervised runs.
+If some of the evidence cannot be read, `Evidence.missing` says so and the rest is still collected.
+This module does not judge the evidence. `runs.attempts` collects the attempts of supervised runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_STATUS = (
     " if it succeeded)"
 )
 _MAX_QUOTED_CHARACTERS = 300
-# The first bytes of files compressed by gzip, zstd, zip, xz and bzip2.
+# The first bytes of gzip, zstd, zip, xz and bzip2 files.
 _MAGIC_OF_ARCHIVES = (b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"\xfd7zX", b"BZh")
 
 
@@ -33,14 +33,14 @@ def collect_log(path: Path, *, status: int | None = None) -> Evidence:
 
     Args:
         path: A text file or a pipe.
-        status: Exit status of the command that wrote the log, if it is known.
+        status: Exit status of the command that wrote the log, or None if unknown.
 
     Raises:
-        RunDirectoryError: H733 if it cannot be read or is not text.
+        RunDirectoryError: H733 if the file cannot be read or is not text.
     """
     try:
         if not (path.is_file() or path.is_fifo()):
-            # Raises an OSError with the system's reason if the path does not exist.
+            # If the path does not exist, this raises an OSError with the reason.
             path.stat()
             raise _not_a_log_error(
                 path, "is a device or a socket", "name a file, or - for standard input."
@@ -57,7 +57,7 @@ def collect_log(path: Path, *, status: int | None = None) -> Evidence:
 
 def _not_a_log_error(path: Path, problem: str, fix: str) -> RunDirectoryError:
     return RunDirectoryError(
-        f"{path} {problem}", limit="an explanation needs the text of a log", fix=fix, rule="H733"
+        f"{path} {problem}", limit="a log must be a text file or a pipe", fix=fix, rule="H733"
     )
 
 
@@ -65,9 +65,9 @@ def collect_stream(stream: Readable, *, name: str, status: int | None = None) ->
     """Return the evidence in a log.
 
     Args:
-        stream: The bytes of the log, of any size.
-        name: The name of the log in `Statement.source`.
-        status: Exit status of the command that wrote the log, if it is known.
+        stream: A binary stream with the log, which may be of any size.
+        name: The name to use for the log in `Statement.source`.
+        status: Exit status of the command that wrote the log, or None if unknown.
     """
     log = read_log(stream, name=name, alone=True)
     endings = list(log.endings)
@@ -91,7 +91,7 @@ def _missing_of_log(log: LogText, status: int | None) -> list[str]:
         missing.append(_NO_STATUS)
     if not log.complete:
         missing.append(
-            f"only the beginning and the end of its {log.total_lines:,} lines were read closely;"
+            f"only the beginning and the end of its {log.total_lines:,} lines were fully analyzed;"
             " the middle was only searched for error words"
         )
     if log.total_lines == 0:
@@ -107,13 +107,13 @@ def collect(run: Path, attempt: int | None = None) -> Evidence:
     """Return the evidence about one attempt of a run.
 
     Args:
-        run: A directory created by ``holdfast run``, or one that was given to a Guard.
-        attempt: The number of the attempt, counted from 0; None for the newest.
+        run: A directory created by ``holdfast run`` or passed to a Guard.
+        attempt: The number of the attempt, counted from 0, or None for the newest attempt.
 
     Raises:
-        RunDirectoryError: H731 if it holds no recording, H733 if it cannot be read, H734 if a newer
-            holdfast made it.
-        PolicyError: H105 if it has no such attempt.
+        RunDirectoryError: H731 if the directory contains no recording, H733 if it cannot be read,
+            H734 if a newer version of holdfast created it.
+        PolicyError: H105 if the run has no attempt with this number.
     """
     recordings = open_recordings(run)
     if recordings.supervised:
@@ -122,7 +122,7 @@ def collect(run: Path, attempt: int | None = None) -> Evidence:
 
 
 def _collect_guard(recordings: Recordings) -> Evidence:
-    """Return what the Guards recorded in a run that was not started with ``holdfast run``."""
+    """Return the evidence about a run that Guards recorded without a supervisor."""
     folders = recordings.guards([])
     recordings.note_overwritten_steps({folder: f"guard {folder.name}" for folder in folders})
     events = []
@@ -137,7 +137,7 @@ def _collect_guard(recordings: Recordings) -> Evidence:
     closing = how_closed(events)
     missing = [
         *recordings.missing,
-        "no exit status and no output: it was not started with `holdfast run`",
+        "no exit status and no output: the run was not started with `holdfast run`",
     ]
     if closing is None and not any(statement.fatal for statement in statements):
         missing.append(

@@ -1,4 +1,4 @@
-"""Pieces of evidence, quoted from statements, events and exit statuses."""
+"""Quote statements, events and exit statuses as pieces of evidence (`Exhibit`) for a verdict."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_CHARACTERS = 300
 
 
 def quote(statement: Statement, role: str) -> Exhibit:
-    """Return the first lines of a statement as evidence; for `role`, see `Exhibit.role`."""
+    """Return the first lines of a statement as an exhibit. `role` is an `Exhibit.role`."""
     return Exhibit(
         text="\n".join(_first_lines(statement, _MAX_QUOTED_LINES)),
         source=statement.source,
@@ -32,12 +32,12 @@ def quote(statement: Statement, role: str) -> Exhibit:
 
 
 def first_line(statement: Statement) -> str:
-    """Return the first line of a statement as evidence shows it."""
+    """Return the first line of a statement, with the exception's class, shortened if it is long."""
     return _first_lines(statement, 1)[0]
 
 
 def _first_lines(statement: Statement, most: int) -> list[str]:
-    """Return the first lines of a statement, with the exception's class, shortened if long."""
+    """Return the first lines of a statement, with the exception's class. Long lines are cut."""
     head = statement.exception or ""
     if head and statement.text:
         head += ": "
@@ -54,16 +54,19 @@ def _first_lines(statement: Statement, most: int) -> list[str]:
 def exhibits_of_end(
     evidence: Evidence, command: Ending | None, first_failure: Ending | None
 ) -> Iterator[Exhibit]:
-    """Yield the evidence about the end: exit statuses, the kernel's kill counter, memory, a hang.
+    """Yield the evidence for how an attempt ended.
+
+    This covers exit statuses, the kernel's out-of-memory kill counter, memory growth, divergence
+    and hangs.
 
     Args:
-        evidence: Everything that is known about the attempt.
-        command: How the command ended.
-        first_failure: How the first process that failed ended.
+        evidence: The evidence about the attempt.
+        command: How the command ended, or None if unknown.
+        first_failure: How the process that failed first ended, or None if no process failed.
     """
     if command is not None and command.status is not None:
         yield _exhibit_of_status("the command", command)
-    # If the command exited with the same status, it only passed it on.
+    # If the command exited with the same status, it only passed on the status of that process.
     status_of_command = None if command is None else command.status
     if first_failure is not None and first_failure.status not in (None, status_of_command):
         yield _exhibit_of_status("the process that failed first", first_failure)
@@ -95,7 +98,7 @@ def _exhibit_of_status(name: str, ending: Ending) -> Exhibit:
 
 
 def exhibit_of_hang(hang: Event) -> Exhibit:
-    """Return how long there was no progress, and where, as the watchdog recorded it."""
+    """Return an exhibit for a hang: how long there was no progress, in which phase and where."""
     data = hang.data
     words = f"no progress for {data.get('seconds')} s in phase {data.get('phase')}"
     words += f" (limit {data.get('limit')} s)"
@@ -115,7 +118,7 @@ def exhibit_of_hang(hang: Event) -> Exhibit:
 
 
 def _memory_exhibits(evidence: Evidence) -> list[Exhibit]:
-    """Return the newest memory trends and leaks, oldest first."""
+    """Return exhibits for the newest memory trends and leaks, oldest first."""
     exhibits = []
     for event in evidence.events:
         if event.kind == "memory_trend" and event.data.get("bytes_per_step"):
@@ -126,7 +129,7 @@ def _memory_exhibits(evidence: Evidence) -> list[Exhibit]:
 
 
 def exhibit_of_memory_trend(trend: Event) -> Exhibit:
-    """Return how fast memory grew."""
+    """Return an exhibit that says how fast memory grew and, if known, when it would be full."""
     words = f"{trend.data.get('what', 'host')} memory grew by {growth_text(trend)}"
     minutes_left = trend.data.get("minutes_left")
     if isinstance(minutes_left, (int, float)):
@@ -135,14 +138,14 @@ def exhibit_of_memory_trend(trend: Event) -> Exhibit:
 
 
 def growth_text(trend: Event) -> str:
-    """Return the memory growth as text, such as ``"1 MiB per step"``."""
+    """Return a memory trend's growth as text, such as ``"1 MiB per step"``."""
     growth = trend.data["bytes_per_step"]
     amount = size(growth) if isinstance(growth, (int, float)) else str(growth)
     return f"{amount} per step"
 
 
 def exhibit_of_leak(leak: Event) -> Exhibit:
-    """Return what is kept alive, by what, and where."""
+    """Return an exhibit for a leak: the leaked objects, what holds them, and where."""
     words = f"{leak.data.get('what', 'objects')} are kept alive"
     if leak.data.get("held_by"):
         words += f" by {leak.data['held_by']}"
@@ -156,7 +159,7 @@ def exhibit_of_leak(leak: Event) -> Exhibit:
 
 
 def exhibits_of_training(evidence: Evidence) -> Iterator[Exhibit]:
-    """Yield the faults that a Guard found, then its warnings about the loader's settings."""
+    """Yield the training faults that a Guard found, then its warnings about loader settings."""
     for fault in observations.training_faults(evidence)[:_MAX_FAULTS]:
         yield _exhibit_of_finding(fault)
     warnings = [
@@ -181,9 +184,12 @@ def _exhibit_of_finding(finding: Event) -> Exhibit:
 
 
 def finding_text(finding: Event, key: str) -> str:
-    """Return the first line of a text in an event, shortened and without its full stop.
+    """Return the first line of a text in a finding's event, shortened and without a final period.
 
-    Empty if the event has no such text.
+    Args:
+        finding: The event.
+        key: The name of the event's field, such as ``"fix"``. If the field does not contain text,
+            an empty string is returned.
     """
     value = finding.data.get(key)
     if not isinstance(value, str):

@@ -1,7 +1,7 @@
-"""Exit statuses: which signal a status stands for, and how to print it.
+"""Convert exit statuses to signals and to text.
 
-Statuses follow `subprocess`: an exit code, or the negated number of a signal. A shell reports
-signal *n* as exit code 128 + *n* instead.
+As in `subprocess`, a status is an exit code or, for a process that a signal ended, the negated
+signal number. A shell reports signal *n* as exit code 128 + *n* instead.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 import signal
 
 _SHELL_OFFSET = 128
-# The highest number of a real-time signal on Linux.
+# The highest signal number on Linux.
 _HIGHEST_SIGNAL = 64
 
-# Signals that other processes send; all others a process usually causes itself.
+# Signals that usually come from another process. A process usually causes all other signals itself.
 SIGNALS_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 def as_signal(status: int | None) -> int | None:
-    """Return a status with a shell's exit code 128 + n replaced by -n."""
+    """Convert a shell's exit code 128 + n to -n; return any other status unchanged."""
     if status is not None and _SHELL_OFFSET < status <= _SHELL_OFFSET + _HIGHEST_SIGNAL:
         return _SHELL_OFFSET - status
     return status
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal such as ``"SIGKILL"``, or an empty text if it has none."""
+    """Return the name of a signal, such as ``"SIGKILL"``, or an empty string if it has none."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,15 +1,16 @@
 """Turn evidence into a verdict.
 
-1. `causes.case` finds how the attempt ended and which statements are candidates for the cause.
-2. `choosing` picks one of them by an ordered table of rules.
-3. A run that ended well is examined further: `doubts` looks for reasons to distrust the exit
-   status, `good_ends` for problems such as a loss that did not fall.
-4. This module computes how certain the cause and its class are, and finds the runner-up.
-5. `wording` puts all of it into words.
+1. `causes.case` finds how the attempt ended and which statements may name the cause.
+2. `causes.choosing` picks one cause with an ordered table of rules.
+3. If the run ended well, `causes.doubts` looks for reasons to distrust the exit status, and
+   `causes.good_ends` for problems such as a loss that did not fall.
+4. This module computes the confidence in the cause and its class, and finds the runner-up.
+5. `wording` writes the text of the verdict.
 
-The confidence in a cause found in a statement is the share of verdicts on the same grounds that
-were right (`causes.candidate.SHARES`), reduced by contradicting evidence. If an exit status, a
-signal, a counter or a hang decides instead, the confidence comes from the rules in `causes.ends`.
+If the cause comes from a statement, the confidence is a measured accuracy: the share of correct
+verdicts among verdicts with the same kind of evidence (`causes.candidate.SHARES`). Contradicting
+evidence lowers it. If an exit status, a signal, a counter or a hang decides, the rules in
+`causes.ends` set the confidence.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ from holdfast.explain.verdict import Verdict
 from holdfast.explain.wording.judgement import Judgement
 from holdfast.explain.wording.verdict_words import in_words
 
-# The highest confidence in a good end that is in doubt.
+# The highest confidence that a run ended well if there is a doubt about its exit status.
 _MAX_CONFIDENCE_IN_DOUBT = 0.7
-# No verdict is certain.
+# The highest confidence of any verdict, because no verdict is certain.
 _MAX_CONFIDENCE = 0.99
 # The lowest confidence at which a runner-up is shown.
 _MIN_SHOWN_CONFIDENCE = 0.02
-# The confidence of a cause that was not chosen is multiplied by this.
+# The confidence in a cause that was not chosen is multiplied by this factor.
 _SHARE_OF_OTHERS = 0.5
-# The choice leaves some probability to other causes. These are the shares of it that go to a
-# hardware error logged by the kernel, and to a loss that diverged before an exception in user code.
+# The chosen cause leaves some probability to other causes. These are the shares of the remainder
+# for a hardware error that the kernel logged, and for a loss that diverged before an exception in
+# user code.
 _SHARE_OF_XID = 0.95
 _SHARE_OF_LOST_TRAINING = 0.9
 
@@ -49,7 +51,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def reach_judgement(evidence: Evidence) -> Judgement:
-    """Return the judgement on why a run ended, before it is put into words."""
+    """Return the judgment on why a run ended: the chosen cause without the verdict's texts."""
     case = open_case(evidence)
     choice = choose(case)
     doubt = None
@@ -68,7 +70,7 @@ def reach_judgement(evidence: Evidence) -> Judgement:
 
 
 def _examine_good_end(case: Case, choice: Choice, doubt: Doubt | None) -> Choice:
-    """Return the choice for a good end, adjusted for doubts and shortfalls."""
+    """Adjust the choice for a run that ended well: lower its confidence or report a shortfall."""
     if doubt is not None:
         choice = replace(choice, confidence=min(choice.confidence, _MAX_CONFIDENCE_IN_DOUBT))
         if doubt.candidate is not None:
@@ -76,7 +78,7 @@ def _examine_good_end(case: Case, choice: Choice, doubt: Doubt | None) -> Choice
             return replace(choice, signature=signature)
     evidence = case.evidence
     if observations.unsaved_steps(evidence) is not None or observations.training_faults(evidence):
-        # The verdict reports these instead of a shortfall: they say more than the loss does.
+        # The verdict reports the unsaved steps or the faults, which say more than a loss.
         return choice
     shortfalls = find_shortfalls(evidence)
     if shortfalls:
@@ -88,7 +90,7 @@ def _examine_good_end(case: Case, choice: Choice, doubt: Doubt | None) -> Choice
 
 
 def _class_confidence(choice: Choice) -> float:
-    """Return how certain the class of the cause is: at least as certain as the cause itself."""
+    """Return the confidence in the class: 0 if unknown, else at least that in the cause."""
     if choice.signature.family == "unknown":
         return 0.0
     if choice.candidate is None:
@@ -106,47 +108,50 @@ def _rounded(confidence: float) -> float:
 
 
 def _runner_up(case: Case, choice: Choice) -> tuple[str, str, float] | None:
-    """Return id, title and confidence of the second most likely cause; None if it is negligible."""
+    """Return the id, title and confidence of the second most likely cause.
+
+    Return None if the run ended well or the second cause is too unlikely to be shown.
+    """
     if case.end.well:
         return None
-    left = 1.0 - choice.confidence
-    likely: tuple[str, str, float] | None = None
+    remainder = 1.0 - choice.confidence
+    best: tuple[str, str, float] | None = None
     for signature, confidence in _other_causes(case, choice):
         if signature.id == choice.signature.id:
             continue
-        shown = round(min(confidence, left), 2)
-        if likely is None or shown > likely[2]:
-            likely = (signature.id, signature.title, shown)
-    if likely is None or likely[2] < _MIN_SHOWN_CONFIDENCE:
+        share = round(min(confidence, remainder), 2)
+        if best is None or share > best[2]:
+            best = (signature.id, signature.title, share)
+    if best is None or best[2] < _MIN_SHOWN_CONFIDENCE:
         return None
-    return likely
+    return best
 
 
 def _other_causes(case: Case, choice: Choice) -> Iterator[tuple[Signature, float]]:
-    """Yield other causes that the evidence suggests, with the confidence in each."""
-    left = 1.0 - choice.confidence
+    """Yield the other causes that the evidence suggests, with the confidence in each cause."""
+    remainder = 1.0 - choice.confidence
     for candidate in (*case.roots, *case.cascades):
         if candidate is not choice.candidate:
             yield candidate.signature, candidate.confidence * _SHARE_OF_OTHERS
     if choice.candidate is not None:
         for signature in choice.candidate.also:
-            yield signature, left * _SHARE_OF_OTHERS
+            yield signature, remainder * _SHARE_OF_OTHERS
     yield from _other_killers(case, choice)
     logged_by_kernel = any("NVRM: Xid" in line.text for line in case.evidence.statements)
     if choice.signature.family != "hardware" and logged_by_kernel:
-        yield all_signatures()[endings.XID], left * _SHARE_OF_XID
+        yield all_signatures()[endings.XID], remainder * _SHARE_OF_XID
     lost = case.evidence.lost
     if choice.signature.family != "numerics" and lost is not None and lost.exploded:
-        yield all_signatures()[endings.TRAINING_LOST], left * _SHARE_OF_LOST_TRAINING
+        yield all_signatures()[endings.TRAINING_LOST], remainder * _SHARE_OF_LOST_TRAINING
     if case.end.cause is not None and case.end.cause != endings.STATUS_ONLY:
         yield all_signatures()[case.end.cause], case.end.confidence * _SHARE_OF_OTHERS
 
 
 def _other_killers(case: Case, choice: Choice) -> Iterator[tuple[Signature, float]]:
-    """Yield the other possible sender of a SIGKILL: the kernel, or a person or scheduler."""
-    left = 1.0 - choice.confidence
+    """Yield the other explanation for a SIGKILL: the kernel sent it, or a person or scheduler."""
+    remainder = 1.0 - choice.confidence
     if choice.candidate is not None and choice.signature.id == endings.KILLED_UNCOUNTED:
-        yield all_signatures()[endings.KILLED], left
+        yield all_signatures()[endings.KILLED], remainder
     kills = observations.count_kernel_kills(case.evidence.endings)
     if choice.signature.id == endings.KILLED and kills is None:
-        yield all_signatures()[endings.KILLED_UNCOUNTED], left
+        yield all_signatures()[endings.KILLED_UNCOUNTED], remainder

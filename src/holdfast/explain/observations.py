@@ -1,8 +1,7 @@
-"""Find out what the events of a run show apart from the cause of its end, one fact per function.
+"""Read single facts from a run's events, such as growing memory, training faults or failed saves.
 
-Examples are growing memory, training faults that a Guard found, and failed saves. `remarks` turns
-these observations into sentences, `exhibits` into pieces of evidence. Nothing here chooses a cause
-(see `causes.choosing`).
+`wording.remarks` turns these observations into sentences, and `exhibits` turns them into pieces of
+evidence. `causes.choosing` decides which cause ended the run.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Ending, Evidence, Statement
 from holdfast.explain.exit_status import is_signal_name
 
-# Events that say how a save ended.
+# Events that record the result of a save.
 _EVENTS_OF_SAVES = ("checkpoint_saved", "save_failed", "save_refused")
-# Events that tell whether a Guard's newest state is in a checkpoint.
+# Events that show whether a checkpoint contains a Guard's newest state.
 _EVENTS_ABOUT_SAVING = ("not_saved", "checkpoint_saved", "saved", "loop")
 _FULL_DISK_MESSAGES = ("No space left on device", "Disk quota exceeded")
 
@@ -26,12 +25,15 @@ _FULL_DISK_MESSAGES = ("No space left on device", "Disk quota exceeded")
 
 
 def newest_leak(evidence: Evidence) -> Event | None:
-    """Return the newest leak that was traced, or None."""
+    """Return the newest event about a traced memory leak, or None."""
     return _newest_event(evidence.events, "leak")
 
 
 def newest_memory_trend(evidence: Evidence) -> Event | None:
-    """Return the newest event about memory growing from step to step, unless the growth ended."""
+    """Return the newest event about memory that grows from step to step.
+
+    Return None if there is no such event, or if the newest event says that the growth has ended.
+    """
     trend = _newest_event(evidence.events, "memory_trend")
     if trend is None or not trend.data.get("bytes_per_step"):
         return None
@@ -39,7 +41,7 @@ def newest_memory_trend(evidence: Evidence) -> Event | None:
 
 
 def host_memory_was_running_out(evidence: Evidence) -> bool:
-    """Return whether the newest trend of host memory predicted when it would be full."""
+    """Return whether the newest trend of host memory predicted when the memory would be full."""
     trends = [
         event
         for event in evidence.events
@@ -49,7 +51,7 @@ def host_memory_was_running_out(evidence: Evidence) -> bool:
 
 
 def leak_place(leak: Event) -> str:
-    """Return where leaked memory is kept alive, or an empty text if unknown."""
+    """Return the place in the code that keeps leaked memory alive, or "" if it is unknown."""
     place = leak.data.get("retained_at")
     if isinstance(place, str) and place.strip(" ?"):
         return place
@@ -57,7 +59,10 @@ def leak_place(leak: Event) -> str:
 
 
 def count_kernel_kills(endings: Iterable[Ending]) -> int | None:
-    """Return by how much the kernel's out-of-memory kill counter rose; None if it was not read."""
+    """Return how many processes the kernel killed for lack of memory, or None if unknown.
+
+    This is the rise of the control group's ``oom_kill`` counter.
+    """
     counts = [ending.oom_kills for ending in endings if ending.oom_kills is not None]
     return max(counts, default=None)
 
@@ -66,9 +71,9 @@ def count_kernel_kills(endings: Iterable[Ending]) -> int | None:
 
 
 def training_faults(evidence: Evidence) -> list[Event]:
-    """Return the training faults that a Guard found, the newest for each rule and place.
+    """Return the newest training fault that a Guard found for each rule and place.
 
-    Causes come before symptoms, then errors before advice, then the most confident.
+    Causes come before symptoms, then errors before advice, then high before low confidence.
     """
     newest: dict[tuple[str, str], Event] = {}
     for event in evidence.events:
@@ -92,14 +97,15 @@ def _importance_of_finding(finding: Event) -> tuple[bool, bool, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnsavedSteps:
-    """A Guard could not save its newest state.
+    """The steps that are in no checkpoint because a Guard could not save its newest state.
 
     Attributes:
-        newest_checkpoint: Step of the newest checkpoint; None if there is none.
+        newest_checkpoint: Step of the newest checkpoint, or None if there is no checkpoint.
         step: Step at which the Guard closed.
         failed_saves: How many saves failed.
         reason: Why the newest save failed, in a few words; empty if not recorded.
-        was_refused: Whether the Guard refused the newest save because the state held NaN or Inf.
+        was_refused: Whether the Guard refused the newest save because the state contained NaN or
+            Inf.
     """
 
     newest_checkpoint: object
@@ -109,17 +115,17 @@ class UnsavedSteps:
     was_refused: bool
 
     def state(self) -> str:
-        """Return which checkpoint exists, as a clause."""
+        """Return a clause that names the step of the newest checkpoint, if there is one."""
         if self.newest_checkpoint is None:
             return "nothing was saved"
         return f"its newest checkpoint is from step {self.newest_checkpoint}"
 
     def state_and_reason(self) -> str:
-        """Return which checkpoint exists and, if known, why there is no newer one."""
+        """Return a clause that names the newest checkpoint and, if known, why the save failed."""
         return f"{self.state()} ({self.reason})" if self.reason else self.state()
 
     def sentence(self) -> str:
-        """Return a clause for use within a sentence, without a capital letter or a full stop."""
+        """Return a clause for use within a sentence, without a capital letter or a period."""
         return (
             f"{self.state()}, although it had reached step {self.step}"
             f" (failed saves: {self.failed_saves})"
@@ -127,9 +133,9 @@ class UnsavedSteps:
 
 
 def unsaved_steps(evidence: Evidence) -> UnsavedSteps | None:
-    """Return what a Guard recorded about failed saves when it closed.
+    """Return the steps that a Guard could not save before it closed.
 
-    None if all of its steps are in a checkpoint.
+    Return None if a checkpoint contains all of the Guard's steps.
     """
     newest = _newest_event(evidence.events, *_EVENTS_ABOUT_SAVING)
     if newest is None or newest.kind != "not_saved":
@@ -148,21 +154,21 @@ def unsaved_steps(evidence: Evidence) -> UnsavedSteps | None:
 
 def _reason_of_failed_save(error: object) -> str:
     if not isinstance(error, str):
-        # Older versions did not record a text.
+        # Older versions of holdfast did not record the error.
         return ""
     if any(message in error for message in _FULL_DISK_MESSAGES):
         return "the disk is full"
-    # Drop the class of the exception.
+    # Remove the exception's class.
     return error.partition(": ")[2] or error
 
 
 def stop_request(events: Iterable[Event]) -> Event | None:
     """Return the newest request to stop a Guard.
 
-    None if there is none, or if a loop began after it.
+    Return None if there was no request, or if a loop began after the request.
 
     Args:
-        events: Events in the order of their times.
+        events: The events of a Guard, oldest first.
     """
     request = None
     for event in events:
@@ -174,7 +180,7 @@ def stop_request(events: Iterable[Event]) -> Event | None:
 
 
 def signal_of_stop(request: Event) -> str | None:
-    """Return the name of the signal that requested a stop, or None if the program itself did."""
+    """Return the name of the signal that requested a stop, or None if the script requested it."""
     for value in (request.data.get("signal"), request.data.get("reason")):
         if isinstance(value, str) and is_signal_name(value):
             return value
@@ -182,7 +188,7 @@ def signal_of_stop(request: Event) -> str | None:
 
 
 def closed_after(events: Iterable[Event], request: Event) -> bool:
-    """Return whether a Guard closed as requested after a request to stop."""
+    """Return whether a Guard stopped and closed after a stop request."""
     for event in events:
         is_stop = event.kind == "closed" and event.data.get("how") == "stopped"
         if is_stop and event.unix_seconds >= request.unix_seconds:
@@ -194,12 +200,12 @@ def closed_after(events: Iterable[Event], request: Event) -> bool:
 
 
 def was_stopped_by_holdfast(ending: Ending, status: int) -> bool:
-    """Return whether a process ended by a signal that the supervisor had sent it."""
+    """Return whether the supervisor ended a process with SIGTERM or SIGKILL."""
     return ending.sent_by == "supervisor" and status in (-signal.SIGTERM, -signal.SIGKILL)
 
 
 def ignored_hang(evidence: Evidence) -> Event | None:
-    """Return the newest hang that was left alone, if no step was completed after it."""
+    """Return the newest hang that the supervisor only reported, if no step followed it."""
     hangs = [
         event
         for event in evidence.events
@@ -214,9 +220,10 @@ def ignored_hang(evidence: Evidence) -> Event | None:
 
 
 def final_traceback(evidence: Evidence) -> Statement | None:
-    """Return the exception whose traceback ends the output.
+    """Return the exception whose traceback is the end of the output.
 
-    None if there is none, or if it is known whether that exception ended its process.
+    Return None if the output does not end with a traceback, or if other evidence already shows
+    whether that exception ended its process.
     """
     for statement in reversed(evidence.statements):
         if statement.kind == "exception" and statement.last and statement.fatal is None:
@@ -225,7 +232,7 @@ def final_traceback(evidence: Evidence) -> Statement | None:
 
 
 def was_not_observed(evidence: Evidence) -> bool:
-    """Return whether only the exit status of a supervised run is known."""
+    """Return whether the exit status is the only evidence about a supervised run."""
     return evidence.observed is False and not evidence.output_says_done
 
 

@@ -1,8 +1,8 @@
-"""The catalogue of rules: one for every id that an error, a finding or a verdict can carry.
+"""The catalog of rules: one for each id that an error, a finding or a verdict can have.
 
-Rules for errors and findings are the sections of ``rules.md`` and ``learning_rules.md`` beside this
-file, so the website and `holdfast explain` show the same text. The rule for a verdict is generated
-from its signature.
+The rules for errors and findings are the sections of ``rules.md`` and ``learning_rules.md`` in this
+folder. The website and `holdfast explain` both show these files. The rule for a verdict is
+generated from its signature.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.explain.signatures.signature import Signature
 
 PAGES = ("rules.md", "learning_rules.md")
 _SECTION = re.compile(r"^## (H\d{3,4}): ([^\n]+)\n\n(.+?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-# For ids of four characters: a missing character is tolerated, a different one is not.
+# For ids of four characters, this accepts one missing character but no wrong character.
 _MIN_SIMILARITY = 0.85
 
 
@@ -27,10 +27,10 @@ class RulePage:
     """The page of one rule.
 
     Attributes:
-        id: Such as ``"H101"``.
-        title: What is wrong, in a few words.
-        text: Markdown: the meaning, why it matters, the fix and, for a finding, its false
-            positives.
+        id: The rule id, such as ``"H101"``.
+        title: The problem in a few words.
+        text: Markdown that explains the problem, why it matters, how to fix it and, for a finding,
+            when it is a false positive.
     """
 
     id: str
@@ -40,7 +40,7 @@ class RulePage:
 
 @functools.cache
 def all_rules() -> dict[str, RulePage]:
-    """Return every rule of the pages by its id."""
+    """Return the rules of errors and findings, which are in `PAGES`, by id."""
     rules: dict[str, RulePage] = {}
     for name in PAGES:
         page = resources.files("holdfast.explain").joinpath(name).read_text(encoding="utf-8")
@@ -52,26 +52,26 @@ def all_rules() -> dict[str, RulePage]:
 
 @functools.cache
 def catalogue() -> dict[str, RulePage]:
-    """Return the rules of the pages and of all signatures by their ids, in the order of the ids."""
+    """Return all rules by id, in ascending order: those in `PAGES` and one per signature."""
     rules = {signature.id: _rule_of(signature) for signature in all_signatures().values()}
     rules.update(all_rules())
     return dict(sorted(rules.items(), key=lambda entry: int(entry[0][1:])))
 
 
 def find_rule(rule_id: str) -> RulePage:
-    """Return the rule with this id, which is matched case-insensitively.
+    """Return the rule with an id. Case does not matter.
 
     Raises:
-        PolicyError: H702 if there is no such rule.
+        PolicyError: H702 if no rule has this id.
     """
     rules = catalogue()
     rule = rules.get(rule_id.upper())
     if rule is not None:
         return rule
     fix = "`holdfast explain` without an id lists all rules."
-    near = nearest(rule_id, rules, least=_MIN_SIMILARITY)
-    if near is not None:
-        fix = f"did you mean {near!r}?"
+    suggestion = nearest(rule_id, rules, least=_MIN_SIMILARITY)
+    if suggestion is not None:
+        fix = f"did you mean {suggestion!r}?"
     raise PolicyError(
         f"{rule_id!r} is not a rule", limit=f"there are {len(rules)} rules", fix=fix, rule="H702"
     )
@@ -82,7 +82,7 @@ def _rule_of(signature: Signature) -> RulePage:
     parts = [signature.means, f"**Fix.** {signature.fix}"]
     if signature.changes:
         changes = ", ".join(f"`{name}={value}`" for name, value in signature.changes.items())
-        parts.append(f"**Restarting.** `holdfast run` starts it again with {changes}.")
+        parts.append(f"**Restarting.** `holdfast run` restarts the command with {changes}.")
     if signature.false_positives:
         parts.append(f"**False positives.** {signature.false_positives}")
     if signature.example:

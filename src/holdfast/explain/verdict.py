@@ -1,7 +1,7 @@
-"""`Verdict`: why a run ended, in plain words, with the evidence and the confidence.
+"""`Verdict`: why a run ended, with the evidence and the confidence.
 
-A verdict quotes logs and recordings, whose contents may be hostile. This module sanitises all
-texts, so code that prints a verdict need not do so again.
+A verdict quotes logs and recordings, which may contain hostile text. This module sanitizes every
+text, so that code that prints a verdict does not have to.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from holdfast.explain.signatures import WELL
 from holdfast.explain.signatures.signature import FAMILIES, Family, Restart
 
 _MAX_CHARACTERS = 20_000
-# Fields that keep their line breaks; in all others, line breaks become spaces.
+# Fields that keep their line breaks. In all other fields, line breaks become spaces.
 _FIELDS_WITH_LINES = frozenset({"text", "summary", "fix"})
-# Causes that quote an exception: one that matches no signature (`endings.UNCAUGHT`), or a holdfast
-# error with its rule. The ids of signatures start at H900.
+# Causes that quote an exception: an exception that matches no signature (`endings.UNCAUGHT`), or a
+# holdfast error with its rule. The ids of signatures start at H900.
 _IN_ITS_OWN_WORDS = re.compile(r"H1608|H[1-8]\d\d")
-# The lowest confidence in an uncontradicted exception that ended its process: the smallest entry of
-# `causes.candidate.SHARES` for exceptions without a signature. Any contradicting evidence (a signal
-# from outside, another failure, progress after the exception) lowers the confidence below this.
+# The lowest confidence in an exception that ended its process if no evidence contradicts it. This
+# is the smallest entry of `causes.candidate.SHARES` for exceptions without a signature.
+# Contradicting evidence (a signal from outside, another failure, progress after the exception)
+# lowers the confidence below this limit.
 _UNDISPUTED = 0.65
 
 
@@ -32,37 +33,38 @@ class Exhibit:
 
     # The quoted text, cut to a few lines.
     text: str
-    # Where it comes from, such as ``"output.log:1041"``.
+    # Where the text was found, such as ``"output.log:1041"``.
     source: str
-    # "root", "cascade", "confirmation", or "fact" (an exit status, a counter, a last step).
+    # "root" (the original failure), "cascade" (a failure that follows from another one),
+    # "confirmation", or "fact" (such as an exit status or a counter).
     role: str = "fact"
     unix_seconds: float | None = None
     rank: int | None = None
 
     def __post_init__(self) -> None:
-        """Sanitise the texts."""
+        """Sanitize the texts."""
         _sanitise_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Why a run ended. All texts are sanitised on construction."""
+    """Why a run ended. All texts are sanitized on construction."""
 
-    # Id of the signature or rule, such as ``"H901"``; ``"H1600"`` is "unknown".
+    # Id of the signature or rule, such as ``"H901"``. ``"H1600"`` means that the cause is unknown.
     cause: str
-    # Class of the cause.
+    # Class of the cause, such as "out of memory".
     family: Family
     # The cause in a few words, in lower case unless it quotes an exception.
     title: str
     # One paragraph: what ended the run, when and where.
     summary: str
-    # What to do, starting with what to try first. Empty if nothing specific is known.
+    # How to fix the problem, starting with the first thing to try. Empty if no fix is known.
     fix: str
-    # The probability that this is the cause; 0 for "unknown", which names no cause.
+    # The probability that this is the cause. 0 if the cause is unknown.
     confidence: float
-    # The probability that the cause is of this class.
+    # The probability that the cause belongs to this class.
     class_confidence: float = 0.0
-    # The evidence, the strongest first.
+    # The evidence, strongest first.
     evidence: tuple[Exhibit, ...] = ()
     # Id, title and confidence of the second most likely cause.
     runner_up: tuple[str, str, float] | None = None
@@ -70,19 +72,19 @@ class Verdict:
     tried: tuple[str, ...] = ()
     # Missing evidence that would have made the verdict more certain, one clause each.
     missing: tuple[str, ...] = ()
-    # What a supervisor may do.
+    # What a supervisor may do next.
     restart: Restart = "stop"
-    # Environment variables for the next attempt.
+    # Environment variables to set for the next attempt.
     changes: tuple[tuple[str, str], ...] = ()
-    # Innermost frame of the user's own code, ``file:line in function``, or an empty text.
+    # Innermost frame in the user's code, as ``file:line in function``, or an empty string.
     where: str = ""
     # Rank of the process that failed first.
     rank: int | None = None
-    # The number of steps that it had completed.
+    # The number of steps that this process completed.
     step: int | None = None
 
     def __post_init__(self) -> None:
-        """Sanitise the texts."""
+        """Sanitize the texts."""
         _sanitise_fields(self)
 
     @property
@@ -94,17 +96,17 @@ class Verdict:
 
     @property
     def is_plain_success(self) -> bool:
-        """Return whether the run ended well without reservations.
+        """Return whether the run ended well and nothing casts doubt on it.
 
-        A doubt about the exit status or a fault in the training has a title of its own.
+        If the exit status is in doubt or the training had a fault, the verdict has another title.
         """
         return self.cause == WELL.id and self.title == WELL.title
 
     @property
     def names_an_exception(self) -> bool:
-        """Return whether the cause quotes an exception and nothing contradicts it.
+        """Return whether the cause quotes an exception that no evidence contradicts.
 
-        Such a cause was observed rather than inferred, so no probability is shown with it.
+        No probability is shown with such a cause, because it was observed, not inferred.
         """
         if not _IN_ITS_OWN_WORDS.fullmatch(self.cause):
             return False
@@ -116,7 +118,7 @@ class Verdict:
 
 
 def _sanitise_fields(record: Exhibit | Verdict) -> None:
-    """Sanitise every text in the fields of a frozen record."""
+    """Sanitize every text in the fields of a frozen dataclass."""
     for field in fields(record):
         keeps_lines = field.name in _FIELDS_WITH_LINES
         value = _sanitised(getattr(record, field.name), lines=keeps_lines)

@@ -34,6 +34,7 @@ from holdfast.guard.arguments import check_loader, gather_parts
 from holdfast.guard.context import RunContext
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
+from holdfast.guard.evaluation import BatchEvaluator, EvaluationFunction
 from holdfast.guard.images import keep_image
 from holdfast.guard.ranks.recognize import ranks_of
 from holdfast.guard.record import End, RunRecord
@@ -178,6 +179,14 @@ class Guard:
         )
         context = RunContext.of(
             self._parts, self.policy, self._record, ranks, self._cursor, schedules
+        )
+        self._loader = loader
+        self._split = split
+        self._evaluator = BatchEvaluator(
+            self._parts.devices(),
+            self._parts.device_type(),
+            self.policy.precision,
+            may_split=ranks.world_size == 1,
         )
         self._session = Session(context, self._directory, clock)
         self._engine = StepEngine(context, split, self._session.reserves)
@@ -633,6 +642,67 @@ class Guard:
                 yield
         except Interrupted:
             self._end_process()
+
+    def evaluate_batches(
+        self,
+        loader: Iterable[Any],
+        fn: EvaluationFunction,
+        *,
+        split: Split | None = None,
+    ) -> Any:
+        """Call a function on every batch of a loader inside `evaluate`, and combine its outputs.
+
+        A batch that does not fit into memory is evaluated in two halves, and these in halves
+        again. The size that fits is remembered for the next batches and evaluations of the same
+        function. With several ranks nothing is split, because each rank would call a model with
+        collectives a different number of times.
+
+        Args:
+            loader: Batches to evaluate; not the guard's own `loader`, whose position is that of
+                training.
+            fn: A function that takes a batch, or a part of one, and returns a tree of outputs:
+                tuples and dicts of the following leaves. It runs in the precision of the policy.
+            split: Where the batch dimension is; None uses the guard's `split`.
+
+        Returns:
+            A tree like that of `fn`, for the whole loader, with tensors on the CPU:
+
+            - A tensor of shape ``(samples, ...)`` or a list with one entry per sample is
+              concatenated in the order of the samples.
+            - A mean over items, as `Loss` or as a pair ``(mean, items)`` with a whole number of
+              items, becomes the mean over all items, as a float.
+            - Any other scalar becomes a tensor of shape ``(batches,)``.
+            - None stays None.
+
+        Raises:
+            BatchError: H204 if the loader yields no batch, or for outputs that cannot be combined;
+                H205 for a scalar output of a batch that had to be split.
+            OutOfMemoryError: H401 for a batch that does not fit and cannot be split further.
+            PolicyError: H105 for the guard's own loader.
+
+        Example:
+            >>> import tempfile, torch, holdfast
+            >>> model = torch.nn.Linear(2, 3)
+            >>> guard = holdfast.Guard(tempfile.mkdtemp(), model=model,
+            ...                        optimizer=torch.optim.SGD(model.parameters()))
+            >>> batches = [torch.randn(8, 2), torch.randn(5, 2)]
+            >>> logits, loss = guard.evaluate_batches(
+            ...     batches, lambda x: (model(x), (model(x).square().mean(), len(x))))
+            >>> logits.shape, type(loss)
+            (torch.Size([13, 3]), <class 'float'>)
+        """
+        check_loader(loader)
+        if loader is self._loader:
+            raise PolicyError(
+                "guard.evaluate_batches with the loader that was passed to Guard",
+                limit="iterating it would move the position of the training",
+                fix="create another loader for the evaluation, over the same dataset if need be.",
+                rule="H105",
+            )
+        with naming_lack_of_memory("evaluating batches"), self.evaluate():
+            if split is None:
+                split = self._split
+            return self._evaluator.evaluate(loader, fn, split, self.emit)
 
     def _may_save_in_evaluation(self) -> bool:
         """Return whether the models hold the trained weights, or the guard can restore them."""

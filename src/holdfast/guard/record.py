@@ -81,6 +81,7 @@ _LOGGED_BY_EACH_RANK: frozenset[type[EventData]] = frozenset(
         Split,
         Recompute,
         run_events.OutOfMemory,
+        run_events.EvaluationSplit,
         run_events.CheckpointDamaged,
         run_events.RecomputeImpossible,
         run_events.OnednnSwitchedOff,

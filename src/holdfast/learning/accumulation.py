@@ -14,16 +14,18 @@ from holdfast.learning.measures import dense_gradient, streak
 from holdfast.learning.observations import ObservedOptimizer
 from holdfast.numerics.eager import is_symbolic
 
-# How many parameters are watched. `zero_grad` clears all of them, so a few small ones are enough.
+# Number of parameters to watch. `zero_grad` clears the gradients of all parameters, so watching a
+# few small ones is enough.
 WATCHED_PARAMETERS = 3
-# Parameters with more elements than this are not watched, since their gradients are copied.
+# Larger parameters are not watched, because the gradients of watched parameters are copied.
 MAX_ELEMENTS = 10**6
 
 
 class AccumulationCheck:
     """Checks that gradients start from zero, and that they reach the optimizer step unchanged.
 
-    A tensor hook runs before a gradient is added to ``.grad``, a post-accumulate hook afterwards.
+    A tensor hook runs before a gradient is added to ``.grad``, and a post-accumulate hook runs
+    afterwards.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -36,9 +38,10 @@ class AccumulationCheck:
         ]
         self._watched = sorted(learning, key=lambda parameter: parameter.numel())
         del self._watched[WATCHED_PARAMETERS:]
-        # Copies of the gradients as backward left them, by parameter id.
+        # Copies of the gradients after backward, by parameter id.
         self._accumulated: dict[int, Tensor] = {}
-        # Whether at least one gradient was added to None or to zeros since the last step.
+        # Whether, since the last step, at least one gradient was added to a ``.grad`` that was None
+        # or zero.
         self._started_from_zero = False
         self._handles: list[RemovableHandle] = []
         for parameter in self._watched:
@@ -50,14 +53,14 @@ class AccumulationCheck:
             ]
 
     def _before_accumulation(self, parameter: Tensor, _gradient: Tensor) -> None:
-        """Note whether ``.grad`` is None or zero before backward adds to it."""
+        """Record whether ``.grad`` is None or zero before backward adds to it."""
         if self._started_from_zero or is_symbolic():
             return
         gradient = dense_gradient(parameter)
         self._started_from_zero = gradient is None or not bool(gradient.any())
 
     def _after_accumulation(self, parameter: Tensor) -> None:
-        """Copy the gradient that backward has accumulated."""
+        """Copy the accumulated gradient."""
         if is_symbolic():
             return
         gradient = dense_gradient(parameter)
@@ -65,7 +68,7 @@ class AccumulationCheck:
             self._accumulated[id(parameter)] = gradient.clone()
 
     def note_step(self, observed: ObservedOptimizer) -> None:
-        """Count what happened to the watched gradients since the last step, and start over."""
+        """Record what happened to the watched gradients since the last step."""
         if self._accumulated:
             observed.checked += 1
             observed.leaks = streak(observed.leaks, continues=not self._started_from_zero)
@@ -78,9 +81,10 @@ class AccumulationCheck:
         self._started_from_zero = False
 
     def _factors_since_backward(self) -> list[float]:
-        """Return the factor by which each watched gradient has been scaled since backward.
+        """Return the factor by which each watched gradient was scaled since backward.
 
-        The gradient is projected onto its copy from backward: 1 if untouched, below 0 if reversed.
+        The factor is the projection of the gradient onto its copy from backward: 1 if the gradient
+        was not changed, below 0 if it was reversed.
         """
         factors = []
         for parameter in self._watched:

@@ -1,8 +1,8 @@
 """Measure how well attention aligns decoder steps with encoder positions.
 
-This is for models whose input and output have the same order, such as speech synthesisers. Under
-teacher forcing the loss can look fine although free-running synthesis fails; the attention shows
-the failure. The thresholds are in rule H852.
+This is for models whose input and output are in the same order, such as speech synthesis models.
+Under teacher forcing, the loss can look fine even though free-running synthesis fails. The
+attention shows the failure. Rule H852 defines the thresholds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from holdfast.core.events.run_events import Aligned
 
-# Width of the diagonal band relative to the whole length: Tachibana et al., arXiv 1710.08969,
+# Width of the diagonal band relative to the total length. From Tachibana et al., arXiv 1710.08969,
 # section 4.1.
 DIAGONAL_WIDTH = 0.2
-# Attention weights come from a softmax, so each row sums to 1. A row that sums to much less was
-# masked out.
+# Smallest sum of a row that is not masked out. Attention weights come from a softmax, so each row
+# sums to 1 unless it was masked.
 MASKED_OUT = 1e-6
 
 
@@ -31,9 +31,9 @@ def report_alignment(
     output_lengths: Tensor,
     max_decoder_steps: int | None = None,
 ) -> dict[str, Any]:
-    """Record a speech synthesiser's alignment from an evaluation in a guarded run.
+    """Record the alignment of a speech synthesis model during an evaluation in a guarded run.
 
-    Rule H852 judges it. The arguments and the result are those of `alignment_facts`.
+    Rule H852 evaluates the alignment. For the arguments and the result, see `alignment_facts`.
     """
     alignment: dict[str, Any] = alignment_facts(
         attention, input_lengths, output_lengths, max_decoder_steps
@@ -49,35 +49,37 @@ def alignment_facts(
     output_lengths: Tensor,
     max_decoder_steps: int | None = None,
 ) -> dict[str, float]:
-    """Measure the attention of a batch; every utterance counts equally.
+    """Measure the attention of a batch, averaged over its utterances.
 
     Args:
-        attention: Weights, shape ``(batch, decoder steps, encoder positions)``. Padding is ignored.
-        input_lengths: Valid encoder positions, shape ``(batch,)``.
-        output_lengths: Valid decoder steps, shape ``(batch,)``; in decoder steps, not in frames.
-        max_decoder_steps: The step at which free-running decoding is cut off; None for teacher
+        attention: Attention weights, shape ``(batch, decoder steps, encoder positions)``. Padding
+            is ignored.
+        input_lengths: Number of valid encoder positions per utterance, shape ``(batch,)``.
+        output_lengths: Number of valid decoder steps (not frames) per utterance, shape
+            ``(batch,)``.
+        max_decoder_steps: Maximum number of steps of free-running decoding, or None for teacher
             forcing.
 
     Returns:
-        Means over the usable utterances (valid lengths, no NaN or Inf), or NaN for all values if
-        there are none:
+        Means over all usable utterances (valid lengths, no NaN or Inf). If there are none, all
+        means are NaN.
 
         - ``diagonality``: 1 minus the guided-attention loss of Tachibana et al. (arXiv 1710.08969,
-          eq. 8). 1 on the diagonal; 0.42 for uniform attention; 0.25 if stuck at the first or the
-          last position.
-        - ``sharpness``: the largest weight of each step, averaged: the focus rate of FastSpeech
-          (arXiv 1905.09263).
-        - ``entropy``: entropy of each step divided by its maximum, log N; 1 for uniform attention,
-          0 for a sharp one.
-        - ``monotonic_share``: share of steps whose strongest position does not precede that of the
-          previous step. He et al. (arXiv 1906.00672) require this of every step; chance gives 0.5.
-          Attention that is stuck at one position is monotonic too.
-        - ``share_at_max_decoder``: share of utterances that reached `max_decoder_steps`, typically
-          because the model never predicted the stop token.
-        - ``utterances``: how many were usable.
+          eq. 8). It is 1 on the diagonal, 0.42 for uniform attention, and 0.25 if the attention is
+          stuck at the first or last position.
+        - ``sharpness``: the largest weight of each step, averaged over steps. This is the focus
+          rate of FastSpeech (arXiv 1905.09263).
+        - ``entropy``: the entropy of each step divided by its maximum, log N. It is 1 for uniform
+          and 0 for perfectly sharp attention.
+        - ``monotonic_share``: the share of steps whose strongest position does not precede that of
+          the previous step. He et al. (arXiv 1906.00672) require this of every step. The value is
+          0.5 for random attention, and 1 for attention that is stuck at one position.
+        - ``share_at_max_decoder``: the share of utterances that reached `max_decoder_steps`,
+          typically because the model never predicted the stop token.
+        - ``utterances``: the number of usable utterances.
 
     Raises:
-        ValueError: If the shapes do not match each other.
+        ValueError: The shapes do not match.
     """
     _check_shapes(attention, input_lengths, output_lengths)
     utterances = Utterances.of(attention, input_lengths, output_lengths)
@@ -105,9 +107,9 @@ def _check_shapes(attention: Tensor, input_lengths: Tensor, output_lengths: Tens
     if attention.ndim == 3 and input_lengths.shape == output_lengths.shape == batch:
         return
     raise ValueError(
-        f"attention has shape {tuple(attention.shape)}, the lengths {tuple(input_lengths.shape)}"
-        f" and {tuple(output_lengths.shape)}; (batch, decoder, encoder), (batch,) and (batch,) are"
-        " needed."
+        f"attention has shape {tuple(attention.shape)}, and the lengths have shapes"
+        f" {tuple(input_lengths.shape)} and {tuple(output_lengths.shape)}. Pass (batch, decoder,"
+        " encoder), (batch,) and (batch,)."
     )
 
 
@@ -116,12 +118,13 @@ class Utterances:
     """The attention of a batch, with its padding masked out.
 
     Args:
-        weights: Attention weights; each row sums to 1, shape ``(batch, decoder steps, positions)``.
-        positions: Valid encoder positions, shape ``(batch, 1, 1)``.
-        steps: Valid decoder steps, shape ``(batch, 1, 1)``.
-        step_numbers: Shape ``(1, decoder steps, 1)``.
-        position_numbers: Shape ``(positions,)``.
-        judged: Which utterances are usable: valid lengths, no NaN or Inf, shape ``(batch,)``.
+        weights: Attention weights, shape ``(batch, decoder steps, positions)``. Each valid row sums
+            to 1.
+        positions: Number of valid encoder positions per utterance, shape ``(batch, 1, 1)``.
+        steps: Number of valid decoder steps per utterance, shape ``(batch, 1, 1)``.
+        step_numbers: All decoder steps, counted from 0, shape ``(1, decoder steps, 1)``.
+        position_numbers: All encoder positions, counted from 0, shape ``(positions,)``.
+        judged: Whether each utterance is usable (valid lengths, no NaN or Inf), shape ``(batch,)``.
     """
 
     weights: Tensor
@@ -133,7 +136,7 @@ class Utterances:
 
     @classmethod
     def of(cls, attention: Tensor, input_lengths: Tensor, output_lengths: Tensor) -> Utterances:
-        """Mask the padding of a batch, and find its usable utterances."""
+        """Mask out the padding of a batch, and find the usable utterances."""
         device = attention.device
         _, most_steps, most_positions = attention.shape
         positions = input_lengths.to(device).view(-1, 1, 1)
@@ -153,24 +156,24 @@ class Utterances:
         )
 
     def diagonality(self) -> Tensor:
-        """Return the weight near the diagonal of each utterance, shape ``(batch,)``."""
+        """Return the attention weight near the diagonal, shape ``(batch,)``."""
         position = (self.position_numbers + 0.5) / self.positions.clamp(min=1)
         step = (self.step_numbers + 0.5) / self.steps.clamp(min=1)
         nearness = torch.exp(-(position - step).square() / (2 * DIAGONAL_WIDTH**2))
         return _mean((self.weights * nearness).sum(dim=2), self._valid_steps())
 
     def sharpness(self) -> Tensor:
-        """Return the mean largest weight of each utterance, shape ``(batch,)``."""
+        """Return the largest weight of each step, averaged over steps, shape ``(batch,)``."""
         return _mean(self.weights.amax(dim=2), self._valid_steps())
 
     def entropy(self) -> Tensor:
-        """Return the mean entropy relative to its maximum, shape ``(batch,)``."""
+        """Return the entropy relative to its maximum, averaged over steps, shape ``(batch,)``."""
         entropy = -torch.special.xlogy(self.weights, self.weights).sum(dim=2)
         largest = self.positions.clamp(min=2).squeeze(2).log()
         return _mean(entropy / largest, self._valid_steps())
 
     def monotonic_share(self) -> Tensor:
-        """Return the share of steps that do not move backwards, shape ``(batch,)``."""
+        """Return the share of steps that do not move backward, shape ``(batch,)``."""
         strongest = self.weights.argmax(dim=2)
         forward = (strongest[:, 1:] >= strongest[:, :-1]).float()
         share = _mean(forward, self._valid_steps()[:, 1:])
@@ -181,5 +184,5 @@ class Utterances:
 
 
 def _mean(values: Tensor, valid: Tensor) -> Tensor:
-    """Return the mean over valid steps; shapes ``(batch, steps)`` and ``(batch,)``."""
+    """Average values of shape ``(batch, steps)`` over the valid steps, shape ``(batch,)``."""
     return torch.where(valid, values, 0.0).sum(dim=1) / valid.sum(dim=1).clamp(min=1)

@@ -1,10 +1,10 @@
-"""`EagerHooks`: module hooks and a function mode that are removed once torch compiles anything.
+"""`EagerHooks`: module hooks and a function mode that are removed before torch compiles code.
 
-``torch.compile`` would trace both into its graphs, and recompile whenever they are added or removed
-until it reaches its recompile limit. A module cannot tell whether compiled code calls it, and the
-first compilation may start in the middle of a step. So everything is removed before torch starts
-its first trace in this process, and is never registered again. Optimizers, gradients and weights
-can be observed without hooks.
+``torch.compile`` would trace the hooks and the mode into its graphs, and would recompile whenever
+they are added or removed, until it reaches its recompile limit. A module cannot tell whether it is
+called from compiled code, and the first compilation may start in the middle of a step. All hooks
+are therefore removed before torch starts its first trace in this process, and never registered
+again. Optimizers, gradients and weights can still be observed, because this needs no hooks.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.numerics.eager import anything_compiled, is_symbolic
 
 DISABLED_NOTICE = (
-    "torch.compile or TorchScript is used in this process, so the diagnosis cannot examine inputs"
-    " and the arguments of losses without triggering recompilation. It still examines gradients,"
-    " updates and optimizers"
+    "this process uses torch.compile or TorchScript, so inputs and loss arguments are not examined,"
+    " because this would trigger recompilation. Gradients, updates and optimizers are still"
+    " examined"
 )
 
 
 class Hook:
-    """A hook on a module that ``deepcopy`` and ``torch.save`` do not copy with the module."""
+    """A module hook that is inactive in copies of the module (``deepcopy``, ``torch.save``)."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
-        """Call the function, unless values cannot be read at the moment."""
+        """Call the function, unless tensor values cannot be read at the moment."""
         if self._call is not None and not is_symbolic():
             self._call(*args)
 
@@ -42,29 +42,32 @@ class Hook:
 
 
 class EagerHooks:
-    """The module hooks and the function mode of one observer.
+    """Manages the module hooks and the function mode of one observer.
 
     Args:
         mode: The function mode to enter and leave.
-        disabled: Whether something is compiled already, so that neither may be used.
+        disabled: Whether torch has already compiled code, so that hooks and mode must not be used.
     """
 
     def __init__(self, mode: TorchFunctionMode, *, disabled: bool) -> None:
         self._mode = mode
         self._disabled = disabled
-        # True once the user has been notified that compilation hides most of the run.
+        # True once the user has been notified that most observation is off.
         self._notice_taken = False
         self._handles: list[RemovableHandle] = []
         self._step_handles: list[RemovableHandle] = []
 
     @property
     def disabled(self) -> bool:
-        """Whether something is compiled, so that neither hooks nor mode are used any more."""
+        """Whether torch has compiled code, so that hooks and mode are no longer used."""
         self._disabled = self._disabled or anything_compiled()
         return self._disabled
 
     def take_notice(self) -> str | None:
-        """Return, only once, why most observation is off; None if nothing is hidden."""
+        """Return why most observation is off, or None if it is on.
+
+        Returns the notice only once.
+        """
         if self._notice_taken or not self.disabled:
             return None
         self._notice_taken = True
@@ -74,24 +77,27 @@ class EagerHooks:
         """Register hooks until `close`.
 
         Args:
-            hooks: A lazy iterable that registers a hook each time it is advanced, so that nothing
-                is registered when hooks are not allowed.
+            hooks: A lazy iterable that registers a hook each time it is advanced, so that no hooks
+                are registered if they are not allowed.
         """
         self._register(hooks, self._handles)
 
     def begin_step(self, hooks: Iterable[RemovableHandle]) -> None:
-        """Register hooks until `end_step`; `hooks` is lazy, as in `register_until_close`."""
+        """Register hooks until `end_step`.
+
+        `hooks` is lazy, as in `register_until_close`.
+        """
         self.end_step()
         self._register(hooks, self._step_handles)
 
     def _register(self, hooks: Iterable[RemovableHandle], handles: list[RemovableHandle]) -> None:
-        """Register hooks, and make sure that the first compilation removes them."""
+        """Register hooks, and ensure that the first compilation removes them."""
         if self.disabled:
             return
         # This import is cheap, because torch.optim has already imported the module.
         from torch._dynamo.callback import callback_handler
 
-        # torch.compiler.reset() drops callbacks, so check every time.
+        # torch.compiler.reset() drops callbacks, so check this every time.
         if self._on_compilation not in callback_handler.start_callbacks:
             callback_handler.register_start_callback(self._on_compilation)
         # Only iterating over `hooks` registers them.
@@ -102,12 +108,12 @@ class EagerHooks:
         remove_all(self._step_handles)
 
     def enter_mode(self) -> None:
-        """Enter the mode, unless something is compiled."""
+        """Enter the mode, unless torch has compiled code."""
         if not self.disabled:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def leave_mode(self) -> None:
-        """Leave the mode if it is entered, even if other modes above it have not been left yet."""
+        """Leave the mode if it is active, even if other modes were entered after it."""
         above = []
         while torch._C._len_torch_function_stack():
             top = torch._C._pop_torch_function_stack()
@@ -118,7 +124,7 @@ class EagerHooks:
             torch._C._push_on_torch_function_stack(mode)
 
     def close(self) -> None:
-        """Remove everything. May be called several times."""
+        """Remove all hooks. May be called several times."""
         self.end_step()
         remove_all(self._handles)
         handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)

@@ -1,7 +1,8 @@
-"""`Finding`: one thing that is wrong with a run. Also the order of findings in a report.
+"""`Finding`: a problem that the diagnosis has found in a run, and the order of findings.
 
-Causes come before symptoms. A symptom that another finding explains is reported last, as a note,
-so that one mistake is reported once: a run that learns nothing looks the same whatever the reason.
+Causes come before symptoms. If another finding explains a symptom, the symptom is reported last, as
+a note. This avoids reporting the same mistake several times, because many different mistakes lead
+to the same symptoms.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Literal
 Severity = Literal["error", "advice", "note"]
 Kind = Literal["cause", "symptom"]
 
-# The most important first.
+# Severities, from most to least important.
 SEVERITIES: tuple[Severity, ...] = ("error", "advice", "note")
-# Rules about NaN or Inf, for which a guard may know the origin.
+# Rules about NaN or Inf, whose origin a guard may have traced.
 NONFINITE_RULES = frozenset({"H801", "H802", "H806"})
 
-# The optimizer does not receive the gradient of the loss, or it maximises the loss.
+# The optimizer does not receive the gradient of the loss, or it maximizes the loss.
 WRONG_GRADIENT = frozenset({"H811", "H817", "H831", "H840", "H859"})
 # The loss receives arguments that it does not accept.
 WRONG_ARGUMENTS = frozenset({"H836", "H837", "H838", "H839", "H855"})
@@ -35,8 +36,8 @@ CAUSES_OF_NO_PROGRESS = (
     | {"H801", "H802", "H806", "H819", "H820", "H825", "H841", "H842", "H843", "H848", "H854"}
 )
 
-# For each rule, the rules whose findings explain it. Among symptoms the earlier one explains the
-# later: first the loss, then its gradient, then the weights, then the lack of progress.
+# For each rule, the rules whose findings explain it. Among symptoms, earlier ones explain later
+# ones, in this order: the loss, its gradient, the weights, the lack of progress.
 EXPLAINED_BY: Mapping[str, frozenset[str]] = {
     "H801": CAUSES_OF_NONFINITE,
     "H802": CAUSES_OF_NONFINITE | {"H801"},
@@ -58,18 +59,18 @@ EXPLAINED_BY: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One finding of the diagnosis.
+    """A problem that the diagnosis has found in a run.
 
     Args:
-        rule: Id of the rule, such as ``"H811"``; `holdfast explain H811` says more.
-        severity: ``"error"``: a contract is violated, so the run cannot be correct. ``"advice"``:
-            very likely a fault. ``"note"``: worth knowing, often intended.
-        kind: Whether the rule names a cause, or only a symptom that may have several.
-        confidence: The share of reports of this rule that are right, from 0 to 1; measured where
-            there are data, otherwise estimated.
+        rule: Id of the rule, such as ``"H811"``. `holdfast explain H811` shows its page.
+        severity: ``"error"`` if the run cannot be correct. ``"advice"`` for a very likely mistake.
+            ``"note"`` for a fact that is worth knowing but often intended.
+        kind: Whether the rule reports a cause, or a symptom that may have several causes.
+        confidence: The share of this rule's reports that are correct, from 0 to 1. Measured if
+            there is data, otherwise estimated.
         what: What is wrong, in one sentence.
         fix: What to do, in one sentence.
-        where: The parameter, module, optimizer or call concerned, if there is one.
+        where: The affected parameter, module, optimizer or call, or an empty string.
     """
 
     rule: str
@@ -88,14 +89,14 @@ class Finding:
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings, most important first; those explained by others become notes.
+    """Sort findings by importance, and turn findings that are explained by others into notes.
 
-    If a rule reports the same place several times, only the first finding is kept.
+    If a rule has several findings for the same place, only the first one is kept.
     """
     unique: dict[tuple[str, str], Finding] = {}
     for finding in findings:
         unique.setdefault((finding.rule, finding.where), finding)
-    # A note explains nothing: it is often intended.
+    # Notes do not explain other findings, because they are often intended.
     explaining = {finding.rule for finding in unique.values() if finding.severity != "note"}
     reported = []
     for finding in unique.values():
@@ -109,8 +110,8 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
 def _importance(finding: Finding) -> tuple[bool, str, int, float]:
     """Return the sort key of a finding.
 
-    A symptom with severity "error" still comes after a cause with severity "advice", since only a
-    cause can be fixed.
+    A symptom with severity "error" comes after a cause with severity "advice", because only causes
+    can be fixed.
     """
     return (
         finding.severity == "note",
@@ -121,18 +122,18 @@ def _importance(finding: Finding) -> tuple[bool, str, int, float]:
 
 
 def with_origin(finding: Finding, origin: str | None) -> Finding:
-    """Return a finding about NaN or Inf whose fix names the origin instead of the usual causes.
+    """Replace the fix of a finding about NaN or Inf by the traced origin.
 
     Args:
-        finding: Any finding; one that is not about NaN or Inf is returned unchanged.
-        origin: Why the guard refused the newest such step, with the origin and the sample; None if
-            nothing was traced.
+        finding: Any finding. If it is not about NaN or Inf, it is returned unchanged.
+        origin: Why the guard refused the last step with NaN or Inf, including the origin and the
+            sample. None if no origin was traced.
     """
     if origin is None or finding.rule not in NONFINITE_RULES:
         return finding
-    place = f"the origin of the newest such step, from the event nonfinite_origin: {origin}."
+    place = f"the origin in the most recent such step (event nonfinite_origin): {origin}."
     fix = f"look at {place}"
     if finding.rule == "H806":
-        # Its fix says how to find and drop the samples, whatever the origin is.
+        # The fix of H806 explains how to find and drop bad samples, which helps for any origin.
         fix = f"{finding.fix} Look at {place}"
     return dataclasses.replace(finding, fix=fix)

@@ -1,6 +1,6 @@
 """Measure a model's inputs: their scale, and NaN or Inf in them.
 
-This module only measures, in sampled steps; the rules judge what a number means.
+This module only takes measurements, in sampled steps. The rules interpret them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch.utils import _pytree as pytree
 from holdfast.learning.measures import append_newest, median_or_none, sample_of
 from holdfast.learning.observations import ObservedInput
 
-# How many tensors of a batch are examined.
+# Maximum number of tensors examined per batch.
 MAX_TENSORS = 8
-# How many elements of a batch its scale is measured from.
+# Number of elements of a batch from which its scale is measured.
 SCALE_SAMPLE_ELEMENTS = 1024
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the first non-empty, dense tensors in a nested structure of arguments."""
-    # Most calls pass only tensors, so no search is needed.
+    """Return the first dense tensors with at least one element in a nested structure."""
+    # Most calls pass only tensors, which need no search.
     only_tensors = type(tree) is tuple and all(type(leaf) is Tensor for leaf in tree)
     leaves = tree if only_tensors else pytree.tree_leaves(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
@@ -34,7 +34,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 class InputObserver:
-    """The inputs of one model in the sampled steps."""
+    """Observes the inputs of one model in sampled steps."""
 
     def __init__(self) -> None:
         self._observed = ObservedInput()
@@ -42,12 +42,12 @@ class InputObserver:
         self._offsets: list[float] = []
 
     def note_arguments(self, tree: Any, *, examine: bool = True) -> None:
-        """Record the arguments of a training call and, if they are examined, their scale."""
+        """Record the arguments of a forward call, and their scale if `examine` is True."""
         self._observed.calls += 1
         tensors = tensors_in(tree)
         if not tensors:
             return
-        # A tensor that requires a gradient was computed by a model, so it is not data.
+        # A tensor that requires a gradient was computed by a model, so it is not input data.
         data = [
             tensor.detach()
             for tensor in tensors
@@ -72,15 +72,15 @@ class InputObserver:
             append_newest(self._offsets, abs(mean) / spread)
 
     def observations(self) -> ObservedInput:
-        """Return what was observed, with all medians up to date."""
+        """Return all observations, with updated medians."""
         self._observed.largest = median_or_none(self._magnitudes)
         self._observed.offset = median_or_none(self._offsets)
         return self._observed
 
 
 def _has_nan_or_plus_infinity(tensor: Tensor) -> bool:
-    """Return whether data holds NaN or plus infinity; minus infinity is common in masks."""
-    # A sum is one cheap pass. Elements are compared only if the sum is not finite.
+    """Return whether data contains NaN or +Inf, but not -Inf, which is common in masks."""
+    # Computing a sum is cheap. Elements are only checked if the sum is not finite.
     if math.isfinite(float(tensor.sum())):
         return False
     return bool((tensor.isnan() | (tensor == math.inf)).any())

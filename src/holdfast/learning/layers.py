@@ -1,6 +1,6 @@
 """Measure the norms of each parameter's gradient, weight and update.
 
-This module only measures, in sampled steps; the rules judge what a number means.
+This module only takes measurements, in sampled steps. The rules interpret them.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from holdfast.learning.measures import (
 )
 from holdfast.learning.observations import ObservedLayer
 
-# How many elements of a parameter are compared before and after a step. More would be slow, because
-# each one is on a different cache line.
+# Number of elements of a parameter that are compared before and after a step. More would be slow,
+# because each element is on a different cache line.
 COMPARED_ELEMENTS = 1024
-# How many compared steps count as the start of training.
+# Number of compared steps that count as the start of training.
 FIRST_STEPS = 12
-# How many values of a parameter's history are kept: the first, for the start of training, and the
-# newest.
+# A parameter's history keeps its first values, which show the start of training, and its newest
+# values, up to a maximum length.
 FIRST_VALUES = 30
 MAX_VALUES = 120
-# How many names of parameters with NaN or Inf are kept.
+# Maximum number of names of parameters with NaN or Inf.
 MAX_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """The gradients of one optimizer step.
+    """Measurements of the gradients in one optimizer step.
 
     Args:
-        tensors: How many parameters had a gradient.
-        total_norm: Euclidean norm of all gradients together.
-        nonfinite: Names of the first parameters whose gradient held NaN or Inf.
+        tensors: Number of parameters that had a gradient.
+        total_norm: Euclidean norm over all gradients.
+        nonfinite: Names of the first few parameters whose gradient contained NaN or Inf.
     """
 
     tensors: int
@@ -50,7 +50,7 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovingParameter:
-    """A parameter that a step is about to update."""
+    """A parameter with a gradient, before an optimizer step."""
 
     name: str
     parameter: nn.Parameter
@@ -58,7 +58,7 @@ class MovingParameter:
 
 
 class LayerObserver:
-    """The gradients and updates of every parameter in the sampled steps.
+    """Observes the gradient and the update of every parameter in sampled steps.
 
     Args:
         names: Parameter names, by parameter id.
@@ -69,7 +69,7 @@ class LayerObserver:
         self._layers: dict[str, ObservedLayer] = {}
         self._ratios: dict[str, list[float]] = {}
         self._gradient_rms: dict[str, list[float]] = {}
-        # The parameters of the current step, with a sample of their weights from before it.
+        # The parameters of the current step, each with a sample of its weights before the step.
         self._before: dict[str, tuple[nn.Parameter, Tensor]] = {}
 
     def before_step(
@@ -84,9 +84,9 @@ class LayerObserver:
 
         Args:
             optimizer: Name of the optimizer, used to name parameters that belong to no model.
-            parameters: What the optimizer holds.
-            known_norms: Norms that are already known, by parameter id.
-            weights: Whether to sample the weights too, so that `after_step` can compare them.
+            parameters: The optimizer's parameters.
+            known_norms: Gradient norms that were already computed, by parameter id.
+            weights: Whether to also sample the weights, so that `after_step` can compare them.
         """
         moving = self._find_moving(optimizer, parameters)
         norms = self._norms_of(moving, known_norms or {})
@@ -97,7 +97,8 @@ class LayerObserver:
             layer.zero_gradient += norm == 0
             rms = norm / math.sqrt(moved.gradient.numel())
             _append(self._gradient_rms, moved.name, rms)
-            # The square of a finite gradient of 1e20 overflows float32, so look at the elements.
+            # The norm of finite elements can overflow (the square of 1e20 is too large for
+            # float32), so check the elements.
             if not math.isfinite(norm) and not bool(moved.gradient.isfinite().all()):
                 nonfinite.append(moved.name)
         self._before.clear()
@@ -114,7 +115,7 @@ class LayerObserver:
     def _find_moving(
         self, optimizer: str, parameters: Iterable[nn.Parameter]
     ) -> list[MovingParameter]:
-        """Count a step for each parameter, and return those whose gradient can be measured."""
+        """Count a step for each parameter, and return the parameters with a measurable gradient."""
         moving = []
         for position, parameter in enumerate(parameters):
             name = self._names.get(id(parameter), f"{optimizer}[{position}]")
@@ -137,7 +138,7 @@ class LayerObserver:
         return norms_of(moved.gradient for moved in moving)
 
     def after_step(self) -> bool:
-        """Compare the weights with those before the step; return whether any changed."""
+        """Compare the weights with their values before the step, and return whether any changed."""
         before = self._before
         self._before = {}
         samples = [sample for _, sample in before.values()]
@@ -162,7 +163,7 @@ class LayerObserver:
         return any(step != 0 for step in step_norms)
 
     def observations(self) -> dict[str, ObservedLayer]:
-        """Return the observations of each parameter, in the order of the model."""
+        """Return the observations of each parameter by name."""
         for name, layer in self._layers.items():
             ratios = self._ratios.get(name, [])
             layer.ratio = median_or_none(ratios)

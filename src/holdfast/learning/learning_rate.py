@@ -1,6 +1,6 @@
-"""Advise how to change the learning rate with the batch size, for losses averaged over the batch.
+"""Advise how to scale the learning rate with the batch size.
 
-This is advice only: nothing here changes an optimizer.
+The advice is for losses that are averaged over the batch. This module never changes an optimizer.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ MALLADI = "Malladi et al., arXiv 2205.10287"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What to change.
+    """How to change an optimizer's settings for a new batch size.
 
     Args:
         rule: How the learning rate scales with the batch size.
-        factor: What to multiply every learning rate by.
-        betas: New values for each parameter group (``alpha`` for RMSprop); empty to leave them
+        factor: The factor by which to multiply every learning rate.
+        betas: New betas for each parameter group (``alpha`` for RMSprop). Empty to leave them
             unchanged.
-        eps: New value for each parameter group; empty to leave it unchanged.
-        reason: Why, and where the rule stops holding.
-        source: The publication; empty if nothing changes.
+        eps: New eps for each parameter group. Empty to leave it unchanged.
+        reason: The reason for the change, and the limits of the rule.
+        source: The publication, or an empty string if nothing changes.
     """
 
     rule: ScalingRule
@@ -45,24 +45,26 @@ class Advice:
 
 
 def rate_of(group: Mapping[str, Any]) -> float:
-    """Return the learning rate of a parameter group; 1 for optimizers without one."""
+    """Return the learning rate of a parameter group, or 1 if it has none."""
     rate = group.get("lr")
     return 1.0 if rate is None else float(rate)
 
 
 def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *, by: By) -> Advice:
-    """Return what to change so that training on the same number of samples behaves as before.
+    """Return how to change the optimizer when the batch size changes.
+
+    With the change, training on the same number of samples should behave as before.
 
     Args:
-        optimizer: The optimizer whose learning rate is to be changed.
-        old_batch: The size before.
-        new_batch: The size now.
-        by: What the two sizes count. ``"batch"``: samples per update, over all micro-batches and
-            ranks. ``"accumulation"``: micro-batches per update; ``"micro_batch"``: samples per
-            forward pass. The last two assume that the samples per update stay the same.
+        optimizer: The optimizer to advise on.
+        old_batch: The previous batch size.
+        new_batch: The new batch size.
+        by: The unit of the two sizes. ``"batch"``: samples per update, over all micro-batches and
+            ranks. ``"accumulation"``: micro-batches per update. ``"micro_batch"``: samples per
+            forward pass. The last two assume that the number of samples per update stays the same.
 
     Returns:
-        The change, with the reason and its source.
+        The advised change, with the reason and the source.
 
     Raises:
         PolicyError: H105 if a size is not a whole number >= 1, or `by` is not valid.
@@ -82,14 +84,14 @@ def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *
     if by not in get_args(By):
         raise PolicyError(
             f"by={by!r}",
-            limit=f"it must be one of {get_args(By)}",
-            fix="pass what the two sizes count.",
+            limit=f"by must be one of {get_args(By)}",
+            fix="pass the unit of the two batch sizes.",
             rule="H105",
         )
     if by != "batch":
         return _no_change(
-            "an update still averages over the same samples, however they are divided; if their"
-            " number changes, pass by='batch' with the old and new number of samples"
+            "an update still averages over the same samples. If the number of samples per update"
+            " changes, pass by='batch' with the old and the new number"
         )
     ratio = new_batch / old_batch
     if ratio == 1:
@@ -99,11 +101,11 @@ def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *
     if _divides_by_mean_square(optimizer):
         return _square_root(optimizer, ratio)
     name = type(optimizer).__name__
-    return _no_change(f"no published rule is known for {name}; try the previous rate first")
+    return _no_change(f"no published rule is known for {name}. Try the previous rate first")
 
 
 def _divides_by_mean_square(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer divides by the root of a decaying mean square, like Adam."""
+    """Return whether an optimizer divides by the root of a running mean square, as Adam does."""
     if isinstance(optimizer, torch.optim.RMSprop):
         return True
     return all("betas" in group and "eps" in group for group in optimizer.param_groups)
@@ -119,7 +121,7 @@ def _linear(ratio: float) -> Advice:
         factor=ratio,
         reason=(
             f"with {ratio:g} times as many samples per update, there are 1/{ratio:g} as many"
-            f" updates, so each one has to move {ratio:g} times as far; leave the momentum alone."
+            f" updates, so each one has to move {ratio:g} times as far. Do not change the momentum."
             " The rule no longer holds if steps are large compared with the curvature (above 8192"
             " images in the source), and a high learning rate needs a warm-up"
         ),
@@ -134,21 +136,21 @@ def _square_root(optimizer: Optimizer, ratio: float) -> Advice:
     ]
     reason = (
         f"{type(optimizer).__name__} divides by the size of the gradient, which is mostly noise and"
-        " shrinks with the square root of the batch size: multiply the rate by"
+        " shrinks with the square root of the batch size. Multiply the rate by"
         f" sqrt({ratio:g}), 1 - beta by {ratio:g} and eps by 1/sqrt({ratio:g})"
     )
     betas: tuple[tuple[float, ...], ...] = ()
     if all(ratio * (1 - decay) < 1 for group in decays for decay in group):
         betas = tuple(tuple(1 - ratio * (1 - decay) for decay in group) for group in decays)
     else:
-        reason += f"; leave the betas alone, since {ratio:g} x (1 - beta) would not be below 1"
+        reason += f". Do not change the betas, because {ratio:g} x (1 - beta) would not be below 1"
     return Advice(
         rule="square root",
         factor=math.sqrt(ratio),
         betas=betas,
         eps=tuple(group["eps"] / math.sqrt(ratio) for group in optimizer.param_groups),
         reason=(
-            f"{reason}. Once the batch is so large that the noise is small, this rule changes the"
+            f"{reason}. If the batch is so large that there is little noise, this rule changes the"
             " rate too little"
         ),
         source=MALLADI,
@@ -160,7 +162,7 @@ def _check_size(name: str, value: object) -> None:
         return
     raise PolicyError(
         f"{name}={value!r}",
-        limit="it must be a whole number >= 1",
-        fix="pass a count.",
+        limit="a batch size must be a whole number >= 1",
+        fix="pass a positive integer.",
         rule="H105",
     )

@@ -1,4 +1,4 @@
-"""Small measurements that several observers share: samples, norms and medians of tensors."""
+"""Measurements shared by several observers: samples, norms and medians."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Dtypes whose values can be measured. torch can store other dtypes but supports few operations on
-# them.
+# Dtypes whose values can be measured. torch supports few operations on other dtypes.
 MEASURABLE_DTYPES = frozenset(
     {
         torch.float64,
@@ -25,16 +24,16 @@ MEASURABLE_DTYPES = frozenset(
         torch.float8_e5m2fnuz,
     }
 )
-# How many elements of a tensor are copied: 16 KiB of float32, however large the tensor.
+# Maximum number of elements in a sample (16 KiB of float32).
 SAMPLE_ELEMENTS = 4096
-# Length of a history; older entries are dropped.
+# Maximum length of a history. Older entries are dropped.
 HISTORY_LENGTH = 400
 
 
 def can_be_measured(tensor: Tensor) -> bool:
     """Return whether the values of a tensor can be measured.
 
-    Integers, quantized, nested and meta tensors cannot.
+    Integer, quantized, nested and meta tensors cannot be measured.
     """
     if tensor.is_nested or tensor.is_meta:
         return False
@@ -44,9 +43,9 @@ def can_be_measured(tensor: Tensor) -> bool:
 
 
 def sample_of(tensor: Tensor, most: int = SAMPLE_ELEMENTS) -> Tensor:
-    """Return at most `most` elements spread evenly over a tensor, shape ``(n,)``.
+    """Return up to `most` elements, spread evenly over a tensor, with shape ``(n,)``.
 
-    The result is a view where possible. Elements of a float8 dtype are returned as float32, since
+    The result is a view if possible. Elements of a float8 dtype are converted to float32, because
     torch has no float8 arithmetic.
     """
     values = tensor.detach()
@@ -59,22 +58,22 @@ def sample_of(tensor: Tensor, most: int = SAMPLE_ELEMENTS) -> Tensor:
 
 
 def _spread_over(tensor: Tensor, most: int) -> Tensor:
-    """Return at most `most` elements of a dense tensor, spread evenly if it is contiguous."""
+    """Return up to `most` elements of a dense tensor, spread evenly if it is contiguous."""
     if not tensor.is_contiguous():
         return tensor.flatten()[:most]
     flat = tensor.view(-1)
     if flat.numel() <= most:
         return flat
     stride = flat.numel() // most
-    # A stride that shares a factor with the row length would visit only some columns, for instance
-    # only pixels that are always 0.
+    # A stride that has a common factor with the row length would only visit some columns, for
+    # example only pixels that are always 0.
     while math.gcd(stride, tensor.shape[-1]) > 1:
         stride += 1
     return flat[::stride][:most]
 
 
 def dense_gradient(parameter: Tensor) -> Tensor | None:
-    """Return the values of a gradient; for a sparse gradient, only the stored ones."""
+    """Return the values of a gradient, or only the stored values of a sparse gradient."""
     gradient = parameter.grad
     if gradient is None:
         return None
@@ -84,7 +83,10 @@ def dense_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def norms_of(tensors: Iterable[Tensor]) -> list[float]:
-    """Return the Euclidean norm of each tensor, computed in at least float32; one host sync."""
+    """Return the Euclidean norm of each tensor, computed in at least float32.
+
+    Synchronizes with the device once.
+    """
     tensors = list(tensors)
     if not tensors:
         return []
@@ -109,23 +111,23 @@ def median_or_none(values: Sequence[float]) -> float | None:
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median; for an even number of values, the upper of the two middle ones."""
+    """Return the median. For an even number of values, this is the upper middle value."""
     return sorted(values)[len(values) // 2]
 
 
 def streak(length: int, *, continues: bool) -> int:
-    """Return the length of a streak after one more step, which continues or ends it."""
+    """Return the new length of a streak after a step that continues or ends it."""
     return length + 1 if continues else 0
 
 
 def append_bounded(history: list[float], value: float, *, first: int, most: int) -> None:
-    """Append a value; beyond `most` values, keep the `first` ones and the newest."""
+    """Append a value, keeping at most `most` values: the `first` ones and the newest."""
     history.append(value)
     if len(history) > most:
         del history[first]
 
 
 def append_newest(history: list[Any], value: Any) -> None:
-    """Append a value, and drop the oldest ones beyond `HISTORY_LENGTH`."""
+    """Append a value, keeping only the newest `HISTORY_LENGTH` values."""
     history.append(value)
     del history[:-HISTORY_LENGTH]

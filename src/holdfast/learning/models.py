@@ -1,4 +1,4 @@
-"""Observe a model: which of its weights learn, and in which mode it runs."""
+"""Observe a model: which of its weights learn, and whether it runs in training mode."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from holdfast.learning.measures import can_be_measured, sample_of
 from holdfast.learning.observations import ObservedLayer, ObservedModel
 
-# How many names a finding lists.
+# Maximum number of names listed in a finding.
 MAX_NAMES = 5
-# After this many sampled steps without a gradient, a parameter counts as one that never gets any.
+# Number of sampled steps without a gradient after which a parameter counts as never getting one.
 ENOUGH_STEPS_WITHOUT_GRADIENT = 10
 
 NamedParameters = Mapping[str, nn.Parameter]
@@ -26,19 +26,19 @@ def matches(name: str, pattern: str) -> bool:
 
     Args:
         name: Full name of the parameter.
-        pattern: A shell pattern for full names, or the name of a module that contains the
-            parameter.
+        pattern: A shell pattern that is matched against the full name, or the name of a module that
+            contains the parameter.
     """
     return fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
 
 
 class ModelObserver:
-    """The observations of one model.
+    """Observes one model.
 
     Args:
         module: The model.
-        prefix: Prefix of its parameters' names, if several models are observed.
-        frozen: Patterns of parameters that are frozen on purpose, see `matches`.
+        prefix: Prefix for the names of its parameters, if several models are observed.
+        frozen: Patterns of parameters that are frozen on purpose (see `matches`).
     """
 
     def __init__(self, module: nn.Module, prefix: str, frozen: Sequence[str]) -> None:
@@ -51,15 +51,15 @@ class ModelObserver:
             if can_be_measured(parameter)
         }
         self._observed = ObservedModel()
-        # Ids of the parameters that had a gradient at a step. A guard drops the gradients of
-        # parameters that are in no optimizer, so gradients must be noted before the step.
+        # Ids of the parameters that had a gradient before a step. They must be recorded before the
+        # step, because a guard then drops the gradients of parameters that are not in an optimizer.
         self._had_gradient: set[int] = set()
-        # Number of forward passes without an autograd graph since the last step, by
+        # Number of forward passes without an autograd graph since the last step, keyed by
         # `module.training`.
         self._passes_without_graph = {True: 0, False: 0}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the initialized parameters by full name."""
+        """Return all initialized parameters by full name."""
         return {
             self._prefix + name: parameter
             for name, parameter in self.module.named_parameters()
@@ -67,11 +67,11 @@ class ModelObserver:
         }
 
     def note_pass_without_graph(self) -> None:
-        """Count a forward pass without an autograd graph, as evaluations make them."""
+        """Count a forward pass without an autograd graph, as in an evaluation."""
         self._passes_without_graph[self.module.training] += 1
 
     def note_step(self) -> None:
-        """Count a sampled step just before the optimizer makes it."""
+        """Record a sampled step, just before the optimizer steps."""
         self._observed.observed += 1
         self._passes_without_graph = {True: 0, False: 0}
         self._had_gradient.update(
@@ -84,7 +84,7 @@ class ModelObserver:
             self._observed.eval_steps += 1
 
     def note_validation(self) -> None:
-        """Count a validation, and note whether all of it ran in training mode."""
+        """Record a validation, and whether all of it ran in training mode."""
         passes = self._passes_without_graph
         ran_in_training_mode = passes[True] > 0 and passes[False] == 0
         self._observed.validations += 1
@@ -95,11 +95,11 @@ class ModelObserver:
     def observations(
         self, in_optimizers: Collection[int], layers: Mapping[str, ObservedLayer]
     ) -> ObservedModel:
-        """Return what was observed.
+        """Return all observations of the model.
 
         Args:
-            in_optimizers: Ids of the parameters of all optimizers.
-            layers: The observations of each parameter.
+            in_optimizers: Ids of all parameters that are in an optimizer.
+            layers: The observations of each parameter by name.
         """
         learning = self._parameters_meant_to_learn()
         self._observed.weights = _elements(learning)
@@ -116,7 +116,7 @@ class ModelObserver:
         return self._observed
 
     def _parameters_meant_to_learn(self) -> NamedParameters:
-        """Return the parameters that require a gradient and were not declared frozen."""
+        """Return the parameters that require a gradient and are not declared as frozen."""
         return {
             name: parameter
             for name, parameter in self.named_parameters().items()
@@ -140,7 +140,7 @@ class ModelObserver:
         self._observed.never_gradient_first = first in never
 
     def _symmetric(self, learning: NamedParameters) -> list[str]:
-        """Return the matrices whose rows are all equal; rows of an embedding are not units."""
+        """Return the names of matrices whose rows are all equal, except for embeddings."""
         tables = {
             f"{self._prefix}{name}.weight"
             for name, module in self.module.named_modules()
@@ -168,7 +168,7 @@ class ModelObserver:
         }
 
     def _any_changed(self, names: Iterable[str]) -> bool:
-        """Return whether any of these parameters is gone, or differs from its first sample."""
+        """Return whether any of these parameters was removed or differs from its first sample."""
         now = self.named_parameters()
         for name in names:
             if name not in self._at_start:
@@ -184,7 +184,7 @@ class ModelObserver:
 def parameters_missing_from(
     in_optimizers: Collection[int], learning: NamedParameters
 ) -> NamedParameters:
-    """Return the parameters that are in no optimizer."""
+    """Return the parameters that are not in any optimizer."""
     return {
         name: parameter
         for name, parameter in learning.items()
@@ -195,7 +195,7 @@ def parameters_missing_from(
 def parameters_without_gradient(
     in_optimizers: Collection[int], learning: NamedParameters, layers: Mapping[str, ObservedLayer]
 ) -> NamedParameters:
-    """Return the optimized parameters that had no gradient in any sampled step."""
+    """Return the parameters that are in an optimizer but had no gradient in any sampled step."""
     without = {}
     for name, parameter in learning.items():
         layer = layers.get(name)
@@ -207,18 +207,21 @@ def parameters_without_gradient(
 
 
 def has_equal_rows(weight: nn.Parameter) -> bool:
-    """Return whether all rows of a matrix are equal; False for a single row or a single column."""
+    """Return whether all rows of a matrix are equal.
+
+    Returns False for a matrix with a single row or column.
+    """
     if weight.dim() < 2 or weight.shape[0] < 2 or weight.numel() == weight.shape[0]:
         return False
-    # Compare the first and last row first: they nearly always differ, and it is faster than
-    # comparing all.
+    # Compare the first and the last row first. They almost always differ, and this is faster than
+    # comparing all rows.
     if not torch.equal(weight[0], weight[-1]):
         return False
     return bool((weight.detach() == weight.detach()[:1]).all())
 
 
 def normalizes_input(module: nn.Module) -> bool:
-    """Return whether the first layer of a model is a normalisation."""
+    """Return whether the first layer of a model is a normalization layer."""
     layers = [
         layer
         for layer in module.modules()
@@ -228,7 +231,7 @@ def normalizes_input(module: nn.Module) -> bool:
 
 
 def _is_dense_number(tensor: torch.Tensor) -> bool:
-    """Return whether `torch.isfinite` supports a tensor; float8 and sparse ones it does not."""
+    """Return whether `torch.isfinite` supports a tensor. Float8 and sparse tensors are excluded."""
     return can_be_measured(tensor) and tensor.layout is torch.strided and tensor.element_size() > 1
 
 

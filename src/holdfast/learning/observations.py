@@ -1,14 +1,14 @@
-"""`Observations`: everything measured about a run, as plain counters and short histories.
+"""`Observations`: all measurements of a run, as plain counters and short histories.
 
-Observers fill them in, and rules read them. Everything can be written as JSON, so a rule can be
-tested on a recording. There are no tensors and no decisions here.
+Observers fill in the fields, and rules read them. All fields can be written as JSON, so rules can
+be tested on a recording. The module contains no tensors and makes no decisions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# How many examined calls of a loss are needed before its flags mean anything.
+# Minimum number of examined calls of a loss before its flags are meaningful.
 MIN_CALLS = 3
 
 
@@ -16,60 +16,64 @@ MIN_CALLS = 3
 class ObservedOptimizer:
     """One optimizer: its settings, its steps and its gradients."""
 
-    # The name of its class.
+    # Name of the optimizer's class.
     kind: str = ""
-    # The number of steps, and how many of them were sampled.
+    # Number of steps, and of sampled steps.
     steps: int = 0
     observed: int = 0
-    # Whether `step` is called with a closure, so that the loss is computed inside the step.
+    # Whether `step` is called with a closure, which computes the loss inside the step.
     uses_closure: bool = False
-    # Pairs of step and loss, thinned out in long runs.
+    # Pairs of step and loss. In long runs, only a subset of the steps is kept.
     losses: list[tuple[int, float]] = field(default_factory=list)
-    # The number of losses that were NaN or Inf, and the step of the first one.
+    # Number of losses that were NaN or Inf, and the step of the first one.
     nonfinite_losses: int = 0
     first_nonfinite_loss: int | None = None
-    # Norms of all gradients together in sampled steps: the first ones and the newest ones.
+    # Total gradient norms of sampled steps: the first ones and the newest ones.
     gradient_norms: list[float] = field(default_factory=list)
 
-    # Number of parameters in the optimizer, and how many of them have ``requires_grad=False``.
+    # Number of parameters in the optimizer, and of those with ``requires_grad=False``.
     tensors: int = 0
     frozen: int = 0
-    # Number of parameters that belong to no observed model; how many of them have a gradient; and
-    # how many belonged to a model when the observation began.
+    # Number of parameters that do not belong to an observed model, of those among them that have a
+    # gradient, and of those that belonged to a model when observation began.
     foreign: int = 0
     foreign_with_gradient: int = 0
     replaced: int = 0
 
-    # The largest learning rate of any parameter group: in the newest step, and in any step.
+    # The largest learning rate of any parameter group, in the last step and in all steps.
     lr: float = 0.0
     largest_lr: float = 0.0
-    # Consecutive steps, up to the newest, with a learning rate of practically 0.
+    # Number of consecutive steps, up to the last one, with a learning rate of practically 0.
     zero_lr_steps: int = 0
-    # Consecutive steps, up to the newest, below a thousandth of the largest learning rate.
+    # Number of consecutive steps, up to the last one, with less than a thousandth of the largest
+    # learning rate.
     low_lr_steps: int = 0
     weight_decay: float = 0.0
     maximize: bool = False
 
-    # Sampled steps in which any parameter had a gradient.
+    # Number of sampled steps in which any parameter had a gradient.
     with_gradient_steps: int = 0
-    # Consecutive sampled steps, up to the newest, in which no parameter had a gradient.
+    # Number of consecutive sampled steps, up to the last one, in which no parameter had a gradient.
     no_gradient_steps: int = 0
-    # Consecutive sampled steps, up to the newest, in which all gradients were exactly 0.
+    # Number of consecutive sampled steps, up to the last one, in which all gradients were exactly
+    # 0.
     zero_gradient_steps: int = 0
-    # Sampled steps with NaN or Inf in a gradient; the names of some such parameters in the first
-    # such step, and the number of that step.
+    # Number of sampled steps with NaN or Inf in a gradient. For the first such step: the names of
+    # some affected parameters, and the number of the step.
     nonfinite_gradients: int = 0
     nonfinite_names: list[str] = field(default_factory=list)
     first_nonfinite_gradient: int | None = None
-    # Sampled steps that changed any weight.
+    # Number of sampled steps that changed any weight.
     moved: int = 0
 
-    # Steps in which `AccumulationCheck` saw a backward pass; the three counts below refer to these.
+    # Number of steps in which `AccumulationCheck` saw a backward pass. The next three counts refer
+    # to these steps.
     checked: int = 0
-    # Consecutive steps, up to the newest, whose gradients were added to those of the previous step.
+    # Number of consecutive steps, up to the last one, whose gradients were added to the gradients
+    # of the previous step.
     leaks: int = 0
-    # Steps whose gradient was reversed, and steps whose gradient was set to zero, between backward
-    # and the optimizer step.
+    # Number of steps whose gradient was reversed or set to zero between backward and the optimizer
+    # step.
     reversed: int = 0
     zeroed: int = 0
 
@@ -87,37 +91,37 @@ class ObservedOptimizer:
 class ObservedModel:
     """One model: which weights learn, and in which mode it runs."""
 
-    # Number of elements of all parameters that are meant to learn.
+    # Total number of elements of all parameters that are meant to learn.
     weights: int = 0
-    # Trainable parameters that are in no optimizer: the names of the first ones, their number,
-    # their total number of elements, how many had a gradient, and whether any has changed.
+    # Trainable parameters that are not in any optimizer: some names, their number, their total
+    # number of elements, how many had a gradient, and whether any of them changed.
     outside: list[str] = field(default_factory=list)
     outside_count: int = 0
     outside_weights: int = 0
     outside_with_gradient: int = 0
     outside_changed: bool = False
-    # Parameters that had no gradient in any sampled step: names, number and elements as above, and
-    # whether the model's first trainable parameter is one of them.
+    # Parameters that had no gradient in any sampled step: some names, their number, their total
+    # number of elements, and whether the model's first trainable parameter is among them.
     never_gradient: list[str] = field(default_factory=list)
     never_gradient_count: int = 0
     never_gradient_weights: int = 0
     never_gradient_first: bool = False
-    # Weights whose rows are all equal.
+    # Names of matrices whose rows are all equal.
     symmetric: list[str] = field(default_factory=list)
-    # Whether any parameter differs from what it was when the observation began.
+    # Whether any parameter has changed since observation began.
     changed: bool = False
-    # Running statistics, such as those of batch norm, that hold NaN or Inf.
+    # Names of running statistics (for example of batch norm) that contain NaN or Inf.
     nonfinite_buffers: list[str] = field(default_factory=list)
-    # The number of sampled steps.
+    # Number of sampled steps.
     observed: int = 0
-    # Modules that behave differently in training: dropout and batch norm.
+    # Names of modules that behave differently in training: dropout and batch norm.
     mode_dependent: list[str] = field(default_factory=list)
-    # Sampled steps that were made in evaluation mode.
+    # Number of sampled steps in evaluation mode.
     eval_steps: int = 0
-    # All validations, and those made entirely in training mode.
+    # Number of validations, and of those that ran entirely in training mode.
     validations: int = 0
     train_mode_validations: int = 0
-    # Whether the first layer normalises the input.
+    # Whether the first layer normalizes the input.
     normalizes_input: bool = False
 
 
@@ -127,16 +131,16 @@ class ObservedScheduler:
 
     kind: str = ""
     optimizer_steps: int = 0
-    # How often it was advanced in total, and before the first optimizer step.
+    # How often the scheduler was stepped in total, and before the first optimizer step.
     advanced: int = 0
     before_first: int = 0
-    # How many optimizer steps had exactly one advance of the scheduler since the previous step, and
-    # how many had several.
+    # Number of optimizer steps before which the scheduler was stepped exactly once or several times
+    # since the previous optimizer step.
     advanced_once: int = 0
     advanced_several: int = 0
-    # The patience of a ReduceLROnPlateau.
+    # The patience of a ReduceLROnPlateau scheduler.
     patience: int | None = None
-    # The number of advances to the end of a cycle or to the next milestone.
+    # Number of scheduler steps until the end of a cycle or the next milestone.
     period: int | None = None
 
 
@@ -144,18 +148,18 @@ class ObservedScheduler:
 class ObservedLayer:
     """One parameter, in the sampled steps of its optimizer."""
 
-    # The number of dimensions of the parameter.
+    # Number of dimensions of the parameter.
     dims: int = 0
-    # Sampled steps, and how many of them had a gradient, and a gradient of exactly 0.
+    # Number of sampled steps, of those with a gradient, and of those with a gradient of exactly 0.
     steps: int = 0
     with_gradient: int = 0
     zero_gradient: int = 0
     nonfinite: bool = False
-    # Norm of an update relative to the norm of the parameter: the median, and the largest of the
-    # first steps.
+    # Norm of an update relative to the norm of the parameter: the median over all steps, and the
+    # largest among the first steps.
     ratio: float | None = None
     largest_ratio: float | None = None
-    # Median of the root mean square of the gradient's elements.
+    # Median over steps of the root mean square of the gradient's elements.
     gradient_rms: float | None = None
     first_weight_rms: float | None = None
     last_weight_rms: float | None = None
@@ -166,30 +170,31 @@ class ObservedLoss:
     """One place where a loss is computed."""
 
     function: str = ""
-    # All calls, and how many had their arguments examined.
+    # Number of calls, and of calls whose arguments were examined.
     calls: int = 0
     examined: int = 0
-    # How many examined calls raised a flag, such as "softmax_input"; see `losses.arguments.CHECKS`.
+    # For each flag, such as "softmax_input", how many examined calls raised it. See
+    # `losses.arguments.CHECKS`.
     flags: dict[str, int] = field(default_factory=dict)
-    # The shapes that were broadcast, as text.
+    # The shapes that were broadcast, as shown to users.
     shapes: str = ""
     first: float | None = None
     values: list[float] = field(default_factory=list)
     # Loss of the best constant prediction.
     baseline: float | None = None
-    # By how much the model's loss on a batch was below that of the constant, newest last.
+    # By how much the model's loss was below the loss of the best constant, per batch, newest last.
     gains: list[float] = field(default_factory=list)
-    # For each call, 1 or -1: the sign with which the loss enters the minimised objective.
+    # For each call, 1 or -1: the sign with which the loss enters the minimized objective.
     signs: list[int] = field(default_factory=list)
     labelled_calls: int = 0
-    # Number of distinct labels in a batch: the mean, and the number expected if data are shuffled.
+    # Mean number of distinct labels per batch, and the number expected for shuffled data.
     distinct_labels: float | None = None
     expected_labels: float | None = None
-    # Mean squared target: the loss of predicting 0.
+    # Mean squared target, which is the loss of predicting 0.
     target_scale: float | None = None
 
     def always(self, flag: str) -> bool:
-        """Return whether at least 90 % of the examined calls raised a flag, given enough calls."""
+        """Return whether at least 90% of the examined calls raised a flag, given enough calls."""
         return self.examined >= MIN_CALLS and self.flags.get(flag, 0) >= 0.9 * self.examined
 
     def mostly(self, flag: str) -> bool:
@@ -201,34 +206,39 @@ class ObservedLoss:
 class ObservedInput:
     """The inputs of one model."""
 
-    # All calls, and how many had their values examined.
+    # Number of calls, and of calls whose values were examined.
     calls: int = 0
     examined: int = 0
-    # Examined batches that hold a single value.
+    # Number of examined batches in which all elements have the same value.
     flat: int = 0
-    # Batches with NaN or plus infinity.
+    # Number of batches with NaN or +Inf.
     nonfinite: int = 0
-    # Medians over the examined batches: of the largest magnitude, and of the mean relative to the
-    # standard deviation.
+    # Medians over the examined batches: of the largest absolute value, and of the absolute mean
+    # divided by the standard deviation.
     largest: float | None = None
     offset: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Observations:
-    """Everything measured about a run; models, optimizers and so on by name."""
+    """All measurements of a run.
 
-    # The steps of the optimizer that has made the most, and the planned steps of the run.
+    Optimizers, models and so on are stored by name.
+    """
+
+    # Number of steps of the optimizer with the most steps, and planned number of steps.
     steps: int = 0
     total_steps: int | None = None
     ended: bool = False
     objective: str = "minimize"
-    # The number of backward passes, in total and since the newest optimizer step.
+    # Number of backward passes, in total and since the last optimizer step.
     backwards: int = 0
     backwards_since_step: int = 0
-    # Consecutive sampled steps in which gradients were clipped only before backward computed them.
+    # Number of consecutive sampled steps in which gradients were only clipped before backward
+    # computed them.
     early_clips: int = 0
-    # Trainable parameters that take part in a forward pass but belong to no model and no optimizer.
+    # Number of trainable parameters that a forward pass uses but that are not in a model or an
+    # optimizer.
     strays: int = 0
     optimizers: dict[str, ObservedOptimizer] = field(default_factory=dict)
     models: dict[str, ObservedModel] = field(default_factory=dict)
@@ -236,19 +246,19 @@ class Observations:
     layers: dict[str, ObservedLayer] = field(default_factory=dict)
     losses: dict[str, ObservedLoss] = field(default_factory=dict)
     inputs: dict[str, ObservedInput] = field(default_factory=dict)
-    # Step, training loss and validation loss of each evaluation.
+    # For each evaluation: the step, the training loss and the validation loss.
     validations: list[tuple[int, float | None, float]] = field(default_factory=list)
-    # Alignment of a speech synthesiser's attention, see `alignment.alignment_facts`.
+    # Attention alignment of a speech synthesis model (see `alignment.alignment_facts`).
     alignment: dict[str, float] | None = None
 
     @property
     def minimizes_one_loss(self) -> bool:
-        """Whether one optimizer minimises one loss, so that its level and sign are meaningful."""
+        """Whether one optimizer minimizes one loss, whose level and sign are then meaningful."""
         return self.objective == "minimize" and len(self.optimizers) == 1
 
     @property
     def had_nonfinite(self) -> bool:
-        """Whether a loss or a gradient was not finite."""
+        """Whether any loss or gradient was NaN or Inf."""
         return any(
             optimizer.nonfinite_losses or optimizer.nonfinite_gradients
             for optimizer in self.optimizers.values()

@@ -1,7 +1,7 @@
-"""`Observer`: collects `Observations` of a run and applies the rules; `watch` or a guard drives it.
+"""`Observer`: collects `Observations` of a run and applies the rules, for `watch` or a guard.
 
-It uses torch's public hooks and, in sampled steps, a ``TorchFunctionMode``, and changes nothing.
-What the numbers mean is defined in `rules`.
+The observer uses torch's public hooks and, in sampled steps, a ``TorchFunctionMode``. It does not
+change training. `rules` interprets the measurements.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from holdfast.learning.sampling import (
 from holdfast.learning.subjects import Intent, Subjects, check_frozen
 from holdfast.memory.oom import find_out_of_memory
 
-# How many model calls per step have their arguments examined.
+# Maximum number of model calls per step whose arguments are examined.
 MAX_CALLS_PER_STEP = 4
-# After this many backward passes without an optimizer step, no more steps are sampled.
+# Maximum number of backward passes without an optimizer step. After that, no more steps are
+# sampled.
 MAX_BACKWARDS_WITHOUT_STEP = 400
-# How many losses of backward passes are kept until the optimizer step.
+# Maximum number of backward losses that are kept until the optimizer step.
 MAX_PENDING_LOSSES = 64
-# A validation loss is compared with the median of this many training losses.
+# Number of training losses whose median is compared with a validation loss.
 LOSSES_BEFORE_VALIDATION = 10
 
 _log = logging.getLogger("holdfast")
@@ -55,10 +56,10 @@ _Rest = ParamSpec("_Rest")
 def _contain_errors(
     method: Callable[Concatenate[Observer, _Rest], None],
 ) -> Callable[Concatenate[Observer, _Rest], None]:
-    """Decorate a method so that its failures never reach the training script.
+    """Decorate a method so that its errors never reach the training script.
 
-    The failure is logged, and observation stops for good. Out of memory only skips this
-    observation: the guard retries the step with less memory, and the retry is observed.
+    An error is logged, and observation stops for good. An out-of-memory error only skips this
+    observation, because the guard retries the step with less memory and the retry is observed.
     """
 
     @functools.wraps(method)
@@ -67,20 +68,18 @@ def _contain_errors(
             return
         try:
             method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the training continues
+        except Exception as error:  # noqa: BLE001 - training continues after any error
             if find_out_of_memory(error) is not None:
                 return
             self.failure = f"{type(error).__name__}: {error}"
-            _log.warning(
-                "the diagnosis has failed and is now off: %s", self.failure, exc_info=error
-            )
+            _log.warning("the diagnosis failed and is now off: %s", self.failure, exc_info=error)
 
     return guarded  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
 def _unobserved() -> Iterator[None]:
-    """Compute without an autograd graph and without triggering function modes."""
+    """Disable autograd and function modes within the context."""
     with torch.no_grad(), torch._C.DisableTorchFunction():
         yield
 
@@ -89,20 +88,20 @@ class Observer:
     """Observes models and optimizers, and applies the rules to the observations.
 
     Args:
-        subjects: What is observed.
-        intent: What the user says is intended.
-        guided: Whether every training pass runs inside `begin_step` and `end_step` receives the
-            losses, as under a guard.
+        subjects: The objects to observe.
+        intent: The user's statements about the run.
+        guided: Whether a guard drives the observer: every training pass runs inside `begin_step`,
+            and `end_step` receives the losses.
 
     Raises:
-        PolicyError: H102 for a `frozen` pattern that matches nothing.
+        PolicyError: H102 if a `frozen` pattern matches nothing.
     """
 
     def __init__(self, subjects: Subjects, intent: Intent, *, guided: bool = False) -> None:
         check_frozen(intent.frozen, subjects)
         self._intent = intent
         self._guided = guided
-        # The error that made the diagnosis fail, if one did. Nothing is observed after that.
+        # The error that stopped the diagnosis, or None.
         self.failure: str | None = None
 
         self._run = Observations(total_steps=intent.total_steps, objective=intent.objective)
@@ -132,20 +131,20 @@ class Observer:
 
         # Whether the current step is sampled.
         self.sampled = False
-        # Completed steps of all optimizers together, and how many of them were sampled.
+        # Number of completed steps, summed over all optimizers, and how many of them were sampled.
         self._ended_steps = 0
         self._sampled_steps = 0
-        # Model calls in the current step.
+        # Number of model calls in the current step.
         self._calls = 0
-        # True while the forward method of a model runs.
+        # True while a model's forward method is running.
         self._in_forward = False
-        # Ids of the parameters in a model or an optimizer, and of those that are used in a forward
-        # pass but are in neither.
+        # Ids of the parameters that are in a model or an optimizer, and of those that a forward
+        # pass uses although they are in neither.
         self._owned: set[int] = set()
         self._strays: set[int] = set()
 
     def install(self) -> None:
-        """Start observing, for the first time or again after `close`."""
+        """Start observing, either for the first time or again after `close`."""
         self._run.ended = False
         for optimizer in self._optimizers.values():
             optimizer.open()
@@ -162,12 +161,12 @@ class Observer:
 
     @property
     def uses_closure(self) -> bool:
-        """Whether an optimizer computes the loss within its own step."""
+        """Whether an optimizer's step is called with a closure that computes the loss."""
         return any(optimizer.observed.uses_closure for optimizer in self._optimizers.values())
 
     @property
     def steps(self) -> int:
-        """Number of steps of the optimizer that has made the most."""
+        """Number of steps of the optimizer with the most steps."""
         counts = [optimizer.observed.steps for optimizer in self._optimizers.values()]
         return max(counts, default=0)
 
@@ -180,9 +179,9 @@ class Observer:
         return is_selected(self._ended_steps, len(self._optimizers), SAMPLED)
 
     def begin_step(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that observes forward and backward passes if this step is `due`.
+        """Return a context manager that observes passes within it if this step is `due`.
 
-        A step may call this several times, once per micro-batch for instance.
+        May be used several times per step, for example once per micro-batch.
         """
         return self._observing() if self.due() else contextlib.nullcontext()
 
@@ -198,7 +197,7 @@ class Observer:
 
     @_contain_errors
     def begin_sampling(self) -> None:
-        """Begin a sampled step: register hooks on the models and reset the counters of the step."""
+        """Begin a sampled step: register hooks on the models and reset the per-step counters."""
         examine = is_selected(self._ended_steps, len(self._optimizers), EXAMINED)
         self.sampled = True
         self._calls = 0
@@ -221,15 +220,15 @@ class Observer:
             for model in self._models.values():
                 yield model.module.register_forward_hook(Hook(self._after_forward))
 
-    # --- what hooks and the function mode see ---------------------------------------------------
+    # --- observations by hooks and the function mode --------------------------------------------
 
     @_contain_errors
     def _before_forward(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Record the inputs of a training call; count a call without an autograd graph."""
+        """Record the inputs of a training call, or count a call without an autograd graph."""
         if not torch.is_grad_enabled():
             self._models[name].note_pass_without_graph()
             return
-        # Activation checkpointing recomputes forward passes during backward.
+        # Calls during backward are recomputations by activation checkpointing.
         if not self.sampled or self.mode.in_backward:
             return
         self._in_forward = True
@@ -241,13 +240,13 @@ class Observer:
 
     @_contain_errors
     def _after_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        """Note that the forward method of a model has returned."""
+        """Record that a model's forward method has returned."""
         if torch.is_grad_enabled() and not self.mode.in_backward:
             self._in_forward = False
 
     @_contain_errors
     def _on_weight(self, weight: nn.Parameter) -> None:
-        """Note a trainable parameter that a forward pass uses, but no model or optimizer holds."""
+        """Record a trainable parameter that is used but is not in a model or an optimizer."""
         if not self._in_forward or id(weight) in self._owned:
             return
         if weight.requires_grad and weight.is_leaf:
@@ -255,7 +254,7 @@ class Observer:
 
     @_contain_errors
     def _on_backward(self, loss: Tensor) -> None:
-        """Count a backward pass and, without a guard, keep its loss for the optimizer step."""
+        """Count a backward pass. Without a guard, also keep its loss for the optimizer step."""
         self._run.backwards += 1
         self._run.backwards_since_step += 1
         self._losses.begin_pass()
@@ -281,8 +280,7 @@ class Observer:
         Args:
             name: Name of the optimizer.
             closure: Whether `step` was called with a closure.
-            norms: Returns the gradient norms before clipping, by parameter id, if the caller
-                already knows them.
+            norms: If given, returns the gradient norms before clipping, by parameter id.
         """
         optimizer = self._optimizers[name]
         optimizer.begin_step(closure=closure)
@@ -305,14 +303,17 @@ class Observer:
 
     def _note_step_of_schedulers(self, optimizer: OptimizerObserver) -> None:
         for scheduler in self._schedulers.values():
-            # A scheduler without an ``optimizer`` attribute is counted with every optimizer.
+            # A scheduler without an ``optimizer`` attribute is counted for every optimizer.
             advanced = getattr(scheduler.scheduler, "optimizer", optimizer.optimizer)
             if advanced is optimizer.optimizer:
                 scheduler.note_step()
 
     @_contain_errors
     def after_step(self, name: str) -> None:
-        """Observe an optimizer just after it stepped. A guard calls this only in sampled steps."""
+        """Observe an optimizer just after it has stepped.
+
+        A guard only calls this in sampled steps.
+        """
         optimizer = self._optimizers[name]
         self._run.backwards_since_step = 0
         moved = False
@@ -322,11 +323,11 @@ class Observer:
         optimizer.end_step(moved=moved, has_loss=self._guided)
 
     def end_step(self, loss: float | None = None, names: Sequence[str] = ()) -> list[Finding]:
-        """End a step, and return findings that have not been returned before.
+        """End a step, and return findings that were not returned before.
 
         Args:
-            loss: The mean loss, if the caller knows it.
-            names: The optimizers that stepped; all of them if empty.
+            loss: The mean loss of the step, if the caller knows it.
+            names: Names of the optimizers that stepped. If empty, all of them did.
         """
         if loss is not None:
             for name, optimizer in self._optimizers.items():
@@ -341,7 +342,7 @@ class Observer:
 
     @_contain_errors
     def _judge_step(self, *, windows: bool) -> None:
-        """Complete the step if it was sampled, and apply the rules if they are due."""
+        """Finish a sampled step, and apply the rules if they are due."""
         due = windows
         if self.sampled:
             self.sampled = False
@@ -361,7 +362,7 @@ class Observer:
     # --- judging --------------------------------------------------------------------------------
 
     def observations(self) -> Observations:
-        """Return everything measured so far. The same object is updated by later steps."""
+        """Return all measurements so far. Later steps update the same object."""
         in_models = self._parameters_of_models()
         in_optimizers = self._parameters_of_optimizers()
         run = self._run
@@ -402,7 +403,7 @@ class Observer:
 
     @_contain_errors
     def validated(self, loss: float) -> None:
-        """Record the loss of an evaluation; lower is better."""
+        """Record the loss of an evaluation. Lower is better."""
         histories = [optimizer.observed.losses for optimizer in self._optimizers.values()]
         history = next((losses for losses in histories if losses), [])
         newest = [value for _, value in history[-LOSSES_BEFORE_VALIDATION:]]
@@ -411,23 +412,23 @@ class Observer:
             model.note_validation()
 
     def aligned(self, alignment: dict[str, float]) -> None:
-        """Record how well a speech synthesiser's attention is aligned; see `alignment_facts`."""
+        """Record the attention alignment of a speech synthesis model, see `alignment_facts`."""
         self._run.alignment = alignment
 
     @_contain_errors
     def finish(self) -> None:
-        """Judge the whole run, at its end."""
+        """Apply all rules to the whole run, at its end."""
         self._judge(windows=True, ended=True)
 
     @_contain_errors
     def judge_now(self) -> None:
-        """Judge the whole run so far."""
+        """Apply all rules to the run so far."""
         self._judge(windows=True, ended=self._run.ended)
 
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the part of the state that a resumed run needs, as plain data."""
+        """Return the state that a resumed run needs, as plain data."""
         return {
             "optimizers": {
                 name: optimizer.state_dict() for name, optimizer in self._optimizers.items()
@@ -437,7 +438,7 @@ class Observer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`; optimizers that are not in it start from scratch."""
+        """Restore the result of `state_dict`. Optimizers that are not in it start from scratch."""
         for name, optimizer in self._optimizers.items():
             if name in state["optimizers"]:
                 optimizer.load_state_dict(state["optimizers"][name])

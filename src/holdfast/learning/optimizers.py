@@ -1,4 +1,4 @@
-"""Observe optimizers (steps, learning rates, losses, gradients) and learning-rate schedulers."""
+"""Observe optimizers (steps, learning rates, losses, gradients) and learning rate schedulers."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from holdfast.learning.learning_rate import rate_of
 from holdfast.learning.measures import append_bounded, streak
 from holdfast.learning.observations import ObservedOptimizer, ObservedScheduler
 
-# In how many sampled steps of each optimizer `AccumulationCheck` runs.
+# Number of sampled steps of each optimizer in which `AccumulationCheck` runs.
 CHECKED_STEPS = 8
-# The maximum number of losses that are kept. When there are more, every second one is dropped.
+# Maximum number of losses to keep. If there are more, every second loss is dropped.
 MAX_LOSSES = 800
-# How many gradient norms are kept: the first, for the start of training, and the newest.
+# The history of gradient norms keeps the first norms, which show the start of training, and the
+# newest norms, up to a maximum length.
 FIRST_NORMS = 30
 MAX_NORMS = 400
-# Below these fractions of the largest learning rate so far, a rate counts as practically 0, and as
-# low.
+# A learning rate counts as practically 0, or as low, if it is below this fraction of the largest
+# learning rate so far.
 NO_RATE = 1e-7
 LOW_RATE = 1e-3
 
 
 class OptimizerObserver:
-    """The observations of one optimizer.
+    """Observes one optimizer.
 
     Args:
         optimizer: The optimizer.
-        owned: Ids of the parameters of all observed models.
+        owned: Ids of all parameters that are in an observed model.
     """
 
     def __init__(self, optimizer: Optimizer, owned: Collection[int]) -> None:
@@ -41,7 +42,7 @@ class OptimizerObserver:
         self.observed = ObservedOptimizer(kind=type(optimizer).__name__)
         self.observed.lr = self._learning_rate()
         self.observed.largest_lr = self.observed.lr
-        # Losses of the backward passes since the last step.
+        # Losses of backward passes since the last step.
         self.pending_losses: list[float] = []
         self._owned_at_start = {id(parameter) for parameter in self.parameters()} & set(owned)
         self._accumulation: AccumulationCheck | None = None
@@ -61,7 +62,7 @@ class OptimizerObserver:
             self._accumulation = None
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that the optimizer holds now."""
+        """Return the optimizer's current parameters."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _learning_rate(self) -> float:
@@ -69,7 +70,7 @@ class OptimizerObserver:
         return max(rates, default=0.0)
 
     def begin_step(self, *, closure: bool) -> None:
-        """Count a step, and read the learning rates (one host sync where they are tensors).
+        """Count a step, and read the learning rates. Synchronizes once if they are tensors.
 
         Called before every step.
         """
@@ -77,8 +78,8 @@ class OptimizerObserver:
         lr = self._learning_rate()
         observed.steps += 1
         observed.uses_closure = observed.uses_closure or closure
-        # Take the smaller of this rate and the previous one: a rate that was used in a single step
-        # was an accident, or the step was rolled back.
+        # Use the smaller of this rate and the previous one, to ignore a rate that was only used in
+        # a single step: it was an accident, or the step was rolled back.
         observed.largest_lr = max(observed.largest_lr, min(lr, observed.lr))
         is_zero = lr <= NO_RATE * observed.largest_lr
         is_low = lr < LOW_RATE * observed.largest_lr
@@ -87,7 +88,7 @@ class OptimizerObserver:
         observed.lr = lr
 
     def note_gradients(self, gradients: Gradients) -> None:
-        """Record what was measured just before a sampled step."""
+        """Record gradient measurements from just before a sampled step."""
         observed = self.observed
         observed.observed += 1
         has_gradient = gradients.tensors > 0
@@ -112,9 +113,9 @@ class OptimizerObserver:
         """End a step.
 
         Args:
-            moved: Whether the step is known to have changed weights.
-            has_loss: Whether the caller records the loss with `add_loss`; otherwise the loss of the
-                newest backward pass is recorded.
+            moved: Whether the step was seen to change weights.
+            has_loss: Whether the caller records the loss with `add_loss`. If False, the loss of the
+                last backward pass is recorded.
         """
         if moved:
             self.observed.moved += 1
@@ -125,7 +126,7 @@ class OptimizerObserver:
             self.close()
 
     def add_loss(self, value: float) -> None:
-        """Record the loss of this step. A loss that is not finite is only counted."""
+        """Record the loss of this step. NaN and Inf are only counted."""
         observed = self.observed
         if not math.isfinite(value):
             observed.nonfinite_losses += 1
@@ -140,7 +141,11 @@ class OptimizerObserver:
             self._loss_stride *= 2
 
     def observations(self, owned: Collection[int]) -> ObservedOptimizer:
-        """Return what was observed, given the ids of the parameters of all models."""
+        """Return all observations.
+
+        Args:
+            owned: Ids of all parameters that are in an observed model.
+        """
         parameters = self.parameters()
         foreign = [parameter for parameter in parameters if id(parameter) not in owned]
         groups = self.optimizer.param_groups
@@ -157,7 +162,7 @@ class OptimizerObserver:
         return observed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the part of the state that a resumed run needs, as plain data."""
+        """Return the state that a resumed run needs, as plain data."""
         losses = self.observed.losses
         return {
             "steps": self.observed.steps,
@@ -166,7 +171,7 @@ class OptimizerObserver:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         self.observed.steps = int(state["steps"])
         self.observed.losses = [
             (int(step), float(loss))
@@ -175,7 +180,7 @@ class OptimizerObserver:
 
 
 class SchedulerObserver:
-    """The observations of one scheduler: a torch scheduler, or any object with ``last_epoch``."""
+    """Observes one scheduler: a torch scheduler or any object that has ``last_epoch``."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -191,7 +196,10 @@ class SchedulerObserver:
         return int(getattr(self.scheduler, "last_epoch", 0))
 
     def note_step(self) -> None:
-        """Count the advances since the previous optimizer step. Called before every step."""
+        """Count how often the scheduler was stepped since the previous optimizer step.
+
+        Called before every optimizer step.
+        """
         count = self._count()
         advances = count - self._count_at_last_step
         if self.observed.optimizer_steps == 0:
@@ -206,6 +214,6 @@ class SchedulerObserver:
 
 
 def _period_of(scheduler: Any) -> int | None:
-    """Return the number of advances to the end of a cycle or to the next milestone."""
+    """Return the number of scheduler steps until the end of a cycle or the next milestone."""
     period = getattr(scheduler, "T_max", None) or getattr(scheduler, "step_size", None)
     return period if isinstance(period, int) else None

@@ -1,4 +1,4 @@
-"""Decide which steps are sampled, which are examined closely, and when rules are applied."""
+"""Decide which steps are sampled, which are examined in detail, and when rules are applied."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ from dataclasses import dataclass
 
 # Window rules are first applied after this many steps.
 FIRST_WINDOW_STEPS = 400
-# In a run of known length, window rules are applied this many times, but not before this many
-# steps.
+# In a run of known length, window rules are applied this many times, but not before a minimum
+# number of steps.
 WINDOWS_PER_RUN = 5
 MIN_STEPS_FOR_A_WINDOW = 200
-# Contract rules are applied after these sampled rounds, and then once in this many.
+# Contract rules are applied after these numbers of sampled rounds, and then at this interval.
 JUDGED_ROUNDS = (1, 3, 8, 10)
 JUDGED_EVERY_ROUNDS = 20
-# Multiplicative hashing, Knuth, The Art of Computer Programming, volume 3, section 6.4.
+# Constants for multiplicative hashing (Knuth, The Art of Computer Programming, volume 3, section
+# 6.4).
 HASH_MULTIPLIER = 2_654_435_761
 HASH_RANGE = 2**32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDensity:
-    """How often steps are selected.
+    """Determines how often steps are selected. In a round, every optimizer steps once.
 
     Args:
-        first_rounds: The first rounds, all of which are selected. In a round every optimizer steps
-            once.
-        one_in: After those, one in `one_in` rounds, until the first window ends.
-        later_one_in: After that, one in `later_one_in` rounds.
+        first_rounds: Number of rounds at the start that are all selected.
+        one_in: After the first rounds, about one in `one_in` rounds is selected, until the first
+            window ends.
+        later_one_in: After the first window, about one in `later_one_in` rounds is selected.
     """
 
     first_rounds: int
@@ -34,37 +35,38 @@ class SamplingDensity:
     later_one_in: int
 
 
-# In these steps losses, targets and gradients are recorded.
+# In sampled steps, losses, targets and gradients are recorded.
 SAMPLED = SamplingDensity(first_rounds=8, one_in=12, later_one_in=80)
-# In these steps layers, weights, inputs and the arguments of losses are recorded too.
+# In examined steps, layers, weights, inputs and the arguments of losses are also recorded.
 EXAMINED = SamplingDensity(first_rounds=6, one_in=40, later_one_in=160)
 
 
 def is_selected(step: int, optimizers: int, density: SamplingDensity) -> bool:
-    """Return whether a step is selected: all of the first rounds, then an irregular subset.
+    """Return whether a step is selected.
 
-    Every examined step is also sampled.
+    All of the first rounds are selected, and later an irregular subset. Every examined step is also
+    sampled.
 
     Args:
-        step: Number of the step, of all optimizers together.
-        optimizers: How many there are; their steps are one round.
+        step: Number of the step, counting the steps of all optimizers.
+        optimizers: Number of optimizers.
         density: `SAMPLED` or `EXAMINED`.
     """
     round_number = step // max(1, optimizers)
     if round_number < density.first_rounds:
         return True
     one_in = density.one_in if round_number < FIRST_WINDOW_STEPS else density.later_one_in
-    # Select two consecutive rounds, so that the effect of a step is visible too.
+    # Select two consecutive rounds, so that the effect of a step is also visible.
     pair = round_number // 2
-    # Use a hash instead of every n-th step: it cannot synchronise with epochs, it draws no random
-    # numbers, and a pair selected at one in 40 is also selected at one in 12.
+    # A hash is used instead of every n-th step. It cannot align with epochs, draws no random
+    # numbers, and selects a pair at one in 12 if it selects it at one in 40.
     return pair * HASH_MULTIPLIER % HASH_RANGE < HASH_RANGE // one_in
 
 
 def is_end_of_window(steps: int, total_steps: int | None) -> bool:
     """Return whether window rules should be applied after a step.
 
-    In a run of unknown length they are applied after 400, 800, 1600, ... steps.
+    In a run of unknown length, window rules are applied after 400, 800, 1600, ... steps.
     """
     if total_steps is not None:
         between = max(1, total_steps // WINDOWS_PER_RUN)

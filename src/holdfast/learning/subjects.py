@@ -1,4 +1,4 @@
-"""`Subjects`: the objects that are observed; `Intent`: what the user says is intended."""
+"""`Subjects`: the observed objects; `Intent`: the user's statements about the run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Subjects:
     """The observed objects, by name.
 
     Args:
-        models: The original modules, not those that `torch.compile` returned.
+        models: The original modules, not the ones returned by `torch.compile`.
         optimizers: The optimizers.
-        schedulers: Schedulers that the training loop steps itself.
+        schedulers: The schedulers that are stepped by the training loop.
         compiled: Whether a model is compiled, so that only optimizers can be observed.
     """
 
@@ -30,19 +30,19 @@ class Subjects:
     compiled: bool = False
 
     def prefix(self, model: str) -> str:
-        """Return the prefix of a model's parameter names: empty if there is a single model."""
+        """Return the prefix for the names of a model's parameters. Empty for a single model."""
         return "" if len(self.models) == 1 else f"{model}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
-    """What the user says about a run: its length, its objective, and what is intended.
+    """The user's statements about a run: its length, its objective, and intended exceptions.
 
     Args:
         total_steps: Planned number of optimizer steps.
-        objective: What the loss means: ``"minimize"``, ``"adversarial"`` or ``"reinforcement"``.
-        frozen: Patterns of parameters that are frozen on purpose, see `models.matches`.
-        ignore: Ids of rules that are not applied.
+        objective: How the loss is used: ``"minimize"``, ``"adversarial"`` or ``"reinforcement"``.
+        frozen: Patterns of parameters that are frozen on purpose (see `models.matches`).
+        ignore: Ids of rules to skip.
     """
 
     total_steps: int | None = None
@@ -52,10 +52,10 @@ class Intent:
 
 
 def check_frozen(frozen: tuple[str, ...], subjects: Subjects) -> None:
-    """Check that every pattern matches a parameter.
+    """Check that every pattern in `frozen` matches a parameter.
 
     Raises:
-        PolicyError: H102 for a pattern that matches no parameter or module of the models.
+        PolicyError: H102 if a pattern matches no parameter or module of the models.
     """
     names = [
         subjects.prefix(model) + name
@@ -65,12 +65,14 @@ def check_frozen(frozen: tuple[str, ...], subjects: Subjects) -> None:
     for pattern in frozen:
         if any(matches(name, pattern) for name in names):
             continue
-        example = f"pass a name such as {names[0]!r}, or drop it." if names else "drop it."
+        example = "remove this pattern."
+        if names:
+            example = f"pass a name such as {names[0]!r}, or remove this pattern."
         raise PolicyError(
             f"frozen={pattern!r} matches no parameter or module of the models",
             limit=(
-                "frozen lists names of parameters (as in named_parameters()), names of modules, or"
-                " shell patterns"
+                "frozen must contain names of parameters (as in named_parameters()), names of"
+                " modules, or shell patterns"
             ),
             fix=did_you_mean(pattern, names, otherwise=example),
             rule="H102",

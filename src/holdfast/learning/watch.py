@@ -29,13 +29,13 @@ _log = logging.getLogger("holdfast")
 
 
 class Watch:
-    """An observation in progress, created by `watch` and used as a context manager."""
+    """A context manager that observes a training loop, created by `watch`."""
 
     def __init__(self, observer: Observer, optimizers: Mapping[str, Optimizer]) -> None:
         self._observer = observer
         self._optimizers = optimizers
         self._hooks: list[Any] = []
-        # Number of function modes that were active when the watch began.
+        # Number of function modes that were active when the context was entered.
         self._modes_at_start = 0
 
     def __enter__(self) -> Self:
@@ -70,24 +70,24 @@ class Watch:
         return self._observer.findings.reported()
 
     def diagnose(self) -> list[Finding]:
-        """Return the findings so far, including those reported only on request.
+        """Return the findings so far, including those that are only reported on request.
 
-        Examples are that a run learns nothing (H828) or that its loss has risen (H826). Such
-        findings are often right, but not often enough to be reported for every run.
+        Findings on request include, for example, that a run learns nothing (H828) or that its loss
+        has risen (H826). They are often right, but not often enough to be reported for every run.
         """
         self._observer.judge_now()
         return self._observer.findings.all()
 
     def facts(self) -> dict[str, Any]:
-        """Return the plain data on which the findings are based.
+        """Return the measurements on which the findings are based, as plain data.
 
-        ``["layers"]`` has, for each parameter, the median RMS of the gradient's elements and the
-        median norm of an update relative to the norm of the weights.
+        For each parameter, ``["layers"]`` contains the median RMS of the gradient's elements, and
+        the median norm of an update relative to the norm of the weights.
         """
         return dataclasses.asdict(self._observer.observations())
 
     def validated(self, loss: float) -> None:
-        """Record the loss of an evaluation; lower is better."""
+        """Record the loss of an evaluation. Lower is better."""
         self._observer.validated(float(loss))
 
     def aligned(
@@ -97,9 +97,9 @@ class Watch:
         output_lengths: torch.Tensor,
         **limit: Any,
     ) -> None:
-        """Record the attention of a speech synthesiser, as measured in an evaluation.
+        """Record the attention of a speech synthesis model during an evaluation.
 
-        The arguments are those of `holdfast.learning.alignment.alignment_facts`.
+        For the arguments, see `holdfast.learning.alignment.alignment_facts`.
         """
         self._observer.aligned(alignment_facts(attention, input_lengths, output_lengths, **limit))
 
@@ -107,15 +107,15 @@ class Watch:
         if not self._observer.due():
             return
         self._observer.begin_sampling()
-        # If the caller has entered a function mode since, its exit would pop our mode instead, so
-        # functions are not observed in this step.
+        # If the caller has entered another function mode since, leaving that mode would pop the
+        # observer's mode instead. Functions are then not observed in this step.
         if torch._C._len_torch_function_stack() == self._modes_at_start:
             self._observer.hooks.enter_mode()
 
     def _before_step(self, name: str, _optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_symbolic():
             return
-        # torch passes the arguments of step() with the optimizer itself in front.
+        # torch passes the arguments of step(), preceded by the optimizer itself.
         closures = (kwargs.get("closure"), *args[1:])
         has_closure = any(closure is not None for closure in closures)
         self._observer.before_step(name, closure=has_closure)
@@ -148,33 +148,33 @@ def watch(
     frozen: Sequence[str] = (),
     ignore: Sequence[str] = (),
 ) -> Watch:
-    """Diagnose, in any training loop, why a model does not learn.
+    """Diagnose why a model does not learn, in any training loop.
 
-    Losses, their targets and gradients are observed in the first 8 steps, then in about one of 12,
-    and after 400 steps in about one of 80. Layers, weights, inputs and the arguments of losses are
-    examined in the first 6 steps, then in about one of 40, and later in about one of 160.
+    Losses, targets and gradients are observed in the first 8 steps, then in about one in 12 steps,
+    and after 400 steps in about one in 80. Layers, weights, inputs and the arguments of losses are
+    examined in the first 6 steps, then in about one in 40, and after 400 steps in about one in 160.
 
-    Observing changes no result: no random number is drawn and no value is altered. If
-    ``torch.compile`` is used in the process, only what needs no hook on a model is observed; a
-    message is logged once.
+    Observation does not affect the results of training: it draws no random numbers and changes no
+    values. If the process uses ``torch.compile``, observations that need hooks on a model are
+    turned off, and a message is logged once.
 
     Args:
-        model: One module, or a dict of named ones.
-        optimizer: One optimizer, or a dict of named ones.
-        scheduler: One learning-rate scheduler or several. They are watched to check that they are
-            stepped at the right times.
+        model: A module, or a dict of modules by name.
+        optimizer: An optimizer, or a dict of optimizers by name.
+        scheduler: A learning rate scheduler, or a dict of schedulers by name, to check that they
+            are stepped at the right times.
         total_steps: Planned number of optimizer steps.
-        objective: What the loss means: ``"minimize"``, ``"adversarial"`` or ``"reinforcement"``.
-        frozen: Shell patterns for the names of parameters that are frozen on purpose.
-        ignore: Ids of rules whose findings are not reported, such as ``"H808"``.
+        objective: How the loss is used: ``"minimize"``, ``"adversarial"`` or ``"reinforcement"``.
+        frozen: Names, or shell patterns for names, of parameters that are frozen on purpose.
+        ignore: Ids of rules whose findings should not be reported, such as ``"H808"``.
 
     Returns:
-        A context manager. Its ``findings()`` returns what was found; each finding is also logged
-        once, to the logger ``holdfast``.
+        A context manager. Its method ``findings()`` returns the findings. Each finding is also
+        logged once, to the logger ``holdfast``.
 
     Raises:
-        PolicyError: H102 or H105 for an argument that is not valid, H702 for an ignored rule that
-            does not exist.
+        PolicyError: H102 or H105 for an invalid argument, H702 for an ignored rule that does not
+            exist.
 
     Example:
         >>> import torch
@@ -191,7 +191,7 @@ def watch(
         >>> watching.findings()[0].rule
         'H836'
     """
-    # A single string is one name, not a sequence of letters.
+    # A single string is a name, not a sequence of letters.
     frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
     ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     policy = Policy(objective=objective, frozen=frozen, ignore_rules=ignore)
@@ -210,13 +210,13 @@ def watch(
 
 
 def _by_name(argument: Any, name: str, kind: type) -> dict[str, Any]:
-    """Return a single object as a dict with one entry; check the types in a dict."""
+    """Convert a single object to a dict with one entry, and check the types of the values."""
     objects = dict(argument) if isinstance(argument, Mapping) else {name: argument}
     for key, value in objects.items():
         if value is None or not isinstance(value, kind):
             raise PolicyError(
                 f"{name} {key!r} is a {type(value).__name__}",
-                limit=f"it must be a torch {name}, or a dict of them",
+                limit=f"{name} must be a torch {name}, or a dict of them by name",
                 fix=(
                     'pass one object, or a dict such as {"generator": ..., "discriminator": ...}.'
                 ),

@@ -1,4 +1,4 @@
-"""Check the arguments of `DataLoader` early, and derive its batches and ranks from them."""
+"""Check the arguments of `DataLoader`, and derive its batches and ranks from them."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from holdfast.loader.streams.sharding import divides_among_ranks
 
 _TORCH_SIGNATURE = inspect.signature(TorchDataLoader.__init__)
 
-# Options that are passed unchanged to the torch loader inside ours.
+# Options passed unchanged to the torch loader that holdfast's loader uses internally.
 _OPTIONS_FOR_TORCH = ("pin_memory", "worker_init_fn", "prefetch_factor", "pin_memory_device")
 
-# Torch's arguments by name, with the dataset.
+# The arguments of torch's DataLoader by name, including the dataset.
 Arguments: TypeAlias = dict[str, Any]
 
 
 def check_arguments(
     dataset: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int, quarantine: float
 ) -> Arguments:
-    """Check all arguments of a `DataLoader`, and return those of torch by name.
+    """Check all arguments of a `DataLoader`, and return torch's arguments by name.
 
     Args:
         dataset: The user's dataset.
         args: Torch's positional arguments after the dataset.
         kwargs: Torch's keyword arguments.
-        seed: As `DataLoader`.
-        quarantine: As `DataLoader`.
+        seed: See `DataLoader`.
+        quarantine: See `DataLoader`.
 
     Raises:
-        TypeError: Torch's loader has no such arguments.
-        LoaderError: H607 for an argument that cannot be used, H610 for a dataset without samples.
+        TypeError: torch's loader does not accept these arguments.
+        LoaderError: H607 for an invalid argument, H610 for a dataset without samples.
     """
     arguments: Arguments = dict(_TORCH_SIGNATURE.bind(None, dataset, *args, **kwargs).arguments)
     del arguments["self"]
@@ -59,39 +59,39 @@ def _check_options(arguments: Arguments) -> None:
         raise _unusable(
             f"num_workers={workers!r}",
             limit="num_workers must be a whole number",
-            fix="pass one; H630 warns if it is too large.",
+            fix="pass a whole number, such as 4. H630 warns if it is too large.",
         )
     prefetch_factor = arguments.get("prefetch_factor")
     is_count = isinstance(prefetch_factor, int) and prefetch_factor > 0
     if prefetch_factor is not None and not is_count:
         raise _unusable(
             f"prefetch_factor={prefetch_factor!r}",
-            limit="each worker prepares at least one batch ahead",
+            limit="each worker loads at least one batch in advance",
             fix="pass 1 or more.",
         )
     if arguments.get("timeout") and not workers:
         raise _unusable(
             "timeout with num_workers=0",
-            limit="without workers, there is nothing to wait for",
-            fix="omit it.",
+            limit="without workers, a batch is loaded in the main process, which cannot time out",
+            fix="omit timeout=, or pass num_workers=1 or more.",
         )
     generator = arguments.get("generator")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise _unusable(
             f"generator={generator!r}",
-            limit="a generator must be a torch.Generator",
-            fix="pass seed= for a number.",
+            limit="generator must be a torch.Generator",
+            fix="to pass a number, use seed= instead.",
         )
 
 
 def _check_samplers(arguments: Arguments) -> None:
-    """Check that an `Order` is passed as ``sampler`` and was made for a dataset of this length."""
+    """Check that an `Order` is passed as ``sampler`` and has the length of the dataset."""
     batch_sampler = arguments.get("batch_sampler")
     if isinstance(batch_sampler, Order):
         raise _unusable(
             f"batch_sampler={type(batch_sampler).__name__}",
             limit="an order yields indices, not batches",
-            fix="pass it as sampler=.",
+            fix="pass the order as sampler=.",
         )
     sampler = arguments.get("sampler")
     dataset = arguments["dataset"]
@@ -100,23 +100,23 @@ def _check_samplers(arguments: Arguments) -> None:
     if len(sampler) != len(dataset):
         raise _unusable(
             f"{type(sampler).__name__} of {len(sampler)} samples with a dataset of {len(dataset)}",
-            limit="both must have the same length",
-            fix="create the order for this dataset, with one length per sample.",
+            limit="the order and the dataset must have the same length",
+            fix="create the order from this dataset.",
         )
 
 
 def _check_own_arguments(seed: Any, quarantine: Any) -> None:
-    """Check the arguments that holdfast adds to those of torch."""
+    """Check the arguments that torch's loader does not have."""
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         raise _unusable(
-            f"seed={seed!r}", limit="a seed is a whole number", fix="pass one, such as 0."
+            f"seed={seed!r}", limit="seed must be a whole number", fix="pass an integer, such as 0."
         )
     is_number = isinstance(quarantine, (int, float)) and not isinstance(quarantine, bool)
     if not is_number or not 0 <= quarantine < math.inf:
         raise _unusable(
             f"quarantine={quarantine!r}",
-            limit="it must be a share or a number of samples",
-            fix="pass 0.001, 5, or 0 for none.",
+            limit="quarantine must be a fraction of the samples or a number of samples",
+            fix="pass a value such as 0.001 or 5, or 0 to turn off the quarantine.",
         )
 
 
@@ -130,16 +130,16 @@ def _check_dataset(dataset: Any) -> None:
     )
     if hasattr(dataset, "__getitems__") and not reads_single_samples:
         raise _unusable(
-            f"{type(dataset).__name__} has __getitems__ and no __getitem__",
+            f"{type(dataset).__name__} has __getitems__, but no __getitem__",
             limit="samples are read one by one, each with its own random numbers",
-            fix="add a __getitem__; with batch_size=None and a sampler of lists it may read many at"
-            " once.",
+            fix="add a __getitem__. To read many samples at once, let it accept a list of indices,"
+            " and pass batch_size=None and a sampler that yields lists.",
         )
     if isinstance(dataset, Sized) and len(dataset) == 0:
         raise LoaderError(
             f"{type(dataset).__name__} has no samples",
-            limit="an epoch needs at least one",
-            fix="check its path and its filters.",
+            limit="an epoch needs at least one sample",
+            fix="check the dataset's path and filters.",
             rule="H610",
         )
 
@@ -155,10 +155,10 @@ def start_method(context: Any) -> str | None:
     """Return the start method of worker processes.
 
     Args:
-        context: Torch's ``multiprocessing_context``.
+        context: The ``multiprocessing_context`` argument of torch's loader.
 
     Returns:
-        The name of the method, or None for the default of Python at the time when workers start.
+        The name of the method, or None to use Python's default when the workers start.
     """
     if context is None or isinstance(context, str):
         return context
@@ -167,52 +167,55 @@ def start_method(context: Any) -> str | None:
 
 
 def options_for_torch(loader: Any, *, generator: Any, keep_workers: bool) -> dict[str, Any]:
-    """Return the options for the torch loader inside ours.
+    """Return the options for the torch loader that holdfast's loader uses internally.
 
     Args:
-        loader: Our loader, after torch's ``__init__`` has run.
-        generator: The generator from which torch draws the seeds of workers.
-        keep_workers: Whether workers are kept after an epoch.
+        loader: The `DataLoader`, after torch's ``__init__`` has run.
+        generator: The generator from which torch draws the workers' seeds.
+        keep_workers: Whether the workers stay alive after an epoch.
     """
     options = {name: getattr(loader, name) for name in _OPTIONS_FOR_TORCH}
     options["generator"] = generator
     options["persistent_workers"] = keep_workers
-    # A position is a single number, so out-of-order batches would be repeated or lost.
+    # The position is a single number, so batches that arrive out of order would be repeated or lost
+    # after a resume.
     options["in_order"] = True
     return options
 
 
 def check_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return this rank and the number of ranks, as passed or according to ``torch.distributed``.
+    """Return this rank and the number of ranks.
+
+    They are taken from ``torch.distributed`` unless the user passed them.
 
     Raises:
-        LoaderError: H607 if they contradict each other.
+        LoaderError: H607 if only one of them was passed, or the rank is out of range.
     """
     if rank is None and world_size is None:
         return ranks_now((0, 1))
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise _unusable(
             f"rank={rank}, world_size={world_size}",
-            limit="they belong together, and ranks count from 0",
-            fix="pass both, with rank < world_size, or neither.",
+            limit="rank and world_size must be passed together, and ranks count from 0",
+            fix="pass both, with rank < world_size, or pass neither.",
         )
     return rank, world_size
 
 
 def why_not_divided(dataset: Any, *, sharded: bool) -> str:
-    """Return why a stream is not divided among the ranks of ``torch.distributed``, or "" if it is.
+    """Return why a stream is not divided among ranks, or "" if it is.
 
     Args:
         dataset: The iterable dataset.
-        sharded: Whether the dataset itself divides its items among workers.
+        sharded: Whether the dataset divides its items among workers itself.
     """
     if divides_among_ranks(dataset):
-        # Dividing the items a second time would lose most of them.
-        return "the dataset looks up its rank, so it probably divides its items itself"
+        # Dividing the items a second time would drop most of them.
+        return "the dataset reads its rank, so it probably divides its items among ranks itself"
     if sharded:
         return (
-            "the dataset divides its items among workers, and its code does not seem to ask for a"
-            " rank: each rank gets every item; pass rank= and world_size= to divide them"
+            "the dataset divides its items among workers but does not appear to use its rank, so"
+            " every rank gets all items. Pass rank= and world_size= to divide them among ranks"
         )
     return ""
 
@@ -231,15 +234,15 @@ def plan_batches(
     """Return how the samples of a map-style dataset are grouped into batches.
 
     Args:
-        loader: The loader, after torch's ``__init__`` has run and its seed is set.
-        arguments: Torch's arguments.
+        loader: The `DataLoader`, after torch's ``__init__`` has run and its seed is set.
+        arguments: Torch's arguments by name.
         ranks: This rank and the number of ranks.
-        repeats: As `DataLoader`.
-        ranks_were_passed: Whether the user has passed the ranks.
+        repeats: See `DataLoader`.
+        ranks_were_passed: Whether the user passed ``rank`` and ``world_size``.
 
     Raises:
-        LoaderError: H603 for a sampler without a length, H607 for ranks passed together with the
-            user's own sampler, which the loader does not divide.
+        LoaderError: H603 for a sampler without a length. H607 if the user passed both ranks and a
+            sampler, because the loader does not divide the user's sampler among ranks.
     """
     sampler = arguments.get("sampler")
     batch_sampler = arguments.get("batch_sampler")
@@ -264,7 +267,7 @@ def plan_batches(
         order = SamplerOrder(
             sampler, loader.seed, repeats=repeats, samples=samples, dataset=dataset
         )
-        # The sampler already yields only the indices of this rank.
+        # The user's sampler already yields only this rank's indices.
         ranks = (0, 1)
     elif arguments.get("shuffle"):
         order = Shuffled(len(dataset))
@@ -289,9 +292,9 @@ def _check_loader_divides(sampler: Any, batch_sampler: Any, ranks: tuple[int, in
     if own_sampler is not None and world_size != 1:
         raise _unusable(
             f"rank={rank}, world_size={world_size} with {type(own_sampler).__name__}",
-            limit="your own sampler decides which samples a rank gets",
-            fix="let it divide by ranks and omit rank= and world_size=, or pass shuffle=True, which"
-            " the loader divides.",
+            limit="if you pass a sampler, the sampler decides which samples a rank gets",
+            fix="divide the samples among ranks in the sampler and omit rank= and world_size=, or"
+            " replace the sampler by shuffle=True.",
         )
 
 
@@ -299,15 +302,15 @@ def _check_loader_divides(sampler: Any, batch_sampler: Any, ranks: tuple[int, in
 
 
 def check_position(identity: dict[str, Any], state: dict[str, Any]) -> None:
-    """Check that a state is a position in the order of this loader.
+    """Check that a saved state is a valid position in this loader's order.
 
     Args:
-        identity: The loader's values that must equal the saved ones for a position to mean the same
-            samples.
-        state: The value that `DataLoader.state_dict` returned.
+        identity: Properties of the loader, such as its seed. If they equal the saved ones, the
+            position refers to the same samples.
+        state: The state returned by `DataLoader.state_dict`.
 
     Raises:
-        LoaderError: H604 if it is not a position, or belongs to another order.
+        LoaderError: H604 if the state is not a position, or belongs to another order.
     """
     problems = [f"no {name}" for name in ("epoch", "consumed", "order") if name not in state]
     if not problems:
@@ -319,17 +322,17 @@ def check_position(identity: dict[str, Any], state: dict[str, Any]) -> None:
     if problems:
         raise LoaderError(
             f"the state has {', '.join(problems)}",
-            limit="a position is what state_dict() of a holdfast.DataLoader returned",
-            fix="pass that; torch's own loaders and samplers keep other states.",
+            limit="load_state_dict() needs the state_dict() of a holdfast.DataLoader",
+            fix="pass that state. The states of torch's loaders and samplers cannot be loaded.",
             rule="H604",
         )
     saved = state["order"]
     for name in {**saved, **identity}:
         if identity.get(name) != saved.get(name):
             raise LoaderError(
-                f"the loader has {name}={identity.get(name)!r}, and the position was saved with"
+                f"the loader has {name}={identity.get(name)!r}, but the position was saved with"
                 f" {name}={saved.get(name)!r}",
-                limit="the same order is needed to continue in the middle of an epoch",
-                fix="build the loader as in the saved run, or start in a new run directory.",
+                limit="continuing in the middle of an epoch requires the same order of samples",
+                fix="create the loader as in the saved run, or start in a new run directory.",
                 rule="H604",
             )

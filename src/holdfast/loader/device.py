@@ -1,7 +1,8 @@
-"""Copy a batch to an accelerator when the loop requests it.
+"""Copy a batch to an accelerator when the training loop requests it.
 
-The copy is queued behind the work that the loop has already submitted. If the batch is in pinned
-memory, the host does not wait, and torch keeps the memory until the copy has ended.
+The copy is queued behind the work that the loop has already submitted to the device. If the batch
+is in pinned memory, the host does not wait for the copy, and torch keeps the pinned memory alive
+until the copy has finished.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from holdfast.core.errors import LoaderError
 
 
 def find_copy_target(device: torch.device | str | None) -> torch.device | None:
-    """Return the device to copy to, or None if no device is given or it is the CPU.
+    """Return the device to copy batches to, or None if the device is None or the CPU.
 
     Raises:
-        LoaderError: H607 for a device that does not exist.
+        LoaderError: H607 if the device does not exist.
     """
     if device is None:
         return None
@@ -32,10 +33,10 @@ def find_copy_target(device: torch.device | str | None) -> torch.device | None:
     if problem:
         raise LoaderError(
             f"device={device!r} cannot be used ({problem})",
-            limit="batches are copied to it",
+            limit="the loader copies every batch to this device",
             fix=(
-                "pass 'cuda', 'cuda:0' or another device that torch finds, or omit it to keep"
-                " batches on the CPU."
+                "pass 'cuda', 'cuda:0' or another available device, or omit device= to keep batches"
+                " on the CPU."
             ),
             rule="H607",
         )
@@ -52,29 +53,28 @@ def _find_problem(target: torch.device) -> str:
         # A device without a backend, such as "meta", has no module.
         return ""
     if hasattr(module, "is_available") and not module.is_available():
-        return "torch finds no such device"
+        return "torch does not find this device"
     if target.index is not None and target.index >= module.device_count():
-        return f"only {module.device_count()} exist, numbered from 0"
+        return f"there are only {module.device_count()} such devices, numbered from 0"
     return ""
 
 
 def move_to_device(node: Any, target: torch.device | None) -> Any:
-    """Return a tree with every tensor on a device.
+    """Return a copy of a tree in which every tensor is on a device.
 
-    Tensors are found in dicts, lists, tuples, named tuples and dataclasses; objects with a method
-    ``to`` are moved by it. Parts without tensors are returned as the same objects.
+    Tensors are found in dicts, lists, tuples, named tuples and dataclasses. Objects that have a
+    ``to`` method are moved by calling it. Parts without tensors are not copied.
 
     Args:
         node: The tree, such as a batch.
-        target: The device; None to leave everything where it is.
+        target: The device, or None to return the tree unchanged.
     """
     if target is None:
         return node
-    # Objects with a method `to` move themselves. The exception is a UserDict, such as Hugging
-    # Face's BatchEncoding, whose `to` changes it in place.
+    # Objects with a `to` method move themselves. The exception is UserDict: the `to` method of a
+    # subclass, such as Hugging Face's BatchEncoding, changes the object in place.
     if callable(getattr(node, "to", None)) and not isinstance(node, (type, UserDict)):
-        # Only for tensors, and only on CUDA, does torch guarantee that later work waits for the
-        # copy.
+        # torch guarantees that later work waits for a non-blocking copy only for tensors on CUDA.
         is_tensor = isinstance(node, (torch.Tensor, PackedSequence))
         if is_tensor and target.type == "cuda":
             return node.to(target, non_blocking=True)

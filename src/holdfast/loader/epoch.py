@@ -1,4 +1,4 @@
-"""The iterator over the batches of an epoch, and what the guard needs to know about all of them."""
+"""The iterator over an epoch's batches, and a registry of unfinished iterators for the guard."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, ClassVar, NamedTuple
 
 
 class FailedBatch(NamedTuple):
-    """An error that takes the place of a batch.
+    """An error that a loader yields in place of a batch.
 
-    It is raised by `Epoch`, because an exception would end the generators below it.
+    `Epoch` raises the error. Raising it earlier would end the generators that yield the batches.
     """
 
     error: Exception
@@ -19,18 +19,18 @@ class FailedBatch(NamedTuple):
 class Epoch:
     """The iterator over the batches of an epoch.
 
-    As in torch, iteration can continue after an error was raised in place of a batch.
+    As in torch, iteration can continue after a batch has raised an error.
 
     Args:
         batches: Yields the batches.
-        loader: The `DataLoader` that they come from.
+        loader: The `DataLoader` that the batches come from.
     """
 
-    # Unfinished iterators that have handed out a batch since the last `take_unkept_loaders`. The
-    # references are weak, so an abandoned iterator disappears from the set.
+    # Unfinished iterators that have returned a batch since the last `take_unkept_loaders`. The
+    # references are weak, so abandoned iterators disappear from the set.
     under_way: ClassVar[weakref.WeakSet[Epoch]] = weakref.WeakSet()
 
-    # The number of batches that all loaders of this process have handed out.
+    # Number of batches returned by all loaders of this process.
     handed_out: ClassVar[int] = 0
 
     def __init__(self, batches: Generator[Any], loader: Any) -> None:
@@ -38,7 +38,7 @@ class Epoch:
         self.loader = loader
 
     def __len__(self) -> int:
-        """Return the number of batches in a whole epoch, as torch's iterators do."""
+        """Return the number of batches in a full epoch, as torch's iterators do."""
         return len(self.loader)
 
     def __iter__(self) -> Epoch:
@@ -63,9 +63,9 @@ class Epoch:
 
 
 def take_unkept_loaders() -> list[Any]:
-    """Return the loaders in the middle of an epoch whose position is not saved.
+    """Return the loaders that are in the middle of an epoch and whose position is not saved.
 
-    Only loaders that have handed out a batch since the last call are returned.
+    Only loaders that have returned a batch since the last call are included.
     """
     epochs = list(Epoch.under_way)
     Epoch.under_way.clear()

@@ -1,8 +1,8 @@
 """`DataLoader`: torch's loader with exact resume and automatic replacement of lost workers.
 
-The order comes from (seed, epoch), the random numbers of a sample from (seed, epoch, index), and
-the position counts the samples handed out so far. There is no other state, so a run can continue at
-any batch, even with a different number of workers or ranks or a different batch size.
+The order of samples is computed from (seed, epoch), and a sample's random numbers from (seed,
+epoch, index). The position is the number of samples returned so far. There is no other state, so a
+run can continue at any batch, even with a different batch size or number of workers or ranks.
 """
 
 from __future__ import annotations
@@ -58,51 +58,56 @@ _log = logging.getLogger("holdfast")
 class DataLoader(TorchDataLoader[Any]):
     """A drop-in `torch.utils.data.DataLoader` that resumes exactly and replaces lost workers.
 
-    Each ``iter()`` is one epoch, as with torch; the position is in `state_dict`. Workers that die,
-    are stopped or hang are replaced, and the loop gets the same batches as if nothing had happened.
-    A sample that cannot be read is tried once more and then quarantined: the next readable sample
-    in the epoch's order takes its place.
+    Each ``iter()`` starts an epoch, as in torch, and `state_dict` returns the position. Workers
+    that die, are stopped or hang are replaced, and the training loop gets the same batches as
+    without the failure. A sample that cannot be read is retried once and then quarantined: the next
+    readable sample in the epoch's order takes its place.
 
-    Under ``torch.distributed`` the samples are divided among the ranks that exist when an epoch
-    begins. Your own ``batch_sampler`` or ``sampler`` decides itself which samples this rank gets.
-    Its ``set_epoch`` is called for each epoch. If you call it too, and its attribute ``epoch``
-    shows that, the next epoch is the one that you set; in the middle of an epoch, only a later
-    epoch is accepted. Calls before `load_state_dict` or `go_to` are ignored.
+    Under ``torch.distributed``, the samples are divided among the ranks that exist when an epoch
+    begins. If you pass a ``batch_sampler`` or ``sampler``, it decides which samples this rank gets,
+    and its ``set_epoch`` is called for each epoch. You can also call ``set_epoch`` yourself to
+    choose the next epoch, if the sampler stores the number in its attribute ``epoch``. In the
+    middle of an epoch, only a later epoch is accepted. Calls before `load_state_dict` or `go_to`
+    are ignored.
 
     Args:
-        dataset: As in torch. The items of an ``IterableDataset`` are divided among workers, unless
-            it does that itself. It resumes through its own ``state_dict`` if it has one; otherwise
-            everything before the position is read again. A map-style dataset is read through
-            ``__getitem__`` even if it has ``__getitems__``, because each sample has its own random
-            numbers. To read many samples at once, pass ``batch_size=None`` and a sampler of lists,
-            such as a ``BatchSampler``. A dataset that you have divided among ranks yourself, such
-            as a ``Subset``, is divided again unless you pass ``rank=0`` and ``world_size=1``.
+        dataset: As in torch. The items of an ``IterableDataset`` are divided among workers unless
+            the dataset divides them itself. A resume uses the dataset's own ``state_dict`` if it
+            has one, and otherwise reads all items before the position again. A map-style dataset is
+            read through ``__getitem__`` even if it has ``__getitems__``, because each sample has
+            its own random numbers. To read many samples at once, pass ``batch_size=None`` and a
+            sampler that yields lists, such as a ``BatchSampler``. If you have already divided the
+            dataset among ranks, for example with a ``Subset``, pass ``rank=0`` and
+            ``world_size=1``, so that it is not divided again.
         *args: As in torch.
-        seed: Determines the order of every epoch and the random numbers of every sample;
-            ``torch.manual_seed`` has no effect on them. If you pass torch's ``generator``, its
-            initial seed is used instead. If you zip two loaders, give them different seeds: with
-            equal lengths they would otherwise be shuffled identically.
-        quarantine: The largest number of quarantined samples, either as a count or as a fraction of
-            the dataset (below 1), which always allows at least one. With 0, an exception raised by
-            a sample ends the epoch.
-        repeats: Whether your sampler may yield an index more than once per epoch. With None, only
-            if the sampler states that it draws with replacement.
+        seed: Determines the order of every epoch and the random numbers of every sample, which
+            ``torch.manual_seed`` does not affect. If you pass torch's ``generator``, its initial
+            seed is used instead. If you zip two loaders, give them different seeds. Otherwise, two
+            loaders of the same length are shuffled identically.
+        quarantine: The maximum number of quarantined samples, given either as a count or as a
+            fraction of the dataset (below 1). A fraction always allows at least one sample. With 0,
+            a sample that raises an exception ends the epoch.
+        repeats: Whether your sampler may yield an index more than once per epoch. With None,
+            repeats are allowed if the sampler draws with replacement or is a
+            ``DistributedSampler``.
         sharded: Whether an ``IterableDataset`` divides its items among workers itself. With None,
-            this is inferred from its code. The items of such a dataset, and of one whose code asks
-            for a rank, are divided among ranks only if you pass ``rank``.
-        rank: This rank. With None, it is taken from ``torch.distributed``.
+            this is inferred from the dataset's code. If the dataset does so, or if its code reads
+            its rank, its items are divided among ranks only if you pass ``rank``.
+        rank: The rank of this process. With None, it is taken from ``torch.distributed``.
         world_size: The number of ranks. With None, it is taken from ``torch.distributed``.
-        device: The device to which a batch is copied when it is requested. Use it with
-            ``pin_memory=True``, so that the host does not wait. None leaves batches on the host.
+        device: The device to which each batch is copied when the loop requests it. Combine it with
+            ``pin_memory=True``, so that the host does not wait for the copy. With None, batches
+            stay on the host.
         **kwargs: As in torch. ``timeout`` is how long the loop waits for a batch before the workers
-            are replaced. Even without it, a worker that spends more than a minute on one sample, or
-            eight times the longest time so far if that is more, counts as stuck. Starting it,
-            including ``worker_init_fn``, may take ten times as long. Batches always come in order,
-            since a position is one number: ``in_order=False`` is ignored.
+            are replaced. Without a timeout, a worker counts as stuck if it spends more than a
+            minute on one sample, or more than eight times the longest time so far, whichever is
+            longer. Starting a worker, including ``worker_init_fn``, may take ten times as long.
+            ``in_order=False`` is ignored: batches always arrive in order, because the position is a
+            single number.
 
     Raises:
-        LoaderError: H603 for a sampler without a length, H607 for arguments that cannot be used,
-            H610 for a dataset without samples.
+        LoaderError: H603 for a sampler without a length, H607 for an invalid argument, H610 for a
+            dataset without samples.
 
     Example:
         >>> loader = DataLoader(list(range(4)), batch_size=2, shuffle=True, seed=1)
@@ -126,7 +131,7 @@ class DataLoader(TorchDataLoader[Any]):
     ) -> None:
         arguments = check_arguments(dataset, args, kwargs, seed=seed, quarantine=quarantine)
         self._iterable = isinstance(dataset, IterableDataset)
-        # Whether a stream divides its items among workers itself.
+        # Whether the dataset is a stream that divides its items among workers itself.
         self.sharded = self._iterable and bool(sharded)
         if self._iterable and sharded is None:
             self.sharded = shards_itself(dataset, arguments.get("worker_init_fn"))
@@ -140,13 +145,13 @@ class DataLoader(TorchDataLoader[Any]):
         self._why_not_divided = ""
         if self._iterable and not ranks_were_passed:
             self._why_not_divided = why_not_divided(dataset, sharded=self.sharded)
-        # If False, the ranks are looked up when an epoch begins.
+        # If False, the ranks are looked up at the beginning of each epoch.
         self._ranks_are_fixed = ranks_were_passed or bool(self._why_not_divided)
         self._ranks = (0, 1) if self._why_not_divided else check_ranks(rank, world_size)
 
-        # Which samples are in which batch; None for a stream.
+        # How samples are grouped into batches. None for a stream.
         self._epoch_batches = None
-        # Samples of a map-style dataset, if it has a length.
+        # Number of samples in a map-style dataset, or None if it has no length.
         self._length = None
         if not self._iterable:
             self._epoch_batches = plan_batches(
@@ -159,10 +164,10 @@ class DataLoader(TorchDataLoader[Any]):
             if isinstance(dataset, Sized):
                 self._length = len(dataset)
 
-        # Samples that are quarantined, with the evidence.
+        # The quarantined samples, each with the reason.
         self.ledger = QuarantineLedger(quarantine, self._length, time.time)
         self._replaces_bad_samples = quarantine > 0
-        # Whether samples are known to draw from the generator of Python or NumPy.
+        # Whether samples are known to draw from Python's or NumPy's global generator.
         self._draws = False
 
         self._epoch = 0
@@ -170,21 +175,21 @@ class DataLoader(TorchDataLoader[Any]):
         # Whether batches of the current epoch have been requested.
         self._under_way = False
         self._host_epochs = HostEpochs(self)
-        # Whether another rank gets the last batch too, because fewer samples were left than there
-        # are ranks.
+        # Whether another rank also gets this rank's last batch, because fewer samples were left
+        # than there are ranks.
         self.batch_is_repeated = False
         self._initial_state = InitialState()
 
-        # Whether a guard iterates this loader, or its `state_dict` was requested.
+        # Whether the position is saved: a guard iterates this loader, or `state_dict` was called.
         self.is_kept = False
         self._record: Callable[[EventData], None] | None = None
         self._sampler_was_reported = False
-        # The rules of `machine` that were already reported, and whether the size of a batch is
-        # still unknown.
+        # The rules of `machine` that have been reported.
         self._reported_rules: set[str] = set()
+        # Whether the machine must be checked again once the size of a batch is known.
         self._machine_is_unchecked = self.num_workers > 0
 
-        # A private generator, so that starting an epoch does not advance the global one.
+        # A private generator, so that starting an epoch does not advance torch's global generator.
         self._worker_seeds = SeededGenerator()
         keep_workers = arguments.get("persistent_workers", False) and not self._iterable
         settings = WorkerSettings(
@@ -196,14 +201,15 @@ class DataLoader(TorchDataLoader[Any]):
             timeout_seconds=arguments.get("timeout", 0),
             keep=keep_workers,
         )
-        # Not a bound method, which would create a reference cycle: persistent workers must end with
-        # the last reference to the loader, not at some later garbage collection.
+        # A weak reference, because a bound method would create a reference cycle. Persistent
+        # workers must end when the last reference to the loader is gone, not at a later garbage
+        # collection.
         self._recovery = WorkerRecovery(settings, WeakCall(self, "_emit"))
 
     # --- events -----------------------------------------------------------------------------------
 
     def attach(self, record: Callable[[EventData], None], run_dir: Path) -> None:
-        """Call `record` with each event, and keep the ledger in the run's directory."""
+        """Send events to `record`, and store the quarantine ledger in the run directory."""
         self._record = record
         self.is_kept = True
         self.ledger.keep_in(run_dir / FILE_NAME)
@@ -215,7 +221,7 @@ class DataLoader(TorchDataLoader[Any]):
             _log.warning("%s", data)
 
     def quarantine(self, index: int, kind: str, evidence: str) -> None:
-        """Replace a sample with another one, starting with the next epoch.
+        """Quarantine a sample: from the next epoch on, another sample takes its place.
 
         Raises:
             LoaderError: H612 if the quarantine is full.
@@ -225,7 +231,7 @@ class DataLoader(TorchDataLoader[Any]):
             self._emit(event)
 
     def _check_machine(self, batch: Any = None) -> None:
-        """Warn if the machine lacks resources for the workers, once for each rule."""
+        """Warn, once per rule, if the machine lacks resources for the workers."""
         load = Load.of(batch, self._recovery.settings.workers, self.prefetch_factor)
         for concern in concerns(load, Machine.here()):
             if concern.rule not in self._reported_rules:
@@ -235,9 +241,9 @@ class DataLoader(TorchDataLoader[Any]):
     # --- epochs -----------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Return the batches of the next epoch, or the rest of it after `load_state_dict`.
+        """Return an iterator over the next epoch, or over its remaining batches after a resume.
 
-        As in torch, iteration can continue after an error was raised in place of a batch.
+        As in torch, iteration can continue after a batch has raised an error.
         """
         return Epoch(self._iterate_epoch(), self)
 
@@ -246,7 +252,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._go_to_next_epoch()
         epoch = self._epoch
         self._check_length()
-        # The sampler is drawn here, so that its errors are not mistaken for errors of a worker.
+        # The sampler is iterated here, so that its errors are not mistaken for a worker's errors.
         drawn = None
         if self._sampler is not None:
             drawn = self._sampler.check_drawn(epoch, self._position.drawn)
@@ -264,17 +270,18 @@ class DataLoader(TorchDataLoader[Any]):
                 if position is None:
                     yield batch
                     continue
-                # The copy comes first: a batch that cannot be copied is not handed out. The name
-                # is reused, so that the batch on the host is not kept alive.
+                # The copy precedes the advance, so that the position does not count a batch that
+                # could not be copied. The variable is reused, so that the batch on the host is
+                # freed.
                 batch = move_to_device(batch, target)
                 self._advance(epoch, position)
                 yield batch
         self._move_to(epoch + 1)
 
     def _advance(self, epoch: int, position: LoaderPosition) -> None:
-        """Advance the position past a batch that is being handed out."""
-        # Another iterator of this loader, for instance one that only inspected a batch, may have
-        # moved it to another epoch.
+        """Advance the position past a batch that is about to be returned."""
+        # Another iterator over this loader, for example one that only inspected a batch, may have
+        # moved the loader to another epoch.
         if self._epoch != epoch or not self._under_way:
             self._epoch = epoch
             self._under_way = True
@@ -283,10 +290,10 @@ class DataLoader(TorchDataLoader[Any]):
         self._position = position
 
     def _go_to_next_epoch(self) -> None:
-        """Advance to the epoch to iterate next, and divide it among the current ranks."""
+        """Advance to the next epoch, and divide it among the current ranks."""
         self._update_ranks()
         if self._under_way:
-            # As in torch, an epoch that was left early is over.
+            # As in torch, leaving an epoch early ends it.
             self._move_to(self._epoch + 1)
         epoch_on_sampler = None if self._sampler is None else self._sampler.take_epoch_set()
         epoch = self._host_epochs.choose_epoch(
@@ -297,7 +304,7 @@ class DataLoader(TorchDataLoader[Any]):
             self._position = LoaderPosition(consumed=0)
 
     def _update_ranks(self) -> None:
-        """Look up the ranks again: the process group may have been created after the loader."""
+        """Look up the ranks again, in case the process group was created after the loader."""
         if self._ranks_are_fixed:
             return
         self._ranks = ranks_now(self._ranks)
@@ -310,9 +317,10 @@ class DataLoader(TorchDataLoader[Any]):
         length = len(self.dataset)  # type: ignore[arg-type]
         if length != self._length:
             raise LoaderError(
-                f"the dataset has {length} samples and had {self._length} when the loader was made",
-                limit="an order is made for one length",
-                fix="make a new loader, or keep the length fixed.",
+                f"the dataset has {length} samples, but had {self._length} when the loader was"
+                " created",
+                limit="the order of samples depends on the length of the dataset",
+                fix="create a new loader, or keep the dataset's length fixed.",
                 rule="H608",
             )
 
@@ -323,11 +331,11 @@ class DataLoader(TorchDataLoader[Any]):
     def _receive_batches(
         self, source: MapSource | StreamSource, drawn: Drawn | None
     ) -> Generator[tuple[Any, LoaderPosition | None]]:
-        """Yield batches with the position after each; an error in place of a batch has None."""
+        """Yield batches, each with the position after it, or `FailedBatch` with None."""
         self._warn_if_nothing_is_left()
         if self._machine_is_unchecked:
             self._check_machine()
-        # Set only now: if anything above raises, this epoch is still the next one.
+        # Set here, so that this epoch is still the next one if a check above raises an error.
         self._under_way = True
         consumed_batches = self._position.consumed
         with contextlib.closing(self._recovery.batches(source)) as received:
@@ -337,7 +345,7 @@ class DataLoader(TorchDataLoader[Any]):
                     yield FailedBatch(as_error(report.fatal, report)), None
                     continue
                 if self._machine_is_unchecked:
-                    # The size of a batch is only known now.
+                    # The first batch shows how large batches are.
                     self._check_machine(batch)
                     self._machine_is_unchecked = False
                 self._draws |= report.draws
@@ -348,29 +356,29 @@ class DataLoader(TorchDataLoader[Any]):
                     yield batch, LoaderPosition(consumed_batches, None, parts, source.turn)
 
     def _warn_if_nothing_is_left(self) -> None:
-        """Warn about an iteration without batches, unless the host has set exactly this epoch."""
+        """Warn if the epoch has no batches left, unless the host has set exactly this epoch."""
         if self._epoch_batches is None or not self._position.consumed:
             return
         if self._epoch_batches.steps_after(self._position.consumed):
             return
         if not self._host_epochs.is_named:
             why = (
-                "the position that was loaded is after the last batch of its epoch, so the next"
-                " epoch begins with the next iteration; if your loop counts this epoch as done,"
-                " call loader.set_epoch(epoch) before each epoch"
+                "the loaded position is after the last batch of its epoch, so this iteration is"
+                " empty, and the next epoch begins with the next iteration. If your loop already"
+                " counts this epoch as done, call loader.set_epoch(epoch) before each epoch"
             )
             self._emit(run_events.NothingLeft(epoch=self._epoch, why=why))
 
     def _report_changed_sampler(self) -> None:
-        """Warn once if the loop changes the sampler between epochs: no checkpoint holds that."""
+        """Warn once if the loop changes the sampler between epochs, which is not saved."""
         sampler = self._sampler
         if sampler is None or not sampler.changed_by_others or self._sampler_was_reported:
             return
         self._sampler_was_reported = True
         why = (
-            "none, because the sampler was changed between epochs other than by iterating it: no"
-            " checkpoint holds such a change, and a resume is refused (H604). Give the sampler"
-            " state_dict and load_state_dict"
+            "none, because the sampler was changed between epochs other than by iterating over it."
+            " Checkpoints do not contain such changes, so a resume would be refused (H604). Add"
+            " state_dict and load_state_dict to the sampler"
         )
         self._emit(run_events.ResumeMayDiffer(why=why))
 
@@ -416,11 +424,11 @@ class DataLoader(TorchDataLoader[Any]):
         return StreamSource(settings, dict(self._position.stream), self._position.turn, workers)
 
     def _warn_about_stream(self) -> None:
-        """Warn if items have to be read again, or if every rank gets all items."""
+        """Warn if a resume reads items again, or if every rank gets all items."""
         if self._position.stream and not is_stateful(self.dataset):
             why = (
-                "the dataset has no state_dict and load_state_dict: the items before the position"
-                " are read again"
+                "the dataset has no state_dict and load_state_dict, so all items before the"
+                " position are read again"
             )
             items = max(part.items for part in self._position.stream.values())
             self._emit(run_events.StreamReadOver(items=items, why=why))
@@ -433,33 +441,33 @@ class DataLoader(TorchDataLoader[Any]):
         self._update_ranks()
         if self._epoch_batches is not None:
             return self._epoch_batches.steps_after(0)
-        # As with torch, this raises `TypeError` if the dataset has no length.
+        # As in torch, this raises `TypeError` if the dataset has no length.
         items = len(self.dataset)  # type: ignore[arg-type]
         _, world_size = self._ranks
         return steps_left(0, items, self.batch_size or 1, world_size, drop_last=self.drop_last)
 
     @property
     def batch_indices(self) -> list[int] | None:
-        """Dataset indices of the samples in the last batch handed out, or None if unknown."""
+        """Dataset indices of the samples in the last returned batch, or None if unknown."""
         return self._position.dataset_indices()
 
     @property
     def place(self) -> LoaderPosition:
-        """The position after the last batch handed out."""
+        """The position after the last returned batch."""
         return self._position
 
     # --- position ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, which is what was handed out so far, as numbers and text.
+        """Return the position after the last returned batch, in JSON values.
 
-        If a stream or a sampler has its own ``state_dict``, its result is included.
+        If the stream or the sampler has its own ``state_dict``, its result is included unchanged.
         """
         self.is_kept = True
         return self.with_sampler(self.position())
 
     def position(self) -> dict[str, Any]:
-        """Return `state_dict` without the state of the user's sampler, which may be large."""
+        """Return the `state_dict` without the state of the user's sampler, which may be large."""
         state = {
             "epoch": self._epoch,
             "consumed": self._position.consumed,
@@ -482,7 +490,7 @@ class DataLoader(TorchDataLoader[Any]):
         return self.with_sampler(state)
 
     def with_sampler(self, position: dict[str, Any]) -> dict[str, Any]:
-        """Return a `position` together with the state of the user's sampler."""
+        """Add the state of the user's sampler to the result of `position`."""
         if self._sampler is None:
             return position
         sampler_state = self._sampler.state_dict(position["epoch"])
@@ -491,11 +499,11 @@ class DataLoader(TorchDataLoader[Any]):
         return {**position, "sampler": sampler_state}
 
     def set_epoch(self, epoch: int) -> None:
-        """Set which epoch the next ``iter()`` is, in your own count.
+        """Set the number of the epoch that the next ``iter()`` starts, as counted by your loop.
 
-        The loader never goes back to an earlier epoch; use `go_to` for that. Without this call, the
-        first iteration after loading a position at the end of an epoch yields no batches, since
-        nothing of that epoch is left.
+        This never moves the loader back to an earlier epoch; use `go_to` for that. If you load a
+        position at the end of an epoch and do not call this method, the first iteration yields no
+        batches, because that epoch has none left.
         """
         self._host_epochs.named = int(epoch)
 
@@ -504,7 +512,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._move_to(epoch)
         self._host_epochs.note_position(epoch)
         if self._sampler is not None:
-            # Any epoch that was set on the sampler before no longer counts.
+            # Discard an epoch that was set on the sampler before.
             self._sampler.take_epoch_set()
 
     def _move_to(self, epoch: int) -> None:
@@ -514,7 +522,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._under_way = False
 
     def _identity(self) -> dict[str, Any]:
-        """Return the JSON values that must be equal for a position to mean the same samples."""
+        """Return the properties that must be equal for a position to refer to the same samples."""
         if self._epoch_batches is not None:
             return {"seed": self.seed, **self._epoch_batches.identity()}
         workers = max(1, self.num_workers) if self.sharded else None
@@ -524,8 +532,8 @@ class DataLoader(TorchDataLoader[Any]):
         """Continue from a position at the next ``iter()``.
 
         Raises:
-            LoaderError: H604 if it is not a position, or would mean different samples in this
-                loader.
+            LoaderError: H604 if `state` is not a position, or would refer to different samples in
+                this loader.
         """
         check_position(self._identity(), state)
         position = LoaderPosition.from_state(state)
@@ -539,5 +547,5 @@ class DataLoader(TorchDataLoader[Any]):
         self._position = position
 
     def close(self) -> None:
-        """End the workers kept by ``persistent_workers``."""
+        """End the workers that are kept alive by ``persistent_workers``."""
         self._recovery.close()

@@ -1,7 +1,7 @@
 """Detect when the machine has too few resources for the loader's workers.
 
-The limits are read from Linux's system files, and one that cannot be read counts as unlimited.
-Nothing is decided here.
+The limits are read from Linux system files. A limit that cannot be read counts as unlimited. This
+module only reports problems and changes nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from holdfast.core.events.run_events import Preflight
 from holdfast.core.text import size
 from holdfast.loader.splitting import tensors_in
 
-# The folder of shared memory. No file is created here.
+# The file system for shared memory. holdfast only reads its size and creates no files in it.
 _SHARED_MEMORY_FOLDER = "/dev/shm"  # noqa: S108
 
-# torch's default with workers.
+# torch's default if there are workers.
 _DEFAULT_PREFETCH_FACTOR = 2
 
 
@@ -32,8 +32,9 @@ class Machine:
     """The machine's limits that affect loading.
 
     Args:
-        cpu_quota: Processors that this process may use; a fraction under a CFS quota.
-        shared_memory_free_bytes: Free bytes in /dev/shm, or None if that is unknown.
+        cpu_quota: Number of processors that this process may use. May be a fraction, because of a
+            CFS quota.
+        shared_memory_free_bytes: Free bytes in /dev/shm, or None if unknown.
     """
 
     cpu_quota: float
@@ -54,9 +55,9 @@ class Load:
     """The resources that workers need.
 
     Args:
-        num_workers: How many there are.
-        prefetch_factor: Batches that each worker prepares ahead.
-        batch_bytes: Bytes of one batch, or 0 if unknown.
+        num_workers: Number of workers.
+        prefetch_factor: Number of batches that each worker loads in advance.
+        batch_bytes: Size of one batch, or 0 if unknown.
     """
 
     num_workers: int
@@ -65,9 +66,9 @@ class Load:
 
     @classmethod
     def of(cls, batch: Any, num_workers: int, prefetch_factor: int | None) -> Load:
-        """Return the resources needed for batches like this one."""
-        # A view is sent with its whole storage, and a storage that several tensors share is sent
-        # once.
+        """Return the resources needed for batches of the same size as this batch."""
+        # Workers send whole storages, even for a view. A storage shared by several tensors is sent
+        # only once.
         storage_bytes = {}
         for tensor in tensors_in(batch):
             if tensor.layout is torch.strided and not tensor.is_nested:
@@ -81,24 +82,24 @@ class Load:
 
     @property
     def shared_memory_bytes(self) -> int:
-        """The most bytes needed in /dev/shm: for all prefetched batches and the one in use."""
+        """Bytes needed in /dev/shm, for all prefetched batches and the current one."""
         if self.num_workers == 0:
             return 0
         return (self.num_workers * self.prefetch_factor + 1) * self.batch_bytes
 
 
 def concerns(load: Load, machine: Machine) -> Iterator[Preflight]:
-    """Yield the problems to expect with these workers; none without workers."""
+    """Yield a warning for each resource of the machine that is too small for the workers."""
     if load.num_workers > machine.cpu_quota:
         whole_processors = max(1, math.floor(machine.cpu_quota))
         yield Preflight(
             what=(
-                f"num_workers={load.num_workers} on {machine.cpu_quota:g} processors (affinity and"
-                " quota)"
+                f"num_workers={load.num_workers} on {machine.cpu_quota:g} processors (CPU affinity"
+                " and quota)"
             ),
             limit=(
-                "more workers than processors slow down loading that is CPU-bound, but not loading"
-                " that waits for a disk or a network"
+                "having more workers than processors slows down loading if it is CPU-bound, but"
+                " not if it waits for a disk or a network"
             ),
             fix=f"pass num_workers={whole_processors} if loading is CPU-bound.",
             rule="H630",
@@ -107,13 +108,13 @@ def concerns(load: Load, machine: Machine) -> Iterator[Preflight]:
     if free_bytes is not None and load.shared_memory_bytes > free_bytes:
         yield Preflight(
             what=(
-                f"{load.num_workers} workers x prefetch_factor={load.prefetch_factor}, batches of"
-                f" {size(load.batch_bytes)}: {size(load.shared_memory_bytes)} of shared memory, and"
-                f" /dev/shm has {size(free_bytes)} free"
+                f"{load.num_workers} workers x prefetch_factor={load.prefetch_factor} with batches"
+                f" of {size(load.batch_bytes)} need {size(load.shared_memory_bytes)} of shared"
+                f" memory, but /dev/shm has only {size(free_bytes)} free"
             ),
-            limit="a worker that finds it full fails",
+            limit="a worker fails when /dev/shm is full",
             fix=(
-                "enlarge /dev/shm (docker run --shm-size=8g), or lower prefetch_factor, then"
+                "enlarge /dev/shm (docker run --shm-size=8g), or lower prefetch_factor or"
                 " num_workers."
             ),
             rule="H631",

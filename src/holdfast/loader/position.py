@@ -1,4 +1,4 @@
-"""Where a loader is in an epoch after a batch."""
+"""The position of a loader in an epoch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from holdfast.loader.streams.stream import StreamPosition
 
 
 class LoaderPosition(NamedTuple):
-    """Where a loader is in an epoch after a batch.
+    """The position of a loader in an epoch, after a batch.
 
     Args:
-        consumed: How much was handed out: samples of all ranks, or batches of a batch sampler or a
-            stream.
+        consumed: Number of samples returned so far, on all ranks together. For a batch sampler or a
+            stream, the number of batches.
         indices: Dataset indices of the samples in the batch, or None if unknown.
-        stream: How much of each part of a stream was handed out. It is never changed. (A read-only
-            view could not be pickled.)
-        turn: The worker whose turn it is, in a stream that divides its items itself.
-        drawn: What the user's own sampler has drawn for the epoch, or None without one.
+        stream: The position in each part of a stream. Must not be modified. (A read-only view could
+            not be pickled.)
+        turn: The worker that provides the next batch, in a stream that divides its items among
+            workers itself.
+        drawn: Identifies the order drawn from the user's sampler, or None if there is no sampler.
     """
 
     consumed: int
@@ -33,7 +34,7 @@ class LoaderPosition(NamedTuple):
     def dataset_indices(self) -> list[int] | None:
         """Return the dataset indices of the samples in the batch before this position.
 
-        Returns None if they are unknown or not numbers.
+        Returns None if the indices are unknown or not numbers.
         """
         if not self.indices:
             return None
@@ -42,7 +43,7 @@ class LoaderPosition(NamedTuple):
         return [int(index) for index in self.indices]
 
     def stream_state(self) -> dict[str, Any]:
-        """Return the position in a stream, as a part of the loader's ``state_dict``."""
+        """Return the position in a stream, for the loader's ``state_dict``."""
         parts = [
             [shard, position.items, position.state, position.ended]
             for shard, position in sorted(self.stream.items())
@@ -51,14 +52,14 @@ class LoaderPosition(NamedTuple):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> LoaderPosition:
-        """Return the position in a loader's ``state_dict``."""
+        """Return the position stored in a loader's ``state_dict``."""
         stream_state = state.get("stream", {"parts": [], "turn": 0})
         stream = {
             shard: StreamPosition(items=items, state=dataset_state, ended=ended)
             for shard, items, dataset_state, ended in stream_state["parts"]
         }
         drawn = None
-        # At the beginning of an epoch any order of the sampler is acceptable.
+        # At the beginning of an epoch, the order need not match, so it is not compared.
         if state["consumed"] and "drawn" in state:
             drawn = Drawn(state["drawn"], state.get("drawn_rank"))
         return cls(state["consumed"], None, stream, stream_state["turn"], drawn)

@@ -1,8 +1,11 @@
-"""Keep the ledger of quarantined samples: which, since when, and on what evidence. No torch.
+"""The ledger of quarantined samples, with the epoch and the evidence for each.
 
-The ledger is a JSON file beside the run's checkpoints, so it outlives rollbacks and restarts. A
-loader without a run keeps it in memory. A sample is replaced starting with the epoch in which it
-was quarantined, so that an earlier epoch that is trained again gets the same samples as before.
+The ledger is a JSON file next to the run's checkpoints, so it survives rollbacks and restarts. A
+loader that is not part of a run keeps the ledger in memory. A sample is only replaced from the
+epoch in which it was quarantined, so that repeating an earlier epoch yields the same samples as
+before.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,31 +26,31 @@ FILE_NAME = "quarantine.json"
 
 _FORMAT = 1
 
-# Longer evidence is cut at its beginning, because the end of a traceback says what happened.
+# Maximum length of the evidence. Longer evidence is cut at the beginning, because the end of a
+# traceback is more useful.
 _EVIDENCE_CHARACTERS = 2000
 
-# The largest ledger that is read.
-_MOST_BYTES = 1 << 30
+# Maximum size of a ledger file.
+_MAX_BYTES = 1 << 30
 
-# A time in the year 6325. A later one can only be damage, and may be beyond the range of
-# `datetime`.
+# In the year 6325. A later time means that the file is damaged, and `datetime` may not support it.
 _LATEST_SECONDS = 2**37
 
-# The number of indices that an error message lists.
+# Maximum number of indices listed in an error message.
 _INDICES_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantined:
-    """One sample that is quarantined, starting with `epoch`.
+    """A sample that is quarantined from `epoch` on.
 
     Args:
-        index: Dataset index: a number, text, or a tuple of these.
+        index: Dataset index: a number, a string, or a tuple of these.
         kind: ``"raised"``, ``"hung"``, ``"killed its worker"``, or ``"provenance"``.
-        epoch: The first epoch in which it is replaced.
+        epoch: The first epoch in which the sample is replaced.
         evidence: A traceback, or a description of what happened.
-        unix_seconds: When it was found.
-        released: Whether someone has released it.
+        unix_seconds: When the sample was quarantined, in seconds since 1970.
+        released: Whether a user has released the sample from quarantine.
     """
 
     index: Any
@@ -59,19 +62,19 @@ class Quarantined:
 
 
 class QuarantineLedger:
-    """The samples that are quarantined.
+    """The list of quarantined samples, in memory or in the run's ledger file.
 
     Args:
-        limit: The largest number of quarantined samples: a count, or a fraction of the dataset
-            below 1, which allows at least one. With 0, none are quarantined.
+        limit: The maximum number of quarantined samples: a count, or a fraction of the dataset
+            below 1, which allows at least one. With 0, no samples are quarantined.
         length: The number of samples in the dataset, or None if unknown.
-        now: Returns the time, in seconds since 1970.
+        now: Returns the current time, in seconds since 1970.
     """
 
     def __init__(self, limit: float, length: int | None, now: Callable[[], float]) -> None:
         self._now = now
         self._path: Path | None = None
-        # By `key_of` the index, in the order in which they were found.
+        # Entries by key (see `key_of`), in the order in which the samples were quarantined.
         self._entries: dict[Any, Quarantined] = {}
         self._share = limit
         if limit >= 1 or limit == 0:
@@ -80,7 +83,7 @@ class QuarantineLedger:
             self.limit = max(1, math.floor(limit * (length or 0)))
 
     def __iter__(self) -> Iterator[Quarantined]:
-        """Yield all samples ever quarantined, including released ones, oldest first."""
+        """Yield all samples that were ever quarantined, including released ones, oldest first."""
         return iter(self._entries.values())
 
     def __len__(self) -> int:
@@ -88,13 +91,13 @@ class QuarantineLedger:
         return sum(not entry.released for entry in self)
 
     def keep_in(self, path: Path) -> None:
-        """Read the ledger file of a run, and keep it up to date from now on.
+        """Load the ledger file of a run, and update the file from now on.
 
-        Samples that were found before this call are added, unless the file already lists them. A
-        sample that was released in the file and has failed here since then is quarantined again.
+        Samples quarantined before this call are added unless the file already lists them. A sample
+        that was released in the file but has failed again since then is quarantined again.
 
         Raises:
-            LoaderError: H612 if the file quarantines too many samples, H617 if it is not a ledger.
+            LoaderError: H612 if the file lists too many samples, H617 if it is not a valid ledger.
         """
         entries = read_ledger(path)
         for entry in self:
@@ -109,7 +112,7 @@ class QuarantineLedger:
         quarantined = _quarantined_indices(entries.values())
         if len(quarantined) > self.limit:
             raise self._too_many(
-                f"{path} quarantines {len(quarantined)} of the samples ({_list_some(quarantined)})"
+                f"{path} lists {len(quarantined)} quarantined samples ({_list_some(quarantined)})"
             )
         has_new_entries = bool(self._entries)
         self._entries = entries
@@ -118,23 +121,23 @@ class QuarantineLedger:
             self._write()
 
     def bad(self, epoch: int) -> set[Any]:
-        """Return the keys (`key_of`) of the indices that are replaced in an epoch."""
+        """Return the keys (see `key_of`) of all samples that are replaced in an epoch."""
         return set(_quarantined_indices(entry for entry in self if entry.epoch <= epoch))
 
     def add(self, index: Any, kind: str, epoch: int, evidence: str) -> SampleQuarantined | None:
         """Quarantine a sample.
 
-        A file that cannot be written does not end training: this process still knows the sample,
-        and it would be found again after a restart.
+        Failing to write the ledger file does not end training. This process still knows the sample,
+        and after a restart, the sample would fail and be quarantined again.
 
         Args:
             index: Dataset index.
-            kind: As `Quarantined`.
-            epoch: As `Quarantined`.
-            evidence: As `Quarantined`.
+            kind: See `Quarantined`.
+            epoch: See `Quarantined`.
+            evidence: See `Quarantined`.
 
         Returns:
-            The event, or None if the sample is quarantined already.
+            The event to report, or None if the sample is already quarantined.
 
         Raises:
             LoaderError: H612 if the quarantine is full.
@@ -147,11 +150,11 @@ class QuarantineLedger:
         if not is_quarantined and len(self) >= self.limit:
             raise self._too_many(
                 f"sample {key!r} cannot be used ({kind}: {last_line(evidence)}), and {len(self)}"
-                f" are quarantined already ({_list_some(_quarantined_indices(self))})"
+                f" samples are already quarantined ({_list_some(_quarantined_indices(self))})"
             )
         if len(evidence) > _EVIDENCE_CHARACTERS:
             evidence = "..." + evidence[-_EVIDENCE_CHARACTERS:]
-        # Removed first, so that it moves to the end.
+        # Remove an old entry first, so that the new one is at the end.
         self._entries.pop(key, None)
         self._entries[key] = Quarantined(
             index=key, kind=kind, epoch=epoch, evidence=evidence, unix_seconds=self._now()
@@ -170,7 +173,7 @@ class QuarantineLedger:
         )
 
     def release(self, indices: Iterable[Any]) -> list[Any]:
-        """Release samples; return those that were quarantined."""
+        """Release samples from quarantine, and return the keys of those that were quarantined."""
         keys = {key_of(index) for index in indices}
         released = [index for index in _quarantined_indices(self) if index in keys]
         for index in released:
@@ -190,27 +193,27 @@ class QuarantineLedger:
             what,
             limit=f"quarantine={self._share:g} allows {self.limit}",
             fix=(
-                "repair the data (`holdfast quarantine RUN_DIR` shows the evidence and releases"
-                " samples), or raise quarantine= if you can do without these samples."
+                "repair the data, or raise quarantine= if you can train without these samples."
+                " `holdfast quarantine RUN_DIR` shows the evidence and can release samples."
             ),
             rule="H612",
         )
 
 
 def last_line(evidence: str) -> str:
-    """Return the last line of some evidence, which names the exception if it is a traceback.
+    """Return the last line of the evidence, which in a traceback names the exception.
 
-    The fix and the rule at the end of holdfast's own errors are skipped.
+    In holdfast's own errors, the fix and the rule id at the end are skipped.
     """
     lines = [line for line in evidence.strip().splitlines() if not line.startswith(("Fix: ", "[H"))]
     return lines[-1] if lines else ""
 
 
 def key_of(index: Any) -> Any:
-    """Return the key of an index: the form in which it is compared and written to a file.
+    """Return the key of an index: a form that can be compared and written to a file.
 
-    NumPy and torch numbers become Python numbers, and lists become tuples. Anything that JSON or a
-    set cannot hold, such as a slice or a path, becomes its text.
+    NumPy and torch numbers become Python numbers, and lists become tuples. A value that cannot be
+    stored in JSON or a set, such as a slice or a path, is replaced by its ``repr``.
     """
     if type(index) is int:
         return index
@@ -226,7 +229,7 @@ def key_of(index: Any) -> Any:
 
 
 def plain(index: Any) -> int | str:
-    """Return an index as it is shown to users: a number or a text."""
+    """Return an index as shown to users: a number or a string."""
     key = key_of(index)
     return key if isinstance(key, (int, str)) else repr(index)
 
@@ -246,22 +249,24 @@ def _list_some(indices: list[Any]) -> str:
 
 
 def read_ledger(path: Path) -> dict[Any, Quarantined]:
-    """Return the entries of a run's ledger by `key_of` their indices; empty if there is no file.
+    """Return the entries of a run's ledger by key (see `key_of`).
+
+    Returns an empty dict if the file does not exist.
 
     Raises:
-        LoaderError: H617 for a file that is not a ledger.
+        LoaderError: H617 if the file is not a valid ledger.
     """
     try:
-        entries = _parse(read_file(path, _MOST_BYTES))
+        entries = _parse(read_file(path, _MAX_BYTES))
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise LoaderError(
-            f"{path} is not a quarantine ledger ({type(error).__name__}: {error})",
-            limit="ignoring it would silently forget which samples are quarantined",
+            f"{path} is not a valid quarantine ledger ({type(error).__name__}: {error})",
+            limit="ignoring the file would lose the list of quarantined samples",
             fix=(
-                "restore it from a copy, or delete it; upgrade holdfast if a newer version wrote"
-                " it."
+                "restore the file from a copy, or delete it. If a newer holdfast wrote it, upgrade"
+                " holdfast."
             ),
             rule="H617",
         ) from error
@@ -269,13 +274,15 @@ def read_ledger(path: Path) -> dict[Any, Quarantined]:
 
 
 def _parse(content: bytes) -> list[Quarantined]:
-    """Return the entries of a ledger.
+    """Return the entries in the contents of a ledger file.
 
-    Raises `ValueError`, `KeyError` or `TypeError` for anything else.
+    Raises `ValueError`, `KeyError` or `TypeError` if the contents are not a ledger.
     """
     body = json.loads(content)
     if body["format"] != _FORMAT:
-        raise ValueError(f"its format is {body['format']!r}, and this holdfast reads {_FORMAT}")
+        raise ValueError(
+            f"the file has format {body['format']!r}, but this holdfast only reads {_FORMAT}"
+        )
     return [_parse_entry(fields) for fields in body["samples"]]
 
 

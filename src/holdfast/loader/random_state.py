@@ -1,9 +1,9 @@
 """Capture and restore the random state of this process: Python, NumPy, and torch on all devices.
 
-The state is captured at each step and for each batch that is loaded without workers, so capturing
-must be fast. Reading the state of Python's generator takes 10 microseconds, and that of NumPy's 28.
-It is much faster to compare the raw memory of a generator with that at the last reading, which
-shows whether anything was drawn in between.
+The state is captured at each step, and for each batch that is loaded without workers, so capturing
+must be fast. Reading the state takes 10 microseconds for Python's generator and 28 for NumPy's. It
+is much faster to compare the generator's raw memory with a copy from the last reading: if they are
+equal, nothing was drawn in between, and the previous state is still valid.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-# The types of random generators that a user's program may hold.
+# The types of random generators that a user's program may use.
 GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
-# The Mersenne Twister MT19937: 624 words of 4 bytes, and the position in them.
+# State size of the Mersenne Twister MT19937: 624 words of 4 bytes, and the position in them.
 _MT19937_BYTES = 624 * 4 + 4
 
-# NumPy's legacy seed has 32 bits.
+# NumPy's legacy seeds have 32 bits.
 _MASK_32_BITS = 0xFFFFFFFF
 
 _torch_state = torch.default_generator.get_state
@@ -39,11 +39,11 @@ class RandomState:
     """The global random state of a process.
 
     Args:
-        python: State of ``random``.
+        python: State of Python's ``random``.
         numpy: State of ``numpy.random``.
-        cpu: State of torch on the CPU; uint8, shape ``(5056,)``.
-        devices: State of each device's default generator, by name, such as ``"cuda:0"``; uint8, on
-            the CPU.
+        cpu: State of torch's CPU generator, uint8, shape ``(5056,)``.
+        devices: State of each device's default generator by device name, such as ``"cuda:0"``. The
+            tensors are uint8 and on the CPU.
     """
 
     python: tuple[Any, ...]
@@ -52,7 +52,7 @@ class RandomState:
     devices: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def to_tree(self) -> dict[str, Any]:
-        """Return the state as containers, numbers and tensors, for a checkpoint."""
+        """Convert the state to containers, numbers and tensors, for a checkpoint."""
         return {
             "python": self.python,
             "numpy": self.numpy,
@@ -62,13 +62,13 @@ class RandomState:
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> RandomState:
-        """Return the state that `to_tree` was called on, after checking that it can be restored.
+        """Convert the result of `to_tree` back to a state, and check that it can be restored.
 
         Raises:
-            KeyError, TypeError, ValueError: If the tree is not a random state.
+            KeyError, TypeError, ValueError: The tree is not a random state.
         """
         random.Random().setstate(tree["python"])  # noqa: S311 - nothing is drawn
-        # A dict is the state of a generator other than NumPy's default one.
+        # A dict means that NumPy's global generator is not the default one.
         if not isinstance(tree["numpy"], dict):
             np.random.RandomState().set_state(tree["numpy"])
         try:
@@ -79,13 +79,13 @@ class RandomState:
 
 
 def capture(devices: Sequence[torch.device] = ()) -> RandomState:
-    """Return the random state of this process, without waiting for a device.
+    """Return the random state of this process, without synchronizing with devices.
 
-    This takes about 5 microseconds, plus 40 if the generators of Python or NumPy were used since
-    the last call.
+    Takes about 5 microseconds, plus 40 if Python's or NumPy's generator was used since the last
+    call.
 
     Args:
-        devices: Accelerators whose state is included.
+        devices: Accelerators whose state to include.
     """
     device_states = {}
     for device in devices:
@@ -94,14 +94,14 @@ def capture(devices: Sequence[torch.device] = ()) -> RandomState:
 
 
 def restore(state: RandomState) -> None:
-    """Restore what `capture` returned; the state of a device that no longer exists is ignored."""
+    """Restore a state returned by `capture`, ignoring devices that no longer exist."""
     global _numpy_reading
     if _python_state() is not state.python:
         random.setstate(state.python)
     if _numpy_state() is not state.numpy:
         np.random.set_state(state.numpy)
-        # The state may include the second of a pair of normal numbers, which the raw memory does
-        # not show.
+        # The state may include the second of a pair of normal numbers, which is not in the raw
+        # memory.
         _numpy_reading = _NO_READING
     _set_torch_state(state.cpu)
     for name, device_state in state.devices.items():
@@ -112,11 +112,11 @@ def restore(state: RandomState) -> None:
 
 
 def of_another_rank(state: RandomState, rank: int) -> RandomState:
-    """Return a state for a rank that did not exist when a checkpoint was saved on fewer ranks.
+    """Derive a random state for a new rank, when a run resumes on more ranks than before.
 
     Args:
-        state: The state of a rank in the checkpoint.
-        rank: The new rank. Each gets a different state.
+        state: The state of any rank in the checkpoint.
+        rank: The new rank. Each rank gets a different state.
     """
     before = capture()
     restore(state)
@@ -131,7 +131,7 @@ def of_another_rank(state: RandomState, rank: int) -> RandomState:
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Restore the random state of the CPU when the context ends, however it ends."""
+    """Restore the CPU's random state on leaving the context, even after an exception."""
     before = capture()
     try:
         yield
@@ -143,7 +143,7 @@ def isolated() -> Iterator[None]:
 
 
 class _CachedState(NamedTuple):
-    """A state, and the raw memory of the generator at the time when the state was read."""
+    """A generator's state, and its raw memory at the time when the state was read."""
 
     memory: Any
     state: Any
@@ -154,19 +154,22 @@ _NO_READING = _CachedState(None, None)
 # The generator behind ``random.random()``.
 _PYTHON_GENERATOR: Any = random._inst
 
-# Its memory, after the header of the object: the position and the words.
+# The generator's memory after the object header: the position and the words.
 _python_memory = (ctypes.c_char * _MT19937_BYTES).from_address(
     id(_PYTHON_GENERATOR) + object.__basicsize__
 )
 _python_reading = _NO_READING
 
-# NumPy's global generator, and its memory.
+# NumPy's global generator and its memory.
 _numpy_memory: tuple[Any, Any] = (None, None)
 _numpy_reading = _NO_READING
 
 
 def _layout_is_known() -> bool:
-    """Return whether Python's generator has the memory layout of every CPython so far."""
+    """Return whether Python's generator has the expected memory layout.
+
+    Every CPython release so far has had this layout.
+    """
     if sys.implementation.name != "cpython":
         return False
     if type(_PYTHON_GENERATOR).__basicsize__ < object.__basicsize__ + _MT19937_BYTES:
@@ -179,11 +182,14 @@ _READS_RAW = _layout_is_known()
 
 
 def _python_state() -> Any:
-    """Return Python's global state; the same object as before if nothing was drawn since."""
+    """Return the state of Python's global generator.
+
+    Returns the same object as before if nothing was drawn since.
+    """
     global _python_reading
     if not _READS_RAW:
         return random.getstate()
-    # The second half of a pair of normal numbers is an attribute, outside this memory.
+    # The second half of a pair of normal numbers is in an attribute, not in this memory.
     memory = (_python_memory.raw, _PYTHON_GENERATOR.gauss_next)
     if memory != _python_reading.memory:
         _python_reading = _CachedState(memory, random.getstate())
@@ -191,7 +197,10 @@ def _python_state() -> Any:
 
 
 def _numpy_state() -> Any:
-    """Return NumPy's global state; the same object as before if nothing was drawn since."""
+    """Return the state of NumPy's global generator.
+
+    Returns the same object as before if nothing was drawn since.
+    """
     global _numpy_reading, _numpy_memory
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):
@@ -200,8 +209,8 @@ def _numpy_state() -> Any:
         address = generator.ctypes.state_address
         _numpy_memory = (generator, (ctypes.c_char * _MT19937_BYTES).from_address(address))
     memory = _numpy_memory[1].raw
-    # The memory does not show the second half of a pair of normal numbers. So a state that includes
-    # one, according to its fourth field, is always read again.
+    # The second half of a pair of normal numbers is not in this memory. A state that includes one,
+    # which its fourth field shows, is therefore always read again.
     holds_normal = _numpy_reading.state is not None and _numpy_reading.state[3]
     if memory != _numpy_reading.memory or holds_normal:
         _numpy_reading = _CachedState(memory, np.random.get_state())
@@ -212,13 +221,13 @@ def _numpy_state() -> Any:
 
 
 def seed_cpu(seed: int) -> None:
-    """Seed python, numpy and torch on the CPU.
+    """Seed Python, NumPy and torch's CPU generator.
 
-    ``torch.manual_seed`` is not used: it takes 75 microseconds, and until CUDA is used, each call
-    queues another callback.
+    ``torch.manual_seed`` is not used, because it takes 75 microseconds and, until CUDA is
+    initialized, queues another callback on each call.
 
     Args:
-        seed: From 0 to 2**63 - 1. NumPy uses the lowest 32 bits.
+        seed: The seed, from 0 to 2**63 - 1. NumPy uses only the lowest 32 bits.
     """
     random.seed(seed)
     np.random.seed(seed & _MASK_32_BITS)
@@ -226,53 +235,54 @@ def seed_cpu(seed: int) -> None:
 
 
 class LazySeeding:
-    """Seeds the generators of Python and NumPy only once something is known to draw from them.
+    """Seeds Python's and NumPy's generators only if samples are known to draw from them.
 
-    This saves 6 microseconds per sample, but samples that were made before `was_drawn` first
-    returns True have to be made again. torch's generator is always seeded, because a dataset may
-    call ``torch.initial_seed()``, which leaves no trace.
+    This saves 6 microseconds per sample. When `was_drawn` returns True for the first time, the
+    sample must be loaded again with seeded generators. torch's generator is always seeded, because
+    a call of ``torch.initial_seed()`` cannot be detected.
 
     Args:
-        draws: Whether something is known to draw from the generator of Python or NumPy.
+        draws: Whether samples are known to draw from Python's or NumPy's generator.
     """
 
     def __init__(self, draws: bool = False) -> None:  # noqa: FBT001, FBT002 - one flag
         self.draws = draws
 
     def seed(self, seed: int) -> None:
-        """Seed the generators that are known to be used."""
+        """Seed torch's generator, and the others if samples are known to draw from them."""
         _seed_torch(seed)
         if self.draws:
             random.seed(seed)
             np.random.seed(seed & _MASK_32_BITS)
 
     def generator_states(self) -> tuple[Any, Any]:
-        """Return the states of the generators of Python and NumPy, for `was_drawn`."""
+        """Return the states of Python's and NumPy's generators, for `was_drawn`."""
         if self.draws:
             return None, None
         return _python_state(), _numpy_state()
 
     def was_drawn(self, before: tuple[Any, Any]) -> bool:
-        """Return whether a generator that was not seeded has been used.
+        """Return whether an unseeded generator was used since `generator_states` was called.
 
-        If so, both are seeded from now on.
+        If so, both generators are seeded from now on.
 
         Args:
-            before: What `generator_states` returned before.
+            before: The result of `generator_states`.
         """
         if self.draws:
             return False
         python_before, numpy_before = before
         python_now, numpy_now = self.generator_states()
-        # The same object means that nothing was drawn.
+        # If the objects are the same, nothing was drawn.
         self.draws = python_now is not python_before or numpy_now is not numpy_before
         return self.draws
 
 
 class SeededGenerator(torch.Generator):
-    """A generator that is seeded before each use, so that its state need not be sent to workers.
+    """A torch generator that can be pickled, but without its state.
 
-    Pickling torch's own generator would end the worker.
+    The generator is seeded before each use, so workers do not need its state. A worker that is
+    spawned with a plain torch generator exits, because it cannot unpickle the generator's state.
     """
 
     def __reduce__(self) -> Any:

@@ -1,4 +1,4 @@
-"""Find the samplers of any loader, and whether they carry state from epoch to epoch."""
+"""Find the samplers of any loader, and determine whether they carry state between epochs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-# The order of these samplers depends only on their random numbers and on the epoch.
+# The order of these samplers depends only on their random generator and on the epoch.
 _SAMPLERS_WITHOUT_STATE = (
     RandomSampler,
     SequentialSampler,
@@ -25,14 +25,14 @@ _SAMPLERS_WITHOUT_STATE = (
     DistributedSampler,
 )
 
-# Samplers of the same kind, in libraries that may not be installed.
+# Further samplers of this kind, from libraries that may not be installed.
 _FOREIGN_SAMPLERS_WITHOUT_STATE = (
     "accelerate.data_loader.SeedableRandomSampler",
     "accelerate.data_loader.BatchSamplerShard",
     "transformers.trainer_pt_utils.LengthGroupedSampler",
 )
 
-# Sequences that return the same entries each time they are iterated.
+# Sequences that yield the same entries every time.
 PLAIN_SEQUENCES = (list, tuple, range, torch.Tensor, np.ndarray)
 
 
@@ -42,10 +42,7 @@ def is_stateful(value: object) -> bool:
 
 
 def torch_loader_of(loader: object) -> DataLoader[Any] | None:
-    """Return a loader if it is torch's ``DataLoader``, or the one inside holdfast's wrapper.
-
-    Returns None if there is none.
-    """
+    """Return the torch ``DataLoader`` that a loader is or wraps, or None if there is none."""
     inner = getattr(loader, "torch_loader", loader)
     return inner if isinstance(inner, DataLoader) else None
 
@@ -53,8 +50,8 @@ def torch_loader_of(loader: object) -> DataLoader[Any] | None:
 def samplers_of(loader: object) -> list[Any]:
     """Return the samplers that determine a loader's order, outermost first.
 
-    Each is followed by the one inside it. If a loader has a batch sampler, its attribute
-    ``sampler`` is ignored, because torch does not use it then.
+    Each sampler is followed by the sampler inside it. If a loader has a batch sampler, its
+    attribute ``sampler`` is ignored, as in torch.
     """
     torch_loader = torch_loader_of(loader)
     source = loader if torch_loader is None else torch_loader
@@ -69,21 +66,21 @@ def samplers_of(loader: object) -> list[Any]:
 
 
 def has_no_state(sampler: object) -> bool:
-    """Return whether a sampler is known to carry no state except its generator between epochs."""
+    """Return whether a sampler is known to carry no state between epochs except its generator."""
     if type(sampler) is BatchSampler:
-        # The callers check the sampler inside it as well.
+        # Callers also check the sampler inside the batch sampler.
         return True
     if type(sampler) in _SAMPLERS_WITHOUT_STATE or isinstance(sampler, PLAIN_SEQUENCES):
         return True
     name = f"{type(sampler).__module__}.{type(sampler).__qualname__}"
     if name in _FOREIGN_SAMPLERS_WITHOUT_STATE:
         return True
-    # The placeholder that torch uses for an IterableDataset.
+    # torch's placeholder for the sampler of an IterableDataset.
     return type(sampler).__name__ == "_InfiniteConstantSampler"
 
 
 def set_epoch(loader: object, epoch: int) -> None:
-    """Call ``set_epoch`` of a loader's samplers, including nested ones."""
+    """Call ``set_epoch`` on all samplers of a loader, including nested ones."""
     samplers = [
         getattr(loader, "sampler", None),
         getattr(loader, "batch_sampler", None),

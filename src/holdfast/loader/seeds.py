@@ -1,7 +1,7 @@
-"""Seeds that depend only on (seed, epoch, index), and the counter-based hash behind them.
+"""Seeds that depend only on (seed, epoch, index), and the hash that generates them.
 
-Augmentation is therefore the same with any number of workers, any batch size, and wherever a run
-was interrupted. The orders of `order.orders` use the same hash.
+Random augmentation therefore does not depend on the number of workers, the batch size, or where a
+run was interrupted. `order.orders` uses the same hash.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# The constants of SplitMix64. They are NumPy objects, because converting them would be a noticeable
-# part of the single call per batch.
+# The constants of SplitMix64. They are NumPy objects, because converting them in each call would
+# take a noticeable share of its time.
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
@@ -27,10 +27,11 @@ _MASK_64_BITS = 2**64 - 1
 
 
 def random_bits(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """Return outputs of the SplitMix64 generator, by their position in its sequence.
+    """Return the outputs of the SplitMix64 generator at the given positions in its sequence.
 
-    The cost does not depend on the values of the counters. The constants are those of Steele, Lea
-    and Flood, "Fast splittable pseudorandom number generators" (2014), as published by Vigna.
+    The cost does not depend on the values of the counters. The generator is described in Steele,
+    Lea and Flood, "Fast splittable pseudorandom number generators" (2014). The constants are those
+    published by Vigna.
 
     Args:
         counters: Positions in the sequence, uint64, of any shape.
@@ -51,7 +52,7 @@ def random_bits(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a seed from 0 to 2**63 - 1 derived from all parts, identical on every machine.
+    """Derive a seed from 0 to 2**63 - 1 from all parts. It is the same on every machine.
 
     Example:
         >>> derive_seed(0, 3, 17) == derive_seed(0, 3, 17) != derive_seed(0, 3, 18)
@@ -62,9 +63,9 @@ def derive_seed(*parts: object) -> int:
 
 
 def _as_text(part: object) -> str:
-    """Return a part as text. Equal integers of Python, NumPy and torch give equal texts."""
+    """Convert a part to text. Equal Python, NumPy and torch integers give equal texts."""
     if getattr(part, "ndim", 0):
-        # `repr` omits most numbers of a long array.
+        # The `repr` of a long array omits most of its numbers.
         return repr(part.tolist())  # type: ignore[attr-defined]
     if hasattr(part, "__index__"):
         return str(int(part))
@@ -72,10 +73,10 @@ def _as_text(part: object) -> str:
 
 
 class SampleSeeds:
-    """The seeds of samples, which depend on (seed, epoch, index).
+    """Computes the seeds of samples from (seed, epoch, index).
 
-    The seeds of integer indices are the outputs of one generator per (seed, epoch), which is fast.
-    For other indices, the seed is `derive_seed` of all three.
+    For integer indices, the seeds are outputs of one SplitMix64 generator per (seed, epoch), which
+    is fast. For other indices, `derive_seed` computes the seed from all three values.
 
     Args:
         seed: Seed of the loader.
@@ -83,7 +84,7 @@ class SampleSeeds:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        # The epoch to which `_key`, the seed of the generator, belongs.
+        # The epoch that `_key`, the seed of the SplitMix64 generator, belongs to.
         self._epoch: int | None = None
         self._key = 0
 
@@ -96,7 +97,7 @@ class SampleSeeds:
         if epoch != self._epoch:
             self._epoch = epoch
             self._key = derive_seed(self._seed, epoch, "samples")
-        # The usual case is recognised without a Python loop over the indices.
+        # The usual case is detected without a Python loop over the indices.
         are_plain_integers = set(map(type, indices)) == {int}
         if are_plain_integers or all(_is_integer(index) for index in indices):
             return self._of_integers(indices)

@@ -1,8 +1,8 @@
-"""Recognise exceptions that a signal handler has raised while other code was running.
+"""Recognize exceptions that a signal handler raised while other code was running.
 
-A handler runs wherever the main thread happens to be, possibly in the middle of a sample's code. If
-it raises, for instance through ``sys.exit()`` at SIGTERM, the sample is not at fault. Code that
-handles exceptions of samples must re-raise such an exception.
+A signal handler can interrupt the main thread anywhere, even while it is loading a sample. If the
+handler raises an exception, for example by calling ``sys.exit()`` on SIGTERM, the sample is not at
+fault. Code that handles the exceptions of samples must re-raise such an exception.
 """
 
 from __future__ import annotations
@@ -16,33 +16,35 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-# Signals with which a sample may limit its own time. Their handlers belong to the sample.
+# Signals that the code of a sample may use to limit its own time. Their handlers belong to the
+# sample.
 _TIMER_SIGNALS = {signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
 
-# The code of the signal handlers that were installed when the epoch began.
+# Code of the signal handlers that were installed at the beginning of the epoch.
 _noted_handlers: set[CodeType] = set()
 
 
 def note_handlers() -> None:
-    """Remember the handlers that are installed now.
+    """Remember the signal handlers that are currently installed.
 
-    Many handlers start by replacing themselves, so they could not be found later.
+    Many handlers first install another handler in their place, so they could not be found later.
     """
     _noted_handlers.clear()
     _noted_handlers.update(_current_handlers())
 
 
 def let_through(error: BaseException) -> None:
-    """Re-raise an exception if a signal handler has raised it or its cause.
+    """Re-raise an exception if it, or its cause, was raised by a signal handler.
 
-    In a worker, nothing is raised: a signal sent to a worker is not meant for the training run.
+    In a worker, this does nothing, because a signal sent to a worker is not meant for the training
+    run.
     """
     if get_worker_info() is None and is_from_handler(error):
         raise error
 
 
 def is_from_handler(error: BaseException) -> bool:
-    """Return whether a signal handler has raised an exception or its cause."""
+    """Return whether an exception or its cause was raised by a signal handler."""
     handlers = _noted_handlers | _current_handlers()
     visited: set[int] = set()
     cause: BaseException | None = error
@@ -63,7 +65,7 @@ def _current_handlers() -> set[CodeType]:
 
 
 def _codes_of(handler: Any) -> Iterator[CodeType]:
-    """Yield the code of a handler, which is a function, a partial or an object that is callable."""
+    """Yield the code of a handler, which may be a function, a partial or a callable object."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     if not callable(handler):

@@ -1,4 +1,4 @@
-"""Callbacks that do not keep their owner alive."""
+"""Callbacks that do not keep the object that they call alive."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 class WeakCall:
-    """Calls a method of an object, if the object still exists.
+    """A callback that calls a method of an object if the object still exists.
 
-    A bound method would keep the object alive, and could be part of a reference cycle. A copy of
-    the object gets a copy of this.
+    A bound method would keep the object alive and could create a reference cycle. If the object is
+    copied, its copy gets a `WeakCall` that refers to the copy.
 
     Args:
-        owner: The object.
+        owner: The object whose method is called.
         name: Name of the method. Its result is discarded.
     """
 

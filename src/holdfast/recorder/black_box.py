@@ -1,9 +1,10 @@
-"""What one process records: a ring of steps and a ring of events, in one directory.
+"""Record the steps and events of one process in two ring files.
 
-Steps are frequent and of fixed size. Events are rare and of any size, and must not be pushed out by
-steps. Both files are allocated when the run starts, so a full disk cannot silence them.
+Step records are frequent and have a fixed size. Events are rare and can have any size. Events have
+their own ring, so that step records never overwrite them. Both files are fully allocated when the
+run starts, so recording continues even when the disk is full.
 
-    steps.ring   32,768 marks, 2 MiB: kind, samples per pass, global step, loss, gradient norm,
+    steps.ring   32,768 records, 2 MiB: kind, samples per pass, global step, loss, gradient norm,
                  seconds
     events.ring  2,048 parts of 480 bytes, 1 MiB: JSON
 """
@@ -26,21 +27,21 @@ from holdfast.recorder.run_files import Optimizers
 STEPS_FILE = "steps.ring"
 EVENTS_FILE = "events.ring"
 
-# A mark of a step: kind, flags, samples per pass, global step, loss, gradient norm, seconds.
+# A step record: kind, flags, samples per pass, global step, loss, gradient norm, seconds.
 STEP = struct.Struct("<HHIQddd")
 
-# A part of an event: its index and the number of parts, before the text.
+# An event is split into parts. Each part starts with its index and the event's number of parts.
 PART = struct.Struct("<HH")
 PART_BYTES = 480
 _MOST_PARTS = 64
 _MOST_EVENT_BYTES = PART_BYTES * _MOST_PARTS
-# Characters kept of the text of facts that are too long. JSON may escape one character with several
-# others.
+# If an event is too long, its data is cut to this many characters. The margin is needed because
+# JSON may escape one character as several.
 _CUT_CHARACTERS = _MOST_EVENT_BYTES // 8
 
 
 class StepMark(IntEnum):
-    """What a record in the ring of steps marks."""
+    """The kind of a step record: the step began, was committed, or was skipped."""
 
     BEGUN = 1
     COMMITTED = 2
@@ -48,14 +49,15 @@ class StepMark(IntEnum):
 
 
 class EventRing:
-    """Write the events of one process into a directory.
+    """Write the events of one process to ``events.ring``.
 
     Args:
-        directory: The directory of the recording.
-        capacity: In parts. 512 of them take 254 KiB; an exception takes about 4.
+        directory: The process's recording directory.
+        capacity: How many event parts the ring holds. 512 parts take 254 KiB; an event that
+            records an exception takes about 4 parts.
 
     Raises:
-        OSError: As `RingWriter`.
+        OSError: The file cannot be created or its space cannot be allocated.
     """
 
     def __init__(self, directory: Path, *, capacity: int = 512) -> None:
@@ -65,7 +67,7 @@ class EventRing:
         self.moved_aside = self._ring.moved_aside
 
     def event(self, event: Event) -> None:
-        """Record one event. Facts that are too long are truncated and marked as such."""
+        """Record one event. If its data is too long, the data is truncated and marked as cut."""
         data = _encode(event, event.data)
         if len(data) > _MOST_EVENT_BYTES:
             data = _encode(event, {"cut": str(dict(event.data))[:_CUT_CHARACTERS]})
@@ -82,17 +84,19 @@ def _encode(event: Event, facts: Mapping[str, Any]) -> bytes:
     head = [event.kind, event.global_step, event.unix_seconds]
     try:
         return json.dumps([*head, dict(facts)], separators=(",", ":"), default=str).encode()
-    # The facts have keys that are not text, or contain themselves. Neither may stop a run.
+    # A key is not a string, or the data contains itself. Neither mistake may stop a run.
     except (TypeError, ValueError, RecursionError):
         unreadable = {"unreadable": [str(key) for key in facts]}
         return json.dumps([*head, unreadable], separators=(",", ":")).encode()
 
 
 class BlackBox:
-    """Write the steps and events of one process, into a directory that is created if missing.
+    """Write the steps and events of one process to a directory.
+
+    The directory is created if it does not exist.
 
     Raises:
-        OSError: The files cannot be created or their 3 MiB cannot be allocated.
+        OSError: The files cannot be created, or their 3 MiB cannot be allocated.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -102,7 +106,7 @@ class BlackBox:
         )
         self._events = EventRing(directory, capacity=2_048)
         self.optimizers = Optimizers(directory)
-        # One sentence about each file that could not be continued.
+        # For each existing file that could not be continued, a sentence with the reason.
         self.moved_aside: list[str] = []
         for name, ring in ((STEPS_FILE, self._steps), (EVENTS_FILE, self._events)):
             if ring.moved_aside:
@@ -118,17 +122,17 @@ class BlackBox:
         seconds: float,
         optimizer: int = 0,
     ) -> None:
-        """Record one mark of a step. Cost: below 1 microsecond.
+        """Write one step record. This takes less than 1 microsecond.
 
         Args:
-            mark: What happened.
-            global_step: Optimizer steps committed.
-            micro_batch_size: Samples per pass, 0 if unknown.
-            loss: None if it was not read.
-            norm: The gradient norm, None if it was not read.
-            seconds: How long the step took.
-            optimizer: The number of the optimizer that stepped, see `Optimizers`; 0 if there is
-                only one.
+            mark: Whether the step began, was committed or was skipped.
+            global_step: Number of optimizer steps committed so far.
+            micro_batch_size: Samples per forward/backward pass; 0 if unknown.
+            loss: Mean loss of the step; None if the loss was not read from the device.
+            norm: Gradient norm before clipping; None if it was not read from the device.
+            seconds: Duration of the step.
+            optimizer: Number of the optimizer that stepped (see `Optimizers`); 0 if the script
+                has only one optimizer.
         """
         flags = optimizer << OPTIMIZER_SHIFT
         if loss is None:
@@ -143,7 +147,7 @@ class BlackBox:
         self._steps.append(payload)
 
     def event(self, event: Event) -> None:
-        """Record one event. Facts that are too long are truncated and marked as such."""
+        """Record one event. If its data is too long, the data is truncated and marked as cut."""
         self._events.event(event)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Follow the records of a running process, reading only those added since the last call.
+"""Follow a ring file while a process writes to it: each call returns only the new records.
 
-A call costs one system call for every 256 new records. The first call reads the whole ring, and so
-does a call after the writer has wrapped around. Nothing here waits, polls or writes; polling is up
-to the caller.
+A call costs one system call for every 256 new records. The whole ring is read on the first call,
+and again when the writer has overwritten records that were not read yet. Nothing in this module
+waits, polls or writes; the caller decides how often to poll.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from holdfast.recorder.progress import StepSample, sample_of
 from holdfast.recorder.reader import EventParts, step_record_in
 from holdfast.recorder.ring import HEADER, HEADER_BYTES, MAGIC, Record, read_ring, slot_struct
 
-# Records that are read in one system call.
+# Number of records read in one system call.
 _BLOCK = 256
-# A sample waits this long for its loss, which is far longer than a copy from a device takes.
+# A sample without a loss is held back until there are this many newer samples, or until this many
+# seconds have passed. Copying a loss from the device takes far less time.
 _HELD_SAMPLES = 16
 _HELD_SECONDS = 2.0
 
 
 class RingFollower:
-    """Follows one ring. A file that does not exist yet has no records."""
+    """Follows one ring file. While the file does not exist, there are no records to return."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -35,14 +36,14 @@ class RingFollower:
         self._sequence = 0
         self._inode = 0
         self._has_read_all = False
-        # Records that were overwritten before they were read.
+        # Number of records that were overwritten before this follower read them.
         self.lost = 0
 
     def records(self) -> list[Record]:
         """Return the complete records since the last call, oldest first.
 
         Raises:
-            RunDirectoryError: H305 if the file is not a ring, as in `read_ring`.
+            RunDirectoryError: H305 if the file is not a ring or was written by a newer holdfast.
         """
         try:
             descriptor = open_file(self._path)
@@ -56,16 +57,16 @@ class RingFollower:
             close_descriptor(descriptor)
 
     def _records_in(self, descriptor: int) -> list[Record]:
-        """Return the new records of an open ring, starting over if the file was replaced."""
+        """Return an open ring's new records, or all of its records if the file was replaced."""
         status = os.fstat(descriptor)
         if status.st_ino != self._inode:
-            # This is the first call, or a writer with another layout has created a new file.
+            # This is the first call, or the file was replaced by a writer with another layout.
             self._inode = status.st_ino
             self._sequence = 0
             self._has_read_all = False
         header = os.pread(descriptor, HEADER.size, 0)
         if len(header) < HEADER.size or not header.strip(b"\0"):
-            # The file is being created, or was truncated.
+            # The writer is still creating the file, or the file was truncated.
             return []
         if not self._has_read_all or not header.startswith(MAGIC):
             return self._read_all()
@@ -80,43 +81,45 @@ class RingFollower:
         return records
 
     def _read_new(self, descriptor: int, header: bytes, size_bytes: int) -> list[Record]:
-        """Read the slots after the last returned record, up to the first unwritten one."""
+        """Read the slots after the last returned record, up to the first unwritten slot."""
         _, _, payload_bytes, capacity = HEADER.unpack(header)
         slot = slot_struct(payload_bytes)
         records: list[Record] = []
         while capacity:
             start = (self._sequence + 1) % capacity
-            wanted = min(_BLOCK, capacity - start)
+            count = min(_BLOCK, capacity - start)
             offset = HEADER_BYTES + start * slot.size
             available_bytes = max(0, size_bytes - offset)
-            data = os.pread(descriptor, min(wanted * slot.size, available_bytes), offset)
+            data = os.pread(descriptor, min(count * slot.size, available_bytes), offset)
             whole_bytes = len(data) // slot.size * slot.size
             for first, nanoseconds, payload, last in slot.iter_unpack(data[:whole_bytes]):
                 if first == last and first > self._sequence + 1:
-                    # The writer has wrapped around.
+                    # The writer has overwritten the records that come next.
                     return records + self._read_all()
                 if first != last or first <= self._sequence:
-                    # Not written yet.
+                    # This slot has not been written yet.
                     return records
                 records.append(Record(first, nanoseconds, payload))
                 self._sequence = first
-            if len(data) < wanted * slot.size:
+            if len(data) < count * slot.size:
                 break
         return records
 
 
 class SampleFollower(RingFollower):
-    """Follows the samples of a process's steps, or a guard's marks of steps.
+    """Follows the step samples of a process or the step records of a guard.
 
-    A loss that comes from a device is written into its sample some steps later. So a sample without
-    a loss is held back, with those after it, until 16 newer ones exist or 2 seconds have passed.
+    A loss that is copied from a device is added to its sample a few steps later. A sample without a
+    loss is therefore held back, together with all newer samples, until there are 16 newer samples
+    or 2 seconds have passed.
     """
 
     def new(self, *, hold_back: bool = True) -> list[StepSample]:
         """Return the samples since the last call, oldest first.
 
         Args:
-            hold_back: Whether to wait for missing losses. Pass False in the last call.
+            hold_back: Whether to hold back samples whose loss is missing. Pass False in the last
+                call.
         """
         samples: list[StepSample] = []
         sequences: list[int] = []
@@ -131,7 +134,7 @@ class SampleFollower(RingFollower):
         for index in range(max(0, len(samples) - _HELD_SAMPLES), len(samples)):
             sample = samples[index]
             if sample.loss is None and sample.unix_seconds > oldest_waiting:
-                # The next call starts with this sample.
+                # Hold this sample back: the next call starts with it.
                 self._sequence = sequences[index] - 1
                 return samples[:index]
         return samples
@@ -155,13 +158,13 @@ def _sample_in(record: Record) -> StepSample | None:
 
 
 class EventFollower(RingFollower):
-    """Follows the events of a process."""
+    """Follows the event ring of a process."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._parts = EventParts()
 
     def new(self) -> list[Event]:
-        """Return the events that were completed since the last call, oldest first."""
+        """Return the events whose last part was written since the last call, oldest first."""
         events = [self._parts.add(record) for record in self.records()]
         return [event for event in events if event is not None]

@@ -1,10 +1,12 @@
-"""Summarize the steps that a ring no longer holds, in a file of at most 1 MiB beside it.
+"""Summarize the steps that a ring has overwritten, in a history file of at most 1 MiB.
 
-When half of a ring is about to be overwritten, its records are summarized in rows of 64: the
-lowest, mean and highest value of each number, and how many were not finite. When there would be
-more than 3,072 rows, neighboring rows are merged in pairs. The file is replaced as a whole, so a
-kill at any moment leaves the previous one. This is the only module of ``recorder`` that needs
-numpy.
+Before half of a ring is overwritten, its records are summarized in rows of 64 records. A row has
+the lowest, mean and highest value of each number, and the count of values that were not finite.
+Once there are more than 3,072 rows, neighboring rows are merged in pairs. The history file is in
+the ring's directory. It is replaced as a whole, so a kill during the write leaves the previous
+version.
+
+This is the only module of ``recorder`` that needs numpy.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ from holdfast.core.files import read_file, swap_in
 Rows = NDArray[np.void]
 Numbers = NDArray[Any]
 SUFFIX = ".history"
-# Magic, version, bytes of a row, `History.newest`, `History.missing`.
+# Magic, version, size of a row in bytes, `History.newest`, `History.missing`.
 _HEADER = struct.Struct("<8sIIQQ")
 _MAGIC = b"HOLDHIST"
 _VERSION = 1
-# Records in a row at first.
+# Number of records summarized in a new row. Merging rows doubles it.
 _FINEST = 64
 _MOST_ROWS = 3072
 _MOST_RECORDS = 2**62
 _MOST_BYTES = 4 << 20
-# The numbers of a row, which are those of a sample. A guard's mark has only `_MARK_NAMES`.
+# The numbers that a row summarizes. A sample has all of them, a guard's step record `_MARK_NAMES`.
 NAMES = (
     "loss",
     "grad_norm",
@@ -49,7 +51,8 @@ _ROW = np.dtype(
     + [(name, "<f8", len(NAMES)) for name in ("low", "mean", "high")]
     + [(name, "<u4", len(NAMES)) for name in ("finite", "odd")]
 )
-# A slot of each kind of ring, as ``progress`` and ``black_box`` write it.
+# The slot layouts of the two kinds of step rings: samples (written by ``progress``) and step
+# records (written by ``black_box``).
 _SAMPLE = np.dtype(
     [
         *_SLOT_START,
@@ -73,35 +76,37 @@ _MARK = np.dtype(
     ]
 )
 _KINDS_BY_BYTES = {kind.itemsize: kind for kind in (_SAMPLE, _MARK)}
-# The mark for the beginning of a step, which has no numbers.
+# `StepMark.BEGUN`: a record that a step began, which has no loss, norm or duration.
 _BEGUN = 1
-# For the first numbers (loss, norm, rate), a flag says whether a NaN is a real value.
+# The first three numbers (loss, gradient norm, learning rate) each have a flag that is set if the
+# number was read. The flag is needed because a number that was read may be NaN.
 _READ_FLAGS = 3
 _LATEST = np.uint64(2**64 - 1)
 _NO_ROWS = np.zeros(0, _ROW)
 
 
 class History(NamedTuple):
-    """Rows of a ring, oldest first: one for each stretch of records and each optimizer.
+    """The summary of the records that a ring has overwritten.
 
-    Fields of a row: ``number`` of the first record, the first ``step`` and ``time`` (Unix
-    nanoseconds), ``optimizer``; and for each of `NAMES` ``low``, ``mean``, ``high``, and how many
-    values were ``finite`` or ``odd`` (NaN or Inf). Without a finite value ``low`` is inf and
-    ``high`` -inf.
+    `rows` has one row for each stretch of records and each optimizer, oldest first. A row has the
+    ``number`` of its first record, the ``step`` and ``time`` (in Unix nanoseconds) at which it
+    starts, and the number of the ``optimizer``. For each number in `NAMES` it also has the
+    ``low``, ``mean`` and ``high`` value, the count of ``finite`` values and the count of ``odd``
+    values (NaN or Inf). If no value is finite, ``low`` is inf and ``high`` is -inf.
     """
 
     rows: Rows
     # The number of the newest record that the history covers.
     newest: int = 0
-    # Records up to `newest` that are missing from the history.
+    # How many records up to `newest` are missing from the history.
     missing: int = 0
 
 
 def read_history(path: Path) -> History:
-    """Return the history of a ring, or an empty one if it is missing or damaged.
+    """Return the history of a ring, or an empty history if its file is missing or damaged.
 
     Args:
-        path: The path of the ring.
+        path: The path of the ring, not of the history file.
     """
     try:
         data = read_file(path.with_name(path.name + SUFFIX), _MOST_BYTES)
@@ -115,24 +120,24 @@ def read_history(path: Path) -> History:
 
 
 def extend_history(path: Path, slots: bytes, slot_bytes: int, first: int) -> None:
-    """Add half of a ring to its history. Cost: about 3 ms for 16,384 records.
+    """Summarize half of a ring in its history. This takes about 3 ms for 16,384 records.
 
     Args:
-        path: Of the ring.
-        slots: The bytes of that half.
-        slot_bytes: Bytes of one slot.
+        path: The path of the ring, not of the history file.
+        slots: The content of that half.
+        slot_bytes: Size of one slot in bytes.
         first: The number of the record in the first slot.
 
     Raises:
-        OSError: The history cannot be written.
+        OSError: The history file cannot be written.
     """
     last = first + len(slots) // slot_bytes - 1
     history = read_history(path)
     if history.newest > last:
-        # The history belongs to a ring that was moved aside.
+        # The history belongs to an earlier ring, which was moved aside. Start a new history.
         history = History(_NO_ROWS)
-    due = np.arange(first, last + 1, dtype=np.uint64)
-    new_rows, recorded = rows_of(slots, slot_bytes, due, history.newest, _FINEST)
+    expected = np.arange(first, last + 1, dtype=np.uint64)
+    new_rows, recorded = rows_of(slots, slot_bytes, expected, history.newest, _FINEST)
     rows = merge_rows(np.concatenate([history.rows, new_rows]), _MOST_ROWS)
     missing = history.missing + last - history.newest - recorded
     header = _HEADER.pack(_MAGIC, _VERSION, _ROW.itemsize, last, missing)
@@ -140,12 +145,13 @@ def extend_history(path: Path, slots: bytes, slot_bytes: int, first: int) -> Non
 
 
 def merge_rows(rows: Rows, most: int, finest: int = 2 * _FINEST) -> Rows:
-    """Merge neighboring rows until there are at most `most`.
+    """Merge neighboring rows until at most `most` rows are left.
 
     Args:
-        rows: Rows of a ring, oldest first.
+        rows: The rows to merge, oldest first.
         most: The largest number of rows to return.
-        finest: Records per merged row to start with; doubled until the rows are few enough.
+        finest: How many records a merged row covers at first. The number is doubled until few
+            enough rows are left.
     """
     records = finest
     while len(rows) > most and records < _MOST_RECORDS:
@@ -155,7 +161,7 @@ def merge_rows(rows: Rows, most: int, finest: int = 2 * _FINEST) -> Rows:
 
 
 def _merged(rows: Rows, records: int) -> Rows:
-    """Return one row for each stretch of that many records, and for each optimizer."""
+    """Return one row for each stretch of `records` records and each optimizer."""
     stretch = rows["number"] // np.uint64(records)
     key = stretch * np.uint64(256) + rows["optimizer"]
     order = np.argsort(key, kind="stable")
@@ -175,46 +181,57 @@ def _merged(rows: Rows, records: int) -> Rows:
 
 
 def rows_of(
-    data: bytes, slot_bytes: int, due: Numbers | None = None, after: int = 0, records: int = 1
+    data: bytes, slot_bytes: int, expected: Numbers | None = None, after: int = 0, records: int = 1
 ) -> tuple[Rows, int]:
-    """Return rows for the slots of a ring of steps, and how many of the slots are intact.
+    """Summarize the slots of a step ring in rows.
 
     Args:
-        data: The bytes of the slots.
-        slot_bytes: Bytes of one slot. There are no rows for another kind of ring.
-        due: The expected number of each slot, or None to accept any.
-        after: Only records with larger numbers count.
-        records: Slots in a row.
+        data: The content of the slots.
+        slot_bytes: Size of one slot in bytes, which identifies the kind of ring.
+        expected: The record number that each slot should hold, or None to accept any.
+        after: Ignore records up to this number.
+        records: How many slots to summarize in one row.
+
+    Returns:
+        The rows and the number of intact slots: no rows and 0 if this is another kind of ring.
     """
     kind = _KINDS_BY_BYTES.get(slot_bytes)
     if kind is None:
         return _NO_ROWS, 0
     slots = np.frombuffer(data, kind)
-    if due is None:
-        due = slots["number"]
-    whole = (slots["number"] == due) & (slots["end"] == due) & (due > after)
-    valid = whole & (slots["mark"] != _BEGUN) if kind is _MARK else whole
-    # The number of the optimizer is in the second byte of the flags.
+    if expected is None:
+        expected = slots["number"]
+    intact = (slots["number"] == expected) & (slots["end"] == expected) & (expected > after)
+    valid = intact & (slots["mark"] != _BEGUN) if kind is _MARK else intact
+    # The second byte of the flags is the optimizer's number.
     optimizers = slots["flags"] >> 8 & 255
     groups = [
-        _rows_of_optimizer(slots, due, valid & (optimizers == optimizer), records, optimizer)
+        _rows_of_optimizer(slots, expected, valid & (optimizers == optimizer), records, optimizer)
         for optimizer in np.unique(optimizers[valid])
     ]
     rows = np.concatenate([_NO_ROWS, *groups])
     by_number = np.argsort(rows["number"], kind="stable")
-    return rows[by_number], int(whole.sum())
+    return rows[by_number], int(intact.sum())
 
 
 def _rows_of_optimizer(
-    slots: Rows, due: Numbers, valid: Numbers, records: int, optimizer: int
+    slots: Rows, expected: Numbers, valid: Numbers, records: int, optimizer: int
 ) -> Rows:
-    """Return a row for each stretch of slots that has valid ones, which are this optimizer's."""
+    """Return a row for each stretch of slots that has at least one valid slot.
+
+    Args:
+        slots: The slots to summarize.
+        expected: The record number of each slot.
+        valid: Which slots are intact and belong to this optimizer.
+        records: How many slots to summarize in one row.
+        optimizer: The number of the optimizer.
+    """
     values, columns = _values_of(slots)
     finite = np.isfinite(values) & valid
     odd = _odd_values(slots, values, finite, valid)
 
     rows = np.zeros(len(slots) // records, _ROW)
-    rows["number"] = due[::records]
+    rows["number"] = expected[::records]
     rows["optimizer"] = optimizer
     rows["low"] = np.inf
     rows["high"] = -np.inf
@@ -222,7 +239,7 @@ def _rows_of_optimizer(
         firsts = np.where(valid, slots[name], _LATEST)
         rows[name] = firsts.reshape(-1, records).min(1)
 
-    # One line per number, one column per row, one layer per slot in it.
+    # Axes: the number (loss, norm, ...), the row, and the slot in the row.
     shape = (len(columns), -1, records)
     rows["finite"][:, columns] = finite.reshape(shape).sum(2).T
     rows["odd"][:, columns] = odd.reshape(shape).sum(2).T
@@ -240,13 +257,13 @@ def _values_of(slots: Rows) -> tuple[Numbers, list[int]]:
     if slots.dtype != _SAMPLE:
         return values, [NAMES.index(name) for name in _MARK_NAMES]
     sizes = slots["sizes"].T
-    # A size of 0 means that it was not read.
+    # A size of 0 means that the size was not read.
     known_sizes = np.where(sizes > 0, sizes, np.nan)
     return np.concatenate([values, known_sizes]), list(range(len(NAMES)))
 
 
 def _odd_values(slots: Rows, values: Numbers, finite: Numbers, valid: Numbers) -> Numbers:
-    """Return which values are Inf, or NaN and marked as values."""
+    """Return a mask of the values that are Inf, or NaN with the flag that the value was read."""
     odd = ~finite & ~np.isnan(values) & valid
     bits = np.arange(_READ_FLAGS, dtype=np.uint16)[:, None]
     is_value = (slots["flags"] >> bits & 1) > 0

@@ -1,11 +1,11 @@
-"""Record the phase of a training process, and the duration and memory of each of its steps.
+"""Record a training process's current phase, and the duration and memory use of its steps.
 
-They are written inside the process and read from outside, even after it has ended. A *board* is one
-small page: the phase that the process is in, since when, and how much it has done. A *ring of
-samples* holds one record per step. Both are mapped files, so a record costs no system call and
-survives SIGKILL.
+The training process writes both files; other processes read them, even after the training process
+has ended. The *board* is a single page with the current phase, the time at which the phase began,
+and progress counters. The *sample ring* holds one record per step. Both files are memory-mapped, so
+a write needs no system call and survives SIGKILL.
 
-What takes too long is decided in ``supervise``; events are recorded by ``black_box``.
+``supervise`` decides when a phase has taken too long. ``black_box`` records events.
 """
 
 from __future__ import annotations
@@ -42,30 +42,31 @@ _MAGIC = b"HOLDPROG"
 # Magic, version, process ID.
 _HEADER = struct.Struct("<8sII")
 _HEADER_OFFSET = 0
-# Progress, phase, steps made, since, step, micro-steps, progress. If the first and the last differ,
-# the write was torn.
+# Progress, phase, steps in this process, start of the phase, step, micro-steps, progress. If the
+# two progress fields differ, the write was torn.
 _STANDING = struct.Struct("<QIIQQQQ")
 _STANDING_OFFSET = 64
 # The number of the newest request to trace memory.
 _REQUEST = struct.Struct("<Q")
 _REQUEST_OFFSET = 256
-# Nanoseconds in each phase that has ended, by the phase's number.
+# Total nanoseconds spent in each phase, indexed by `ProcessPhase`, without the current phase.
 _PHASE_COUNT = 10
 _SPENT = struct.Struct(f"<{_PHASE_COUNT}q")
 _SPENT_OFFSET = 320
-# Nanoseconds between two writes of these times, since a phase may last only microseconds.
+# Write these totals at most once per 20 ms, because a phase may last only microseconds.
 _SPENT_INTERVAL = 20_000_000
 
-# --- The layout of a sample: step, micro-steps, flags, loss, gradient norm, learning rate, seconds,
-# seconds of waiting, and four sizes in bytes.
+# --- The layout of a sample.
 
+# Step, micro-steps, flags, loss, gradient norm, learning rate, duration, time spent waiting for
+# data, and four memory sizes in bytes.
 _SAMPLE = struct.Struct("<QIIdddddQQQQ")
 _FLOAT = struct.Struct("<d")
-# Offsets in a sample.
+# Offsets in a sample, in bytes.
 _FLAGS_OFFSET = 12
 _LOSS_OFFSET = 16
 _NORM_OFFSET = 24
-# Sequence and time come before the payload of a slot.
+# In a slot, the sequence number and the time come before the payload.
 _PAYLOAD_OFFSET = 16
 _CAPACITY = 32_768
 
@@ -73,47 +74,48 @@ _CAPACITY = 32_768
 class ProcessPhase(IntEnum):
     """What a training process is doing, as far as can be observed."""
 
-    # Importing and building; nothing was trained yet.
+    # Importing modules and building the model; training has not begun.
     STARTING = 1
-    # From the first forward to the end of the first step, or while torch compiles.
+    # From the first forward pass to the end of the first step, or while torch compiles.
     FIRST_STEP = 2
-    # In the loader: the loop waits for a batch.
+    # The training loop waits for a batch from the loader.
     DATA_WAIT = 3
     FORWARD_BACKWARD = 4
     OPTIMIZER = 5
-    # A batch was handed out while gradients are off, or a module was put into eval mode.
+    # The loader returned a batch with gradients disabled, or a module was put into eval mode.
     EVALUATION = 6
     SAVING = 7
-    # A loader is exhausted and nothing else has begun.
+    # The loader is exhausted and no other phase has begun.
     END_OF_EPOCH = 8
-    # The interpreter exits.
+    # The interpreter is shutting down.
     ENDING = 9
 
 
 class Standing(NamedTuple):
-    """The state of a process, as its board shows it."""
+    """The content of a board: a process's phase and progress."""
 
     pid: int
     phase: ProcessPhase
-    # When the phase began, on the system's monotonic clock, which all processes share.
+    # When the phase began, on the monotonic clock, which all processes of a machine share.
     since_seconds: float
-    # Counts phases, micro-steps and steps. It stays the same as long as nothing happens.
+    # A counter that increases with every phase, micro-step and step. If it stays the same, the
+    # process makes no progress.
     progress: int
-    # Optimizer steps of the run. If a guard counts them, those of earlier attempts are included.
+    # Number of optimizer steps. Under a guard, this includes the steps of earlier attempts.
     step: int
     # Number of backward calls.
     micro_step: int
     # Optimizer steps in this process, modulo 2**32.
     steps_made: int = 0
-    # Seconds in each phase, by its number, without the current one.
+    # Total seconds spent in each phase, indexed by `ProcessPhase`, without the current phase.
     spent: tuple[float, ...] = ()
 
 
 class ProgressBoard:
-    """Shows what this process is doing, to readers outside of it.
+    """Publishes the phase and progress of this process, so that other processes can read them.
 
     Args:
-        path: The file of the board, which is replaced if it exists, or None for private memory.
+        path: The board file; an existing file is replaced. None keeps the board in private memory.
 
     Raises:
         OSError: The file cannot be created.
@@ -129,15 +131,16 @@ class ProgressBoard:
         self.micro_step = 0
         self._spent = [0] * _PHASE_COUNT
         self._since = _now()
-        # When the times per phase are written next.
+        # When to write the totals per phase next, in monotonic nanoseconds.
         self._spent_due = 0
         self.enter(ProcessPhase.STARTING)
         _HEADER.pack_into(self._map, _HEADER_OFFSET, _MAGIC, VERSION, os.getpid())
 
     def enter(self, phase: ProcessPhase) -> int:
-        """Show that a phase begins. Entering the current phase again also counts as progress.
+        """Publish that a phase begins. Entering the current phase again also counts as progress.
 
-        Returns: The current time in monotonic nanoseconds.
+        Returns:
+            The current time in monotonic nanoseconds.
         """
         progress = self.progress + 1
         self.progress = progress
@@ -162,7 +165,7 @@ class ProgressBoard:
         return now
 
     def trace_requested(self) -> int:
-        """Return the number of the newest request to trace memory, 0 if there was none."""
+        """Return the number of the newest request for a memory trace, or 0 if there was none."""
         number: int = _REQUEST.unpack_from(self._map, _REQUEST_OFFSET)[0]
         return number
 
@@ -180,10 +183,10 @@ def _new_map(path: Path | None) -> mmap.mmap:
 
 
 def read_board(path: Path) -> Standing | None:
-    """Return what a board shows, or None if it is missing, torn, truncated or not a board.
+    """Return the content of a board file, or None if it is missing, torn, truncated or no board.
 
     Raises:
-        RunDirectoryError: H305 if a newer holdfast wrote it.
+        RunDirectoryError: H305 if a newer version of holdfast wrote the file.
     """
     try:
         data = read_file(path)
@@ -215,31 +218,39 @@ def read_board(path: Path) -> Standing | None:
 
 
 def request_trace(path: Path, number: int) -> None:
-    """Ask the process of a board to trace in its next steps what holds its memory."""
+    """Ask the process that owns a board to trace its memory during the next steps.
+
+    Args:
+        path: The board file.
+        number: The number of this request, higher than the number of any earlier request.
+    """
     with open_to_write(path, "rb+") as file:
         file.seek(_REQUEST_OFFSET)
         file.write(_REQUEST.pack(number))
 
 
 class StepSample(NamedTuple):
-    """One step as observed by hooks.
+    """One training step as measured by the hooks.
+
+    The four sizes are in bytes. A size is 0 if it was not read in this step; device sizes are also
+    0 if there is no device.
 
     Args:
-        step: Optimizer steps so far, this one included, as the guard counts them if there is one;
-            the number of backward calls if no optimizer steps.
-        micro_steps: Number of backward calls in it.
-        loss: Loss of the last backward call, None if it was not read. A NaN is a loss that is NaN.
-        grad_norm: Gradient norm, None if it was not computed.
-        learning_rate: Learning rate of the first parameter group, None if unknown.
+        step: Number of optimizer steps including this one. A guard's count is used if there is a
+            guard. If no optimizer steps, this is the number of backward calls.
+        micro_steps: Number of backward calls in the step.
+        loss: Loss of the last backward call, or None if it was not read. NaN means that the loss
+            itself is NaN.
+        grad_norm: Gradient norm, or None if it was not computed.
+        learning_rate: Learning rate of the first parameter group, or None if unknown.
         seconds: Time since the end of the previous step.
         wait_seconds: The part of `seconds` spent waiting for the loader.
-        host_bytes: Resident memory of the process, 0 if not read in this step.
-        device_allocated_bytes: Allocated memory of all devices together, 0 if there is no device or
-            it was not read.
-        device_reserved_bytes: Reserved memory of all devices together, likewise.
-        device_peak_bytes: Peak of the allocated memory, likewise.
-        unix_seconds: When the step ended; set by the ring.
-        optimizer: The number of the optimizer that stepped, see `Optimizers`; 0 if unknown.
+        host_bytes: Resident memory of the process.
+        device_allocated_bytes: Allocated memory, summed over all devices.
+        device_reserved_bytes: Memory reserved by the allocator, summed over all devices.
+        device_peak_bytes: Peak of the allocated memory, summed over all devices.
+        unix_seconds: When the step ended; set when the sample is written.
+        optimizer: Number of the optimizer that stepped (see `Optimizers`), or 0 if unknown.
     """
 
     step: int
@@ -258,12 +269,13 @@ class StepSample(NamedTuple):
 
 
 class SampleRing(RingWriter):
-    """Appends samples of steps. The newest 32,768 are kept in 4 MiB and can still be completed.
+    """Writes step samples to a ring file of 4 MiB, which is created or continued.
 
-    Earlier ones are summarized in the history. The file is created or continued.
+    The ring holds the newest 32,768 samples, which `amend` can still complete. Older samples are
+    summarized in the ring's history.
 
     Raises:
-        OSError: As `RingWriter`.
+        OSError: The file cannot be created or its space cannot be allocated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -280,16 +292,18 @@ class SampleRing(RingWriter):
         *others: float,
         optimizer: int = 0,
     ) -> int:
-        """Write a sample. Cost: below 1 microsecond; no system call.
+        """Write a sample in less than 1 microsecond, without a system call.
+
+        The arguments are the fields of `StepSample`.
 
         Args:
-            step: As in `StepSample`, like the following.
+            step: Number of optimizer steps including this one.
             micro_steps: Number of backward calls in the step.
-            loss: None if it was not read.
-            grad_norm: None if it was not computed.
-            learning_rate: None if unknown.
-            *others: The fields of `StepSample` from ``seconds`` to ``device_peak_bytes``.
-            optimizer: As in `StepSample`.
+            loss: Loss of the last backward call, or None if it was not read.
+            grad_norm: Gradient norm, or None if it was not computed.
+            learning_rate: Learning rate of the first parameter group, or None if unknown.
+            *others: The fields from ``seconds`` to ``device_peak_bytes``, in their order.
+            optimizer: Number of the optimizer that stepped, or 0 if unknown.
 
         Returns:
             The number of the sample, for `amend`.
@@ -317,12 +331,13 @@ class SampleRing(RingWriter):
         """Complete a sample with values that arrived later, such as a loss from a device.
 
         Args:
-            number: As `write` returned it. A sample that has been overwritten is left alone.
-            loss: The loss, or None to keep the recorded one.
-            grad_norm: Likewise.
+            number: The sample's number, as returned by `write`. If the sample has been overwritten,
+                nothing is changed.
+            loss: The loss, or None to keep the recorded loss.
+            grad_norm: The gradient norm, or None to keep the recorded norm.
         """
         if number <= self._sequence - self._capacity:
-            # A newer record has taken the slot.
+            # The slot now holds a newer sample.
             return
         slot = HEADER_BYTES + (number % self._capacity) * self._slot_bytes
         payload = slot + _PAYLOAD_OFFSET
@@ -333,22 +348,23 @@ class SampleRing(RingWriter):
 
     def _set_value(self, payload: int, offset: int, value: float, flag: int) -> None:
         _FLOAT.pack_into(self._map, payload + offset, value)
-        # The flag is written last because a reader trusts the number once the flag is set.
+        # The flag must be written after the number, because a set flag tells readers that the
+        # number is valid.
         self._map[payload + _FLAGS_OFFSET] |= flag
 
 
 def read_samples(path: Path) -> list[StepSample]:
-    """Return the samples of a ring, oldest first.
+    """Return the samples in a ring file, oldest first.
 
     Raises:
-        RunDirectoryError: H305, as `read_ring`.
+        RunDirectoryError: H305 if the file is not a ring or was written by a newer holdfast.
     """
     samples = [sample_of(record) for record in read_ring(path)]
     return [sample for sample in samples if sample is not None]
 
 
 def sample_of(record: Record) -> StepSample | None:
-    """Decode a record of a ring of samples; return None if it belongs to another kind of ring."""
+    """Decode a step sample, or return None if the record comes from another kind of ring."""
     if len(record.payload) != _SAMPLE.size:
         return None
     (

@@ -1,7 +1,8 @@
-"""Read what a process recorded, even if it was killed in the middle of a write.
+"""Read the steps and events that a process recorded, even if it was killed during a write.
 
-Torn slots, truncated ends of files, and events whose first part was overwritten are skipped. A file
-that is not a ring, or has a newer version, is an error.
+Torn slots, slots cut off at the end of a truncated file, and events whose first part was
+overwritten are skipped. A file that is not a ring, or that a newer version of holdfast wrote, is an
+error.
 """
 
 from __future__ import annotations
@@ -28,39 +29,39 @@ _MARKS = frozenset(StepMark)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One recorded mark of a step."""
+    """A step as recorded by a guard: when it began, was committed or was skipped."""
 
     mark: StepMark
-    # Optimizer steps committed.
+    # Number of optimizer steps committed so far.
     global_step: int
-    # The most samples in one forward/backward pass, 0 if unknown.
+    # The largest number of samples in one forward/backward pass; 0 if unknown.
     micro_batch_size: int
-    # Mean loss of the step. None if it was not read: a NaN is a loss that is NaN.
+    # Mean loss of the step, or None if it was not read. NaN means that the loss itself is NaN.
     loss: float | None
-    # Global norm before clipping, None if it was not read.
+    # Global gradient norm before clipping, or None if it was not read.
     grad_norm: float | None
     # Duration of the step.
     seconds: float
-    # When the mark was written.
+    # When the record was written.
     unix_seconds: float
-    # The number of the optimizer that stepped, see `Optimizers`; 0 if there is only one.
+    # Number of the optimizer that stepped (see `Optimizers`); 0 if the script has only one.
     optimizer: int = 0
 
 
 def read_steps(directory: Path) -> list[StepRecord]:
-    """Return the recorded marks of steps, oldest first.
+    """Return a guard's step records, oldest first.
 
     Raises:
-        RunDirectoryError: H305, as `read_ring`.
+        RunDirectoryError: H305 if the file is not a ring or was written by a newer holdfast.
     """
     marks = [step_record_in(record) for record in read_ring(directory / STEPS_FILE)]
     return [mark for mark in marks if mark is not None]
 
 
 def step_record_in(record: Record) -> StepRecord | None:
-    """Decode a record of the ring of steps; return None if it belongs to another kind of ring."""
+    """Decode a guard's step record, or return None if it comes from another kind of ring."""
     if len(record.payload) != STEP.size:
-        # The header is damaged.
+        # This is a sample, or the ring's header is damaged.
         return None
     mark, flags, micro_batch_size, global_step, loss, norm, seconds = STEP.unpack(record.payload)
     if mark not in _MARKS:
@@ -78,9 +79,9 @@ def step_record_in(record: Record) -> StepRecord | None:
 
 
 def describe_lost_steps(directory: Path) -> str:
-    """Describe in one clause which steps of a process are no longer recorded.
+    """Return a clause that says which steps of a process are no longer recorded.
 
-    Empty if all are recorded, at least in the history.
+    The clause is empty if every step is still in the ring or summarized in the history.
     """
     for name in (SAMPLES_FILE, STEPS_FILE):
         records = read_ring(directory / name)
@@ -90,7 +91,7 @@ def describe_lost_steps(directory: Path) -> str:
 
 
 def _overwritten_steps(path: Path, oldest: Record) -> str:
-    # Imported here because numpy takes a tenth of a second.
+    # Imported here because importing numpy takes a tenth of a second.
     from holdfast.recorder.history import read_history
 
     history = read_history(path)
@@ -113,10 +114,10 @@ def _step_of(record: Record) -> int:
 
 
 def read_events(directory: Path) -> list[Event]:
-    """Return the recorded events, oldest first.
+    """Return the events recorded in a directory, oldest first.
 
     Raises:
-        RunDirectoryError: H305, as `read_ring`.
+        RunDirectoryError: H305 if the file is not a ring or was written by a newer holdfast.
     """
     parts = EventParts()
     events = [parts.add(record) for record in read_ring(directory / EVENTS_FILE)]
@@ -124,14 +125,14 @@ def read_events(directory: Path) -> list[Event]:
 
 
 class EventParts:
-    """Joins the parts of events. Parts that were overwritten, torn or damaged are skipped."""
+    """Reassembles events from their parts. An event with a lost or damaged part is skipped."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._previous_sequence = 0
 
     def add(self, record: Record) -> Event | None:
-        """Add the next record, and return the event that it completes, or None."""
+        """Add the next record. Return the event if this was its last part, otherwise None."""
         if len(record.payload) < PART.size:
             return None
         index, count = PART.unpack_from(record.payload)

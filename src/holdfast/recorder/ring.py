@@ -1,15 +1,16 @@
-"""A ring of fixed-size records in a memory-mapped file: the writer, and a tolerant reader.
+"""Write and read a ring of fixed-size records in a memory-mapped file.
 
-The pages belong to the kernel, so they survive the death of the process by any signal (but not a
-power cut). Each slot holds its sequence number at both ends, first and last in memory order: a kill
-between the two leaves a slot whose ends differ, which the reader drops. The whole file is allocated
-at the start, since writing to a hole of a mapped file on a full disk raises SIGBUS.
+The mapped pages belong to the kernel, so records survive any signal that kills the process (but not
+a power failure). Each slot stores its sequence number twice, at its beginning and at its end. If
+the process is killed between these two writes, the numbers differ and the reader drops the slot.
+The file is fully allocated when it is created: on a full disk, writing to an unallocated page of a
+mapped file would raise SIGBUS.
 
     header (4096 bytes)  magic, version, payload bytes, capacity
     slot i               sequence | unix nanoseconds | payload | sequence
 
-Payloads are interpreted elsewhere (``black_box``). Nothing is locked: the run directory guarantees
-a single writer per file.
+Other modules, such as ``black_box``, define the payloads. There are no locks, because the run
+directory ensures that each file has only one writer.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ MAGIC = b"HOLDRING"
 VERSION = 1
 HEADER = struct.Struct("<8sIII")
 HEADER_BYTES = 4096
-# Twice the largest ring that is written.
+# The largest file to read: twice the size of the largest ring that holdfast writes.
 _MOST_BYTES = 8 << 20
-# System errors for a path that is not a regular file, or for a file too large to be a ring.
+# Errors from opening a path that is not a regular file, or a file that is too large to be a ring.
 _NOT_A_RING = frozenset({errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.EFBIG})
-# More records than any process writes, even one per microsecond for years. Larger numbers are
-# garbage in a damaged file.
+# The largest valid sequence number. Not even one record per microsecond for years would reach it,
+# so a larger number means that the file is damaged.
 _MOST_RECORDS = 2**48
-# The most torn slots that a kill leaves, plus one.
+# A ring with more damaged slots than this is not continued. A kill leaves at most one torn slot,
+# and one more is tolerated.
 _MOST_TORN = 2
 
-# Flags in a record of a step: which of its numbers were read, even if they are NaN. The bits from
-# the eighth on are the number of the optimizer.
+# Flags of a step record or sample. The first three say that a number was read from the device, even
+# if it is NaN. The bits from OPTIMIZER_SHIFT upward hold the optimizer's number.
 LOSS_IS_READ = 1
 NORM_IS_READ = 2
 RATE_IS_READ = 4
@@ -50,20 +52,24 @@ OPTIMIZER_SHIFT = 8
 
 
 class Record(NamedTuple):
-    """One payload with its place in time."""
+    """One record of a ring: its number, the time at which it was written, and its payload."""
 
-    # The number of the record, from 1, without gaps at the writer.
+    # The writer numbers its records consecutively, starting at 1.
     sequence: int
     # Unix time.
     nanoseconds: int
-    # Exactly as long as the ring's payloads, padded with zeros.
+    # Padded with zeros to the payload size of the ring.
     payload: bytes
 
 
 def value_or_none(number: float, is_read: int) -> float | None:
-    """Return a recorded number, or None if it had not been read from the device.
+    """Return a recorded number, or None if it was never read from the device.
 
-    Such a number is NaN, and its flag in the record is not set.
+    A number that was not read is recorded as NaN without the flag that says that it was read.
+
+    Args:
+        number: The number in the record.
+        is_read: The number's flag in the record; 0 if the flag is not set.
     """
     if is_read or not math.isnan(number):
         return number
@@ -71,22 +77,23 @@ def value_or_none(number: float, is_read: int) -> float | None:
 
 
 def slot_struct(payload_bytes: int) -> struct.Struct:
-    """Return the layout of one slot."""
+    """Return the layout of a slot: sequence number, time, payload, sequence number."""
     return struct.Struct(f"<QQ{payload_bytes}sQ")
 
 
 class RingWriter:
     """Append records to a ring file, which is created or continued.
 
-    An existing file is continued if it has the same layout and intact records. Any other file is
-    kept beside it as ``.old``, and `moved_aside` gives the reason.
+    An existing file is continued if its layout is the same and its records are intact. Otherwise it
+    is renamed to ``<name>.old``, a new file is created, and `moved_aside` gives the reason.
 
     Args:
-        path: The file.
-        payload_bytes: The size of a record's payload.
-        capacity: Records that are kept; older ones are overwritten.
-        has_history: Whether records join the ``history`` beside the file before they are
-            overwritten. Only for rings of steps.
+        path: The ring file.
+        payload_bytes: The size of a record's payload in bytes.
+        capacity: How many records the ring holds. When it is full, each new record overwrites the
+            oldest one.
+        has_history: Whether to summarize records in the ring's ``history`` before they are
+            overwritten. Only for rings of step records or samples.
 
     Raises:
         OSError: The file cannot be created or its space cannot be allocated.
@@ -106,23 +113,23 @@ class RingWriter:
         header = HEADER.pack(MAGIC, VERSION, payload_bytes, capacity)
         # The number of the newest record.
         self._sequence = 0
-        # Why the existing file was not continued, and where it is now. Empty if there was none, or
-        # if it is continued.
+        # Why an existing file was not continued, and its new name. Empty if there was no existing
+        # file, or if it was continued.
         self.moved_aside = ""
         try:
             self._sequence = _newest_sequence(path, header, size_bytes, self._slot)
         except _NotARingError as error:
             kept_as = _move_aside(path)
-            self.moved_aside = f"{error}; it is kept as {kept_as.name}"
+            self.moved_aside = f"{error}; the old file is kept as {kept_as.name}"
         self._map = _map_file(path, header, size_bytes)
-        # The number of the record with which the next half of the ring begins.
+        # The number of the record that starts the next half of the ring.
         halves_begun = -(-(self._sequence + 1) // self._half)
         self._next_half = halves_begun * self._half
 
     def append(self, payload: bytes) -> None:
-        """Write one record. The payload must not be longer than `payload_bytes`.
+        """Write one record in less than 1 microsecond, without a system call.
 
-        Cost: below 1 microsecond; no system call.
+        The payload must not be longer than `payload_bytes`.
         """
         sequence = self._sequence + 1
         if sequence == self._next_half:
@@ -132,12 +139,12 @@ class RingWriter:
         self._sequence = sequence
 
     def _summarize_next_half(self) -> None:
-        """Summarize half of the ring before the next record begins to overwrite it."""
+        """Summarize the half of the ring that the next records will overwrite."""
         first_new = self._next_half
         self._next_half += self._half
         if not self._has_history or first_new < self._capacity:
             return
-        # On a full disk, or without numpy, recording continues without a history.
+        # If the disk is full or numpy is missing, recording continues without a history.
         with suppress(Exception):
             from holdfast.recorder.history import extend_history
 
@@ -146,7 +153,7 @@ class RingWriter:
             extend_history(self._path, slots, self._slot_bytes, first_new - self._capacity)
 
     def close(self) -> None:
-        """Unmap the file. Nothing may be appended afterwards."""
+        """Unmap the file. No record can be appended afterwards."""
         self._map.close()
 
 
@@ -162,29 +169,29 @@ def _map_file(path: Path, header: bytes, size_bytes: int) -> mmap.mmap:
 
 
 class _NotARingError(Exception):
-    """A file is not a ring, or not one that can be continued. Says why."""
+    """A file is not a ring, or it is a ring that cannot be continued. The message says why."""
 
 
 def _newest_sequence(path: Path, header: bytes, size_bytes: int, slot: struct.Struct) -> int:
-    """Return the number of a ring's newest record, or 0 if it has none or does not exist.
+    """Return the number of a ring's newest record, or 0 if the ring is empty or does not exist.
 
     Raises:
         _NotARingError: The file cannot be continued.
     """
-    # Read through the file: reading the map would make all of its pages resident at once.
+    # Read the file instead of the map: reading the map would make all of its pages resident.
     data = _read(path)
     if not data:
         return 0
     if len(data) != size_bytes or not data.startswith(header):
-        raise _NotARingError("it has another layout, or its header is damaged")
+        raise _NotARingError("its layout is different, or its header is damaged")
     records, damaged = _records(data, slot)
     if damaged > _MOST_TORN:
-        raise _NotARingError(f"{damaged} of its records are damaged")
+        raise _NotARingError(f"{damaged:,} of its records are damaged")
     return records[-1].sequence if records else 0
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of a file, which is empty if it does not exist."""
+    """Return the content of a file, or no bytes if the file does not exist."""
     try:
         return read_file(path, _MOST_BYTES)
     except FileNotFoundError:
@@ -196,9 +203,10 @@ def _read(path: Path) -> bytes:
 
 
 def _move_aside(path: Path) -> Path:
-    """Rename a file that must not be overwritten, and return its new path.
+    """Rename a path that must not be overwritten to ``<name>.old``, and return the new path.
 
-    A file that was moved aside before is replaced by a file, but by nothing else.
+    An earlier ``.old`` file is replaced if `path` is also a regular file. Otherwise the new name is
+    ``.old-2``, ``.old-3`` and so on.
     """
     target = path.with_name(f"{path.name}.old")
     number = 1
@@ -226,7 +234,7 @@ def _records(data: bytes, slot: struct.Struct) -> tuple[list[Record], int]:
 
 
 def read_ring(path: Path) -> list[Record]:
-    """Return the intact records of a ring, oldest first. A missing file has none.
+    """Return the intact records of a ring, oldest first, or no records if the file is missing.
 
     Raises:
         RunDirectoryError: H305 if the file is not a ring or was written by a newer holdfast.
@@ -234,12 +242,12 @@ def read_ring(path: Path) -> list[Record]:
     try:
         data = _read(path)
     except _NotARingError as error:
-        raise unreadable(path, f"no recording ({error})") from error
+        raise unreadable(path, f"not a recording ({error})") from error
     if len(data) < HEADER_BYTES:
         return []
     magic, version, payload_bytes, _ = HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise unreadable(path, "no recording")
+        raise unreadable(path, "not a recording")
     if version > VERSION:
         raise unreadable(path, f"version {version}")
     records, _ = _records(data, slot_struct(payload_bytes))
@@ -247,10 +255,10 @@ def read_ring(path: Path) -> list[Record]:
 
 
 def unreadable(path: Path, problem: str) -> RunDirectoryError:
-    """Return H305 for a file that this holdfast cannot read."""
+    """Return the H305 error for a file that this version of holdfast cannot read."""
     return RunDirectoryError(
         f"{path} is {problem}",
         limit=f"this holdfast reads recordings up to version {VERSION}",
-        fix="read it with the holdfast that wrote it, or move the file away.",
+        fix="read it with the holdfast version that wrote it, or move the file away.",
         rule="H305",
     )

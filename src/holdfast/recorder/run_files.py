@@ -1,8 +1,8 @@
-"""The files of a supervised run, and what each observed process reports about itself.
+"""The files of a supervised run, including those that each observed process writes.
 
-``supervised.json`` and ``output.log`` are written by the supervisor, and
-``processes/<pid>-<ticks>/`` by each process. A process is named by its PID and its start time in
-clock ticks, since PIDs are reused.
+The supervisor writes ``supervised.json`` and ``output.log``. Each process writes to its own folder,
+``processes/<pid>-<ticks>/``. The folder name contains the process's start time in clock ticks,
+because the system reuses PIDs.
 """
 
 from __future__ import annotations
@@ -31,67 +31,69 @@ FAULTHANDLER_FILE = "stacks.txt"
 OPTIMIZERS_FILE = "optimizers.json"
 SETTINGS_FILE = "settings.json"
 _MOST_HOST_BYTES = 64 << 10
-# A script with more names than this evidently keeps creating optimizers, and their names mean
-# nothing.
+# If a script has more optimizers than this, it probably creates new ones all the time, and their
+# names are meaningless.
 _MOST_NAMED_OPTIMIZERS = 8
-# A record of a step has one byte for the number of the optimizer.
+# Step records store the optimizer's number in one byte.
 _LARGEST_OPTIMIZER_NUMBER = 255
-# The most values that a setting may have.
+# Only this many items of a list are checked for being plain values.
 _MOST_SETTING_VALUES = 16
 ATTEMPT_LINE = "--- holdfast: attempt {number} ---"
-# Not HOLDFAST_*: such a variable would be taken for a field of a policy, and refused.
+# The names must not start with HOLDFAST_: such a variable would be read as a policy field and
+# rejected.
 OBSERVE_VARIABLE = "OBSERVED_BY_HOLDFAST"
 ATTEMPT_VARIABLE = "ATTEMPT_BY_HOLDFAST"
-# A real-time signal on which Python processes write their stacks. SIGUSR1 and SIGUSR2 belong to the
-# script: schedulers send them as a warning, and a guard stops the run on them. No common tool sends
-# this one.
+# On this real-time signal, an observed Python process writes its stacks. SIGUSR1 and SIGUSR2 are
+# not available: schedulers send them to warn a job, and a guard stops the run when it receives one.
+# No common tool sends this real-time signal.
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 12
 
 ProcessRole = Literal["trainer", "loader worker", "launcher", "other"]
 _recording_listeners: list[Callable[[Path], None]] = []
-# The optimizers of open guards by `id`: the name, and a weak reference to the object that has the
-# ``global_step``.
+# The optimizers of open guards by `id`. The value has the optimizer's name and a weak reference to
+# the object that counts its steps in ``global_step``.
 guarded: dict[int, tuple[str, Callable[[], Any]]] = {}
 
 
 class ProcessInfo(NamedTuple):
-    """What an observed process reports about itself."""
+    """The identity of an observed process, as the process itself reports it."""
 
     pid: int
-    # Its start time, in clock ticks since boot (field 22 of /proc/<pid>/stat).
+    # The start time of the process, in clock ticks since boot (field 22 of /proc/<pid>/stat).
     ticks: int
-    # The PID of its parent when it started.
+    # The PID of the parent at the time the process started.
     ppid: int
     argv: list[str]
-    # The attempt of the supervisor.
+    # The number of the supervisor's attempt to which the process belongs.
     attempt: int = 0
-    # A trainer steps or calls backward; a loader worker serves a trainer.
+    # A trainer calls backward or steps an optimizer. A loader worker prepares batches for a
+    # trainer.
     role: ProcessRole = "other"
-    # As reported by the launcher.
+    # The three numbers that a launcher such as torchrun assigned to the process.
     rank: int | None = None
     local_rank: int | None = None
     world_size: int | None = None
-    # The version, or None before torch is imported.
+    # The version of torch, or None if torch was not imported yet.
     torch: str | None = None
     # Unix time.
     started: float = 0.0
-    # The signal on which it writes its stacks, or None if the script handles that signal itself.
+    # The signal on which the process writes its stacks, or None if the script handles that signal.
     stacks_signal: int | None = None
 
     @property
     def folder(self) -> str:
-        """The name of its folder in ``processes/``."""
+        """The name of the process's folder in ``processes/``."""
         return f"{self.pid}-{self.ticks}"
 
 
 def write_process(run: Path, info: ProcessInfo) -> Path:
-    """Write what a process reports about itself, and return its folder.
+    """Write the ``process.json`` of a process, and return the process's folder.
 
-    The file is written atomically but not flushed to the disk: it must survive the process, not the
-    machine, and a starting user process must not wait for a disk.
+    The file is written atomically but not flushed to disk. It has to survive the process, not a
+    crash of the machine, and the user's process must not wait for a disk while it starts.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     folder = make_folder(run, PROCESSES_FOLDER, info.folder)
     swap_in(folder / PROCESS_FILE, json.dumps(info._asdict()).encode())
@@ -99,9 +101,9 @@ def write_process(run: Path, info: ProcessInfo) -> Path:
 
 
 def read_processes(run: Path) -> list[tuple[Path, ProcessInfo]]:
-    """Return the folders of observed processes and what they report, oldest first.
+    """Return the folder and the `ProcessInfo` of each observed process, oldest first.
 
-    Damaged files are skipped.
+    Processes whose file is damaged are skipped.
     """
     processes = []
     for path in sorted((run / PROCESSES_FOLDER).glob(f"*/{PROCESS_FILE}")):
@@ -112,7 +114,7 @@ def read_processes(run: Path) -> list[tuple[Path, ProcessInfo]]:
 
 
 def read_process_file(path: Path) -> ProcessInfo | None:
-    """Return what a process reports about itself, or None if the file is missing or damaged."""
+    """Return the content of a ``process.json`` file, or None if it is missing or damaged."""
     try:
         values: dict[str, Any] = json.loads(read_file(path))
         fields = {name: values[name] for name in ProcessInfo._fields if name in values}
@@ -123,7 +125,10 @@ def read_process_file(path: Path) -> ProcessInfo | None:
 
 
 def _is_sound(info: ProcessInfo) -> bool:
-    """Return whether every field has its type: the observed script can write to the file."""
+    """Return whether every field has the right type.
+
+    This has to be checked because the observed script could overwrite the file.
+    """
     counts = (info.pid, info.ticks, info.ppid, info.attempt)
     optional_numbers = (info.rank, info.local_rank, info.world_size, info.stacks_signal)
     return (
@@ -134,17 +139,17 @@ def _is_sound(info: ProcessInfo) -> bool:
         and info.role in get_args(ProcessRole)
         and (info.torch is None or isinstance(info.torch, str))
         and type(info.started) in (int, float)
-        # A NaN, which differs from itself, has no place in an order. Not `math.isnan`, which raises
-        # for integers beyond floats.
+        # Reject NaN, because processes are sorted by this time. `math.isnan` would raise for
+        # integers that do not fit into a float.
         and info.started == info.started
     )
 
 
 class Optimizers(dict[str, int]):
-    """The numbers, from 1, of the optimizers whose steps a ring holds, by name.
+    """Maps the names of optimizers to the numbers that step records use for them.
 
-    A name that is new gets the next number and is written to a file beside the ring. All names from
-    the 255th on share a number.
+    Numbering starts at 1. Looking up a new name assigns the next number and adds the name to
+    ``optimizers.json`` in the ring's folder. From the 255th name on, all names share one number.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -160,10 +165,10 @@ class Optimizers(dict[str, int]):
 
 
 def read_optimizers(folder: Path) -> list[str]:
-    """Return the names of the optimizers whose steps a folder's ring holds.
+    """Return the names in a folder's ``optimizers.json``, in the order of their numbers.
 
-    Empty if there are more names than `_MOST_NAMED_OPTIMIZERS`: such a script keeps creating
-    optimizers, whose names mean nothing.
+    The list is empty if there are more than `_MOST_NAMED_OPTIMIZERS` names. In that case, the
+    script probably creates new optimizers all the time, and their names are meaningless.
     """
     try:
         names = json.loads(read_file(folder / OPTIMIZERS_FILE))
@@ -175,9 +180,12 @@ def read_optimizers(folder: Path) -> list[str]:
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings of a training run, by names such as ``"optimizer.0.lr"``.
+    """Write the settings of a training run to ``settings.json``.
 
-    Anything but plain values and lists of them is left out.
+    Args:
+        folder: The folder to write the file to.
+        settings: Values by names such as ``"optimizer.0.lr"``. Only booleans, numbers, strings and
+            lists of these are written; other values are left out.
     """
     plain = {name: value for name, value in settings.items() if _is_plain(value)}
     write_json(folder / SETTINGS_FILE, plain)
@@ -189,13 +197,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, unless the disk is full."""
+    """Write a value as JSON. If the file cannot be written, nothing happens."""
     with suppress(OSError):
         swap_in(path, json.dumps(value).encode())
 
 
 def read_host(path: Path) -> dict[str, Any] | None:
-    """Return what the supervisor of one host reports, or None if the file is missing or damaged."""
+    """Return the report that a host's supervisor wrote, or None if it is missing or damaged."""
     try:
         host = json.loads(read_file(path, _MOST_HOST_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -211,22 +219,22 @@ def read_host(path: Path) -> dict[str, Any] | None:
 
 
 def folder_of_first_host(run: Path) -> Path:
-    """Return the folder to read a run from.
+    """Return the folder with the recording that explains how a run ended.
 
-    This is `run` itself or, if the run last used several hosts, the folder of the host that failed
-    first.
+    If the last attempt used a single host, this is `run` itself. If it used several hosts, this is
+    the folder of the host that failed first or, if no host failed, of the first host.
     """
     hosts = _hosts_of(run)
     if not hosts:
         return run
     newest = max(hosts, key=_modified_at)
     if _modified_at(run / SUPERVISED_FILE) > _modified_at(newest):
-        # The last attempt ran on this host alone.
+        # The last attempt ran on this host only.
         return run
-    # Files of other hosts may be left over from an attempt with another number of hosts.
+    # Ignore files left over from an earlier attempt with a different number of hosts.
     count = hosts[newest].get("count")
     current = {path: host for path, host in hosts.items() if host.get("count") == count}
-    # These have a failure of their own, rather than one that follows another's.
+    # The hosts that failed on their own, not because another host had failed.
     failed_first = [
         path for path, host in current.items() if host.get("cause") and not host.get("follows")
     ]
@@ -235,7 +243,7 @@ def folder_of_first_host(run: Path) -> Path:
 
 
 def _hosts_of(run: Path) -> dict[Path, dict[str, Any]]:
-    """Return what each host of a run reports, by its file, in the order of the hosts' numbers."""
+    """Return the report of each host of a run, keyed by its file and sorted by host number."""
     hosts = {}
     files = (run / HOSTS_FOLDER).glob("[0-9]*.json")
     for path in sorted(files, key=lambda path: (len(path.name), path.name)):
@@ -254,11 +262,12 @@ def _modified_at(path: Path) -> float:
 
 
 def process_lives(pid: int, ticks: int) -> bool:
-    """Return whether a process of this machine exists and has not exited.
+    """Return whether a process on this machine is still running.
 
     Args:
-        pid: Its PID.
-        ticks: Its start time, as in `ProcessInfo`.
+        pid: The PID of the process.
+        ticks: Its start time in clock ticks since boot. Another process that reuses the PID has a
+            different start time.
     """
     fields = _stat(pid)
     if len(fields) < 20 or fields[0] in (b"Z", b"X"):
@@ -267,26 +276,33 @@ def process_lives(pid: int, ticks: int) -> bool:
 
 
 def process_is_stopped(pid: int) -> bool:
-    """Return whether a signal such as SIGSTOP has stopped a process of this machine."""
+    """Return whether a process on this machine was stopped by a signal such as SIGSTOP."""
     return _stat(pid)[:1] == [b"T"]
 
 
 def _stat(pid: int) -> list[bytes]:
-    """Return the fields of ``/proc/<pid>/stat`` starting with the state, or none if it is gone."""
+    """Return the fields of ``/proc/<pid>/stat``, starting with the process's state.
+
+    The list is empty if the process no longer exists.
+    """
     try:
         content = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return []
-    # The program's name, in parentheses, may contain anything.
+    # Split after the last parenthesis: the program's name may contain spaces and parentheses.
     return content.rpartition(b")")[2].split()
 
 
 def on_recording(listener: Callable[[Path], None]) -> None:
-    """Call a function with every run directory that a guard opens in this process."""
+    """Register a function to call with the run directory of every guard opened in this process."""
     _recording_listeners.append(listener)
 
 
 def announce_recording(path: Path) -> None:
-    """Tell the observer of this process that a guard records into this run directory."""
+    """Tell the observer of this process that a guard records to a run directory.
+
+    Args:
+        path: The run directory.
+    """
     for listener in _recording_listeners:
         listener(path)

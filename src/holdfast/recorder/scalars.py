@@ -1,7 +1,7 @@
 """Check, record and read the scalars that a script logs.
 
-A scalar is recorded in one place only: by the newest open guard of this process or, without a
-guard, by its observer.
+A scalar is recorded only once: by the guard that this process opened last or, if no guard is open,
+by the observer that `holdfast run` installs in the process.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from holdfast.core.errors import PolicyError
 from holdfast.recorder.ring import Record, RingWriter
 
 SCALARS_FILE = "scalars.ring"
-# Bytes of UTF-8.
+# The largest size of a scalar's name, in bytes of UTF-8.
 LONGEST_NAME = 64
 _CAPACITY = 32_768
-# Step, value, epoch or -1, length of the name in bytes, name.
+# Step, value, epoch (-1 if unknown), length of the name in bytes, name.
 _RECORD = struct.Struct(f"<qdiB{LONGEST_NAME}s")
 _NO_EPOCH = -1
-# Steps beyond this, passed to loggers of other libraries, are not counts.
+# Steps of at least this size are ignored. Other libraries' loggers accept any number as a step.
 _MOST_STEPS = 2**62
 
-# Checked names and values.
+# Encoded names and values that have passed the checks of `log`.
 CheckedScalars = list[tuple[bytes, float]]
 
-# The outlets that record in this process, newest last: each has ``log(scalars, step)``, where a
-# step of None is the current one. A forked process starts without any.
+# The guards and observers that record scalars in this process, newest last. Each has a method
+# ``log(scalars, step)``, where a step of None means the current step. A forked process has no
+# outlets.
 outlets: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 os.register_at_fork(after_in_child=outlets.clear)
 
@@ -42,22 +43,25 @@ _thread_state = _local()
 
 
 class Scalar(NamedTuple):
-    """One recorded value."""
+    """One value that was logged, with its name, step and time."""
 
     name: str
     value: float
     step: int
-    # None if unknown.
+    # None if the epoch is unknown.
     epoch: int | None
     unix_seconds: float
 
 
 class Scalars:
-    """Writes the scalars of this process, from any thread. A forked process writes nothing.
+    """Writes the scalars of this process to a ring file.
+
+    Any thread may write. A forked child of the process writes nothing.
 
     Args:
-        folder: Returns the folder for the ring. The ring is created with the first value.
-        emit: Records an event.
+        folder: A function that returns the folder for the ring. It is called when the first value
+            is written.
+        emit: A function that records an event.
     """
 
     def __init__(self, folder: Callable[[], Path], emit: Callable[[Any], None]) -> None:
@@ -69,9 +73,14 @@ class Scalars:
         self._process = os.getpid()
 
     def write(self, scalars: CheckedScalars, step: int, epoch: int | None) -> None:
-        """Record values, in about 1 microsecond each.
+        """Record scalars. Each takes about 1 microsecond.
 
-        If there is no space for the ring, one event says so and nothing is recorded.
+        If the ring cannot be created, one event reports the error and no scalars are recorded.
+
+        Args:
+            scalars: Names and values, as returned by `check_scalars`.
+            step: The step at which the scalars were logged.
+            epoch: The current epoch, or None if it is unknown.
         """
         if os.getpid() != self._process or self._cannot_record:
             return
@@ -93,14 +102,14 @@ class Scalars:
             self._ring.append(_RECORD.pack(step, value, epoch, len(name), name))
 
     def close(self) -> None:
-        """Unmap the file; the next value opens it again."""
+        """Unmap the file. Writing another scalar opens it again."""
         if self._ring is not None:
             self._ring.close()
             self._ring = None
 
 
 def scalars_of(records: list[Record]) -> list[Scalar]:
-    """Decode the records of a ring of scalars. Records of other rings are left out."""
+    """Decode records of a scalar ring. Records from another kind of ring are skipped."""
     scalars = []
     for record in records:
         if len(record.payload) != _RECORD.size:
@@ -118,22 +127,31 @@ def scalars_of(records: list[Record]) -> list[Scalar]:
 
 
 def check_scalars(values: Any, split: str, more: Mapping[str, Any]) -> CheckedScalars:
-    """Return the names and values in the arguments of `log`.
+    """Check the arguments of `log`, and return the names and values to record.
+
+    Args:
+        values: A mapping from names to values, or None.
+        split: A prefix for all names, such as ``"validation"``; empty for no prefix.
+        more: The keyword arguments of `log`: further values by name.
 
     Raises:
-        PolicyError: H117 for a name or a value that cannot be recorded.
+        PolicyError: H117 if a name or a value cannot be recorded.
     """
     scalars: dict[Any, Any] = dict(more)
     if isinstance(values, Mapping):
         scalars = {**values, **more}
     elif values is not None:
-        # A bare value without a name, which is refused below.
+        # This is a value without a name. The check below rejects it.
         scalars = {None: values}
     return [_checked_entry(name, value, split) for name, value in scalars.items()]
 
 
 def _checked_entry(name: Any, value: Any, split: str) -> tuple[bytes, float]:
-    """Return the encoded name and the number of one scalar, or raise H117."""
+    """Check one scalar, and return its encoded name and its value.
+
+    Raises:
+        PolicyError: H117 if the name or the value cannot be recorded.
+    """
     full_name = f"{split}/{name}" if split else name
     encoded = b""
     if isinstance(name, str) and isinstance(split, str):
@@ -143,8 +161,8 @@ def _checked_entry(name: Any, value: Any, split: str) -> tuple[bytes, float]:
         limit = "the value must be a single real number or a tensor of one element"
     elif not name or not 0 < len(encoded) <= LONGEST_NAME:
         limit = (
-            f"a name has 1 to {LONGEST_NAME} bytes of UTF-8, including the split, and this has"
-            f" {len(encoded)}"
+            f"a name must have 1 to {LONGEST_NAME} bytes of UTF-8, including the split; this name"
+            f" has {len(encoded)}"
         )
     else:
         return encoded, number
@@ -153,7 +171,7 @@ def _checked_entry(name: Any, value: Any, split: str) -> tuple[bytes, float]:
         limit=limit,
         fix=(
             'call log(accuracy=0.93) or log({"wer": 0.2}, split="validation");'
-            " Guard.add_image keeps images."
+            " use Guard.add_image for images."
         ),
         rule="H117",
     )
@@ -166,7 +184,10 @@ def _describe(value: Any) -> str:
 
 
 def number_of(value: Any) -> float | None:
-    """Return a real number, or the one in a tensor or array of one element; None otherwise."""
+    """Return the value of a real number or of a tensor or array with a single element.
+
+    Return None for anything else.
+    """
     try:
         if hasattr(value, "shape") and not isinstance(value, Real):
             if any(side != 1 for side in value.shape):
@@ -180,9 +201,11 @@ def number_of(value: Any) -> float | None:
 def log(values: Mapping[str, Any] | None = None, /, *, split: str = "", **more: Any) -> None:
     """Record scalars from anywhere in a script.
 
-    They go to the newest guard that is open in this process. Without one, under `holdfast run`,
-    they go to the record of the process, at its current step. Otherwise they are checked, and
-    nothing is recorded. Arguments and errors are those of `Guard.log`.
+    If a guard is open in this process, the guard that was opened last records the scalars. If there
+    is no guard but the script runs under `holdfast run`, the observer of the process records them
+    with the current step. Otherwise, the arguments are checked but nothing is recorded.
+
+    See `Guard.log` for the arguments and errors.
     """
     scalars = check_scalars(values, split, more)
     outlet = _newest_outlet()
@@ -191,21 +214,22 @@ def log(values: Mapping[str, Any] | None = None, /, *, split: str = "", **more: 
 
 
 def _newest_outlet() -> Any:
-    """Return the newest outlet, or None if there is none."""
+    """Return the outlet that was added last, or None if there is no outlet."""
     return next(reversed(list(outlets)), None)
 
 
 def with_recording(
     original: Callable[..., Any], read: Callable[..., Any], failed: Any = None
 ) -> Callable[..., Any]:
-    """Return a function that calls `original` and also records the values it is called with.
+    """Wrap another library's logging function so that its values are also recorded.
 
     Args:
-        original: A logging function of another library. Calls inside it are not recorded again.
-        read: Returns the values by name and the step (None for the current one), from the same
-            arguments.
-        failed: Called with an error that occurred while recording, or None to log a warning. The
-            error is never raised because the script's own logging has worked.
+        original: The logging function. If it calls another wrapped function, that call is not
+            recorded a second time.
+        read: A function that takes the arguments of `original` and returns the values by name, and
+            the step or None for the current step.
+        failed: A function to call with an error that occurs while recording. None logs a warning
+            instead. The error is never raised, because the script's own logging has succeeded.
     """
 
     @wraps(original)
@@ -219,7 +243,7 @@ def with_recording(
             _thread_state.is_logging = False
         try:
             outlet = _newest_outlet()
-            # Without an outlet nothing is read: reading may wait for a device, and may fail.
+            # Read the values only if they will be recorded: reading may fail or wait for a device.
             if outlet is not None:
                 values, step = read(*args, **kwargs)
                 outlet.log(list(_numbers_in(values)), _step_number(step))
@@ -232,7 +256,10 @@ def with_recording(
 
 
 def _step_number(step: Any) -> int | None:
-    """Return a step as another library's logger got it, or None for the current one."""
+    """Convert the step that was passed to another library's logger.
+
+    Return None, which means the current step, if `step` is not a number or too large.
+    """
     number = number_of(step)
     if number is None or not abs(number) < _MOST_STEPS:
         return None
@@ -240,7 +267,10 @@ def _step_number(step: Any) -> int | None:
 
 
 def _numbers_in(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[bytes, float]]:
-    """Yield the numbers in a tree of mappings, with their keys joined by slashes as names."""
+    """Yield the name and value of each number in nested mappings.
+
+    A name consists of the keys on the path to the number, joined by slashes.
+    """
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _numbers_in(value, f"{prefix}{key}/")
@@ -252,6 +282,6 @@ def _numbers_in(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[b
 
 
 def _cut(name: str) -> bytes:
-    """Return a name of at most `LONGEST_NAME` bytes, without half a character at its end."""
+    """Encode a name and truncate it to `LONGEST_NAME` bytes, without splitting a character."""
     encoded = name.encode("utf-8", "backslashreplace")[:LONGEST_NAME]
     return encoded.decode("utf-8", "ignore").encode()

@@ -1,4 +1,7 @@
-"""How a run was started: command, machine and versions. The supervisor and each guard record it."""
+"""Collect the command, machine and package versions of a run when it starts.
+
+The supervisor and each guard record this information.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,20 @@ from holdfast.core.raised import printable
 from holdfast.core.secrets import without_secrets
 from holdfast.core.version import __version__
 
-# The file beside the recording of a guard.
+# The file in which a guard stores this information, in its recording directory.
 START_FILE = "start.json"
 _COMMIT = re.compile("[0-9a-f]{40,64}")
 _PACKAGES = ("torch", "numpy", "transformers", "accelerate", "lightning")
 
 
 def facts_of_start(command: Sequence[str], started: float) -> dict[str, Any]:
-    """Return the facts about a start as JSON values, without running a program.
+    """Return the command, machine and versions of a run as JSON values.
+
+    No other program is run to find them.
 
     Args:
-        command: The command that was started. Anything in it that looks like a secret is hidden.
-        started: Unix time.
+        command: The command that started the run. Words that look like secrets are masked.
+        started: When the run started, in Unix time.
     """
     facts = {
         "argv": without_secrets([printable(word) for word in command]),
@@ -52,9 +57,9 @@ def facts_of_start(command: Sequence[str], started: float) -> dict[str, Any]:
 
 
 def _git(folder: Path) -> dict[str, str]:
-    """Return the commit and branch of a folder, read from the files of git; empty if it has none.
+    """Return the git commit and branch of a folder, or nothing if it is not in a repository.
 
-    Only git itself could tell whether files have changed since the commit.
+    They are read from the files in ``.git``. Finding uncommitted changes would require running git.
     """
     with suppress(OSError, ValueError, LookupError):
         git = _git_directory(folder)
@@ -63,12 +68,12 @@ def _git(folder: Path) -> dict[str, str]:
         head = _text(git / "HEAD").removeprefix("ref: ")
         is_detached = _COMMIT.fullmatch(head) is not None
         commit = head if is_detached else _commit_of(git, head)
-        # Anything else in such a file is never shown.
+        # Ignore anything that is not a commit hash: the file may contain arbitrary text.
         if _COMMIT.fullmatch(commit):
             return {
                 "commit": commit,
                 "branch": "(detached)" if is_detached else head.removeprefix("refs/heads/"),
-                "changed": "not determined here; `holdfast run` does",
+                "changed": "unknown; only `holdfast run` checks for uncommitted changes",
             }
     return {}
 
@@ -77,7 +82,7 @@ def _git_directory(folder: Path) -> Path | None:
     for parent in (folder, *folder.parents):
         git = parent / ".git"
         if git.is_file():
-            # A worktree or a submodule.
+            # In a worktree or a submodule, .git is a file with the path of the git directory.
             return parent / _text(git).removeprefix("gitdir: ")
         if git.exists():
             return git
@@ -85,7 +90,7 @@ def _git_directory(folder: Path) -> Path | None:
 
 
 def _commit_of(git: Path, ref: str) -> str:
-    """Return the commit of a branch, from its own file or the packed ones; empty if unknown."""
+    """Return a branch's commit, from its ref file or ``packed-refs``; empty if it is not found."""
     shared = git
     if (git / "commondir").exists():
         shared = git / _text(git / "commondir")
@@ -102,7 +107,10 @@ def _text(path: Path) -> str:
 
 
 def _machine() -> dict[str, Any]:
-    """Return the machine's hardware, from kernel files: ``nvidia-smi`` would take a second."""
+    """Return the CPU count, memory and GPUs of the machine.
+
+    They are read from kernel files, because ``nvidia-smi`` would take a second.
+    """
     facts: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0))}
     with suppress(OSError, ValueError, IndexError):
         facts["memory_bytes"] = 1024 * read_fields(Path("/proc/meminfo"))["MemTotal"]
@@ -125,7 +133,7 @@ def _gpu_models(driver: Path) -> list[str]:
 def _package_versions() -> dict[str, str]:
     versions = {}
     for package in _PACKAGES:
-        # It is not installed, or its files are damaged.
+        # The package may not be installed, or its metadata may be damaged.
         with suppress(Exception):
             versions[package] = metadata.version(package)
     return versions

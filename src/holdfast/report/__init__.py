@@ -1,15 +1,15 @@
-"""Reports on runs: HTML pages, the live view, and metrics for other tools.
+"""Reports on runs: HTML pages, the live view in a terminal, and metrics for other tools.
 
-Everything is drawn from recordings, never from a live training process, so it also works after a
-crash. This package never imports torch.
+All reports are based on recordings and never communicate with a training process, so they also work
+after a crash. This package never imports torch.
 
-Read ``run_snapshot`` first (what every view knows about a run), then ``sources`` and
-``run_follower`` (how it is read), ``curves`` (how steps become curves) and ``verdicts`` (where the
-verdict comes from). Each kind of report has its own package:
+Read ``run_snapshot`` first (the data model that all views share), then ``sources`` and
+``run_follower`` (reading recordings), ``curves`` (turning steps into curves) and ``verdicts``
+(loading the verdict). Each kind of report has its own package:
 
-- ``page``: ``gathering.gather`` reads a whole run, ``run_page.render`` turns it into the HTML page,
-  and ``comparing.Comparison`` compares several.
-- ``live``: ``watching.Watched`` polls a run, and ``view.draw`` draws it in a terminal, even after
-  it has ended.
+- ``page``: ``gathering.gather`` reads a whole run, ``run_page.render`` turns it into an HTML page,
+  and ``comparing.Comparison`` compares several runs.
+- ``live``: ``watching.Watched`` polls a run, and ``view.draw`` draws its state in a terminal. Both
+  also work for a run that has ended.
 - ``metrics``: ``copying.follow`` copies a run to TensorBoard, JSON lines or Weights & Biases.
 """

@@ -1,7 +1,8 @@
-"""Curves over steps, thinned to the resolution of a screen.
+"""Compute curves over steps, reduced to the resolution of a screen.
 
-A curve consists of the mean of each stretch of steps and a band from the least to the greatest
-value, so every peak stays visible, however long the run was. ``page.figures.steps`` draws them.
+Each point of a curve stands for a range of consecutive steps. The curve shows the mean of each
+range, with a band from its minimum to its maximum, so peaks stay visible even in long runs.
+``page.figures.steps`` draws the curves.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from holdfast.recorder.ring import read_ring, slot_struct
 from holdfast.recorder.scalars import Scalar
 
 FloatArray = NDArray[np.float64]
-# The number of values in each stretch; or, as booleans, whether there is one at all.
+# The number of values in each range of steps, or booleans that say whether there are any.
 Counts = NDArray[Any]
 
-# Screens are at most about 4,000 pixels wide. Because each point has a band, this many points look
-# like the whole curve.
+# Screens are at most about 4,000 pixels wide, and each point has a band, so more points would not
+# be visible.
 MAX_POINTS = 2000
-# Curves that must not be mixed across optimizers: loss, gradient norm and learning rate.
+# Curves that are kept separate for each optimizer: loss, gradient norm and learning rate.
 CURVES_OF_AN_OPTIMIZER = NAMES[:3]
-# Prefix of the names of curves that the script logged.
+# Prefix for the names of curves that the script logged.
 LOGGED = "logged: "
-# At most this many logged names are drawn: each takes a panel, and more would make the page
-# unusable.
+# Maximum number of logged names to draw. Each one takes a panel, and more panels would make the
+# page unusable.
 MAX_LOGGED = 24
-# The steps that a script logs are assumed to be optimizer steps if they are within a factor of 2,
-# or this many steps, of the steps that were trained. Otherwise they count something else, such as
-# epochs or samples.
+# A step that a script logs is assumed to be an optimizer step if it differs from the current
+# training step by at most a factor of 2 or by at most this many steps. Otherwise the script counts
+# something else, such as epochs or samples.
 _NEAR_STEPS = 10
 
 _INDEX_OF = {name: index for index, name in enumerate(NAMES)}
-# The type of a row of ``recorder.history``, but for a single number instead of all of `NAMES`.
+# Type of a row like in ``recorder.history``, but with a single quantity instead of all of `NAMES`.
 _SCALAR_ROW = np.dtype(
     [
         ("number", "<u8"),
@@ -55,7 +56,7 @@ _SCALAR_ROW = np.dtype(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """The area between the least and the greatest value of each stretch of steps."""
+    """The area between the minimum and the maximum of each range of steps."""
 
     steps: FloatArray
     low: FloatArray
@@ -64,14 +65,14 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One quantity over steps, in the order in which the steps were made.
+    """One quantity over steps, in chronological order.
 
     Args:
-        steps: First step of each stretch; NaN in a gap, such as where the run returned to an
+        steps: First step of each range. NaN marks a gap, for example where the run returned to an
             earlier step.
-        values: Mean of each stretch; NaN in a gap, and where no value is finite.
-        nonfinite: Steps with a value that is infinite or NaN.
-        band: The least and greatest values, if some value is the mean of several different ones.
+        values: Mean of each range; NaN in a gap, or if no value is finite.
+        nonfinite: Steps at which the value is infinite or NaN.
+        band: The minimum and maximum of each range; None if every range has a single value.
         own_scale: Whether `steps` counts something other than optimizer steps, such as epochs.
     """
 
@@ -83,7 +84,7 @@ class Curve:
 
     @property
     def finite(self) -> FloatArray:
-        """Return all finite values, the least and greatest of each stretch included."""
+        """Return all finite values, including the minimum and maximum of each range."""
         parts = [self.values]
         if self.band is not None:
             parts += [self.band.low, self.band.high]
@@ -93,14 +94,14 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """When steps were made: one entry for each recorded stretch of steps, in time order.
+    """Times of training steps, with one entry per recorded range of steps, oldest first.
 
     Args:
-        unix_seconds: When the stretch was recorded.
-        steps: The number of its first step.
-        counts: How many of its steps have a duration.
-        seconds: How long these steps took. For a process that was only observed, this equals
-            `counts`, because only the proportions between stretches are used.
+        unix_seconds: Time at which each range was recorded.
+        steps: Number of the first step in each range.
+        counts: How many steps in each range have a known duration.
+        seconds: Total duration of these steps. For a process without a guard, this equals `counts`,
+            because only the proportions between ranges are used.
     """
 
     unix_seconds: FloatArray
@@ -110,7 +111,7 @@ class StepTimes:
 
     @classmethod
     def none(cls) -> StepTimes:
-        """Return the times of a process that recorded no step."""
+        """Return the times of a process that recorded no steps."""
         empty: FloatArray = np.array([])
         return cls(unix_seconds=empty, steps=empty, counts=empty, seconds=empty)
 
@@ -119,10 +120,10 @@ class StepTimes:
 
 
 def rows_of_ring(path: Path) -> Rows:
-    """Return one row, as in ``recorder.history``, for each record in a ring of steps, oldest first.
+    """Return the records in a ring of steps as rows of ``recorder.history``, oldest first.
 
     Raises:
-        RunDirectoryError: H305, as `read_ring`.
+        RunDirectoryError: H305 if the ring is damaged; see `read_ring`.
     """
     records = read_ring(path)
     slot = slot_struct(len(records[0].payload) if records else 0)
@@ -135,7 +136,7 @@ def rows_of_ring(path: Path) -> Rows:
 
 
 def thinned(history: Rows, ring: Rows, most: int = MAX_POINTS) -> Rows:
-    """Return at most `most` rows to draw: half from the ring, half from the history before it.
+    """Reduce rows to at most `most`: half from the ring, half from the history before it.
 
     Args:
         history: Rows of steps that were overwritten in the ring.
@@ -146,11 +147,11 @@ def thinned(history: Rows, ring: Rows, most: int = MAX_POINTS) -> Rows:
 
 
 def curves_of_steps(rows: Rows) -> dict[str, Curve]:
-    """Return the curves of a process by name, without those that were never recorded."""
+    """Return the curves of a process by name, except quantities that were never recorded."""
     curves = {}
     for name, index in _INDEX_OF.items():
         if name != "wait_seconds":
-            curves[name] = _curve(_stretches_of(rows, index))
+            curves[name] = _curve(_ranges_of(rows, index))
     curves["wait_share"] = _curve(_wait_shares(rows))
     return {name: curve for name, curve in curves.items() if curve is not None}
 
@@ -161,13 +162,14 @@ def curves_of_scalars(
     """Return the curves of the first `MAX_LOGGED` names that a script logged.
 
     Args:
-        scalars: The values, oldest first.
-        times: When the same process made its steps, to tell whether the steps of a scalar are
-            optimizer steps.
-        most: As in `thinned`; curves get half of it, because scalars have no history.
+        scalars: The logged values, oldest first.
+        times: Times of the training steps of the same process. They show whether the steps of a
+            scalar are optimizer steps.
+        most: Maximum number of points, as in `thinned`. These curves get half of it, because
+            scalars have no history.
 
     Returns:
-        Curves by name, each name prefixed by `LOGGED`.
+        Curves by name, with the prefix `LOGGED`.
     """
     by_name: dict[str, list[Scalar]] = {}
     for scalar in scalars:
@@ -176,7 +178,7 @@ def curves_of_scalars(
     curves = {}
     for name in list(by_name)[:MAX_LOGGED]:
         rows = merge_rows(_rows_of_scalars(by_name[name]), most // 2, finest=2)
-        curve = _curve(_stretches_of(rows, 0))
+        curve = _curve(_ranges_of(rows, 0))
         if curve is not None:
             own_scale = not _counts_optimizer_steps(by_name[name][-1], times)
             curves[LOGGED + name] = replace(curve, own_scale=own_scale)
@@ -184,7 +186,7 @@ def curves_of_scalars(
 
 
 def _counts_optimizer_steps(scalar: Scalar, times: StepTimes) -> bool:
-    """Return whether a scalar's step is close to the step that training had reached by then."""
+    """Return whether a scalar's step is close to the training step at the same time."""
     if len(times) == 0:
         return True
     trained = np.interp(scalar.unix_seconds, times.unix_seconds, times.steps)
@@ -200,7 +202,8 @@ def _rows_of_scalars(scalars: Sequence[Scalar]) -> Rows:
     rows["step"] = [scalar.step for scalar in scalars]
     rows["finite"] = finite
     rows["odd"] = ~finite
-    # Neutral elements of minimum, sum and maximum, as in ``recorder.history``.
+    # Rows without a finite value hold the neutral elements of minimum, sum and maximum, as in
+    # ``recorder.history``.
     rows["low"] = np.where(finite, values, np.inf)
     rows["mean"] = np.where(finite, values, 0.0)
     rows["high"] = np.where(finite, values, -np.inf)
@@ -208,16 +211,16 @@ def _rows_of_scalars(scalars: Sequence[Scalar]) -> Rows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stretches:
-    """One quantity over stretches of steps: the columns of rows of ``recorder.history``.
+class _StepRanges:
+    """One quantity over ranges of steps: columns of the rows in ``recorder.history``.
 
     Args:
-        steps: First step of each stretch.
-        finite: How many values are finite; if it is 0, `mean`, `low` and `high` are undefined.
-        nonfinite: How many values are infinite or NaN.
+        steps: First step of each range.
+        finite: Number of finite values. If it is 0, `mean`, `low` and `high` are undefined.
+        nonfinite: Number of values that are infinite or NaN.
         mean: Mean of the finite values.
-        low: The least of them.
-        high: The greatest of them.
+        low: Minimum of the finite values.
+        high: Maximum of the finite values.
     """
 
     steps: FloatArray
@@ -228,9 +231,9 @@ class _Stretches:
     high: FloatArray
 
 
-def _stretches_of(rows: Rows, index: int) -> _Stretches:
-    """Return one of the quantities in the rows, given its index in `NAMES`."""
-    return _Stretches(
+def _ranges_of(rows: Rows, index: int) -> _StepRanges:
+    """Return one of the quantities in `NAMES` from the rows, given its index."""
+    return _StepRanges(
         steps=rows["step"].astype(np.float64),
         finite=rows["finite"][:, index],
         nonfinite=rows["odd"][:, index],
@@ -240,14 +243,14 @@ def _stretches_of(rows: Rows, index: int) -> _Stretches:
     )
 
 
-def _wait_shares(rows: Rows) -> _Stretches:
-    """Return the share of each stretch's time that was spent waiting for the loader."""
+def _wait_shares(rows: Rows) -> _StepRanges:
+    """Return the share of time in each range of steps that was spent waiting for the loader."""
     totals = rows["mean"] * rows["finite"]
     seconds = totals[:, _INDEX_OF["seconds"]]
     wait_seconds = totals[:, _INDEX_OF["wait_seconds"]]
     is_known = (seconds > 0) & (rows["finite"][:, _INDEX_OF["wait_seconds"]] > 0)
     share = np.clip(wait_seconds / np.where(is_known, seconds, 1.0), 0.0, 1.0)
-    return _Stretches(
+    return _StepRanges(
         steps=rows["step"].astype(np.float64),
         finite=is_known,
         nonfinite=np.zeros_like(is_known),
@@ -257,29 +260,29 @@ def _wait_shares(rows: Rows) -> _Stretches:
     )
 
 
-def _curve(stretches: _Stretches) -> Curve | None:
+def _curve(ranges: _StepRanges) -> Curve | None:
     """Return the curve of a quantity, or None if it was never recorded."""
-    has_finite = stretches.finite > 0
-    has_nonfinite = stretches.nonfinite > 0
+    has_finite = ranges.finite > 0
+    has_nonfinite = ranges.nonfinite > 0
     is_recorded = has_finite | has_nonfinite
     if not is_recorded.any():
         return None
 
     band = None
-    if (stretches.low < stretches.high).any():
+    if (ranges.low < ranges.high).any():
         band = Band(
-            steps=stretches.steps[has_finite],
-            low=stretches.low[has_finite],
-            high=stretches.high[has_finite],
+            steps=ranges.steps[has_finite],
+            low=ranges.low[has_finite],
+            high=ranges.high[has_finite],
         )
-    steps = stretches.steps[is_recorded]
-    values = np.where(has_finite, stretches.mean, np.nan)[is_recorded]
-    # Leave a gap where the run returned to an earlier step: a line would show training that never
-    # happened.
+    steps = ranges.steps[is_recorded]
+    values = np.where(has_finite, ranges.mean, np.nan)[is_recorded]
+    # Leave a gap where the run returned to an earlier step. A line between these points would show
+    # training that never happened.
     returns = np.flatnonzero(np.diff(steps) < 0) + 1
     return Curve(
         steps=np.insert(steps, returns, np.nan),
         values=np.insert(values, returns, np.nan),
-        nonfinite=stretches.steps[has_nonfinite],
+        nonfinite=ranges.steps[has_nonfinite],
         band=band,
     )

@@ -1,4 +1,4 @@
-"""Collect sentences about the parts of a run that could not be read, for the foot of a page."""
+"""Collect messages about unreadable parts of a run, for the foot of a page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.core.text import sanitise
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-# What reading a damaged, missing or foreign file may raise.
+# Exceptions that may occur when a file is damaged, missing or not from holdfast.
 READING_ERRORS = (HoldfastError, OSError, ValueError, KeyError, TypeError, struct.error)
 _MAX_CHARACTERS = 300
 
@@ -20,7 +20,7 @@ class Problems:
     """Collects a sentence for each part of a run that cannot be read.
 
     Attributes:
-        sentences: The sentences so far, in the order in which they were added.
+        sentences: The sentences in the order in which they were added.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Problems:
         *args: _Arguments.args,
         **kwargs: _Arguments.kwargs,
     ) -> _Result | None:
-        """Call a reading function and return its result; if it fails, note why and return None."""
+        """Return the result of a reading function; if it fails, add a sentence and return None."""
         try:
             return function(*args, **kwargs)
         except READING_ERRORS as error:
@@ -45,5 +45,5 @@ class Problems:
 
 
 def reason(error: Exception, most: int = _MAX_CHARACTERS) -> str:
-    """Return why something could not be read, as one sanitised sentence."""
+    """Describe why a file could not be read, as a sanitized sentence."""
     return sanitise(error.what if isinstance(error, HoldfastError) else error, most=most)

@@ -1,8 +1,8 @@
-"""Follow a run: return what each process has recorded since the previous look.
+"""Follow a run: at each poll, return the new records of each process.
 
 Processes and guards may appear at any time. In a run of many epochs, most process folders belong to
-loader workers that ended long ago; these are read to their end and then dropped. ``page.gathering``
-and ``live.watching`` use the records to build their views.
+loader workers that ended long ago; these are read completely and then dropped. ``page.gathering``
+and ``live.watching`` build their views from the records.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from holdfast.report.sources import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """What a source has recorded since the previous look, oldest first.
+    """New records of a source since the previous poll, oldest first.
 
     Args:
-        source: Who recorded it.
-        samples: Steps. Steps that were overwritten before they could be read are replaced by means
-            over many steps. A guard records only loss, gradient norm and duration.
+        source: The source of the records.
+        samples: Samples of steps. If samples were overwritten before they could be read, means over
+            many steps replace them. A guard records only loss, gradient norm and duration.
         events: Events with a valid time and step.
-        scalars: Numbers that the script logged.
+        scalars: Values that the script logged.
     """
 
     source: RunSource
@@ -60,53 +60,53 @@ class News:
 
 
 def events_in_time_order(all_news: Sequence[News]) -> list[RecordedEvent]:
-    """Return the events of all sources, oldest first."""
+    """Return the events of all sources in chronological order."""
     events = [recorded for news in all_news for recorded in news.events]
     return sorted(events, key=lambda recorded: recorded.event.unix_seconds)
 
 
 class RunFollower:
-    """Follow the recordings of a run directory.
+    """Follows the recordings in a run directory.
 
     Args:
         run: The run directory.
-        steps: Whether steps and scalars are read, or only events.
+        steps: Whether to read steps and scalars, or only events.
 
     Attributes:
-        sources: The sources at the latest look, without finished loader workers.
-        problems: What cannot be read, as a sentence for each path.
-        lost_steps: Which steps were overwritten before they could be read, as a sentence per
-            directory.
+        sources: The sources at the last poll, without finished loader workers.
+        problems: A sentence for each path that cannot be read.
+        lost_steps: A sentence for each directory whose steps were overwritten before they could be
+            read.
     """
 
     def __init__(self, run: Path, *, steps: bool = True) -> None:
         self._run = run
         self._steps = steps
-        # The folder names of finished loader workers whose records have all been read.
+        # Folder names of finished loader workers whose records have been read completely.
         self._finished_workers: set[str] = set()
         self._followers: dict[Path, _SourceFollower] = {}
-        # Guards that the run's processes opened elsewhere, by recording directory.
+        # Guards that processes of the run opened outside the run directory, by recording directory.
         self._guards: dict[Path, RunSource] = {}
         self.sources: list[RunSource] = []
         self.problems: dict[str, str] = {}
         self.lost_steps: dict[str, str] = {}
 
     def new(self, *, hold_back: bool = True) -> list[News]:
-        """Return what the sources have recorded since the previous call; empty if nothing.
+        """Return the new records of each source since the previous call.
 
-        What cannot be read is added to `problems`.
+        Files that cannot be read are added to `problems`.
 
         Args:
-            hold_back: As in `SampleFollower.new`.
+            hold_back: Whether to wait for missing losses; see `SampleFollower.new`.
         """
         self._find_sources()
         runs_here = ran_here(read_json(self._run / SUPERVISED_FILE))
         all_news: list[News] = []
         finished: set[Path] = set()
-        # `_add_guards` appends to the list during the loop, because events may name further guards.
+        # `_add_guards` appends to this list during the loop, because events may name further
+        # guards.
         for source in self.sources:
-            # Check this before reading: only if a worker had already ended has everything been
-            # read.
+            # Check this before reading. If the worker has already ended, its records are complete.
             if runs_here and _is_finished_worker(source):
                 finished.add(source.directory)
             news = self._read(source, hold_back=hold_back and source.directory not in finished)
@@ -117,7 +117,7 @@ class RunFollower:
         return all_news
 
     def guard_runs(self) -> set[Path]:
-        """Return the run directories of guards that this run has opened, with links resolved."""
+        """Return the run directories of the run's guards, with symbolic links resolved."""
         return {directory.parent.parent.resolve() for directory in self._guards}
 
     def _find_sources(self) -> None:
@@ -128,10 +128,10 @@ class RunFollower:
             self.problems[str(self._run)] = sanitise(error, most=200)
 
     def _processes(self) -> list[tuple[Path, ProcessInfo]]:
-        """Return the process folders with each process's self-description, oldest first.
+        """Return the folder and the description of each process, oldest first.
 
-        They are read again at every look, because they change: a process becomes a trainer at its
-        first step.
+        Descriptions are read at every poll, because they change: for example, a process becomes a
+        trainer at its first step.
         """
         folder = self._run / PROCESSES_FOLDER
         names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
@@ -145,7 +145,7 @@ class RunFollower:
         return sorted(processes, key=lambda process: process[1].started)
 
     def _read(self, source: RunSource, *, hold_back: bool) -> News | None:
-        """Return the news of one source, or None if its recording cannot be read."""
+        """Return the new records of a source, or None if they cannot be read."""
         directory = source.directory
         if directory not in self._followers:
             self._followers[directory] = _SourceFollower(source, steps=self._steps)
@@ -165,7 +165,7 @@ class RunFollower:
         return news
 
     def _add_guards(self, news: News) -> None:
-        """Add the guards whose run directories a process names in its events."""
+        """Add the guards whose run directories are named in a process's events."""
         if news.source.kind != "process":
             return
         for recorded in news.events:
@@ -188,7 +188,7 @@ class RunFollower:
 def _is_finished_worker(source: RunSource) -> bool:
     """Return whether a source is a loader worker that has ended.
 
-    Finished trainers are kept, because views show them.
+    Trainers that have ended are kept, because views show them.
     """
     info = source.info
     if info is None or info.role != "loader worker":
@@ -197,7 +197,7 @@ def _is_finished_worker(source: RunSource) -> bool:
 
 
 class _SourceFollower:
-    """Follow the rings in the directory of one source."""
+    """Follows the ring buffers in the directory of one source."""
 
     def __init__(self, source: RunSource, *, steps: bool) -> None:
         directory = source.directory
@@ -207,16 +207,16 @@ class _SourceFollower:
         self._samples: SampleFollower | None = None
         if steps and source.kind != "supervisor":
             self._samples = SampleFollower(self._steps_path)
-        # Unix time of the newest step that was returned.
+        # Unix time of the newest step returned so far.
         self._newest = 0.0
 
     @property
     def lost(self) -> int:
-        """Return how many steps were overwritten before they were read."""
+        """Return the number of steps that were overwritten before they could be read."""
         return 0 if self._samples is None else self._samples.lost
 
     def new(self, source: RunSource, *, hold_back: bool) -> News:
-        """Return what is new; raise H305 for a damaged ring of steps or events."""
+        """Return the new records. Raises H305 if the ring of steps or events is damaged."""
         samples = self._new_samples(hold_back=hold_back)
         events = [
             RecordedEvent(source=source.label, event=event, attempt=source.attempt)
@@ -241,18 +241,18 @@ class _SourceFollower:
     def _new_scalars(self) -> list[Scalar]:
         if self._samples is None:
             return []
-        # Damage to this file only loses its own values. The page reports the damage.
+        # If this file is damaged, only logged values are lost. The page reports the damage.
         with suppress(RunDirectoryError):
             return scalars_of(self._scalars.records())
         return []
 
 
 def _means_between(path: Path, after: float, before: float) -> Iterator[StepSample]:
-    """Yield the steps between two Unix times that were overwritten in a ring.
+    """Yield replacements for steps that were overwritten in a ring, between two Unix times.
 
-    Each sample is the mean of many steps, with the time and step of the first one.
+    Each sample is the mean over many steps, with the time and number of the first of them.
     """
-    # Imported here because numpy takes a tenth of a second.
+    # Importing this at the top would import numpy, which takes 0.1 s.
     from holdfast.recorder.history import read_history
 
     rows = read_history(path).rows
@@ -261,11 +261,11 @@ def _means_between(path: Path, after: float, before: float) -> Iterator[StepSamp
 
 
 def _sample_of_means(row: Any) -> StepSample:
-    """Return a row of ``recorder.history`` as a sample."""
+    """Convert a row of ``recorder.history`` to a sample."""
     from holdfast.recorder.history import NAMES
 
     def mean(name: str) -> float | None:
-        """Return the mean of the finite values; NaN if none is finite, None if there are none."""
+        """Return the mean of the finite values; NaN if none is finite, None without values."""
         place = NAMES.index(name)
         if row["finite"][place]:
             return float(row["mean"][place])

@@ -1,6 +1,6 @@
-"""Records of what is known about a run at one moment; nothing is read here.
+"""Dataclasses that describe a run at one moment. Nothing is read here.
 
-``page.gathered_run`` and ``live.live_run`` extend `RunSnapshot` with what only one view knows.
+``page.gathered_run`` and ``live.live_run`` extend `RunSnapshot` for their views.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from holdfast.recorder.run_files import ProcessInfo
 from holdfast.report.sources import RecordedEvent
 
 if TYPE_CHECKING:
-    # This module imports numpy, which takes a tenth of a second.
+    # This module imports numpy, which takes 0.1 s.
     from holdfast.report.curves import Curve, StepTimes
 
-# Roles of processes in the order in which views list them.
+# Roles of processes, in the order in which views list them.
 _ROLES = ("trainer", "launcher", "other", "loader worker")
 
 
 def role_order(role: str) -> int:
-    """Return the position of a role among the roles of a view; an unknown one counts as "other"."""
+    """Return the position of a role in lists of processes. An unknown role counts as "other"."""
     return _ROLES.index(role if role in _ROLES else "other")
 
 
 def visible_phase(standing: Standing | None, role: str) -> ProcessPhase | None:
-    """Return the phase of a process, or None if its board says nothing useful.
+    """Return the phase of a process, or None if its phase means nothing.
 
-    Launchers and loader workers never leave the initial phase of every process.
+    Launchers and loader workers never leave the initial phase, so their phase means nothing.
     """
     if standing is None:
         return None
@@ -44,19 +44,19 @@ def visible_phase(standing: Standing | None, role: str) -> ProcessPhase | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """The steps of one process, or of one of its optimizers if there are several.
+    """Steps and curves of one process, or of one of its optimizers if there are several.
 
     Args:
         label: Display name, such as "rank 3" or "rank 3, generator".
         last_step: Number of the newest step.
-        begun: Unix time at which the first recorded step began; None for one of several
-            optimizers, and for a process that only logged numbers.
+        begun: Unix time at which the first recorded step started. None for the lane of an
+            optimizer, and for a process that only logged numbers.
         ended: Unix time at which the newest step ended.
         curves: Curves by name.
-        times: When the steps were made.
-        of_guard: Whether a guard recorded the steps; otherwise they were observed through hooks.
+        times: Times of the steps.
+        of_guard: Whether a guard recorded the steps. Otherwise they were observed through hooks.
         rank: None if the run has no ranks.
-        optimizer: Name of the optimizer; empty unless there are several.
+        optimizer: Name of the optimizer if there are several, otherwise empty.
     """
 
     label: str
@@ -72,31 +72,32 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSnapshot:
-    """One process. Numbers are None, NaN or 0 where they are unknown.
+    """State of one process. Unknown numbers are None, NaN or 0.
 
     The field names are those of `holdfast watch --json`.
 
     Args:
         label: Display name, unique within the run.
-        role: A role of ``recorder.run_files``, or "guard".
-        info: The process's self-description.
-        alive: None if that cannot be determined on this machine.
-        stopped: Whether it is suspended by a signal such as SIGSTOP.
-        phase: What the process is doing.
-        since_seconds: How long it has been in this phase.
-        step: Number of its newest step.
-        ended: Unix time of its last record.
-        spent: On the page: seconds in each phase, indexed by phase number.
-        lane: On the page: its steps.
-        optimizers: In the live view: one snapshot per optimizer, if there are several.
-        steps_per_second: In the live view: over the newest 50 steps.
-        loss: In the live view, like all following fields: the newest loss.
+        role: A role from ``recorder.run_files``, or "guard".
+        info: Description that the process recorded of itself.
+        alive: Whether the process is alive; None if that cannot be determined on this machine.
+        stopped: Whether the process is suspended by a signal such as SIGSTOP.
+        phase: Current phase of the process.
+        since_seconds: How long the process has been in this phase.
+        step: Number of the newest step.
+        ended: Unix time of the last record.
+        spent: Seconds in each phase, indexed by phase number (only on the page).
+        lane: Steps and curves of the process (only on the page).
+        optimizers: One snapshot per optimizer, if there are several (only in the live view, like
+            all following fields).
+        steps_per_second: Rate over the newest 50 steps.
+        loss: The newest loss.
         losses: Losses of the newest 600 steps, oldest first.
         grad_norm: The newest gradient norm.
         learning_rate: The newest learning rate.
-        wait_share: Share of the time of the newest 600 steps that was spent waiting for data.
+        wait_share: Share of time spent waiting for data, over the newest 600 steps.
         host_bytes: Resident memory of the process.
-        device_bytes: Memory that torch has allocated on the device.
+        device_bytes: Device memory that torch has allocated for tensors.
     """
 
     label: str
@@ -123,17 +124,17 @@ class ProcessSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """What every view knows about a run at one moment.
+    """State of a run at one moment, as far as all views use it.
 
     Args:
         path: The run directory.
-        start: What the supervisor or, without one, the guard recorded at the start.
-        attempt: Number of the newest attempt; the first is 0.
+        start: Start record of the supervisor, or without a supervisor of the guard.
+        attempt: Number of the newest attempt, counted from 0.
         processes: The observed processes.
-        events: Oldest first.
+        events: Events of all sources, oldest first.
         verdict: Why the run ended.
         guards: Run directories of guards that the run has opened.
-        problems: What could not be read, one sentence each.
+        problems: One sentence for each part of the run that could not be read.
     """
 
     path: Path
@@ -147,7 +148,7 @@ class RunSnapshot:
 
     @property
     def command(self) -> str:
-        """Return the command line without secrets; empty if unknown."""
+        """Return the command line with secrets removed; empty if unknown."""
         argv = self.start.get("argv")
         if not isinstance(argv, list):
             return ""
@@ -155,6 +156,6 @@ class RunSnapshot:
 
     @property
     def began(self) -> float | None:
-        """Return the Unix time at which the supervisor or the guard's newest process started."""
+        """Return the Unix time at which the supervisor (or the guard's newest process) started."""
         began = self.start.get("started")
         return float(began) if isinstance(began, (int, float)) else None

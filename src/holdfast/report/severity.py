@@ -1,4 +1,4 @@
-"""Define how severe each kind of event is, so that curves, timeline and live view agree."""
+"""Define the severity of each kind of event for curves, timeline and live view."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _WARNINGS = frozenset(
 
 
 def severity(event: Event) -> EventSeverity:
-    """Return how severe an event is; findings state it themselves."""
+    """Return the severity of an event. A finding contains its own severity."""
     stated = event.data.get("severity")
     if event.kind in _ERRORS or stated == "error":
         return "error"

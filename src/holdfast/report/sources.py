@@ -1,7 +1,7 @@
-"""Find the recordings of a run: those of the supervisor, its processes and its guards.
+"""Find the recordings of a run's supervisor, processes and guards.
 
-This module finds the directories and gives them display names. Their contents are read by
-``run_follower``, and for a page by ``page.gathering`` and ``page.lanes``.
+This module finds the directories and assigns display names. ``run_follower`` reads their contents,
+and for a page ``page.gathering`` and ``page.lanes`` do.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from holdfast.recorder.run_files import (
 
 RECORDER_FOLDER = "recorder"
 CHECKPOINTS_FOLDER = "checkpoints"
-# A directory that contains one of these is a run directory.
+# A directory that contains an entry with one of these names is a run directory.
 _NAMES_IN_A_RUN = frozenset(
     {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER, RECORDER_FOLDER, CHECKPOINTS_FOLDER}
 )
-# The JSON files of a run are a few KiB long; a larger file was not written by holdfast.
+# JSON files of a run are a few KiB long. A larger file was not written by holdfast.
 _MAX_JSON_BYTES = 4 << 20
-# The year 5138. A later time can only be corrupt data.
+# A later time (after the year 5138) can only be corrupt data.
 _LATEST_UNIX_SECONDS = 1e11
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSource:
-    """One directory with recordings.
+    """A directory with recordings of one process, one guard or the supervisor.
 
     Args:
-        kind: Who recorded it.
-        directory: Where the recordings are.
-        label: Display name, such as "rank 3"; unique within the run.
+        kind: Kind of process that wrote the recordings.
+        directory: Directory of the recordings.
+        label: Display name such as "rank 3", which is unique within the run.
         rank: Rank of the process, if it has one.
-        attempt: Number of the attempt that it belongs to.
-        info: The process's self-description; None unless `kind` is "process".
+        attempt: Number of the attempt to which the source belongs.
+        info: Description that the process recorded of itself; None unless `kind` is "process".
     """
 
     kind: Literal["supervisor", "process", "guard"]
@@ -63,13 +63,13 @@ class RunSource:
 
     @property
     def steps_path(self) -> Path:
-        """Return the ring of its steps: samples of a process, or marks of a guard."""
+        """Return the path of the ring with its steps: samples of a process, or marks of a guard."""
         return self.directory / (SAMPLES_FILE if self.kind == "process" else STEPS_FILE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedEvent:
-    """An event, and the label and the attempt of the source that recorded it."""
+    """An event with the label and the attempt of its source."""
 
     source: str
     event: Event
@@ -77,10 +77,10 @@ class RecordedEvent:
 
 
 def check_run(run: Path) -> Path:
-    """Return a run directory with links resolved.
+    """Check that a directory is a run directory, and return it with symbolic links resolved.
 
     Raises:
-        RunDirectoryError: H731 if nothing was recorded there, H733 if it cannot be read.
+        RunDirectoryError: H731 if the directory contains no recordings, H733 if it cannot be read.
     """
     run = folder_of_first_host(run)
     try:
@@ -92,12 +92,12 @@ def check_run(run: Path) -> Path:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a directory contains recordings; raise OSError if it cannot be read."""
+    """Return whether a directory contains recordings. Raises OSError if it cannot be read."""
     return any(entry.name in _NAMES_IN_A_RUN for entry in path.iterdir())
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the runs in a directory, newest first, without those that cannot be read."""
+    """Return the runs in a directory, newest first. Unreadable ones are skipped."""
     runs = []
     for path in folder.iterdir():
         with suppress(OSError):
@@ -109,11 +109,11 @@ def runs_in(folder: Path) -> list[Path]:
 def find_sources(
     run: Path, processes: Sequence[tuple[Path, ProcessInfo]] | None = None
 ) -> list[RunSource]:
-    """Return the sources of a run: the supervisor, processes by attempt and rank, then guards.
+    """Return the sources of a run: supervisor, then processes by attempt and rank, then guards.
 
     Args:
         run: The run directory.
-        processes: The result of `read_processes`, if already available.
+        processes: The result of `read_processes`, if it is already available.
     """
     if processes is None:
         processes = read_processes(run)
@@ -121,7 +121,7 @@ def find_sources(
 
 
 def guard_sources(run: Path, *, attempt: int = 0) -> list[RunSource]:
-    """Return the recordings of a guard in its run directory, one for each rank."""
+    """Return the sources in a guard's run directory, one for each rank."""
     sources = []
     for folder in sorted((run / RECORDER_FOLDER).glob("rank*")):
         digits = folder.name.removeprefix("rank")
@@ -162,7 +162,7 @@ def _process_sources(processes: Sequence[tuple[Path, ProcessInfo]]) -> list[RunS
 
 
 def _attempt_and_rank(info: ProcessInfo) -> tuple[int, int]:
-    """Return a sort key; processes without a rank come first in their attempt."""
+    """Return a sort key by attempt and rank. Processes without a rank come first."""
     return info.attempt, -1 if info.rank is None else info.rank
 
 
@@ -182,7 +182,7 @@ def _unique_labels(infos: Sequence[ProcessInfo]) -> list[str]:
 
 def _label(info: ProcessInfo) -> str:
     if info.role == "loader worker":
-        # A worker inherits the rank of its trainer.
+        # The rank of a loader worker is that of its trainer.
         return f"worker {info.pid}" + ("" if info.rank is None else f" of rank {info.rank}")
     if info.role == "launcher":
         return f"launcher {info.pid}"
@@ -201,9 +201,9 @@ def is_sound_event(event: Event) -> bool:
 
 
 def guard_run_of(event: Event) -> Path | None:
-    """Return the run directory that a guard named in an event of its process, or None.
+    """Return the run directory of the guard that an event announces, or None.
 
-    The path comes from a ring that the process itself wrote, never from what it printed.
+    The path comes from the process's own event ring, never from its output.
     """
     if event.kind != "guard":
         return None
@@ -214,17 +214,18 @@ def guard_run_of(event: Event) -> Path | None:
 
 
 def ran_here(supervised: Mapping[str, Any]) -> bool:
-    """Return whether the processes of a run belong to this machine.
+    """Return whether the processes of a run are on this machine.
 
     Args:
-        supervised: What the supervisor wrote; a run without a supervisor is assumed to be local.
+        supervised: The supervisor's description of the run. A run without a supervisor is assumed
+            to be local.
     """
     host = socket.gethostname()
     return bool(supervised.get("hostname", host) == host)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if it is missing, huge, damaged or not an object."""
+    """Read the object in a JSON file; empty if the file is missing, too large or damaged."""
     try:
         value = json.loads(read_file(path, _MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""The verdict on a run, for reports: read from ``verdict.json``, or judged on demand.
+"""Load the verdict on a run from ``verdict.json``, or determine it on demand.
 
-This module reads verdicts and puts their confidence into words; ``explain`` makes them.
+``explain`` determines verdicts; this module reads them and describes their confidence in words.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.report.sources import read_json
 
 Tone: TypeAlias = Literal["well", "unjudged", "unknown", "failed"]
 
-# Words for confidences, each with the lowest confidence to which it applies.
+# Words for degrees of confidence, each with the lowest confidence to which it applies.
 _CONFIDENCE_WORDS = (
     (0.9, "almost certain"),
     (0.75, "very likely"),
@@ -30,11 +30,11 @@ _CONFIDENCE_WORDS = (
 
 
 def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
-    """Return why a run ended, or None if it cannot be judged.
+    """Return the verdict on a run, or None if it cannot be determined.
 
     Args:
         run: The run directory.
-        problems: Receives a sentence if the run cannot be judged.
+        problems: Receives a sentence if the verdict cannot be determined.
     """
     values = read_json(run / VERDICT_FILE)
     if values:
@@ -50,9 +50,9 @@ def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
 
 
 def verdict_from(values: Mapping[str, Any]) -> Verdict:
-    """Return a verdict from JSON values, even malformed ones.
+    """Return a verdict from JSON values, which may be malformed.
 
-    A value of the wrong type is converted to text or left out.
+    A value of the wrong type is converted to text or omitted.
     """
     confidence = values.get("confidence")
     return Verdict(
@@ -112,7 +112,7 @@ def _items(values: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 
 def _share(value: object) -> float:
-    """Return a value clipped to the range 0 to 1; 0 if it is not a number."""
+    """Clip a value to the range from 0 to 1; return 0 if it is not a number."""
     is_nan = value != value
     if not isinstance(value, (int, float)) or is_nan:
         return 0.0
@@ -120,9 +120,10 @@ def _share(value: object) -> float:
 
 
 def how_sure(verdict: Verdict) -> str:
-    """Return how certain the cause is and, if that differs, how certain its class is.
+    """Describe how certain the cause is and, if different, how certain its class is.
 
-    Empty if the verdict names no cause, or if the cause is an observed exception, which is a fact.
+    The text is empty if the verdict names no cause, or if the cause is an observed exception, which
+    is certain.
     """
     if not verdict.confidence or verdict.names_an_exception:
         return ""
@@ -146,8 +147,9 @@ def tone(verdict: Verdict) -> Tone:
     """Return the tone in which a run is presented.
 
     Returns:
-        "well" if it ended well without reservations; "unjudged" if learning could not be judged;
-        "unknown" for any other good end, an unknown cause or a preemption; "failed" otherwise.
+        "well" if the run ended well without reservations, "unjudged" if learning could not be
+        judged, "unknown" for any other good end, an unknown cause or a preemption, and "failed"
+        otherwise.
     """
     if verdict.cause == NOT_JUDGED:
         return "unjudged"

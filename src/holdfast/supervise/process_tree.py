@@ -1,12 +1,13 @@
 """Find every process of a supervised command, and kill all of them.
 
-The supervisor is a subreaper, so while it lives, all processes of its command are its descendants
-(`Tree`). If the supervisor itself is killed, that link is lost. Then a *sentinel*, a separate
-process that only waits for a pipe to close, finds the processes by the mark in their environment,
-by their session, and by descent from such a process (`marked_processes`).
+The supervisor is a subreaper, so all processes of its command remain its descendants while it lives
+(`Tree`). If the supervisor itself is killed, that link is lost, and a *sentinel* takes over. The
+sentinel is a separate process that only waits for a pipe to close. It finds the command's processes
+by a mark in their environment, by their session, or because they descend from a process found that
+way (`marked_processes`).
 
-This module is also the sentinel's program (``python -I -S process_tree.py``). So it imports only
-quick modules of the standard library.
+The sentinel runs this module as a script (``python -I -S process_tree.py``), so only standard
+library modules that import quickly are used here.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ import sys
 import time
 from contextlib import suppress
 
-# Like ``typing.TYPE_CHECKING``, whose import takes too long here.
+# Replaces ``typing.TYPE_CHECKING``, because importing ``typing`` would take too long.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-# Not HOLDFAST_*: variables with that prefix are the fields of a policy.
+# Not named HOLDFAST_*, because variables with that prefix set fields of the policy.
 MARK_VARIABLE = "SUPERVISED_BY_HOLDFAST"
-# Pause between two listings of the processes while they are being killed.
+# Interval at which the remaining processes are listed while they are being killed.
 _LIST_SECONDS = 0.01
-# A process in an uninterruptible wait cannot be killed, so the sentinel gives up after this time.
+# The sentinel gives up after this time: a process in an uninterruptible wait cannot be killed.
 _SENTINEL_SECONDS = 20.0
 
 
 class ProcessStat:
-    """One row of the process table."""
+    """A process (or thread), as ``/proc/<pid>/stat`` describes it."""
 
     __slots__ = ("cpu_ticks", "pid", "ppid", "session", "state", "ticks")
 
@@ -42,24 +43,24 @@ class ProcessStat:
         self.ppid = ppid
         # PID of the session leader.
         self.session = session
-        # For example "R", "S", "T" (stopped), "Z" (ended, but not yet waited for).
+        # For example "R" (running), "S" (sleeping), "T" (stopped) or "Z" (a zombie).
         self.state = state
-        # When it started, in clock ticks since boot.
+        # Start time, in clock ticks since boot.
         self.ticks = ticks
-        # CPU time of all its threads, in clock ticks.
+        # CPU time used by all threads, in clock ticks.
         self.cpu_ticks = cpu_ticks
 
 
 def read_process(pid: int) -> ProcessStat | None:
-    """Return one process, or None if it does not exist."""
+    """Return the process with this PID, or None if there is no such process."""
     return read_stat(f"/proc/{pid}/stat")
 
 
 def read_stat(path: str) -> ProcessStat | None:
-    """Return the process, or the thread, that a ``stat`` file describes; None if it is gone."""
+    """Return the process or thread described by a ``stat`` file, or None if it no longer exists."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - faster, of all processes
-            # The name of the program, in parentheses, may contain anything.
+            # The program name is in parentheses and may itself contain spaces and parentheses.
             first_word, _, rest = file.read().partition(b" ")
             words = rest.rpartition(b")")[2].split()
         return ProcessStat(
@@ -75,13 +76,13 @@ def read_stat(path: str) -> ProcessStat | None:
 
 
 def read_start_ticks() -> int:
-    """Return when this process started, in clock ticks since boot; 0 if ``/proc`` is missing."""
+    """Return this process's start time in clock ticks since boot, or 0 without ``/proc``."""
     process = read_process(os.getpid())
     return 0 if process is None else process.ticks
 
 
 def read_table() -> dict[int, ProcessStat]:
-    """Return all processes by PID; takes about 20 microseconds per process."""
+    """Return all processes by PID. Takes about 20 microseconds per process."""
     table = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - faster
         if name.isdigit():
@@ -92,7 +93,7 @@ def read_table() -> dict[int, ProcessStat]:
 
 
 def children_by_parent(table: dict[int, ProcessStat]) -> dict[int, list[int]]:
-    """Return the PIDs of the children of each process that has any, by its PID."""
+    """Map the PID of each parent process to the PIDs of its children."""
     children: dict[int, list[int]] = {}
     for process in table.values():
         children.setdefault(process.ppid, []).append(process.pid)
@@ -100,11 +101,11 @@ def children_by_parent(table: dict[int, ProcessStat]) -> dict[int, list[int]]:
 
 
 def descendants(table: dict[int, ProcessStat], of: Iterable[int]) -> set[int]:
-    """Return the PIDs of all descendants of these processes.
+    """Return the PIDs of all descendants of the given processes.
 
     Args:
-        table: All processes.
-        of: PIDs; they themselves are not returned, unless one descends from another.
+        table: All processes by PID, from `read_table`.
+        of: PIDs of the ancestors. The result excludes them, unless one descends from another.
     """
     children = children_by_parent(table)
     pids: set[int] = set()
@@ -118,15 +119,16 @@ def descendants(table: dict[int, ProcessStat], of: Iterable[int]) -> set[int]:
 
 
 class Tree:
-    """The processes of the command: the supervisor's descendants, with exceptions.
+    """Finds the processes of the command among the supervisor's descendants.
 
-    Three kinds of children do not belong to the command:
+    Three kinds of children are not part of the command:
 
-    - Processes that the supervisor runs for itself, such as py-spy or the sentinel, stay in the
-      supervisor's session; the command's processes never do.
-    - Processes that existed before: a script may start a daemon and then exec the supervisor.
-    - If the supervisor is process 1 of a container, it also inherits unrelated orphans; there, a
-      child counts only if it carries the mark.
+    - Helpers of the supervisor, such as py-spy or the sentinel. They stay in the supervisor's
+      session, whereas the command has a session of its own.
+    - Children that are older than the supervisor: a shell script may start a daemon and then exec
+      ``holdfast run``.
+    - Unrelated orphans, if the supervisor is process 1 of a container. A child then counts only if
+      it carries the mark.
 
     Args:
         mark: Identifies the supervisor in the environment of the command's processes.
@@ -135,7 +137,7 @@ class Tree:
     def __init__(self, mark: str) -> None:
         self._mark = mark
         self._supervisor = os.getpid()
-        # PID and start time of the children that existed before.
+        # PID and start time of the children that are older than this object.
         self._earlier_children: set[tuple[int, int]] = set()
         table = read_table()
         self._own_session = 0
@@ -153,10 +155,10 @@ class Tree:
         return {pid for pid in pids if table[pid].state != "Z"}
 
     def ended_orphans(self, waited_for: set[int]) -> list[int]:
-        """Return the PIDs of children that have ended and that nobody else waits for.
+        """Return the PIDs of the command's zombie processes that nothing else will reap.
 
         Args:
-            waited_for: PIDs of children that somebody else waits for.
+            waited_for: PIDs of children that other code will reap.
         """
         return [
             child.pid
@@ -175,7 +177,11 @@ class Tree:
 
 
 def marked_processes(mark: str, sessions: Iterable[int]) -> set[int]:
-    """Return the live processes that carry the mark or are in a session, and their descendants."""
+    """Return the PIDs of the command's live processes, found without the supervisor.
+
+    These are the processes that carry the mark or belong to one of the sessions, and all their
+    descendants.
+    """
     table = read_table()
     sessions = set(sessions)
     roots = [
@@ -188,9 +194,9 @@ def marked_processes(mark: str, sessions: Iterable[int]) -> set[int]:
 
 
 def _carries_mark(pid: int, mark: str) -> bool:
-    """Return whether the environment of a process has the mark.
+    """Return whether the environment of a process contains the mark.
 
-    There may be several marks, since a supervised command may itself be a supervisor.
+    The variable may hold several marks, because a supervised command may itself be a supervisor.
     """
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 - faster
@@ -208,7 +214,7 @@ def _carries_mark(pid: int, mark: str) -> bool:
 def catches(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal and does not block it.
 
-    Without a handler, most signals would end the process.
+    Sending most signals to a process without a handler would kill it.
     """
     masks = {}
     try:
@@ -228,22 +234,22 @@ def catches(pid: int, number: int) -> bool:
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
-    """Send a signal to each process; skip those that have ended or that we may not signal."""
+    """Send a signal to each process, ignoring processes that have ended or may not be signaled."""
     for pid in pids:
         with suppress(OSError):
             os.kill(pid, number)
 
 
 def kill_all(find: Callable[[], set[int]], seconds: float) -> tuple[set[int], set[int]]:
-    """Kill the processes that `find` returns until there are none: new ones may start meanwhile.
+    """Kill processes until `find` returns none, since new ones may start in the meantime.
 
     Args:
-        find: Returns the PIDs of the processes that are left.
-        seconds: When to give up.
+        find: Returns the PIDs of the remaining processes.
+        seconds: Time limit.
 
     Returns:
-        The PIDs that were killed, and those that cannot be killed because they are stuck in the
-        kernel.
+        The PIDs of the killed processes, and the PIDs of processes that could not be killed because
+        they are stuck in the kernel.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + seconds
@@ -262,15 +268,16 @@ def kill_all(find: Callable[[], set[int]], seconds: float) -> tuple[set[int], se
 
 
 def guard_command(pipe: int, mark: str, note: str) -> None:
-    """Wait until the supervisor's end of the pipe closes, and kill what it left behind.
+    """Wait until the supervisor closes its end of the pipe, then kill the remaining processes.
 
-    Each line from the pipe is the ID of the newest session. The line ``done`` means that the
-    supervisor ends regularly.
+    The supervisor writes the session ID of each command that it starts to the pipe, and ``done``
+    before it exits normally.
 
     Args:
-        pipe: Descriptor to read from.
+        pipe: File descriptor of the reading end.
         mark: Identifies the supervisor in the environment of the command's processes.
-        note: File for a note about what was killed; not written if the supervisor ended regularly.
+        note: File that lists the killed processes, as JSON. It is not written if the supervisor
+            exited normally.
     """
     session = 0
     ended_regularly = False
@@ -291,7 +298,7 @@ def guard_command(pipe: int, mark: str, note: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the sentinel with its arguments: descriptor of the pipe, mark, and file to write to."""
+    """Run the sentinel; `arguments` are those of `guard_command`."""
     for number in (
         signal.SIGINT,
         signal.SIGTERM,

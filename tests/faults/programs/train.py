@@ -76,6 +76,11 @@ def stand_still(guard: holdfast.Guard) -> None:
     libc.pthread_mutex_lock(lock)
 
 
+def wait_for_file(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
 def main() -> None:
     torch.manual_seed(1)
     random.seed(1)
@@ -133,7 +138,7 @@ def main() -> None:
         if guard.global_step == request.get("die_at"):
             os.kill(os.getpid(), signal.SIGKILL)
         if guard.global_step == request.get("long_step"):
-            time.sleep(3.0)
+            wait_for_file(Path(request["ends_long_step"]))
         time.sleep(request.get("seconds_per_step", 0.0))
     if request.get("fails_after_loop"):
         raise ValueError("in the evaluation after training")

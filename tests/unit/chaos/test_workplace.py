@@ -93,7 +93,7 @@ def test_what_cannot_be_copied_or_removed_is_refused(origin, opened, tmp_path, m
     with pytest.raises(PolicyError, match="exists"):
         opened(origin, [tmp_path / "elsewhere"])
     monkeypatch.setattr(workplace, "MAX_COPIED_BYTES", 1 << 20)
-    with pytest.raises(PolicyError, match="more than 1 MiB"):
+    with pytest.raises(PolicyError, match="1 MiB"):
         opened(origin, ())
     assert (tmp_path / "elsewhere").exists()
 

@@ -75,12 +75,12 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
     weights = path / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + b"\1")
-    with pytest.raises(CheckpointError, match=r"model.safetensors: (weight|bias) has sha256"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors: (weight|bias) has SHA-256"):
         verify(path)
     for other in (whole[:-1], whole + b"x", b""):
         weights.write_bytes(other)
         with pytest.raises(
-            CheckpointError, match=f"has {len(other)} bytes and the manifest says {len(whole)}"
+            CheckpointError, match=f"has {len(other)} bytes, but the manifest expects {len(whole)}"
         ):
             verify(path)
     weights.unlink()
@@ -128,7 +128,7 @@ def test_the_newest_that_verifies_is_taken(kind: str, tmp_path: Path) -> None:
     good, refused = search([new, middle, old])
     assert good == old
     assert [path for path, _ in refused] == [new, middle]
-    assert "not finished" in refused[0][1]
+    assert "did not finish" in refused[0][1]
     with pytest.raises(CheckpointError, match="H312"):
         search([new, middle])
     manifest_of(middle).unlink()
@@ -151,10 +151,10 @@ def test_a_save_that_was_begun_is_never_taken_for_a_whole_one(tmp_path: Path) ->
         (path / "model.safetensors").write_bytes(b"half")
     good, refused = search([empty, torn, before])
     assert (good, [path for path, _ in refused]) == (before, [empty, torn])
-    assert all("not finished" in why for _, why in refused)
+    assert all("did not finish" in why for _, why in refused)
     check(before)
     for path in (empty, torn):
-        with pytest.raises(CheckpointError, match="not finished"):
+        with pytest.raises(CheckpointError, match="did not finish"):
             check(path)
     assert search([empty, torn]) == (None, refused)
 

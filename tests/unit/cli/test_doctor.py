@@ -22,7 +22,7 @@ def test_limits_that_will_bite_are_named_with_the_fix() -> None:
     rows = {row["what"]: row for row in json.loads(done.stdout)}
     assert rows["open files"]["value"] == "256 at most"
     assert rows["open files"]["fix"].startswith("ulimit -n ")
-    assert "refused before" in rows["memory"]["value"]
+    assert "allocations fail" in rows["memory"]["value"]
     assert "ulimit -v unlimited" in rows["memory"]["fix"]
     assert "tmpfs" in rows["disk of runs"]["value"]
     assert rows["disk of runs"]["fix"]

@@ -333,7 +333,7 @@ def test_a_loop_that_was_left_early_is_said_to_be(tmp_path):
     with pytest.raises(ValueError, match="of the body"):
         run(*guard_of(tmp_path / "bare", save_interval_steps=1, async_save=False))
     assert said_of(tmp_path / "bare")[0] == "H1600"
-    assert "left before its end" in verdict_of(tmp_path / "bare")["summary"]
+    assert "`break`" in verdict_of(tmp_path / "bare")["summary"]
 
 
 def test_an_error_on_its_way_out_while_a_guard_is_closed_is_said(tmp_path):

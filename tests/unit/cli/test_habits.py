@@ -267,7 +267,7 @@ def test_a_run_without_a_guard_is_told_what_it_is(tmp_path: Path) -> None:
     for answer in asked[:2]:
         assert answer.code == 2
         assert f"{run} is a directory of `holdfast run`, not of a Guard" in answer.stderr
-        assert f"`holdfast explain {run}` says how it ended" in answer.stderr
+        assert f"`holdfast explain {run}`" in answer.stderr
     assert [answer.code for answer in asked[2:]] == [0, 0]
     assert json.loads(asked[3].stdout)[0]["state"] == "ended"
     guard = tmp_path / "guard dir"

@@ -52,7 +52,7 @@ def test_an_unknown_device_names_the_nearest():
         (["--precision", ","], "fp32, bf16, fp16"),
         (["--margin", "much"], "GiB"),
         (["--margin", "-1GiB"], "GiB"),
-        (["--device", "L4", "--out", "plan.yaml"], "for one"),
+        (["--device", "L4", "--out", "plan.yaml"], "one device"),
     ],
 )
 def test_options_that_mean_nothing_are_refused_at_once(options, word):

@@ -172,6 +172,10 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     (run.CannotSplit(why="a set has no order", fix="use a list"), ("a set", "Fix: use a list")),
     (run.RecomputeImpossible(why="compiled", modules=("encoder",)), ("compiled", "encoder")),
     (run.NotRestored(names=("counter",)), ("counter", "changes training")),
+    (
+        run.EvaluationSplit(error="no room", batch_size=64, micro_batch_size=32),
+        ("64 samples", "32 samples", "no room"),
+    ),
     (run.OnednnSwitchedOff(), ("oneDNN", "equal up to rounding")),
     # values
     (

@@ -223,7 +223,7 @@ def test_an_error_of_a_source_says_what_was_meant(
     for text, said in {
         "diagnose: true\n\ndiagnose: off": (r"line 3: 'diagnose'(.*)line 1(.|\n)*H103"),
         "{preset: tts, preset: asr}": "'preset'(.*)line 1",
-        "frozen: {a: b}": "a list of texts",
+        "frozen: {a: b}": "a list of strings",
         "precision: BF16": "Fix: (.*)'bf16'",
         "allow_split_with: [batchnorm]": "Fix: (.*)'batch_norm'",
         "policy: other.yaml": r"Guard\(policy=FILE\)",

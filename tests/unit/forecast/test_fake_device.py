@@ -155,9 +155,7 @@ def test_an_operator_without_a_rule_is_named_with_the_line() -> None:
             "holdfast_test::fold", lambda x: torch.empty(2, 3, device=x.device)
         )
         assert torch.ops.holdfast_test.fold(x).shape == (2, 3)
-        with pytest.raises(
-            PolicyError, match="operator holdfast_test::doubled has no rule"
-        ) as caught:
+        with pytest.raises(PolicyError, match="operator holdfast_test::doubled") as caught:
             doubled(x)
         assert caught.value.rule == "H422"
 

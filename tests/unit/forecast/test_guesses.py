@@ -49,7 +49,7 @@ def test_a_loop_that_waits_for_a_tensor_is_refused() -> None:
     Another step begins anew.
     """
     guesses = Guesses()
-    with pytest.raises(PolicyError, match=f"10000 times.*{HERE}:") as caught:
+    with pytest.raises(PolicyError, match=f"10,000 times.*{HERE}:") as caught:
         while guesses.decide():
             pass
     assert caught.value.rule == "H424"

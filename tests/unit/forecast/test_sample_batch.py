@@ -111,11 +111,11 @@ class Graph:
         ),
         (
             [{"x": torch.zeros(3)}, {"x": torch.zeros(3)}],
-            "a list with .*: batch",
+            "list .* batch",
         ),
         (
             {"waves": [torch.zeros(9), torch.zeros(7)]},
-            r"a list with .*: batch\['waves'\]",
+            r"list .* batch\['waves'\]",
         ),
         (
             {"x": torch.zeros(0, 3), "i": torch.zeros(0, dtype=torch.long)},

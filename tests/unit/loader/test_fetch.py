@@ -191,5 +191,5 @@ def test_a_row_of_bad_samples_is_replaced_or_a_missing_drive(workers: int) -> No
     loader = DataLoader(Samples(60, read), batch_size=8, num_workers=workers, quarantine=60)
     with pytest.raises(OSError, match="truncated") as caught:
         list(loader)
-    assert "22 samples in a row" in caught.value.__notes__[0]
+    assert "22 consecutive samples" in caught.value.__notes__[0]
     assert not len(loader.ledger)

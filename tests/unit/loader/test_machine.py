@@ -113,7 +113,7 @@ MACHINE = Machine(cpu_quota=4, shared_memory_free_bytes=100 * 2**20)
             Load(num_workers=4, batch_bytes=2**24),
             "H631",
             False,
-            "144 MiB of shared memory, and /dev/shm has 100 MiB",
+            "144 MiB of shared memory, but /dev/shm has only 100 MiB",
         ),
         (Load(num_workers=1, batch_bytes=2**27), "H631", True, "384 MiB of shared memory"),
     ],

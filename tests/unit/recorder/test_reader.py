@@ -38,7 +38,7 @@ def test_a_directory_without_a_recording_is_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"), [(b"something else ", "no recording"), (b"HOLDRING\2\0\0\0", "version 2")]
+    ("damage", "words"), [(b"something else ", "recording"), (b"HOLDRING\2\0\0\0", "version 2")]
 )
 def test_what_is_no_recording_or_a_newer_one_is_refused(
     damage: bytes, words: str, tmp_path: Path

@@ -43,7 +43,7 @@ def test_every_phase_can_be_set_by_its_name() -> None:
         ("", "H726", "PHASE=SECONDS"),
         ("data waits=3", "H727", "'data wait'"),
         ("=3", "H727", "saving"),
-        *((f"saving={bad}", "H728", "seconds above 0") for bad in ("soon", "-1", "0", "nan", "")),
+        *((f"saving={bad}", "H728", "seconds") for bad in ("soon", "-1", "0", "nan", "")),
     ],
 )
 def test_a_wrong_setting_is_refused_with_what_is_right(setting: str, rule: str, word: str) -> None:

@@ -1,7 +1,10 @@
 """Find where and why an attempt diverges from the undisturbed run.
 
-Read `differences` for the vocabulary, `reference` for how an attempt is placed in the undisturbed
-run, `divergence` for the first step that differs and its cause, `saved_entries` for what only a
-checkpoint shows, and `timeline` for all attempts of a trial together. Entry points are
-`timeline.compare` and `timeline.compare_undisturbed`.
+Entry points are `timeline.compare` and `timeline.compare_undisturbed`. In reading order:
+
+- `differences`: what can differ
+- `reference`: the undisturbed run, and where in it an attempt continues
+- `divergence`: the first step that differs, and the cause
+- `saved_entries`: differences in saved checkpoints that no step shows
+- `timeline`: all attempts of a trial together
 """

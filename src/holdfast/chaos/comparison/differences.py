@@ -1,12 +1,12 @@
-"""The vocabulary of comparisons: what can differ between an attempt and the undisturbed run."""
+"""The differences that an attempt can have from the undisturbed run, with their descriptions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# The compared fields of a step, in the order of cause and effect: a field can only be blamed if all
-# fields above it agree. The keys are attributes of `trace.RecordedStep`.
+# The fields of a step that are compared, from cause to effect: a field is blamed only if all fields
+# above it are equal. The keys are attributes of `trace.RecordedStep`.
 FIELDS = {
     "settings": "the learning rate or another optimizer setting differs",
     "scale": "the loss scale of the gradient scaler differs",
@@ -19,13 +19,13 @@ FIELDS = {
     "buffers": "the buffers after the step differ although everything before is the same",
 }
 
-# The compared fields of the state in which an attempt starts, besides the weights.
+# The fields that are compared in the state in which an attempt starts, in addition to its weights.
 START_FIELDS = {
     "buffers": "the buffers, such as BatchNorm statistics, differ at the start of the attempt",
     "optimizer": "the optimizer state differs at the start of the attempt",
 }
 
-# Further values of `RunDifference.what`.
+# Other values of `RunDifference.what`.
 # A saved entry differs although all steps are the same.
 SAVED = "saved"
 # A saved text or flag differs, which is harmless.
@@ -38,16 +38,15 @@ OLDER = "older"
 
 @dataclass(frozen=True, slots=True)
 class RunDifference:
-    """The first step at which a run differs from the undisturbed run, and the field that differs.
+    """A difference from the undisturbed run: the first step that differs, and how it differs.
 
-    Fields are named as in the output of ``holdfast chaos --json``.
+    The attributes have the same names in the output of ``holdfast chaos --json``.
 
     Args:
-        step: Number of the step, from 1.
-        what: The field that differs: a key of `FIELDS` or `START_FIELDS`, or one of the values
-            below them.
+        step: Number of the step, counted from 1.
+        what: A key of `FIELDS` or `START_FIELDS`, or `SAVED`, `TEXT`, `END` or `OLDER`.
         detail: The difference in words.
-        states: Names of the random generators whose states differ, if these are the cause.
+        states: If random states are the cause, the names of their generators.
     """
 
     step: int

@@ -1,8 +1,8 @@
 """Find the first step at which an attempt diverges from the undisturbed run, and the cause.
 
-Fields of a step are compared in the order of cause and effect (`differences.FIELDS`). The first
-field that differs is not always the cause: a lost random state shows as a different input, and an
-optimizer that steps second shows as a different loss.
+The fields of a step are compared in the order from cause to effect (`differences.FIELDS`). The
+first field that differs is not always the cause: a lost random state may first show in a different
+input, and the lost state of a second optimizer may first show in a different loss.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from holdfast.chaos.comparison.differences import END, FIELDS, START_FIELDS, Run
 from holdfast.chaos.comparison.reference import UNKNOWN_STATE, Reference, share_data
 from holdfast.chaos.trace import RecordedStep, Segment
 
-# Fields whose difference may be the consequence of something that is not a field of the step.
+# Fields that may differ because of a cause that is not itself a field of the step.
 CONSEQUENCES = frozenset({"parts", "inputs", "losses", "weights", "buffers"})
 
 
@@ -23,13 +23,14 @@ class Divergence:
 
     Args:
         reference: The undisturbed run.
-        segment: What the attempt recorded.
-        place: The place at which the attempt started.
+        segment: The records of the attempt.
+        place: The place in the undisturbed run at which the attempt started (see `reference`).
         index: Index of the step in the undisturbed run.
         step: The step of the attempt.
         expected: The step of the undisturbed run.
         field: The first field that differs.
-        restored: Random states that matched at an earlier model call of the attempt.
+        restored: Names of random generators whose state matched at some model call of the attempt,
+            up to this step.
     """
 
     reference: Reference
@@ -47,8 +48,9 @@ def first_difference(reference: Reference, segment: Segment, place: int) -> RunD
 
     Args:
         reference: The undisturbed run.
-        segment: What the attempt recorded; it has steps.
-        place: The place at which the attempt continues, see `Reference.locate`.
+        segment: The records of the attempt, including at least one step.
+        place: The place in the undisturbed run at which the attempt continues, as returned by
+            `Reference.locate`.
     """
     difference = difference_at_start(reference, segment, place)
     if difference is not None:
@@ -74,7 +76,7 @@ def first_difference(reference: Reference, segment: Segment, place: int) -> RunD
                 field=field,
                 restored=frozenset(restored),
             )
-            # Comparing saved states comes first: it is certain, random states are circumstantial.
+            # Saved states come first, because they prove the cause. Random states only suggest it.
             difference = another_optimizer_lost_state(divergence)
             difference = difference or random_state_lost(divergence)
             return difference or RunDifference(index + 1, field, describe_field(divergence))
@@ -85,7 +87,7 @@ def first_difference(reference: Reference, segment: Segment, place: int) -> RunD
 
 
 def difference_at_start(reference: Reference, segment: Segment, place: int) -> RunDifference | None:
-    """Return the difference in the state in which an attempt starts, not counting the weights."""
+    """Return the first difference in the state in which an attempt starts, except the weights."""
     start = segment.steps[0].before or UNKNOWN_STATE
     fields = reference.start_fields_that_differ(place, start)
     if not fields:
@@ -97,7 +99,7 @@ def difference_at_start(reference: Reference, segment: Segment, place: int) -> R
             for other_place, state in enumerate(reference.states)
             if state.optimizer == start.optimizer
         ]
-        # A new optimizer, at place 0, needs no explanation.
+        # The state at place 0 is that of a new optimizer, which needs no explanation.
         if places and places[0] > 0:
             detail = (
                 f"the weights are those of step {place}, but the optimizer state is the one saved"
@@ -110,11 +112,11 @@ def difference_at_start(reference: Reference, segment: Segment, place: int) -> R
 
 
 def remaining_parts(expected: RecordedStep, step: RecordedStep) -> RecordedStep:
-    """Return the part of an expected step that remains after resuming in the middle of it.
+    """Return what remains of an expected step if the attempt resumed in the middle of it.
 
-    An attempt may resume in the middle of a gradient accumulation. Then its first step consists
-    only of the last parts. If `step` does not have the data of the last parts, the expected step is
-    returned unchanged.
+    An attempt may resume in the middle of a gradient accumulation. The attempt's first step then
+    consists only of the last parts (model calls) of the expected step. If `step` does not have the
+    data of these parts, the expected step is returned unchanged.
     """
     count = len(step.inputs)
     if not 0 < count < len(expected.inputs):
@@ -137,16 +139,16 @@ def remaining_parts(expected: RecordedStep, step: RecordedStep) -> RecordedStep:
 
 
 def _matching_random_states(step: RecordedStep, expected: RecordedStep) -> set[str]:
-    """Return the generators that had an expected state at any model call of the step."""
+    """Return the random generators whose state matched an expected one at any call of the step."""
     states = {item for state in step.random_states for item in state.items()}
     expected_states = {item for state in expected.random_states for item in state.items()}
     return {name for name, _ in states & expected_states}
 
 
 def _first_field_that_differs(step: RecordedStep, expected: RecordedStep) -> str | None:
-    """Return the first field whose difference matters.
+    """Return the name of the first field whose difference matters, or None.
 
-    A difference in random states alone is harmless: no numbers may be drawn from them.
+    A difference in random states alone does not matter, because the step may not use them.
     """
     differing = [
         name
@@ -161,9 +163,9 @@ def _first_field_that_differs(step: RecordedStep, expected: RecordedStep) -> str
 
 
 def _foreign_data(step: RecordedStep, expected: RecordedStep) -> str | None:
-    """Return "batch" or "inputs" if the first one does not belong to the expected step.
+    """Return "batch" or "inputs" if the step's first one is not from the expected step, or None.
 
-    The number of parts then differs only as a consequence.
+    If so, the different number of parts is only a consequence.
     """
     if step.batch and step.batch[0] not in expected.batch:
         return "batch"
@@ -176,9 +178,9 @@ def _foreign_data(step: RecordedStep, expected: RecordedStep) -> str | None:
 
 
 def another_optimizer_lost_state(divergence: Divergence) -> RunDifference | None:
-    """An optimizer that steps later in the attempt resumed from a state that was never saved.
+    """An optimizer that steps later in the attempt did not resume from its saved state.
 
-    The consequence may show before its own first step.
+    The effect may be visible before that optimizer's own first step.
     """
     reference = divergence.reference
     place = divergence.place
@@ -204,10 +206,10 @@ def another_optimizer_lost_state(divergence: Divergence) -> RunDifference | None
 
 
 def random_state_lost(divergence: Divergence) -> RunDifference | None:
-    """A different random state is the cause if numbers are drawn from it at this step.
+    """A random state is different, and random numbers are drawn from it at this step.
 
-    A state that matched at an earlier model call was restored correctly. If it differs now, more
-    numbers were drawn from it as a consequence of something else.
+    A random state that matched at an earlier model call of the attempt is not the cause: it was
+    restored correctly, and differs now because something else made the attempt draw more numbers.
     """
     step = divergence.step
     expected = divergence.expected
@@ -216,7 +218,7 @@ def random_state_lost(divergence: Divergence) -> RunDifference | None:
     differing -= reference.unsteady.random_states
     differing -= divergence.restored
     if divergence.field == "batch" and divergence.index == divergence.place:
-        # Every loader draws from torch's generator, so its state is no evidence about the batch.
+        # Every loader draws from torch's generator, so its state does not explain the batch.
         causes = differing & {"numpy", "python"}
         consequence = "and with it the batch"
     elif divergence.field in CONSEQUENCES:
@@ -238,7 +240,7 @@ def random_state_lost(divergence: Divergence) -> RunDifference | None:
 
 
 def describe_field(divergence: Divergence) -> str:
-    """Describe the first field that differs, with its values where they help."""
+    """Describe the first field that differs, with both values if they are useful."""
     field = divergence.field
     step = divergence.step
     expected = divergence.expected
@@ -251,14 +253,14 @@ def describe_field(divergence: Divergence) -> str:
         return f"{description}: {_describe_batch(divergence.reference, step)}"
     if field == "weights" and expected.resumed_midway:
         return (
-            "the weights after the step differ: state left by its earlier micro-batches, such as"
-            " accumulated gradients, was lost"
+            "the weights after the step differ: the state from the step's earlier micro-batches,"
+            " such as accumulated gradients, was lost"
         )
     return description
 
 
 def _describe_settings(settings: str, expected: str) -> str:
-    """Return the first parameter group whose settings differ, and the number of such groups."""
+    """Return the settings of the first parameter group that differs, and how many groups do."""
     pairs = zip(settings.split("; "), expected.split("; "), strict=False)
     differing = [
         f"{group} instead of {expected_group}"

@@ -1,10 +1,10 @@
 """The undisturbed run of one rank, and where in it an attempt continues.
 
-Steps are not numbered by the training script's own count, which may mean anything. A *place* is a
-number of steps of the undisturbed run: place 3 is the state after step 3 and before step 4. An
-attempt is placed by the digest of its weights before its first step; if no state of the undisturbed
-run has these weights, by the state with the nearest weights; and if none is near, by its first
-batch.
+A *place* is a number of steps of the undisturbed run: place 3 is after step 3 and before step 4.
+The script's own step count is not used, because scripts count differently. To find the place where
+an attempt continues, its weights before its first step are compared with those at each place. If
+none are equal, the place with the nearest weights is used. If none are near, the place is found by
+the attempt's first batch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from holdfast.chaos.comparison.differences import FIELDS, RunDifference
 from holdfast.chaos.trace import ModelState, Record, RecordedSave, RecordedStep, Segment
 
-# Weights up to this relative distance count as rounded: bfloat16 rounds by up to 0.4 %
-# (2 ** -8), fp8 by some percent.
+# Weights within this relative distance may have been rounded: bfloat16 rounds by up to 0.4 %
+# (2 ** -8), and fp8 by a few percent.
 ROUNDED_DISTANCE = 0.03
-# Below this relative distance only weights outside the sample differ: float32 rounds by 6e-8
-# (2 ** -24).
+# If a sample of the weights is within this relative distance, the sample is equal and other weights
+# differ. The rounding error of float32 is 6e-8 (2 ** -24).
 SAME_SAMPLE_DISTANCE = 1e-7
 
 UNKNOWN_STATE = ModelState()
@@ -30,11 +30,11 @@ UNKNOWN_STATE = ModelState()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsteady:
-    """What differs between two undisturbed runs, and is therefore not compared.
+    """Differences between two undisturbed runs, which are ignored in trials.
 
     Args:
-        random_states: Names of random generators.
-        entries: Paths of entries within checkpoints.
+        random_states: Names of random generators whose states differ.
+        entries: Paths within checkpoints of the entries that differ.
         files: Names of checkpoint files that only one of the two runs wrote.
     """
 
@@ -45,7 +45,7 @@ class Unsteady:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The place where an attempt continues, and how its weights differ from that place, if so."""
+    """The place where an attempt continues, and how its weights differ from those at the place."""
 
     place: int
     difference: RunDifference | None = None
@@ -55,16 +55,16 @@ class ResumePoint:
 class Reference:
     """The undisturbed run of one rank.
 
-    One command may perform several training runs, as a sweep does, or pre-training followed by
+    One command may perform several training runs, such as a sweep, or pre-training followed by
     fine-tuning. Each training run is compared separately.
 
     Args:
-        segments: The records of its processes.
-        unsteady: Parts that are not compared.
-        steps: All steps in order.
-        boundaries: The places at which the training runs begin, and the end.
-        saves: The last save at each place that has one.
-        states: What is known of the state at each place, from 0 to the number of steps.
+        segments: The records of each process.
+        unsteady: Differences to ignore.
+        steps: All steps, in order.
+        boundaries: The place at which each training run begins, followed by the number of steps.
+        saves: The last save at each place that has a save.
+        states: The known state at each place, from 0 to the number of steps.
     """
 
     segments: Sequence[Segment]
@@ -75,29 +75,29 @@ class Reference:
     states: list[ModelState]
 
     def without(self, random_state: str) -> Reference:
-        """Return a reference that ignores one of the random states."""
+        """Return a copy that also ignores the state of the named random generator."""
         random_states = self.unsteady.random_states | {random_state}
         return replace(self, unsteady=replace(self.unsteady, random_states=random_states))
 
     def trainings_in(self, segment: Segment) -> list[Segment]:
-        """Split the record of a process into its training runs, if the command performs several."""
+        """Split a process's records into training runs, if the command performs several."""
         if len(self.boundaries) == 2:
             return [segment]
         return split_by_training(segment)
 
     def training_at(self, place: int) -> tuple[int, int]:
-        """Return the places at which the training run of a place begins and ends."""
+        """Return the first and the last place of the training run that contains a place."""
         number = min(bisect_right(self.boundaries, place), len(self.boundaries) - 1)
         return self.boundaries[number - 1], self.boundaries[number]
 
     def locate(self, segment: Segment, reached: int) -> ResumePoint:
         """Return the place of the undisturbed run at which an attempt continues.
 
-        It is the place with the same weights, else the one with nearly the same weights, else the
-        one with the same data.
+        The attempt continues at the place with the same weights. If there is none, use the place
+        with nearly the same weights or, failing that, the place with the same data.
 
         Args:
-            segment: The record of the attempt; it has steps.
+            segment: The records of the attempt, including at least one step.
             reached: The place that earlier attempts have reached.
         """
         first_step = segment.steps[0]
@@ -123,7 +123,7 @@ class Reference:
         return ResumePoint(place, RunDifference(place + 1, "weights", detail))
 
     def start_fields_that_differ(self, place: int, start: ModelState) -> list[str]:
-        """Return the `START_FIELDS` that are known to differ from the state at a place."""
+        """Return the `START_FIELDS` in which `start` differs from the known state at a place."""
         state = self.states[place]
         differing = [
             "buffers"
@@ -135,11 +135,11 @@ class Reference:
         return differing
 
     def _places_with_weights(self, start: ModelState) -> list[int]:
-        """Return the places with the weights of a state.
+        """Return the places that have the same weights as `start`.
 
-        The end counts only if there is no other.
+        The end of the run is returned only if no other place has these weights.
         """
-        # Some scripts change weights between steps.
+        # Some scripts change weights between steps, so a place may have two sets of weights.
         places = [
             place
             for place, (state, step) in enumerate(zip(self.states, self.steps, strict=False))
@@ -154,8 +154,9 @@ class Reference:
     ) -> tuple[int, int, bool, int]:
         """Return a sort key for how well an attempt fits a place; the best fit is largest.
 
-        In this order: fields of the state at the start that do not differ, fields of the first step
-        that are equal, whether earlier attempts have reached the place, and the later place.
+        The best fit has the fewest differing fields in the start state, then the most equal fields
+        in the first step. After that, places that earlier attempts have reached are better, and
+        later places are better.
         """
         differing_fields = len(self.start_fields_that_differ(place, start))
         equal_fields = 0
@@ -167,13 +168,16 @@ class Reference:
         return -differing_fields, equal_fields, place <= reached, place
 
     def _nearest_place(self, start: ModelState) -> tuple[int, float]:
-        """Return the place with the nearest weights, except the end, and their distance."""
+        """Return the place with the nearest weights, and their distance. The end is excluded."""
         distances = [_distance(state.sample, start.sample) for state in self.states[:-1]]
         nearest = min(distances)
         return distances.index(nearest), nearest
 
     def _place_with_data(self, first_step: RecordedStep, reached: int) -> int:
-        """Return the last place up to `reached` whose next step has the same data as this step."""
+        """Return the last place up to `reached` whose next step has the data of `first_step`.
+
+        Return 0 if there is none.
+        """
         last_place = min(reached, len(self.steps) - 1)
         for place in range(last_place, -1, -1):
             if share_data(self.steps[place], first_step):
@@ -181,7 +185,9 @@ class Reference:
         return 0
 
     def random_states_drawn_before(self, index: int) -> set[str]:
-        """Return the random states that change between the model calls of two adjacent steps.
+        """Return the names of the random generators that are used between two adjacent steps.
+
+        A generator is used if its state before the model call of the later step has changed.
 
         Args:
             index: Index of the later of the two steps.
@@ -194,11 +200,11 @@ class Reference:
 
 
 def make_reference(segments: Sequence[Segment], unsteady: Unsteady | None = None) -> Reference:
-    """Return the reference of one rank of the undisturbed run.
+    """Create the reference for one rank of the undisturbed run.
 
     Args:
-        segments: The records of this rank's processes, in order; each has steps.
-        unsteady: Differences between two undisturbed runs, None if there are none.
+        segments: The records of this rank's processes, in order. Each has at least one step.
+        unsteady: Differences between two undisturbed runs, to ignore; None for no differences.
     """
     steps: list[RecordedStep] = []
     saves: dict[int, RecordedSave] = {}
@@ -222,19 +228,19 @@ def make_reference(segments: Sequence[Segment], unsteady: Unsteady | None = None
 
 
 def known_state(steps: Sequence[RecordedStep], place: int, save: RecordedSave | None) -> ModelState:
-    """Return what is known of the state at a place.
+    """Return the known fields of the state at a place, for the optimizer that steps next.
 
-    The state before the first step of an optimizer is recorded. Later on, the weights are those
-    after the last step of an optimizer with the same models. Their buffers are known only if no
-    other optimizer has stepped since, because a model call in between may change them. The buffers
-    and the optimizer's state are also known if there is a save at this place.
+    If this is the optimizer's first step, the whole state was recorded. Otherwise, the weights are
+    those after the last step of an optimizer that trains the same models. The buffers are known
+    only if no other optimizer has stepped since, because model calls may have changed them. With a
+    save at this place, the buffers and the optimizer's state are also known.
 
     Args:
         steps: All steps of the undisturbed run.
-        place: From 0 to the number of steps.
-        save: The last save at this place, if there is one.
+        place: A place from 0 to the number of steps.
+        save: The last save at this place, or None.
     """
-    # The state at the end is the state of the models after the last step.
+    # At the end, no step follows; use the models of the last step.
     step = steps[-1]
     if place < len(steps):
         step = steps[place]
@@ -258,15 +264,15 @@ def _state_after_last_step_of_same_models(
     for state in states:
         if state.roots == step.after.roots:
             return state
-    # The models were wrapped again in between, so their identities have changed.
+    # The models were wrapped again in the meantime, so their identities have changed.
     return states[0] if states else UNKNOWN_STATE
 
 
 def split_by_training(segment: Segment) -> list[Segment]:
-    """Split the record of one process into its training runs.
+    """Split the records of one process into its training runs.
 
     A training run begins with the first step of a new optimizer, provided that no earlier optimizer
-    steps again. Each part counts its steps from 0.
+    steps again. In each returned segment, steps are counted from 0.
     """
     steps = segment.steps
     last_step_of = {step.optimizer_index: index for index, step in enumerate(steps)}
@@ -283,9 +289,9 @@ def split_by_training(segment: Segment) -> list[Segment]:
 
 
 def _part_of(segment: Segment, begin: int, end: int) -> Segment:
-    """Return the records of the steps from `begin` to `end`, counted from `begin`."""
-    # Records directly after step `begin` belong to the previous training run; records before the
-    # very first step belong to the first one.
+    """Return the records of the steps from `begin` to `end`, with steps counted from `begin`."""
+    # Other records between two training runs, such as the last save, belong to the earlier run.
+    # Records before the first step of all belong to the first run.
     after = begin if begin > 0 else -1
     records: list[Record] = [
         replace(record, steps_made=record.steps_made - begin)
@@ -296,7 +302,7 @@ def _part_of(segment: Segment, begin: int, end: int) -> Segment:
 
 
 def share_data(step: RecordedStep, other: RecordedStep) -> bool:
-    """Return whether two steps have a batch or an input of a model in common."""
+    """Return whether two steps have a batch or a model input in common."""
     batches = set(step.batch) & set(other.batch)
     inputs = set(step.inputs) & set(other.inputs)
     return bool((batches | inputs) - {None})

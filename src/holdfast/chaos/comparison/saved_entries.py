@@ -1,6 +1,7 @@
 """Compare the contents of a trial's last saves with those of the undisturbed run.
 
-This finds differences that no step shows, such as a weight average that was not restored.
+The comparison finds differences that do not show in any step, such as an average of the weights
+that was not restored.
 """
 
 from __future__ import annotations
@@ -13,24 +14,25 @@ from holdfast.chaos.comparison.differences import SAVED, TEXT, RunDifference
 from holdfast.chaos.comparison.reference import Reference
 from holdfast.chaos.trace import RecordedSave, Segment, TraceEvent
 
-# Digest or text of each entry of a checkpoint, by its path within it.
+# Digest or short value of each entry of a checkpoint, by the entry's path within the checkpoint.
 Entries = dict[str, str]
 
-# The path of the copied working directory, and the random part of a name from `tempfile`.
+# Parts of a path that differ from run to run: the path of the copied working directory, and the
+# random part of a name from `tempfile`.
 _CHANCE_IN_PATH = re.compile(r"^.*/holdfast-chaos-\w+/(work/)?|(?<=tmp)[a-z0-9_]{8}")
-# A digest has 16 hexadecimal digits; anything else is a value to show.
+# A digest has 16 hexadecimal digits. Anything else is a value that messages can show.
 DIGEST_LENGTH = 16
-# Counters of a guard, such as restarts, differ after a restart by design.
+# A guard's counters, such as the number of restarts, are meant to differ after a restart.
 GUARD_COUNTERS = "holdfast.guard.counters"
 
 
 def last_saves(segments: Sequence[Segment]) -> dict[str, Entries]:
-    """Return the entries last saved into each file, by the file's name, newest save last.
+    """Return the entries that were last saved to each file, by file name, newest save last.
 
-    A file that was renamed right after it was written counts under its new name.
+    A file that was renamed right after it was written is listed under its new name.
     """
     saves: dict[str, Entries] = {}
-    # The save that a rename may follow, and its key in `saves`.
+    # The newest save, which may be renamed next, and its key in `saves`.
     newest: RecordedSave | None = None
     newest_name = ""
     for segment in segments:
@@ -47,7 +49,7 @@ def last_saves(segments: Sequence[Segment]) -> dict[str, Entries]:
 
 
 def _renames(event: TraceEvent, save: RecordedSave) -> bool:
-    """Return whether an event is the rename of the file just saved."""
+    """Return whether an event renames the file that was just saved."""
     if event.kind != "moved":
         return False
     return event.facts["source"] == save.path and event.steps_made == save.steps_made
@@ -59,10 +61,10 @@ def _file_name(path: str | None) -> str:
 
 
 def saved_difference(reference: Reference, segments: Sequence[Segment]) -> RunDifference | None:
-    """Return how the last saves differ from those of the undisturbed run, if they do.
+    """Return how the last saves differ from those of the undisturbed run, or None.
 
-    A difference in a text or a flag, which may only mean that the run was resumed, is returned only
-    if nothing else differs.
+    A difference in text or a flag is returned only if nothing else differs, because it may only
+    mean that the run was resumed.
     """
     saves = last_saves(segments)
     expected_saves = last_saves(reference.segments)
@@ -76,7 +78,7 @@ def saved_difference(reference: Reference, segments: Sequence[Segment]) -> RunDi
                 f"all steps are the same, but the last checkpoint, {last_name}, was never written"
             )
             return RunDifference(len(reference.steps), SAVED, detail)
-        # The name differs every time, so compare with the newest save.
+        # The file has a different name in each run, so use the newest save.
         newest_entries = list(saves.values())[-1]
     differences: list[RunDifference] = []
     for name, expected in expected_saves.items():
@@ -87,7 +89,7 @@ def saved_difference(reference: Reference, segments: Sequence[Segment]) -> RunDi
 
 
 def _entries_of(name: str, saves: dict[str, Entries]) -> Entries | None:
-    """Return the entries of a file, or of a file with the same name in another folder."""
+    """Return the entries of a file, or of a file of the same name in another folder, or None."""
     if name in saves:
         return saves[name]
     same_name = [
@@ -99,7 +101,7 @@ def _entries_of(name: str, saves: dict[str, Entries]) -> Entries | None:
 def _entries_that_differ(
     reference: Reference, file_name: str, entries: Entries, expected: Entries
 ) -> list[RunDifference]:
-    """Return one difference per entry of a file that is not the expected one."""
+    """Return one difference for each entry of a file that does not have the expected value."""
     differences = []
     for path, expected_value in expected.items():
         if path in reference.unsteady.entries or GUARD_COUNTERS in path:
@@ -116,5 +118,5 @@ def _entries_that_differ(
 
 
 def is_text(value: str) -> bool:
-    """Return whether a saved value is a text or a flag, which does not influence training."""
+    """Return whether a saved value is text or a flag, which do not influence training."""
     return value.startswith(("'", '"')) or value in ("True", "False")

@@ -1,8 +1,11 @@
 """Compare all attempts of a trial with the undisturbed run.
 
-Each attempt is placed in the undisturbed run and compared step by step (`reference`, `divergence`).
-Here the attempts are put together: which steps led to the final weights, how much work was
-repeated, and whether a newer checkpoint was ignored.
+`reference` finds the place in the undisturbed run at which each attempt continues, and `divergence`
+compares the attempt's steps from there. This module combines the attempts: it determines which
+steps led to the final weights, how much work was repeated, and whether a restart ignored a newer
+checkpoint.
+
+A *place* is a number of steps of the undisturbed run: place 3 is after step 3 and before step 4.
 """
 
 from __future__ import annotations
@@ -20,24 +23,24 @@ from holdfast.chaos.comparison.saved_entries import last_saves, saved_difference
 from holdfast.chaos.trace import RecordedStep, Segment
 from holdfast.chaos.trials import Trial
 
-# The order in which differences at the same step are considered.
+# If several fields differ at the same step, the first one in this list is reported.
 _CAUSAL_ORDER = [*START_FIELDS, *FIELDS]
 
 
 @dataclass(slots=True, kw_only=True)
 class TrialComparison:
-    """One rank of a trial, compared with the undisturbed run.
+    """The result of comparing one rank of a trial with the undisturbed run.
 
-    Fields are named as in the output of ``holdfast chaos --json``.
+    The attributes have the same names in the output of ``holdfast chaos --json``.
 
     Args:
         differences: All differences, in the order of the attempts.
-        steps_again: Steps repeated after a restart.
-        batches_twice: Batches that the final weights have seen too often.
-        batches_never: Batches that the final weights have not seen.
-        resumed_at: Places at which the second and later attempts continued.
+        steps_again: Number of steps that were repeated after a restart.
+        batches_twice: Number of batches that the final weights were trained on too often.
+        batches_never: Number of batches that the final weights were never trained on.
+        resumed_at: The places at which the second and later attempts continued.
         finite: Whether the weights and losses of the last step are finite.
-        losses: Loss of each step that led to the end, None for a step without a loss.
+        losses: Loss of each step that led to the final weights; None for a step without a loss.
     """
 
     differences: list[RunDifference] = field(default_factory=list)
@@ -54,11 +57,11 @@ class SavedCheckpoint:
     """A checkpoint that a trial has saved.
 
     Args:
-        place: The place of its state.
-        training_begin: The place at which its training run begins.
-        entry_names: The names of its entries at the top level. Two checkpoints with the same names
-            are of the same sort, for example the last state, as opposed to the best weights.
-        is_complete: False if it may have been cut off by the end of its process.
+        place: The place whose state the checkpoint contains.
+        training_begin: The place at which the checkpoint's training run begins.
+        entry_names: The names of the checkpoint's top-level entries. Two checkpoints with the same
+            names are of the same kind, for example "last state" as opposed to "best weights".
+        is_complete: False if the process may have ended in the middle of this save.
     """
 
     place: int
@@ -71,7 +74,7 @@ def compare(references: dict[int, Reference], trial: Trial) -> TrialComparison:
     """Compare every rank, and return the comparison of the rank that differs first.
 
     Args:
-        references: The undisturbed run of each rank.
+        references: The undisturbed run, by rank.
         trial: All attempts of one trial.
     """
     segments_by_rank = trial.segments_by_rank()
@@ -98,9 +101,10 @@ def compare(references: dict[int, Reference], trial: Trial) -> TrialComparison:
 
 
 def _urgency(comparison: TrialComparison) -> tuple[float, int]:
-    """Return a sort key that puts the earliest step and the first cause first.
+    """Return a sort key by the earliest step that differs and the field that differs there.
 
-    Other differences, such as a missing end, come next, and comparisons without differences last.
+    Comparisons with only other differences, such as a missing end, come next. Comparisons without
+    differences come last.
     """
     causes = [
         (difference.step, _CAUSAL_ORDER.index(difference.what))
@@ -119,7 +123,7 @@ def compare_rank(
 
     Args:
         reference: The undisturbed run of this rank.
-        segments: The records of its processes, in order; each has steps.
+        segments: The records of this rank's processes, in order. Each has at least one step.
         last_attempt_made_steps: Whether any process of the last attempt made a step.
     """
     timeline = Timeline(reference)
@@ -147,7 +151,7 @@ def compare_rank(
 class Timeline:
     """The steps of one rank that led to its final weights, over all attempts.
 
-    A restart returns to a checkpoint: the steps after it are dropped and repeated.
+    A restart returns to a checkpoint, so the steps after that checkpoint are dropped and repeated.
 
     Args:
         reference: The undisturbed run of this rank.
@@ -155,18 +159,19 @@ class Timeline:
 
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
-        # Steps by their index in the undisturbed run, in the order in which they were made.
+        # The steps by their index in the undisturbed run, in the order in which they were made.
         self.steps: dict[int, RecordedStep] = {}
         self.comparison = TrialComparison()
         self._saves: list[SavedCheckpoint] = []
 
     def add(self, part: Segment, *, resumed: bool, may_be_cut: bool) -> None:
-        """Add the record of a process, or of one of its training runs.
+        """Add the records of a process, or of one of its training runs.
 
         Args:
-            part: The record to add; it has steps.
-            resumed: Whether it was made after a restart.
-            may_be_cut: Whether the process ended after it, so that its last save may be incomplete.
+            part: The records, including at least one step.
+            resumed: Whether the records were made after a restart.
+            may_be_cut: Whether the process ended after the last of these records, so that its last
+                save may be incomplete.
         """
         reached = max(self.steps, default=-1) + 1
         placement = self._reference.locate(part, reached)
@@ -186,7 +191,7 @@ class Timeline:
         self._add_steps(part, place)
 
     def difference_at_end(self, *, last_attempt_made_steps: bool) -> RunDifference | None:
-        """Return a difference if the steps to the end are not those of the undisturbed run."""
+        """Return a difference if the run has more or fewer steps than expected, or None."""
         expected_count = len(self._reference.steps)
         unmatched = set(range(expected_count)) ^ self.steps.keys()
         if not unmatched:
@@ -195,7 +200,7 @@ class Timeline:
         if last_attempt_made_steps:
             detail = f"the run consists of {len(self.steps)} steps instead of {expected_count}"
         else:
-            # Steps after the last save were lost although they are in the trace.
+            # The steps after the last save are in the trace, but they were lost.
             first_unmatched = min(
                 first_unmatched, max([save.place for save in self._saves], default=0)
             )
@@ -206,29 +211,29 @@ class Timeline:
         return RunDifference(first_unmatched + 1, END, detail)
 
     def _note_older_checkpoint(self, begin: int, place: int) -> None:
-        """Add a difference if a newer, complete checkpoint of the same sort was ignored.
+        """Add a difference if a restart ignored a newer, complete checkpoint of the same kind.
 
-        If the run started over, a checkpoint of any sort would have been better.
+        If the run started over, it ignored all checkpoints, so their kind does not matter.
         """
-        resumed_sorts = {save.entry_names for save in self._saves if save.place == place}
+        resumed_kinds = {save.entry_names for save in self._saves if save.place == place}
         places = [
             save.place
             for save in self._saves
             if save.is_complete
             and save.training_begin == begin
-            and (place == begin or save.entry_names in resumed_sorts)
+            and (place == begin or save.entry_names in resumed_kinds)
         ]
         newest = max(places, default=0)
         if newest <= place:
             return
         where = f"after step {place}" if place else "from the beginning"
-        detail = f"it resumed {where} although a checkpoint of step {newest} was saved"
+        detail = f"the run resumed {where} although a checkpoint of step {newest} was saved"
         self.comparison.differences.append(RunDifference(place + 1, OLDER, detail))
 
     def _add_saves(self, part: Segment, begin: int, place: int, *, may_be_cut: bool) -> None:
-        """Note the saved checkpoints."""
+        """Add the checkpoints that were saved."""
         for save in part.saves:
-            # It is unknown which step's state a thread saves.
+            # For a save in a thread, the step of the saved state is unknown.
             if save.in_thread:
                 continue
             is_after_last_step = save.steps_made >= len(part.steps)
@@ -242,12 +247,12 @@ class Timeline:
             )
 
     def _add_steps(self, part: Segment, place: int) -> None:
-        """Note the steps of a record, replacing those that they repeat."""
+        """Add the steps of a segment, which replace the steps that they repeat."""
         steps = list(part.steps)
         if place < len(self._reference.steps):
             expected = remaining_parts(self._reference.steps[place], steps[0])
             if expected.resumed_midway:
-                # The first parts of this step ran before the restart.
+                # The earlier parts of this step ran before the restart.
                 steps[0] = self._reference.steps[place]
         for index, step in enumerate(steps, start=place):
             self.steps[index] = step
@@ -259,12 +264,12 @@ def compare_undisturbed(
     """Compare two undisturbed runs of one rank.
 
     Args:
-        first: The records of the first run's processes; each has steps.
+        first: The records of the first run's processes. Each has at least one step.
         second: The records of the second run's processes.
 
     Returns:
-        The first run as a reference that ignores harmless differences, and the first difference
-        that is not harmless.
+        The first run as a reference that ignores harmless differences; and the first difference
+        that is not harmless, or None.
     """
     reference = make_reference(first, _find_unsteady(first, second))
     second_steps = [step for segment in second for step in segment.steps]
@@ -287,13 +292,13 @@ def compare_undisturbed(
 
 
 def _find_unsteady(first: Sequence[Segment], second: Sequence[Segment]) -> Unsteady:
-    """Return the random states, entries of checkpoints and files that differ between two runs."""
+    """Return the random states, checkpoint entries and files that differ between two runs."""
     saves = last_saves(first)
     other_saves = last_saves(second)
     common_files = saves.keys() & other_saves.keys()
     entry_pairs = [(saves[name], other_saves[name]) for name in common_files]
     if saves and other_saves:
-        # The newest of each, whose names may differ.
+        # Also compare the newest saves of both runs, whose file names may differ.
         entry_pairs.append((list(saves.values())[-1], list(other_saves.values())[-1]))
     steps = [step for segment in first for step in segment.steps]
     other_steps = [step for segment in second for step in segment.steps]
@@ -308,7 +313,7 @@ def _find_unsteady(first: Sequence[Segment], second: Sequence[Segment]) -> Unste
 
 
 def _keys_that_differ(pairs: Iterable[tuple[dict[str, str], dict[str, str]]]) -> frozenset[str]:
-    """Return the keys of the first dictionaries whose values differ from the second ones."""
+    """Return the keys whose values differ between the two dictionaries of any pair."""
     return frozenset(
         key for values, others in pairs for key in values if values[key] != others.get(key)
     )
@@ -319,15 +324,15 @@ def _batches(steps: Iterable[RecordedStep]) -> Counter[str | None]:
 
 
 def _is_finite(step: RecordedStep) -> bool:
-    """Return whether the losses of a step and the sample of weights after it are finite."""
+    """Return whether a step's losses, and the sample of the weights after it, are finite."""
     numbers = [*map(complex, step.losses), *step.after.sample]
     return all(cmath.isfinite(number) for number in numbers)
 
 
 def losses(steps: Iterable[RecordedStep]) -> list[float | None]:
-    """Return the first loss of each step, None if it is missing or not finite.
+    """Return the first loss of each step, or None if the loss is missing or not finite.
 
-    The scale of a gradient scaler is divided out.
+    Losses are divided by the scale of the gradient scaler, if there is one.
     """
     return [_loss(step) for step in steps]
 
@@ -335,6 +340,6 @@ def losses(steps: Iterable[RecordedStep]) -> list[float | None]:
 def _loss(step: RecordedStep) -> float | None:
     if not step.losses:
         return None
-    # Backward may start from a complex number.
+    # A backward pass may start from a complex number.
     loss = complex(step.losses[0]) / (step.scale or 1)
     return loss.real if cmath.isfinite(loss) else None

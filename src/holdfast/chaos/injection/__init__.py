@@ -1,5 +1,6 @@
-"""Carry out a fault inside the processes of a command.
+"""Inject a fault into the processes of a command.
 
-`plan` describes the fault and is written to a file; `injector` reads it in each process and acts
-when its moment has come, with `clock` for a shifted time and `seccomp` for a full or failing disk.
+`plan` describes the fault. The plan is written to a file, which `injector` reads in each process
+and executes at the planned moment. `injector` uses `clock` to shift the time, and `seccomp` to
+simulate a full or failing disk.
 """

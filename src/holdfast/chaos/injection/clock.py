@@ -1,7 +1,7 @@
 """Shift the clock for the Python code of this process.
 
-The kernel has one clock for all processes, so the functions of `time` and `datetime` are replaced.
-C code and file times keep the true time.
+All processes share the kernel's clock, so this module replaces functions of `time` and `datetime`
+instead. C code and file times still use the true time.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ NANOSECONDS = 10**9
 
 
 def shift(seconds: int) -> None:
-    """Shift the current time returned by `time` and `datetime` by some seconds.
+    """Shift the current time that `time` and `datetime` return.
 
     Args:
-        seconds: The shift; negative for an earlier time.
+        seconds: The shift in seconds. If negative, the time is set back.
     """
     true_time = time.time
     true_time_ns = time.time_ns
     time.time = lambda: true_time() + seconds
     time.time_ns = lambda: true_time_ns() + seconds * NANOSECONDS
-    # These use the current time if the argument at the given position is missing.
+    # These functions use the current time if the argument at the given position is missing.
     for name in ("localtime", "gmtime", "ctime"):
         _use_current_time(name, position=0, now=time.time)
     _use_current_time("asctime", position=0, now=time.localtime)
     _use_current_time("strftime", position=1, now=time.localtime)
-    # `date.today` and `datetime.today` call `time.time`. The other two are replaced in the class
-    # itself, whose address extension modules hold; Python allows it only through its dictionary.
+    # `date.today` and `datetime.today` call `time.time`. `now` and `utcnow` must be replaced in the
+    # existing class, because extension modules hold pointers to the class. Python does not allow
+    # assignment to attributes of this class, so change the dictionary of the class.
     class_dict = gc.get_referents(dt.datetime.__dict__)[0]
     class_dict["now"] = classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz))
     class_dict["utcnow"] = classmethod(

@@ -1,4 +1,4 @@
-"""Inject the fault of an attempt into a process of the command, once, at the planned moment."""
+"""Inject the planned fault into a process of the command, once, at the planned moment."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from holdfast.chaos.injection import clock
 from holdfast.chaos.injection.plan import COMMAND_FILE, MET_FILE, Action, Moment, read_plan
 from holdfast.chaos.injection.seccomp import Calls, ask_before
 
-# After SIGTERM to the command, the process that sent it waits this long: a handler in this process
-# then runs within the step in which the signal was sent.
+# The process that sends SIGTERM to the command waits this long afterwards. If the command passes
+# the signal on to this process, the handler then still runs within the planned step.
 SIGTERM_PAUSE_SECONDS = 0.05
-# More bytes than any allocator has.
+# More bytes than any allocator can provide.
 IMPOSSIBLE_BYTES = 1 << 60
 
 
@@ -29,8 +29,9 @@ class Injector:
     """Injects the planned fault into this process.
 
     Args:
-        folder: The trace folder of the attempt, which holds its plan.
-        write: Adds a line to the trace of this process, given its kind and its facts as keywords.
+        folder: The trace folder of the attempt, which contains the plan.
+        write: Adds a line to the trace of this process. Takes the kind of the record, and its
+            fields as keyword arguments.
     """
 
     def __init__(self, folder: Path, write: Callable[..., None]) -> None:
@@ -40,7 +41,7 @@ class Injector:
         self._injection = self.plan.injection
         # None once the fault has been injected.
         self._moment = self._injection.moment
-        # Whether the kernel will kill this process in the middle of a write.
+        # Whether a limit was set that makes the kernel kill this process in the middle of a write.
         self._will_cut_write = False
 
     def begin(self) -> None:
@@ -51,27 +52,27 @@ class Injector:
             self._intercept_calls(Calls.READ)
 
     def meet(self, moment: Moment, count: int) -> None:
-        """Inject the fault if this is its moment.
+        """Inject the fault if it is planned for this moment.
 
         Args:
-            moment: The moment that has come.
-            count: Number of steps made by this process, or number of this save or evaluation.
+            moment: The moment that the process has reached.
+            count: Number of steps that this process has made, or number of this save or evaluation.
         """
         if self._is_due(moment, count):
             assert self._injection.action is not None
             _ACTIONS[self._injection.action](self)
 
     def disturb_batch(self, torch: Any, batch: Any, count: int, moment: Moment) -> Any:
-        """Inject a fault of batches or loader workers if this is its moment.
+        """Inject a fault into a batch or a loader worker, if it is planned for this moment.
 
         Args:
-            torch: The module, as the script has imported it.
+            torch: The torch module of the script.
             batch: A batch from the loader, or the inputs of a model.
-            count: How many steps this process has made.
+            count: Number of steps that this process has made.
             moment: `Moment.LOADER` or `Moment.FORWARD`.
 
         Returns:
-            The batch to use.
+            The batch to use, which is a changed copy if the fault is a NaN.
         """
         if moment != self._moment:
             return batch
@@ -81,7 +82,7 @@ class Injector:
             batch_with_nan = put_nan(torch, batch)
             if batch_with_nan is None:
                 self._write(
-                    "missed", why="the batch holds no floating-point number that could become NaN"
+                    "missed", why="the batch has no floating-point number that could become NaN"
                 )
                 return batch
             return batch_with_nan
@@ -91,18 +92,18 @@ class Injector:
 
     def loader_workers(self) -> list[int]:
         """Return the PIDs of the worker processes of loaders in this process."""
-        # A script with workers has imported this module already.
+        # If the script has loader workers, this module has already been imported.
         from multiprocessing import active_children
 
         return sorted(child.pid for child in active_children() if child.pid is not None)
 
     def save_ends(self) -> None:
-        """Kill this process after a save that was too short to be interrupted."""
+        """Kill this process after a save if the file was too small for a kill during the write."""
         if self._will_cut_write:
             self._kill()
 
     def _is_due(self, moment: Moment, count: int) -> bool:
-        """Return whether the fault is to be injected now, and note that it was."""
+        """Return whether to inject the fault now; if so, record that it was injected."""
         if moment != self._moment or count < self._injection.count:
             return False
         rank, _ = read_rank()
@@ -129,7 +130,8 @@ class Injector:
     def _terminate_command(self) -> None:
         """Ask the command to exit, as a scheduler does.
 
-        Only the command itself is signaled. It decides which of its processes to notify.
+        Only the command itself receives the signal. The command decides which of its processes to
+        notify.
         """
         command = int((self._folder / COMMAND_FILE).read_text())
         os.kill(command, signal.SIGTERM)
@@ -143,33 +145,35 @@ class Injector:
             os.kill(worker, signal.SIGSTOP)
 
     def _use_up_memory(self) -> None:
-        """Allocate more memory than there is.
+        """Allocate more memory than the machine has.
 
-        The error is the allocator's own, and is raised from `backward`.
+        torch's own allocator raises the error, and it does so during `backward`.
         """
         torch: Any = sys.modules["torch"]
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
         torch.empty(IMPOSSIBLE_BYTES, dtype=torch.uint8, device=device)
 
     def _cut_write(self) -> None:
-        """Let the kernel kill this process once it has written half of a file.
+        """Make the kernel kill this process when it has written half of a file.
 
         The kernel sends SIGXFSZ to a process that exceeds its limit on file sizes.
         """
         self._will_cut_write = True
         _, hard_limit = resource.getrlimit(resource.RLIMIT_CORE)
         resource.setrlimit(resource.RLIMIT_CORE, (0, hard_limit))
-        # The default action of SIGXFSZ kills; Python ignores the signal. `signal.signal` can be
-        # called in the main thread only, but a save may run in another one.
+        # By default, SIGXFSZ kills the process, but Python ignores the signal. Restore the default
+        # through C, because `signal.signal` works only in the main thread, and a save may run in
+        # another thread.
         default_action = None
         ctypes.CDLL(None).signal(signal.SIGXFSZ, default_action)
         self._limit_file_size()
 
     def _refuse_writes(self) -> None:
-        """Let writes beyond half of a checkpoint fail with the planned error.
+        """Make writes beyond half of a checkpoint fail with the planned error.
 
-        The kernel cuts the first write short at the limit, and the filter refuses the next one.
-        Without a filter, a full disk shows as EFBIG; a single failing write cannot be injected.
+        The kernel cuts the first write short at the limit on file sizes, and a seccomp filter
+        refuses the next write. If the system supports no filter, a full disk is reported as EFBIG,
+        and a single failing write cannot be injected.
         """
         has_filter = self._intercept_calls(Calls.WRITE)
         if has_filter or self._injection.action == Action.FILL_DISK:
@@ -181,15 +185,15 @@ class Injector:
         resource.setrlimit(resource.RLIMIT_FSIZE, (self._injection.size_bytes, hard_limit))
 
     def _intercept_calls(self, calls: Calls) -> bool:
-        """Let the campaign decide about each write or read of this process (see `seccomp`).
+        """Let the campaign decide whether each write or read of this process fails (see `seccomp`).
 
         Returns:
-            Whether this system supports it. If not, the trace says why.
+            Whether this system supports it. If not, the reason is written to the trace.
         """
         try:
             ask_before(calls, self._folder)
         except OSError as error:
-            why = f"this system does not allow filters for system calls (seccomp): {error.strerror}"
+            why = f"this system does not allow seccomp filters: {error.strerror}"
             self._write("missed", why=why)
             return False
         return True
@@ -214,15 +218,15 @@ _ACTIONS: dict[Action, Callable[[Injector], None]] = {
 
 
 def shut_down(file: Path) -> bool:
-    """Shut down the connection of a file descriptor.
+    """Shut down a file descriptor's network connection, if it has one.
 
     Args:
         file: The descriptor as a path in ``/proc/self/fd``.
 
     Returns:
-        Whether it was a connected network socket.
+        Whether the descriptor was a connected network socket.
     """
-    # The descriptor may have been closed, and `getpeername` fails if nothing is connected.
+    # The descriptor may have been closed, and `getpeername` fails for a socket without a peer.
     with suppress(OSError):
         if not file.is_socket():
             return False
@@ -234,23 +238,25 @@ def shut_down(file: Path) -> bool:
 
 
 def read_rank() -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks, (0, 1) without ranks.
+    """Return the rank of this process and the number of ranks; (0, 1) in a run without ranks.
 
-    The environment is read every time because a launcher may set it after a fork.
+    The result is not cached, because a launcher may set the environment after a fork.
     """
     distributed = sys.modules.get("torch.distributed")
-    # `torch.multiprocessing.spawn` sets no variable, so the process group comes first.
+    # `torch.multiprocessing.spawn` sets no variables, so ask the process group first.
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def put_nan(torch: Any, batch: Any) -> Any:
-    """Return a copy of a batch whose first floating-point number is NaN; None if it has none.
+    """Return a copy of a batch whose first floating-point number is NaN.
+
+    Return None if the batch has no floating-point number.
 
     Args:
-        torch: The module.
-        batch: A tensor, or nested mappings, lists, tuples and named tuples of them.
+        torch: The torch module.
+        batch: A tensor, or nested mappings, lists, tuples and named tuples of tensors.
     """
     if isinstance(batch, torch.Tensor):
         if not batch.is_floating_point() or not batch.numel():
@@ -274,7 +280,7 @@ def put_nan(torch: Any, batch: Any) -> Any:
 def _with_item(batch: Any, key: Any, value: Any) -> Any:
     """Return a copy of a mapping or sequence in which one item is replaced."""
     if not isinstance(batch, (list, tuple)):
-        # A copy keeps the class, such as the BatchEncoding of transformers.
+        # Copying preserves the class, such as Hugging Face's BatchEncoding.
         copy = batch.copy()
         copy[key] = value
         return copy

@@ -1,7 +1,7 @@
-"""The plan of one attempt: which fault its processes meet, and when.
+"""The plan of one attempt: which fault to inject into its processes, and when.
 
-`fault_plans` makes it, `trials` writes it into the trace folder of the attempt, and `injector`
-reads it in every Python process of the command.
+`fault_plans` creates the plan, `trials` writes it into the trace folder of the attempt, and
+`injector` reads it in every Python process of the command.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-# Files in the trace folder of an attempt.
+# Files in the trace folder of an attempt:
 # The plan.
 PLAN_FILE = "plan.json"
 # The PID of the command.
 COMMAND_FILE = "command.pid"
-# The PID of the process with the fault. The file is created when the fault is injected.
+# The PID of the process into which the fault was injected. The file is created at that moment.
 MET_FILE = "met"
 
 
 class Moment(StrEnum):
-    """When a fault happens; each moment is counted (see `Injection.count`)."""
+    """A kind of moment at which a fault can happen; `Injection.count` says which occurrence."""
 
     BACKWARD = "backward"
     BEFORE_STEP = "before"
@@ -35,7 +35,7 @@ class Moment(StrEnum):
 
 
 class Action(StrEnum):
-    """What the injector does at the planned moment. `Injector` says how."""
+    """What the injector does at the planned moment; `Injector` implements these actions."""
 
     SIGKILL = "SIGKILL"
     SIGSTOP = "SIGSTOP"
@@ -52,22 +52,22 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injection:
-    """What happens to the processes of one attempt; by default nothing.
+    """What to inject into the processes of one attempt; by default nothing.
 
     Args:
-        action: What the injector does; None if nothing happens at a particular moment.
-        moment: When it happens.
-        count: Number of steps that the process has made by then, or number of the save or
-            evaluation.
-        rank: The rank on which it happens.
-        later_seconds: Seconds from the fault to its end: a stopped process is resumed, and a
+        action: What to do at the planned moment; None for nothing.
+        moment: The kind of moment at which to act.
+        count: Number of steps that the process has made at that moment. For a save or an
+            evaluation, the number of this save or evaluation.
+        rank: The rank on which to act.
+        later_seconds: Seconds after which the fault ends: a stopped process is continued, or a
             command that was asked to exit is killed.
-        size_bytes: Size past which no file may grow.
-        errno: Error with which writes or reads fail; None if none fails.
+        size_bytes: Size beyond which no file can grow; None for no limit.
+        errno: Error number with which writes or reads fail; None if they do not fail.
         refuse_once: Whether only the first such write or read fails.
-        unreadable_file: File whose reads fail.
-        clock_shift_seconds: Shift of the clock in every process, from its start.
-        reseeded: Name of a random generator that is set to another state after the first step.
+        unreadable_file: File whose reads fail, or None.
+        clock_shift_seconds: Shift of the clock in every process of the attempt.
+        reseeded: Name of a random generator to reseed after the first step, or None.
     """
 
     action: Action | None = None
@@ -85,12 +85,12 @@ class Injection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptPlan:
-    """Everything that the processes of one attempt need to know.
+    """The information that the observer needs in each process of an attempt.
 
     Args:
-        injection: The fault.
-        trial_began: Unix time at which the trial began: newer files were written by the script.
-        writable_folders: Folders in which the script may write.
+        injection: What to inject.
+        trial_began: Unix time at which the trial began. Newer files were written by the script.
+        writable_folders: Folders that the script may write to.
     """
 
     injection: Injection

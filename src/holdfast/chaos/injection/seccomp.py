@@ -1,12 +1,13 @@
 """Simulate a full or failing disk by refusing system calls of the training processes.
 
-With a seccomp filter, a process makes the kernel suspend each of its writes (or reads) until
-another process has decided about it (`ask_before`). That other process is the campaign, whose
-`Refuser` inspects the file and lets the call fail or continue.
+A training process calls `ask_before` to set a seccomp filter. From then on, the kernel suspends
+each of its writes (or reads) until the campaign has decided about the call. The campaign's
+`Refuser` inspects the file, and then lets the call fail or continue.
 
-The filter needs Linux 5.7 and no privileges. It sees only numbers and addresses, not paths or file
-sizes, so `Refuser` looks them up. Constants are those of ``linux/seccomp.h``, ``linux/audit.h``,
-``linux/filter.h`` and ``linux/prctl.h``; numbers of system calls are those of ``asm/unistd.h``.
+The filter needs Linux 5.7 and no privileges. A filter sees only numbers and addresses, but no paths
+and no file sizes, so `Refuser` looks these up. The constants are from ``linux/seccomp.h``,
+``linux/audit.h``, ``linux/filter.h`` and ``linux/prctl.h``, and the numbers of system calls are
+from ``asm/unistd.h``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from holdfast.chaos.injection.plan import AttemptPlan
 
 
 class Calls(StrEnum):
-    """The system calls that the kernel suspends until they are decided."""
+    """The kinds of system calls that the kernel can suspend until the campaign has decided."""
 
     READ = "read"
     WRITE = "write"
@@ -40,13 +41,14 @@ class Calls(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Numbers of one processor architecture.
+    """The numbers of system calls on one processor architecture.
 
     Args:
-        audit_architecture: ``AUDIT_ARCH_...``, by which a filter knows the architecture.
+        audit_architecture: The constant ``AUDIT_ARCH_...``, by which a filter recognizes the
+            architecture.
         seccomp: Number of the system call ``seccomp``.
-        writes: Numbers of the calls that write or make a file longer.
-        reads: Numbers of the calls that read.
+        writes: Numbers of the system calls that write to a file or extend it.
+        reads: Numbers of the system calls that read.
     """
 
     audit_architecture: int
@@ -71,16 +73,17 @@ ARCHITECTURES = {
         reads=(63, 67, 65, 69, 286),
     ),
 }
-# Calls whose file is not their first argument but their third (copy_file_range).
+# Numbers of copy_file_range, whose third argument is the file to write to. The other calls take the
+# file as their first argument.
 COPY_FILE_RANGE = (326, 285)
-# Calls whose second argument is the new size of the file (ftruncate).
+# Numbers of ftruncate, whose second argument is the new size of the file.
 FTRUNCATE = (77, 46)
 
 PR_SET_NO_NEW_PRIVS = 38
 SECCOMP_SET_MODE_FILTER = 1
-# TSYNC: the filter holds for all threads. SPEC_ALLOW: no thread is slowed down by mitigations.
-# NEW_LISTENER: return a descriptor for the questions. TSYNC_ESRCH: report a thread that cannot be
-# included as an error.
+# TSYNC: the filter applies to all threads. SPEC_ALLOW: do not slow down threads with mitigations
+# against speculative execution. NEW_LISTENER: return a descriptor that receives the suspended
+# calls. TSYNC_ESRCH: fail with ESRCH if the filter cannot be applied to some thread.
 SECCOMP_FILTER_FLAGS = 1 | 4 | 8 | 16
 SECCOMP_RET_ALLOW = 0x7FFF0000
 SECCOMP_RET_USER_NOTIF = 0x7FC00000
@@ -92,11 +95,11 @@ NOTIFICATION = struct.Struct("QIIiIQ6Q")
 # struct seccomp_notif_resp: id, return value, error, flags.
 RESPONSE = struct.Struct("QqiI")
 
-# Codes of the instructions of a filter.
+# Codes of the filter's instructions.
 LOAD_WORD = 0x20
 JUMP_IF_EQUAL = 0x15
 RETURN = 0x06
-# Offsets into struct seccomp_data, which a filter inspects.
+# Offsets of fields in struct seccomp_data, the input of a filter.
 CALL_OFFSET = 0
 ARCHITECTURE_OFFSET = 4
 
@@ -108,7 +111,7 @@ POLL_MILLISECONDS = 50
 def _socket_address(folder: Path) -> Iterator[str]:
     """Provide a short address for the socket in a folder.
 
-    A socket address has at most 107 bytes, which the folder's path may exceed.
+    A socket address has at most 107 bytes, but the folder's path may be longer.
     """
     descriptor = os.open(folder, os.O_PATH)
     try:
@@ -120,18 +123,18 @@ def _socket_address(folder: Path) -> Iterator[str]:
 def ask_before(calls: Calls, folder: Path) -> None:
     """Make the kernel ask a `Refuser` before each write or read of this process.
 
-    This holds for all its threads and future children, and cannot be undone.
+    The filter applies to all threads and future children of the process, and cannot be removed.
 
     Args:
-        calls: The system calls that ask.
-        folder: The trace folder of the attempt, to whose `Refuser` the questions go.
+        calls: The kind of system calls to ask about.
+        folder: The trace folder of the attempt, where the `Refuser` listens.
 
     Raises:
-        OSError: If no filter can be set, or another one with a listener exists already.
+        OSError: If no filter can be set, or if the process already has a filter with a listener.
     """
     architecture = ARCHITECTURES.get(platform.machine())
     if architecture is None:
-        raise OSError(errno.ENOSYS, f"not known on {platform.machine()}")
+        raise OSError(errno.ENOSYS, f"not supported on {platform.machine()}")
     numbers = architecture.writes if calls == Calls.WRITE else architecture.reads
     with socket.socket(socket.AF_UNIX) as connection, _socket_address(folder) as address:
         connection.connect(address)
@@ -143,9 +146,9 @@ def ask_before(calls: Calls, folder: Path) -> None:
 def _filter_program(
     architecture: Architecture, numbers: tuple[int, ...]
 ) -> list[tuple[int, int, int, int]]:
-    """Return a filter that asks before some system calls and allows all others.
+    """Return the instructions of a filter that asks before some system calls and allows all others.
 
-    An instruction is (code, instructions to skip if true, if false, operand).
+    An instruction is (code, number of instructions to skip if true, the same if false, operand).
     """
     instructions = [
         (LOAD_WORD, 0, 0, ARCHITECTURE_OFFSET),
@@ -154,7 +157,7 @@ def _filter_program(
         (LOAD_WORD, 0, 0, CALL_OFFSET),
     ]
     for index, number in enumerate(numbers):
-        # The last instruction follows the remaining comparisons and the RETURN after them.
+        # Skip the remaining comparisons and the RETURN after them, to reach the last instruction.
         instructions_to_ask = len(numbers) - index
         instructions.append((JUMP_IF_EQUAL, instructions_to_ask, 0, number))
     instructions.append((RETURN, 0, 0, SECCOMP_RET_ALLOW))
@@ -163,10 +166,10 @@ def _filter_program(
 
 
 def _set_filter(architecture: Architecture, instructions: list[tuple[int, int, int, int]]) -> int:
-    """Set a filter for this process and return its listener, which receives the suspended calls."""
+    """Set a filter for this process and return the descriptor that receives suspended calls."""
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in instructions)
     code_buffer = ctypes.create_string_buffer(code)
-    # struct sock_fprog: number of instructions, their address.
+    # struct sock_fprog: number of instructions, address of the first one.
     program = struct.pack("HP", len(instructions), ctypes.addressof(code_buffer))
     program_buffer = ctypes.create_string_buffer(program)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -189,14 +192,16 @@ def _set_filter(architecture: Architecture, instructions: list[tuple[int, int, i
 
 
 class Refuser:
-    """Decides about the suspended system calls of an attempt, and counts those that it refuses.
+    """Decides whether suspended system calls of an attempt fail, and counts the refused calls.
 
-    It runs in a thread of the campaign.
+    A `Refuser` runs in a thread of the campaign.
 
     Args:
-        folder: The trace folder of the attempt, in which processes find it.
-        plan: Its injection has an `errno`, and either an `unreadable_file`, whose reads fail, or a
-            `size_bytes`, beyond which files in the workplace cannot grow.
+        folder: The trace folder of the attempt, in which to create the socket that processes
+            connect to.
+        plan: The plan of the attempt. The plan's injection has an `errno`, and either an
+            `unreadable_file`, whose reads fail, or `size_bytes`, beyond which files in the
+            workplace cannot grow.
     """
 
     def __init__(self, folder: Path, plan: AttemptPlan) -> None:
@@ -214,7 +219,7 @@ class Refuser:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering; call it when all processes have ended."""
+        """Stop answering. Call this only when all processes have ended."""
         self._closing.set()
         self._thread.join()
 
@@ -226,7 +231,7 @@ class Refuser:
         listeners: list[int] = []
         while not self._closing.is_set():
             for descriptor, event in poll.poll(POLL_MILLISECONDS):
-                # A process that asked may have been interrupted by a signal, or killed.
+                # The process that made the call may have been interrupted by a signal, or killed.
                 with suppress(OSError):
                     if descriptor == server:
                         new_listeners = self._accept()
@@ -243,14 +248,14 @@ class Refuser:
             os.close(listener)
 
     def _accept(self) -> list[int]:
-        """Return the listener of a process that has set a filter; none if it could not set one."""
+        """Return the listener of a newly connected process; empty if the process set no filter."""
         connection, _ = self._server.accept()
         with connection:
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
         return list(descriptors)
 
     def _answer(self, listener: int) -> None:
-        """Receive one suspended call and decide about it."""
+        """Receive one suspended call, and let it fail or continue."""
         buffer = bytearray(NOTIFICATION.size)
         fcntl.ioctl(listener, SECCOMP_IOCTL_NOTIF_RECV, buffer)
         identity, process, _, call, _, _, *arguments = NOTIFICATION.unpack(buffer)
@@ -267,12 +272,12 @@ class Refuser:
         fcntl.ioctl(listener, SECCOMP_IOCTL_NOTIF_SEND, RESPONSE.pack(identity, 0, error, flags))
 
     def _should_refuse(self, process: int, call: int, arguments: list[int]) -> bool:
-        """Return whether a call must fail.
+        """Return whether a system call must fail.
 
         Args:
-            process: PID of the process that makes it.
+            process: PID of the process that makes the call.
             call: Number of the call.
-            arguments: Its six arguments.
+            arguments: The six arguments of the call.
         """
         if self._injection.refuse_once and self.refused_calls:
             return False
@@ -286,13 +291,13 @@ class Refuser:
             return False
         if not any(path.is_relative_to(folder) for folder in self._writable_folders):
             return False
-        # The last byte that `ftruncate` would add; a write begins at the end of the file.
+        # `ftruncate` writes up to its new size. A write is assumed to start at the end of the file.
         position = arguments[1] - 1 if call in FTRUNCATE else status.st_size
         assert self._injection.size_bytes is not None
         if position < self._injection.size_bytes:
             return False
         if self._injection.refuse_once:
-            # The limit set by `Injector` would cut the writes that follow.
+            # The limit that `Injector` has set would also cut short the writes that follow.
             _, hard_limit = resource.prlimit(process, resource.RLIMIT_FSIZE)
             resource.prlimit(process, resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
         return True

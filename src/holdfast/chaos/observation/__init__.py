@@ -1,7 +1,7 @@
 """Observe a training run from inside each Python process of its command.
 
-The entry point is `observer.start`. `torch_observer` hooks into torch and `file_audit` into files;
-`step_recorder`, `trained_models` and `digests` turn their observations into digests; `trace_writer`
-writes them down, and `shield` keeps all of this from disturbing the script. Torch is not imported
-here: the script imports its own.
+The entry point is `observer.start`. `torch_observer` observes the training loop, and `file_audit`
+observes files. `step_recorder`, `trained_models` and `digests` compute digests of what happens, and
+`trace_writer` writes them to the trace. `shield` keeps our code from disturbing the script. Nothing
+here imports torch; the script imports it.
 """

@@ -1,8 +1,9 @@
 """Digests of a training run's state and data, to compare two runs bit for bit.
 
-A digest has 16 hexadecimal digits. It covers every bit of a small tensor and sums over all bits of
-a large one. Making one draws no random number and leaves no trace in autograd. Torch is passed in,
-since the observed process imports it itself.
+A digest has 16 hexadecimal digits. It is computed from every bit of a small tensor, and from sums
+over all bits of a large tensor. Computing a digest draws no random numbers and adds nothing to the
+autograd graph. This module does not import torch: callers pass the module that the observed script
+has imported.
 """
 
 from __future__ import annotations
@@ -15,37 +16,38 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-# Up to this size every byte of a tensor is hashed; that takes about as long as one kernel launch.
+# Every byte of a tensor up to this size is hashed, which takes about as long as a kernel launch.
 SMALL_TENSOR_BYTES = 1 << 15
-# Number of sums over a large tensor: more than one, so that swapping two parts changes the digest.
+# How many sums represent a large tensor. With more than one sum, swapping two parts of the tensor
+# changes the digest.
 SUMS_PER_TENSOR = 64
 # Limits for nested values and for objects that refer to each other.
 MAX_DEPTH = 12
 MAX_OBJECTS = 1000
-# Depth to which the entries of a checkpoint are listed separately.
+# Depth to which a checkpoint's entries are listed separately.
 MAX_ENTRY_DEPTH = 4
-# A longer text in a checkpoint is truncated to this length, followed by its digest.
+# Longer text in a checkpoint is cut to this length, followed by its digest.
 MAX_TEXT_CHARACTERS = 60
-# Words in the name of an entry that holds the state of a random generator.
+# Words in the names of entries that contain the state of a random generator.
 RANDOM_WORDS = ("rng", "random", "generator")
-# An arbitrary seed that no script uses.
+# An arbitrary seed that scripts are unlikely to use.
 OTHER_SEED = 20_261
 
 _PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
 class DigestMaker:
-    """Makes digests.
+    """Computes digests of tensors, optimizers, random states and checkpoints.
 
     Args:
-        torch: The module, as the script has imported it.
+        torch: The torch module of the script.
     """
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
 
     def tensors(self, named_tensors: Iterable[tuple[str, Any]]) -> str:
-        """Return the digest of tensors and their names, in the order of the names."""
+        """Return one digest of several tensors and their names, which are sorted first."""
         digest = _new_digest()
         for name, tensor in sorted(named_tensors, key=lambda pair: pair[0]):
             digest.update(name.encode())
@@ -55,14 +57,14 @@ class DigestMaker:
     def tree(self, value: Any) -> str:
         """Return the digest of nested containers of tensors, arrays, numbers and strings.
 
-        A batch is such a value, and so is a checkpoint.
+        Examples are a batch and a checkpoint.
         """
         digest = _new_digest()
         self._add_value(digest, value, depth=0)
         return digest.hexdigest()
 
     def optimizer(self, optimizer: Any) -> dict[str, str]:
-        """Return the digests of an optimizer's state and of its parameters, by these two names."""
+        """Return digests of an optimizer's state (``"optimizer"``) and of its ``"parameters"``."""
         parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"]
         ]
@@ -70,7 +72,10 @@ class DigestMaker:
         return {"optimizer": self.tree(states), "parameters": self.tree(parameters)}
 
     def random_states(self) -> dict[str, str]:
-        """Return the digest of each random generator's state: torch, python, numpy and cuda."""
+        """Return the digest of each random generator's state: torch, python, numpy and cuda.
+
+        numpy and cuda are included only if the script uses them.
+        """
         torch = self._torch
         numpy = sys.modules.get("numpy")
         python_state = hash(random.getstate()[1]) & ((1 << 64) - 1)
@@ -85,9 +90,9 @@ class DigestMaker:
     def entries(self, checkpoint: Any) -> dict[str, str]:
         """Return the entries of a checkpoint by path, such as ``"model.layer"``.
 
-        Tensors and other large values become digests, short values stay readable, and text is in
-        quotes. States of random generators are left out: they may differ harmlessly, and `campaign`
-        tests separately whether they matter.
+        Tensors and other large values become digests, short values remain readable, and text is in
+        quotes. Random states are excluded, because many differences in them are harmless;
+        `campaign` tests separately whether they matter.
         """
         entries: dict[str, str] = {}
         self._add_entries(entries, "", checkpoint, depth=0)
@@ -125,7 +130,7 @@ class DigestMaker:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         torch = self._torch
         try:
-            # Without the hooks of tensor subclasses and autograd.
+            # Avoid the hooks of tensor subclasses and of autograd.
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 local_tensor = getattr(tensor, "_local_tensor", tensor)
                 digest.update(self._tensor_content(local_tensor.detach()))
@@ -153,13 +158,13 @@ class DigestMaker:
     # --- entries of a checkpoint ----------------------------------------------------------------
 
     def _add_entries(self, entries: dict[str, str], path: str, value: Any, *, depth: int) -> None:
-        """Add a value of a checkpoint to `entries`, or each of its fields separately.
+        """Add a checkpoint's value to `entries`, as one entry or with one entry for each field.
 
         Args:
             entries: The entries so far, by path.
-            path: The path of the value within the checkpoint, empty for the checkpoint itself.
-            value: The value.
-            depth: How many fields the path consists of.
+            path: The path of the value within the checkpoint; empty for the checkpoint itself.
+            value: The value to add.
+            depth: Number of fields in the path.
         """
         if self._is_random_state(path.lower(), value):
             return
@@ -176,7 +181,7 @@ class DigestMaker:
             self._add_entries(entries, field_path, field, depth=depth + 1)
 
     def _are_tensors(self, fields: Mapping[str, Any]) -> bool:
-        """Return whether all fields are tensors: the state dict of a model is one entry."""
+        """Return whether all fields are tensors, as in a model's state dict."""
         return all(isinstance(field, self._torch.Tensor) for field in fields.values())
 
     def _describe(self, value: Any) -> str:
@@ -187,10 +192,11 @@ class DigestMaker:
         return self.tree(value)
 
     def _is_random_state(self, path: str, value: Any) -> bool:
-        """Return whether an entry is the state of a random generator, by its name.
+        """Return whether an entry is the state of a random generator, judging by its name.
 
-        An entry with floating-point numbers is a model instead, such as the generator of a GAN.
-        For a plain value the name is no evidence; a count may be called ``"random_crops"``.
+        An entry with floating-point tensors is a model, such as the generator of a GAN. The last
+        name in the path of a plain value is ignored, because a count, for example, may be called
+        ``"random_crops"``.
         """
         name = path.rpartition(".")[0] if isinstance(value, _PLAIN_TYPES) else path
         if not any(word in name for word in RANDOM_WORDS):
@@ -203,8 +209,8 @@ def find_tensors(torch: Any, value: Any) -> list[Any]:
     """Return the tensors in a value, such as the output of a model.
 
     Args:
-        torch: The module.
-        value: Any object; mappings, lists, tuples and attributes are followed.
+        torch: The torch module.
+        value: Any object. Mappings, lists, tuples and attributes are searched.
     """
     tensors = []
     pending = [value]
@@ -226,7 +232,7 @@ def find_tensors(torch: Any, value: Any) -> list[Any]:
 
 
 def reseed(torch: Any, name: str) -> None:
-    """Reseed one of the random generators named by `DigestMaker.random_states`."""
+    """Reseed the random generator `name`, which is a key of `DigestMaker.random_states`."""
     if name == "python":
         random.seed(OTHER_SEED)
     elif name == "numpy":
@@ -242,10 +248,10 @@ def _new_digest() -> hashlib.blake2b:
 
 
 def _named_fields(value: Any) -> Mapping[str, Any] | None:
-    """Return the fields of a namespace or a mapping with string keys, None for other values."""
+    """Return the fields of a namespace or of a mapping with string keys; None for other values."""
     if isinstance(value, Namespace):
-        # Numbers among command-line options, such as the first epoch, are not state. As text they
-        # count as harmless.
+        # Numbers among command-line options, such as the first epoch, are not state. Convert them
+        # to text, because differences in text count as harmless.
         return {
             name: str(field) if isinstance(field, (int, float)) else field
             for name, field in vars(value).items()

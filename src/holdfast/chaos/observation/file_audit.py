@@ -1,4 +1,4 @@
-"""Watch which files a process reads and writes, through Python's audit events."""
+"""Record which files a process reads and writes, through Python's audit events."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from holdfast.chaos.observation.trace_writer import TraceWriter
 
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR
 
-# Audit events that change something in a folder, and the positions of the changed paths among their
-# arguments. The last argument is the descriptor of the folder that the path is relative to, if any.
+# Audit events of functions that change a folder, with the positions of the changed paths among the
+# event's arguments. The event's last argument is a descriptor of the folder to which the path is
+# relative, or one of `NO_FOLDER_DESCRIPTOR`.
 PATHS_CHANGED = {
     "os.remove": (0,),
     "os.rename": (0, 1),
@@ -27,20 +28,20 @@ NO_FOLDER_DESCRIPTOR = (-1, None)
 
 
 class FileAudit:
-    """Records which files of this process matter to a trial.
+    """Records accesses to files that matter to a trial.
+
+    The audit writes records of these kinds to the trace, once for each path:
 
     - ``outside``: a path outside of the workplace was written.
-    - ``read``: before the first step, a file was read that the script itself had written in this
-      trial, such as a checkpoint to resume from.
-    - ``moved``: a file that was just saved was renamed.
-
-    Each path is recorded once.
+    - ``read``: before its first step, the script read a file that was written in this trial, such
+      as a checkpoint to resume from.
+    - ``moved``: a saved checkpoint was renamed.
 
     Args:
-        writable_folders: Folders in which the script may write.
-        trial_began: Unix time; newer files were written in this trial.
+        writable_folders: Folders that the script may write to.
+        trial_began: Unix time at which the trial began. Newer files were written in this trial.
         trace: The trace of this process.
-        shield: Runs our code.
+        shield: Runs our code without disturbing the script.
     """
 
     def __init__(
@@ -57,19 +58,19 @@ class FileAudit:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all paths, in a process that was just forked."""
+        """Forget all paths. Called in a process that was just forked."""
         self._written: set[str] = set()
         self._read: set[str] = set()
         self._saved: set[str] = set()
 
     def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Handle an audit event. Called for every event of this process."""
+        """Handle an audit event. Python calls this for every audit event of this process."""
         if event == "open":
             self._on_open(*arguments)
         elif event == "os.truncate":
             self._on_change(arguments[0])
         elif event in PATHS_CHANGED and arguments[-1] in NO_FOLDER_DESCRIPTOR:
-            # With a descriptor, the path was seen when the folder was opened.
+            # If there is a descriptor, the path was recorded when that folder was opened.
             if event == "os.mkdir" and os.path.isdir(arguments[0]):  # noqa: PTH112 - or bytes
                 return
             for position in PATHS_CHANGED[event]:
@@ -78,7 +79,7 @@ class FileAudit:
                 self._on_rename(arguments[0], arguments[1])
 
     def note_save(self, path: str) -> None:
-        """Note a checkpoint at a path, whatever wrote it."""
+        """Record that a checkpoint was saved at a path, even if no audit event showed it."""
         self._saved.add(path)
         self._note_write(path)
 

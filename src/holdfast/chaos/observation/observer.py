@@ -1,9 +1,9 @@
 """Observe each Python process of a tested command.
 
-`start` is called by ``injected/sitecustomize.py`` of ``supervise`` when a process starts, before
-its script runs. The observer writes a trace of what the process does, and has the fault injected at
-its moment. Files are observed through audit events (`file_audit`), the training loop through hooks
-in torch (`torch_observer`).
+``injected/sitecustomize.py`` of ``supervise`` calls `start` when a process starts, before its
+script runs. The observer writes a trace of what the process does, and calls the injector at the
+moments at which a fault can be planned. It observes files through audit events (`file_audit`), and
+the training loop through hooks in torch (`torch_observer`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _observer: TrainingObserver | None = None
 
 
 def start(run: str) -> None:
-    """Begin to observe this process, once.
+    """Start observing this process. Only the first call has an effect.
 
     Args:
         run: The trace folder of the attempt.
@@ -35,7 +35,7 @@ def start(run: str) -> None:
 
 
 class TrainingObserver:
-    """Observes this process and those that are forked from it.
+    """Observes this process and the processes that are forked from it.
 
     Args:
         folder: The trace folder of the attempt.
@@ -69,7 +69,7 @@ class TrainingObserver:
         self._torch_observer.install()
 
     def _restart(self) -> None:
-        """Begin a separate trace in a process that was just forked."""
+        """Start a separate trace in a process that was just forked."""
         self._trace.restart()
         self._files.restart()
         if self._torch_observer is not None:

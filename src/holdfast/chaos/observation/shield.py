@@ -24,9 +24,9 @@ HANDLED_SIGNALS: tuple[int, ...] = (
 
 
 class ScriptShield:
-    """Runs our own code within the script so that the script does not notice it.
+    """Runs our own code in the script's process without disturbing the script.
 
-    Our own errors are written to a file, and the script's signal handlers are deferred.
+    Errors in our code are written to a file, and the script's signal handlers are postponed.
 
     Args:
         folder: The trace folder of the attempt.
@@ -37,11 +37,11 @@ class ScriptShield:
         self._torch: Any = None
 
     def torch_imported(self, torch: Any) -> None:
-        """Note that torch was imported: from now on, none of our code runs while it compiles."""
+        """Store the torch module. From now on, our code does not run while torch compiles."""
         self._torch = torch
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call one of our functions and return its result, None if it fails."""
+        """Call one of our functions and return its result, or None if it fails."""
         if self._torch is not None and self._torch.compiler.is_dynamo_compiling():
             return None
         with signal_handlers_postponed():
@@ -52,18 +52,18 @@ class ScriptShield:
                 return None
 
     def note_error(self, error: BaseException) -> None:
-        """Write one of our own errors to a file that the campaign reports."""
+        """Write an error in our own code to a file, which the campaign reads and reports."""
         with suppress(OSError), (self._folder / "failed.txt").open("a") as file:
             file.writelines(traceback.format_exception(error))
 
 
 @contextmanager
 def signal_handlers_postponed() -> Iterator[None]:
-    """Call the script's signal handlers only after the context.
+    """Postpone the script's signal handlers until the end of the context.
 
-    A handler may raise an exception, as torch's does when a loader worker has died. That exception
-    is meant for the script; if it were raised within our code, a step would be missing in the
-    trace.
+    A handler may raise an exception, as torch's handler does when a loader worker has died. That
+    exception is meant for the script. If it were raised in our code, a step would be missing from
+    the trace.
     """
     received: list[tuple[int, FrameType | None]] = []
     handlers: dict[int, Any] = {}
@@ -71,7 +71,7 @@ def signal_handlers_postponed() -> Iterator[None]:
     def postpone(number: int, frame: FrameType | None) -> None:
         received.append((number, frame))
 
-    # Only the main thread can set handlers, and only there are they called.
+    # Python sets and calls signal handlers only in the main thread.
     if threading.current_thread() is threading.main_thread():
         for number in HANDLED_SIGNALS:
             handler = signal.getsignal(number)

@@ -1,8 +1,9 @@
 """Record the parts of one optimizer step: model calls, batches, random states, losses.
 
-A script may call its models for reasons other than a step: to act in an environment, to evaluate,
-or in a forward pass whose backward failed. Therefore each call leaves its number on the autograd
-nodes of its output, and backward finds the numbers of the calls that contributed to a loss.
+Not every model call belongs to a step: a script may also call a model to act in an environment, to
+evaluate, or in a forward pass whose backward pass then fails. Therefore the number of each call is
+stored on the autograd nodes of the model's output. A backward pass then finds the calls that
+contributed to its loss.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from holdfast.chaos.observation.digests import DigestMaker, find_tensors
 
-# Key under which the number of a model call is kept in the metadata of an autograd node.
+# Key of a model call's number in the metadata of an autograd node.
 CALL_KEY = "call seen by holdfast chaos"
 
 
@@ -21,9 +22,9 @@ class ModelCall:
     """The inputs and random states of a model call.
 
     Args:
-        batch: Digest of the last batch that the loader returned before it.
+        batch: Digest of the last batch that the loader returned before the call.
         inputs: Digest of the inputs; None if the call itself was not observed.
-        random: Digests of the random states before it.
+        random: Digests of the random states before the call.
     """
 
     batch: str | None
@@ -37,7 +38,7 @@ class BackwardPass:
 
     Args:
         calls: Numbers of the model calls that contributed to its loss.
-        loss: The loss as text, so that no digit is lost; None if it is not one number.
+        loss: The loss as a string, so that no digit is lost; None if it is not a single number.
     """
 
     calls: set[int]
@@ -48,8 +49,8 @@ class StepRecorder:
     """Collects the parts of the current step.
 
     Args:
-        torch: The module, as the script has imported it.
-        digests: Makes digests.
+        torch: The torch module of the script.
+        digests: Computes digests.
     """
 
     def __init__(self, torch: Any, digests: DigestMaker) -> None:
@@ -58,16 +59,16 @@ class StepRecorder:
         self.restart()
 
     def restart(self) -> None:
-        """Forget everything, in a process that was just forked."""
-        # Number of calls of training models in this process.
+        """Forget everything. Called in a process that was just forked."""
+        # How many times models were called for training in this process.
         self._calls_made = 0
-        # Number of the call that each module computes at present, by the module's identity.
+        # Number of the call that each module is currently computing, by the module's identity.
         self._open_calls: dict[int, int] = {}
         self._last_batch: str | None = None
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Begin to collect for the next step."""
+        """Start collecting the parts of the next step."""
         # All model calls since the last step, by their numbers.
         self._calls: dict[int, ModelCall] = {}
         # Numbers of the calls that contributed to a loss.
@@ -77,11 +78,11 @@ class StepRecorder:
         self.has_backward = False
 
     def note_batch(self, batch: Any) -> None:
-        """Record a batch returned by a loader."""
+        """Record a batch that a loader has returned."""
         self._last_batch = self._digests.tree(batch)
 
     def begin_call(self, module: Any, inputs: Any) -> None:
-        """Record a model call."""
+        """Record the inputs of a model call that begins, and the random states before it."""
         self._calls_made += 1
         self._open_calls[id(module)] = self._calls_made
         self._calls[self._calls_made] = ModelCall(
@@ -91,7 +92,7 @@ class StepRecorder:
         )
 
     def end_call(self, module: Any, output: Any) -> None:
-        """Mark the output of a model with the number of the call that computed it."""
+        """Store the number of a model call on the autograd nodes of its output."""
         call = self._open_calls.pop(id(module), None)
         if call is None:
             return
@@ -100,19 +101,20 @@ class StepRecorder:
         for node in nodes:
             node.metadata[CALL_KEY] = call
         if not nodes:
-            # It cannot be seen where its output ends up, so it counts as a contribution.
+            # Without autograd nodes, the output cannot be traced to a loss. Assume that the call
+            # contributes.
             self._contributing.add(call)
 
     def begin_backward(self, roots: list[Any]) -> BackwardPass:
-        """Record a backward pass, to be counted by `end_backward` if it succeeds.
+        """Describe a backward pass, for `end_backward` to count if the pass succeeds.
 
         Args:
-            roots: The tensors that backward starts from.
+            roots: The tensors from which the backward pass starts.
         """
         self.has_backward = True
         if not self._calls:
-            # No call was observed, for example in a script without a module: the loss is the only
-            # part.
+            # No model call was observed, for example because the script has no module. The loss
+            # itself then counts as the only part.
             self._calls_made += 1
             self._calls[self._calls_made] = ModelCall(
                 batch=self._last_batch, inputs=None, random=self._digests.random_states()
@@ -123,7 +125,7 @@ class StepRecorder:
         return BackwardPass(calls=self._find_calls(roots), loss=loss)
 
     def end_backward(self, backward: BackwardPass) -> None:
-        """Count a backward pass that has succeeded; the script may repeat one that failed."""
+        """Count a backward pass that has succeeded. A failed one may be repeated by the script."""
         self._contributing |= backward.calls
         if backward.loss is not None:
             self._losses.append(backward.loss)
@@ -135,7 +137,7 @@ class StepRecorder:
         """
         calls = list(self._calls.values())
         parts = [call for number, call in self._calls.items() if number in self._contributing]
-        # If no call was found in the graph of a loss, all calls count.
+        # If no call was found in the graph of any loss, all calls count as parts.
         parts = parts or calls
         return {
             "parts": len(parts),
@@ -147,7 +149,7 @@ class StepRecorder:
         }
 
     def _find_calls(self, roots: list[Any]) -> set[int]:
-        """Return the numbers of the calls whose outputs are in the graph of some tensors."""
+        """Return the numbers of the model calls whose outputs are in the graph behind `roots`."""
         calls: set[int] = set()
         pending = {getattr(root, "grad_fn", None) for root in roots} - {None}
         visited = set(pending)

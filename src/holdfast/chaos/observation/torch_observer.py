@@ -1,7 +1,8 @@
-"""Observe a training run through hooks in torch, without a change to its script.
+"""Observe a training run through hooks in torch, without any change to the script.
 
-The hooks record steps, saves and evaluations in the trace, and tell the injector that its moment
-may have come. Torch is never imported here, only waited for.
+The hooks record steps, saves and evaluations in the trace, and call the injector at each moment at
+which a fault can be planned. This module never imports torch: the hooks are installed when the
+script imports it.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from holdfast.chaos.trace import ModelState
 from holdfast.core.importing import ImportWatch
 from holdfast.core.vector_functions import settle_vector_functions
 
-# Modules and their functions that save a checkpoint.
+# Functions that save a checkpoint, by module.
 SAVERS = {
     "torch.serialization": "save",
     "safetensors.torch": "save_file",
     "torch.distributed.checkpoint.state_dict_saver": "save",
     "holdfast.checkpoint.saver": "write",
 }
-# Settings of a parameter group that are compared.
+# The settings of a parameter group that are compared.
 COMPARED_SETTINGS = ("lr", "momentum", "betas", "weight_decay")
 
-# The observer of this process. The hooks of models are functions of this module, so that a model
-# can still be copied and pickled.
+# The observer of this process. The hooks of models are functions of this module, rather than
+# methods of the observer, so that a model can still be copied and pickled.
 _observer: TorchObserver | None = None
 
 
@@ -58,7 +59,7 @@ def _after_forward(module: Any, _args: Any, output: Any) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class PendingStep:
-    """Recorded at the beginning of a step; see `trace.RecordedStep` for the fields."""
+    """The facts recorded at the beginning of a step; `trace.RecordedStep` documents the fields."""
 
     settings: str
     before: ModelState | None = None
@@ -67,7 +68,7 @@ class PendingStep:
 
 @dataclass(slots=True, kw_only=True)
 class ProcessProgress:
-    """What this process has done so far; a forked process starts with a new one."""
+    """Counters and flags about what this process has done. A forked process gets a new instance."""
 
     saves: int = 0
     evaluations: int = 0
@@ -77,20 +78,20 @@ class ProcessProgress:
     has_saved_since_step: bool = False
     # Loss scale of the gradient scaler at its last step.
     loss_scale: float | None = None
-    # The step that has begun; None if none has, or if it is not to be recorded.
+    # The step that has begun; None if no step has begun, or if it will not be recorded.
     pending_step: PendingStep | None = None
 
 
 class TorchObserver:
-    """Hooks into torch in this process and those that are forked from it.
+    """Observes torch in this process, and in the processes that are forked from it.
 
     Args:
-        torch: The module, as the script has imported it.
+        torch: The torch module of the script.
         trace: The trace of this process.
-        files: Receives the checkpoints that are saved.
+        files: Receives the paths of checkpoints that are saved.
         injector: Injects the fault of this attempt.
-        shield: Runs our code.
-        imports: Reports which modules are imported.
+        shield: Runs our code without disturbing the script.
+        imports: Reports when the script imports a module.
     """
 
     def __init__(
@@ -120,17 +121,17 @@ class TorchObserver:
         _observer = self
 
     def restart(self) -> None:
-        """Start over in a process that was just forked."""
+        """Forget what was observed. Called in a process that was just forked."""
         self._recorder.restart()
         self._models.restart()
         self._progress = ProcessProgress()
 
     def install(self) -> None:
-        """Hook into torch, and into its modules once they are imported."""
-        # With other versions, a difference may come from torch rather than the script.
+        """Install the hooks in torch, and in some modules once they are imported."""
+        # Otherwise MKL might compute slightly different values in one of the runs.
         self._shield.run(settle_vector_functions, self._torch)
         self._imports.when_imported("torch.optim.optimizer", self._hook_optimizers)
-        # By module, the functions to replace, and the methods that replace them.
+        # The functions to replace and the methods that wrap them, by module.
         replacements: dict[str, dict[str, Callable[..., Any]]] = {
             "torch.autograd": {"backward": self._backward, "grad": self._grad},
             "torch.jit": {"script": self._call_without_hooks},
@@ -147,7 +148,7 @@ class TorchObserver:
     # --- installing hooks -----------------------------------------------------------------------
 
     def _replace_functions(self, wrappers: dict[str, Callable[..., Any]], module: Any) -> None:
-        """Replace functions of a module, and methods of its classes, by wrappers."""
+        """Replace functions of a module, and methods of its classes, with wrappers."""
         for path, wrapper in wrappers.items():
             class_name, _, name = path.rpartition(".")
             owner = getattr(module, class_name) if class_name else module
@@ -158,9 +159,9 @@ class TorchObserver:
     def _wrapped(
         self, original: Callable[..., Any], wrapper: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Return a function that calls a wrapper with the original function as first argument.
+        """Return a function that calls `wrapper` with the original function as first argument.
 
-        While torch compiles, the original is called directly.
+        While torch compiles, the original function is called directly.
         """
         is_compiling = self._torch.compiler.is_dynamo_compiling
 
@@ -180,7 +181,7 @@ class TorchObserver:
         module.register_optimizer_step_post_hook(partial(run, self._end_step))
 
     def _hook_model(self, root: Any) -> None:
-        # Our hooks always run before those of the script, so that inputs are recorded as passed.
+        # Our hooks run before the script's hooks, so that they record the inputs as passed.
         before = root.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True)
         after = root.register_forward_hook(_after_forward, prepend=True)
         self._hook_handles[root] = (before, after)
@@ -212,14 +213,14 @@ class TorchObserver:
         return batch
 
     def before_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
-        """Record the inputs of a training model.
+        """Record the inputs of a model that is being trained.
 
         Returns:
-            Replacement inputs, or None to keep them.
+            The inputs to use instead, or None to leave them unchanged.
         """
         torch = self._torch
         is_training = module.training and torch.is_grad_enabled()
-        # A copy of a model has our hooks too, but is not the trained model.
+        # A copy of a model also has our hooks, but it is not the trained model.
         if not is_training or module not in self._hook_handles:
             return None
         if torch.compiler.is_dynamo_compiling():
@@ -234,19 +235,19 @@ class TorchObserver:
         self._recorder.begin_call(module, inputs)
 
     def after_forward(self, module: Any, output: Any) -> None:
-        """Mark the output of a model with the number of its call."""
+        """Store the number of a model call on the autograd nodes of its output."""
         if not self._torch.compiler.is_dynamo_compiling():
             self._recorder.end_call(module, output)
 
     def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wrap `torch.autograd.grad`; model calls that contribute to its loss are not traced."""
+        """Wrap `torch.autograd.grad`: inject a fault that is due now, but record no loss."""
         if not self._progress.is_in_backward:
             self._injector.meet(Moment.BACKWARD, self._trace.steps_made)
         return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wrap `torch.autograd.backward`: record the loss, and inject a fault that is due now."""
-        # Activation checkpointing calls backward within backward.
+        # Activation checkpointing calls backward from within backward.
         if self._progress.is_in_backward:
             return original(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors")
@@ -274,7 +275,7 @@ class TorchObserver:
         """Record the state before an optimizer step, and inject a fault that is due now."""
         self._progress.pending_step = None
         has_closure = any(callable(value) for value in (*args, *kwargs.values()))
-        # A closure computes the gradients later, within the step.
+        # With a closure, the gradients do not exist yet: the closure computes them in the step.
         if not has_closure and self._only_creates_state(optimizer):
             return
         step = PendingStep(settings=describe_settings(optimizer))
@@ -283,11 +284,11 @@ class TorchObserver:
         if not self._models.has_stepped(optimizer):
             step.before = self._models.state_before_first_step(optimizer)
         if self._progress.has_saved_since_step:
-            # An attempt may resume here, and scripts may change weights between steps.
+            # A restart may resume here, and scripts may change weights between steps.
             step.weights_at_begin = self._models.weights(optimizer)
 
     def _end_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """Record a step that `_begin_step` has begun, and inject a fault that is due after it."""
+        """Record the step that `_begin_step` has begun, and inject a fault that is due now."""
         step = self._progress.pending_step
         if step is None:
             return
@@ -313,9 +314,9 @@ class TorchObserver:
             reseed(self._torch, reseeded)
 
     def _only_creates_state(self, optimizer: Any) -> bool:
-        """Return whether a step changes no weight and only creates optimizer state.
+        """Return whether a step will only create optimizer state and change no weights.
 
-        Some libraries make such a step before they load a state.
+        Some libraries make such a step before they load the optimizer's state.
         """
         if self._recorder.has_backward:
             return False
@@ -340,9 +341,9 @@ class TorchObserver:
         return original(module)
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replace a function that saves: record the save, and inject faults around it."""
+        """Wrap a function that saves: record the save, and inject faults before and after it."""
         arguments = [*args, *kwargs.values()]
-        # A tensor that is pickled is saved as a storage.
+        # Pickling a tensor also calls `torch.save`, with the tensor's storage.
         is_pickling = self._torch.is_storage(arguments[0])
         if self._progress.is_saving or self._trace.steps_made == 0 or is_pickling:
             return original(*args, **kwargs)
@@ -356,10 +357,10 @@ class TorchObserver:
             result = self._call_without_hooks(original, *args, **kwargs)
         finally:
             self._progress.is_saving = False
-            # A buffer is written to a file later.
+            # A save to a buffer has not ended yet: the script writes the buffer to a file later.
             if not buffers:
                 self._injector.save_ends()
-        # A checkpoint of a guard has a path.
+        # A guard's saver returns a checkpoint, which has a path.
         arguments.append(getattr(result, "path", None))
         in_thread = threading.current_thread() is not threading.main_thread()
         self._shield.run(self._record_save, arguments, in_thread=in_thread)
@@ -369,8 +370,9 @@ class TorchObserver:
     def _call_without_hooks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function while our hooks are removed from all models.
 
-        The hooks must not become part of a model that is pickled or scripted. For a call in a
-        thread they stay: the training loop continues in the meantime and must be observed.
+        The hooks must not become part of a model that is pickled or scripted. During a call in a
+        background thread, however, the hooks remain, because the training loop continues and must
+        be observed.
         """
         if threading.current_thread() is not threading.main_thread():
             return original(*args, **kwargs)
@@ -387,8 +389,8 @@ class TorchObserver:
         """Record a save.
 
         Args:
-            arguments: The arguments of the function that saved: the saved object comes first, a
-                path or file somewhere after it.
+            arguments: The arguments of the function that saved. The first one is the saved object;
+                a path or file may follow.
             in_thread: Whether the save ran in a thread while training continued.
         """
         checkpoint = arguments[0]
@@ -396,7 +398,7 @@ class TorchObserver:
         if not _is_destination(checkpoint):
             entries = self._digests.entries(checkpoint)
         path = _find_path(arguments)
-        # In a thread, optimizers may have stepped since the state was copied.
+        # For a save in a thread, optimizers may have stepped since the state was copied.
         states = [] if in_thread else self._models.saved_states()
         if path is not None:
             self._files.note_save(path)
@@ -420,7 +422,7 @@ def describe_settings(optimizer: Any) -> str:
 
 
 def _is_destination(value: Any) -> bool:
-    """Return whether the first argument of a save is its destination, not its content."""
+    """Return whether the first argument of a save is its destination rather than its content."""
     if isinstance(value, (str, os.PathLike)):
         return True
     return type(value).__module__.startswith("holdfast.")
@@ -438,7 +440,7 @@ def _find_path(arguments: Sequence[Any]) -> str | None:
 
 
 def _saved_bytes(path: str | None, arguments: Sequence[Any]) -> int:
-    """Return the size of the largest file of a save; without a path, that of its buffers."""
+    """Return the size of the largest file of a save, or of its buffers if it has no path."""
     if path is not None:
         files = [file for file in (Path(path), *Path(path).rglob("*")) if file.is_file()]
         if files:

@@ -1,4 +1,4 @@
-"""Digest the state of a training run: its models' weights and buffers, and its optimizers."""
+"""Compute digests of a training run's state: weights and buffers of models, and optimizers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from holdfast.chaos.observation.digests import DigestMaker
 from holdfast.chaos.trace import ModelState, SavedState
 
-# The sample of the weights by which the nearest state is found: the first numbers of the first
-# parameters. A few suffice, since an optimizer step changes nearly all weights.
+# Size of the sample of the weights, which is used to find the nearest of several states: the first
+# numbers of the first parameters. A few are enough, because a step changes nearly all weights.
 SAMPLED_PARAMETERS = 8
 NUMBERS_PER_PARAMETER = 4
 
@@ -20,8 +20,8 @@ class TrainedModels:
     """Tracks the optimizers of a process and the models that they train.
 
     Args:
-        torch: The module, as the script has imported it.
-        digests: Makes digests.
+        torch: The torch module of the script.
+        digests: Computes digests.
     """
 
     def __init__(self, torch: Any, digests: DigestMaker) -> None:
@@ -29,31 +29,32 @@ class TrainedModels:
         self._digests = digests
         # Weak references to all optimizers that were created, including those created before a
         # fork.
-        self._made: list[Any] = []
+        self._created: list[Any] = []
         self.restart()
 
     def restart(self) -> None:
-        """Forget which optimizers have stepped, in a process that was just forked."""
-        # Weak references to the root modules of each optimizer that has stepped, by its identity,
-        # in the order of their first steps; and to these optimizers.
+        """Forget which optimizers have stepped. Called in a process that was just forked."""
+        # Weak references to the root modules of each optimizer that has stepped, by the optimizer's
+        # identity, in the order of first steps.
         self._roots: dict[int, list[Any]] = {}
+        # Weak references to these optimizers, in the same order.
         self._stepped: list[Any] = []
-        # Digests of the buffers of each root module before its first call, by its identity: the
-        # call may change them, and the state at the start of an attempt is compared.
+        # Digest of the buffers of each root module before its first call, by the module's identity.
+        # The start state of an attempt is compared, but the first call may change the buffers.
         self._initial_buffers: dict[int, str] = {}
 
     def add_optimizer(self, optimizer: Any) -> list[Any]:
         """Register a new optimizer and return the root modules that it trains."""
-        self._made.append(weakref.ref(optimizer))
+        self._created.append(weakref.ref(optimizer))
         return find_root_modules(self._torch, optimizer)
 
     def note_call(self, module: Any) -> None:
-        """Record the buffers of a root module before its first call."""
+        """Record the buffers of a root module, if this is its first call."""
         if id(module) not in self._initial_buffers:
             self._initial_buffers[id(module)] = self._digests.tensors(module.named_buffers())
 
     def has_stepped(self, optimizer: Any) -> bool:
-        """Return whether a step of this optimizer was observed in this process."""
+        """Return whether this optimizer has made a step in this process."""
         return id(optimizer) in self._roots
 
     def state_before_first_step(self, optimizer: Any) -> ModelState:
@@ -66,7 +67,7 @@ class TrainedModels:
         return replace(state, optimizer=digests["optimizer"], parameters=digests["parameters"])
 
     def state(self, optimizer: Any) -> ModelState:
-        """Return the state of the models that an optimizer trains, but not of the optimizer."""
+        """Return the state of the models that an optimizer trains, without the optimizer's."""
         roots, parameters = self._trained_by(optimizer)
         return self._model_state(roots, parameters, self._buffers(roots))
 
@@ -76,11 +77,11 @@ class TrainedModels:
         return self._digests.tensors(parameters)
 
     def index(self, optimizer: Any) -> int:
-        """Return the number of an optimizer that has stepped, in the order of first steps."""
+        """Return the index of an optimizer in the order of first steps."""
         return list(self._roots).index(id(optimizer))
 
     def saved_states(self) -> list[SavedState | None]:
-        """Return the state of each optimizer that has stepped; None if it no longer exists."""
+        """Return the state of each optimizer that has stepped; None for a deleted optimizer."""
         states: list[SavedState | None] = []
         for reference in self._stepped:
             optimizer = reference()
@@ -103,9 +104,9 @@ class TrainedModels:
         """Return the state of some models.
 
         Args:
-            roots: The root modules, empty if the script has none.
-            parameters: The trained parameters by name.
-            buffers: A digest of the buffers of each root module, None if unknown.
+            roots: The root modules; empty if the script has none.
+            parameters: The trained parameters, with their names.
+            buffers: The digest of each root module's buffers; None if unknown.
         """
         sample: list[float] = []
         for _, parameter in parameters[:SAMPLED_PARAMETERS]:
@@ -124,8 +125,9 @@ class TrainedModels:
     def _trained_by(self, optimizer: Any) -> tuple[list[Any], list[tuple[str, Any]]]:
         """Return the root modules that an optimizer trains, and their trained parameters by name.
 
-        Parameters without an optimizer are left out: a weight average, for example, changes after
-        the step. Without a module, the optimizer's own parameters are returned, named by position.
+        Parameters that no optimizer trains are excluded, because they may change after the step, as
+        a weight average does. If the script has no module, the optimizer's own parameters are
+        returned, named by their position.
         """
         roots = self._root_modules(optimizer)
         trained = self._trained_parameters()
@@ -144,7 +146,7 @@ class TrainedModels:
         return roots, parameters
 
     def _root_modules(self, optimizer: Any) -> list[Any]:
-        """Return the root modules of an optimizer, searching again if one no longer exists."""
+        """Return the root modules of an optimizer; search again if one of them no longer exists."""
         references = self._roots.get(id(optimizer))
         if references is not None:
             roots = [reference() for reference in references]
@@ -155,22 +157,24 @@ class TrainedModels:
         return roots
 
     def _trained_parameters(self) -> set[int]:
-        """Return the identities of the parameters of all optimizers that exist."""
+        """Return the identities of the parameters of all existing optimizers."""
         return {
             id(parameter)
-            for reference in self._made
+            for reference in self._created
             for group in getattr(reference(), "param_groups", ())
             for parameter in group["params"]
         }
 
 
 def find_root_modules(torch: Any, optimizer: Any) -> list[Any]:
-    """Return the outermost modules that hold a parameter of an optimizer, in a stable order.
+    """Return the outermost modules that contain a parameter of an optimizer, in a stable order.
 
-    All objects that the garbage collector knows are searched.
+    All objects that the garbage collector tracks are searched.
     """
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
-    # Not `module.children()`: a constructor may not have finished, so `_modules` may be missing.
+    modules = [
+        candidate for candidate in gc.get_objects() if issubclass(type(candidate), torch.nn.Module)
+    ]
+    # Do not call `module.children()`, which fails while a module's constructor is still running.
     inner = {
         id(child) for module in modules for child in module.__dict__.get("_modules", {}).values()
     }
@@ -181,7 +185,7 @@ def find_root_modules(torch: Any, optimizer: Any) -> list[Any]:
             continue
         if any(id(parameter) in wanted for parameter in module.parameters()):
             roots.append(module)
-    # This order is the same in every run.
+    # Sort by names, because the garbage collector's order differs between runs.
     return sorted(
         roots,
         key=lambda root: (type(root).__name__, [name for name, _ in root.named_parameters()]),
@@ -189,7 +193,7 @@ def find_root_modules(torch: Any, optimizer: Any) -> list[Any]:
 
 
 def first_numbers(parameter: Any) -> list[float]:
-    """Return the first numbers of a parameter, of its local part if it is distributed."""
+    """Return the first numbers of a parameter, or of its local shard if it is a `DTensor`."""
     local = getattr(parameter, "_local_tensor", parameter)
     flat = local.detach().reshape(-1)
     numbers: list[float] = flat[:NUMBERS_PER_PARAMETER].double().tolist()

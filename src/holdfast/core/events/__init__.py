@@ -1,7 +1,7 @@
 """Events: one class for each kind of thing that happens in a run.
 
-Read `event` first (an event as readers get it), then `data` (the base class of all kinds). The
-kinds are in `decisions` (what the guard does about a failure), `run_events` (events in a training
-process) and `process_events` (events of processes, recorded by the supervisor, the watchdog and the
-observer). To change what an event says, edit ``__str__`` of its class.
+Read `event` first (an event as it is read from a recording), then `data` (the base class of all
+kinds). The kinds are in `decisions` (how the guard responds to a failure), `run_events` (events in
+a training process) and `process_events` (events about processes, recorded by the supervisor, the
+watchdog and the observer). To change an event's sentence, edit ``__str__`` of its class.
 """

@@ -1,7 +1,7 @@
 """The base class of all kinds of events, and the table of kinds.
 
 The kinds themselves are in ``decisions``, ``run_events`` (training) and ``process_events``
-(processes). Together with a step and a time, the data forms an `Event` (in ``event``).
+(processes). An `Event` (in ``event``) combines the data of one kind with a step and a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self, dataclass_transform
 
 Promise = Literal["bit-exact", "equal up to rounding", "equal in distribution", "changes training"]
 
-# The class of each kind, for the modules imported so far; `event.event_kinds` imports all of them.
+# All event classes by kind, for the modules imported so far. `event.event_kinds` imports the rest.
 KINDS: dict[str, type[EventData]] = {}
 
 
@@ -21,14 +21,14 @@ KINDS: dict[str, type[EventData]] = {}
 class EventData:
     """The content of one kind of event.
 
-    A subclass declares its facts as annotated fields, which become keyword arguments, and puts them
-    into a sentence in ``__str__``. It is registered in `KINDS` under its `kind`: the name of the
-    class in snake case, such as ``"roll_back"``, unless it sets another one. An empty `kind` makes
-    a class a base of other kinds.
+    A subclass declares its facts as annotated fields, which become keyword arguments, and returns a
+    sentence about them from ``__str__``. The subclass is registered in `KINDS` under its `kind`,
+    which by default is the name of the class in snake case, such as ``"roll_back"``. A base class
+    of several kinds sets `kind` to an empty string and is not registered.
 
     Instances behave like frozen dataclasses. The methods that `dataclass` would generate are
-    written once here, because generating them for 100 classes takes ten times as long. A default
-    must be immutable, since all instances share it.
+    written once here, because generating them for 100 classes takes ten times as long. Defaults
+    must be immutable, since all instances share them.
     """
 
     kind: ClassVar[str] = ""
@@ -52,7 +52,7 @@ class EventData:
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the data with these recorded facts, ignoring facts unknown to this class.
+        """Create the data from recorded facts; facts that this class does not know are ignored.
 
         Raises:
             TypeError: If a fact without a default is missing.
@@ -65,7 +65,7 @@ class EventData:
         return asdict(self)  # type: ignore[call-overload, no-any-return] # subclasses are dataclasses
 
     def __str__(self) -> str:
-        """Return what happened as a sentence, without its step and time."""
+        """Return a sentence about what happened, without the step and the time."""
         return key_value_text(self.kind, self.facts())
 
     def __repr__(self) -> str:
@@ -83,8 +83,9 @@ class EventData:
 
 
 class WithReason(EventData):
-    """Something happened for a reason. `summary` is what happened, unless a kind has its own
-    sentence.
+    """Base of kinds whose sentence is "`summary`: `why`".
+
+    A kind that has its own ``__str__`` needs no `summary`.
     """
 
     kind: ClassVar[str] = ""
@@ -96,8 +97,9 @@ class WithReason(EventData):
 
 
 class Failed(EventData):
-    """Something failed with an error. `summary` is what failed, unless a kind has its own
-    sentence.
+    """Base of kinds whose sentence is "`summary`: `error`".
+
+    A kind that has its own ``__str__`` needs no `summary`.
     """
 
     kind: ClassVar[str] = ""
@@ -109,7 +111,7 @@ class Failed(EventData):
 
 
 def key_value_text(kind: str, facts: Mapping[str, Any]) -> str:
-    """Return ``kind: key=value, ...``, the fallback text of an event without a sentence."""
+    """Return ``kind: key=value, ...``, which replaces the sentence of an event that has none."""
     pairs = [f"{key}={value!r}" for key, value in facts.items() if value is not None]
     if not pairs:
         return kind

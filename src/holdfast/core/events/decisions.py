@@ -1,4 +1,7 @@
-"""Decisions about a failure, which parts of holdfast propose and only the guard carries out."""
+"""Decisions about how to respond to a failure.
+
+Several packages propose decisions, but only the guard carries them out.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,11 @@ from holdfast.core.text import counted, listed
 
 
 class Decision(EventData):
-    """A proposal that only the guard carries out: its reason, and the promise that it keeps."""
+    """A proposed response to a failure.
+
+    `reason` is prose for people. `promise` says how the run's results will compare to those of an
+    undisturbed run.
+    """
 
     kind: ClassVar[str] = ""
     reason: str
@@ -41,7 +48,7 @@ class Recompute(Decision):
 
 
 class Split(Decision):
-    """Run the attempt again with this many samples in one forward/backward."""
+    """Run the attempt again, with `micro_batch_size` samples per forward/backward pass."""
 
     micro_batch_size: int
 
@@ -51,9 +58,9 @@ class Split(Decision):
 
 
 class Grow(Decision):
-    """From the next step on, try more samples in one forward/backward.
+    """From the next step on, try more samples per forward/backward pass.
 
-    `micro_batch_size` is None for the whole batch.
+    A `micro_batch_size` of None means the whole batch.
     """
 
     micro_batch_size: int | None
@@ -66,9 +73,9 @@ class Grow(Decision):
 
 
 class SkipStep(Decision):
-    """Skip this batch without a trace.
+    """Skip this batch and restore the state from before it.
 
-    `epoch` and `batch` identify it, if the guard counts batches.
+    `epoch` and `batch` identify the batch; both are None if the guard does not count batches.
     """
 
     epoch: int | None = None
@@ -84,7 +91,7 @@ class SkipStep(Decision):
 class RollBack(Decision):
     """Return to the last good state.
 
-    With `rewind_data`, the batches since then are replayed; otherwise they are skipped.
+    If `rewind_data` is true, the batches since then are replayed; otherwise they are skipped.
     """
 
     rewind_data: bool
@@ -102,7 +109,7 @@ class RollBack(Decision):
 
 
 class Stop(Decision):
-    """End the run, because no remedy is left. `rule` is the error's rule id."""
+    """End the run, because no remedy is left. `rule` is the rule id of the error to raise."""
 
     epoch: int | None = None
     batch: int | None = None

@@ -16,13 +16,13 @@ from holdfast.core.events.data import KINDS, EventData, key_value_text
 class Event:
     """One thing that happened in a run.
 
-    ``str(event)`` is its step and its sentence.
+    ``str(event)`` is the step and a sentence about the event.
 
     Args:
         kind: Short name such as ``"out_of_memory"``, ``"skip_step"``, ``"checkpoint_saved"``.
-        global_step: Optimizer steps committed when it happened.
-        unix_seconds: Wall-clock time.
-        data: Facts, as JSON values.
+        global_step: Number of optimizer steps committed before the event.
+        unix_seconds: Wall-clock time of the event.
+        data: The fields of the event, as JSON values.
     """
 
     kind: str
@@ -36,23 +36,23 @@ class Event:
     def sentence(self) -> str:
         """Return what happened on one line, without the step.
 
-        An event that this version cannot put into a sentence, because a newer version wrote it or
-        its facts are damaged, reads ``kind: key=value``.
+        The result is ``kind: key=value`` if a newer version wrote the event or its fields are
+        damaged.
         """
         data_class = event_kinds().get(self.kind)
         if data_class is not None:
             try:
                 return _one_line(str(data_class.from_facts(self.data)))
-            except Exception:  # noqa: BLE001, S110 - the facts come from a file and may be anything
+            except Exception:  # noqa: BLE001, S110 - the fields come from a file, maybe damaged
                 pass
         return _one_line(key_value_text(self.kind, self.data))
 
 
 def event_kinds() -> Mapping[str, type[EventData]]:
-    """Return the class of every kind of event.
+    """Return all event classes, by kind.
 
-    The kinds are imported only when they are needed: every process of a supervised run records
-    events, but few of them print any.
+    The classes are imported only when needed: every process of a supervised run records events, but
+    few processes print any.
     """
     # Importing the modules registers their kinds.
     from holdfast.core.events import decisions, process_events, run_events  # noqa: F401

@@ -1,7 +1,7 @@
-"""Events of processes, recorded by the supervisor, its watchdog and the observer in each process.
+"""Events about processes, recorded by the supervisor, its watchdog and each process's observer.
 
-In all of them, `attempt` counts from 0, `step` is the step of the process that the event is about,
-and `why` is prose for people. Events within a training run are in ``run_events``.
+In all of these events, `attempt` counts from 0, `step` is the current step of the process that the
+event is about, and `why` is prose for people. Events in a training loop are in ``run_events``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.core.text import counted, duration, listed, size
 
 
 class AttemptStarted(EventData):
-    """The command was started."""
+    """The supervisor started the command."""
 
     attempt: int
     argv: tuple[str, ...]
@@ -30,9 +30,9 @@ class AttemptStarted(EventData):
 class AttemptEnded(EventData):
     """The command ended.
 
-    `status` is its exit code, or the negated number of the signal that killed it.
-    `signal_sent_by_us` is the last signal that the supervisor sent to it, and `asked_by` is the
-    signal that asked the supervisor to stop.
+    `status` is the exit code of the command, or the negative number of the signal that killed it.
+    `signal_sent_by_us` is the last signal that the supervisor sent to the command, and `asked_by`
+    is the signal that asked the supervisor to stop.
     """
 
     attempt: int
@@ -58,8 +58,8 @@ class AttemptEnded(EventData):
 class ProcessEnded(EventData):
     """A process ended.
 
-    `status` is its exit code, or the negated number of the signal that killed it. `oom_kills`
-    counts the kernel's out-of-memory kills.
+    `status` is its exit code, or the negative number of the signal that killed it. `oom_kills` is
+    the number of processes that the kernel killed for lack of memory during the attempt.
     """
 
     pid: int
@@ -71,7 +71,7 @@ class ProcessEnded(EventData):
 
 
 class Restart(EventData):
-    """The command will be restarted, with changes to its environment."""
+    """The supervisor will restart the command; `changes` are new environment variables for it."""
 
     attempt: int
     cause: str
@@ -89,7 +89,7 @@ class Restart(EventData):
 
 
 class Stopped(WithReason):
-    """The supervisor ended; `why` says why the command is not restarted."""
+    """The supervisor ended. `why` says why it did not restart the command."""
 
     summary = "supervisor ended"
 
@@ -104,9 +104,10 @@ class Signal(EventData):
 
 
 class VerdictReached(EventData):
-    """Why an attempt ended.
+    """The supervisor determined why an attempt ended.
 
-    Contains all of ``verdict.json``, because a full disk may have prevented that file.
+    `verdict` is the content of ``verdict.json``, which is recorded here too, because that file
+    cannot be written if the disk is full.
     """
 
     kind: ClassVar[str] = "verdict"
@@ -129,22 +130,22 @@ class NotWritten(EventData):
 
 
 class OutputLost(Failed):
-    """The output of the command is no longer recorded."""
+    """The supervisor can no longer record the output of the command."""
 
     summary = "the output of the command is no longer recorded"
 
 
 class Leftovers(EventData):
-    """The command left processes behind when it ended; they were killed."""
+    """The command left processes behind when it ended. The supervisor kills them."""
 
     pids: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"ending {_processes(self.pids)} that the command left behind"
+        return f"killing {_processes(self.pids)} that the command left behind"
 
 
 class NotKillable(EventData):
-    """Processes could not be killed, because they are stuck in the kernel."""
+    """Some processes could not be killed, because they are stuck in the kernel."""
 
     pids: tuple[int, ...]
 
@@ -162,7 +163,7 @@ class EndedElsewhere(WithReason):
 
 
 class HangSuspected(EventData):
-    """A process has been in one phase for longer than the limit of that phase, in seconds."""
+    """A process has been in one phase for longer than the phase's limit. Both are in seconds."""
 
     pid: int
     rank: int | None
@@ -181,10 +182,10 @@ class HangSuspected(EventData):
 class Hang(HangSuspected):
     """A process hangs.
 
-    `hang_kind` and `signature` say how. `blamed_pid` is the process to blame, such as a worker or
-    another rank, and `frame` is its innermost frame of user code, or an empty string. `odd_one_out`
-    is the rank that the other ranks wait for. `remedy` is a remedy of ``explain.hangs.blame``.
-    `files` contain the stack traces.
+    `hang_kind` and `signature` classify the hang. `blamed_pid` is the process that causes it, such
+    as a worker or another rank, and `frame` is that process's innermost frame of user code, or an
+    empty string. `odd_one_out` is the rank that the other ranks wait for. `remedy` is a remedy of
+    ``explain.hangs.blame``. `files` are the files with the stack traces.
     """
 
     hang_kind: str
@@ -252,18 +253,22 @@ class ProcessContinued(EventData):
 
 
 class WatchdogSuspended(EventData):
-    """The machine was suspended; that time does not count towards any limit."""
+    """The machine was suspended. The time of the suspension does not count toward any limit."""
 
     seconds: float
 
     def __str__(self) -> str:
         return (
-            f"the machine was suspended for {duration(self.seconds)}; no limit includes that time"
+            f"the machine was suspended for {duration(self.seconds)}; that time counts toward no"
+            " limit"
         )
 
 
 class WatchingFailed(EventData):
-    """`what` failed: the watchdog, the verdict, or a process watcher, which was switched off."""
+    """A part of the supervisor (`what`) failed: the watchdog, the verdict or a process watcher.
+
+    A process watcher that fails is switched off.
+    """
 
     what: str
     error: str
@@ -273,10 +278,10 @@ class WatchingFailed(EventData):
 
 
 class MemoryTrend(EventData):
-    """The memory of a process grows from step to step, or no longer does (0 bytes per step).
+    """A process's memory grows from step to step, or has stopped growing (0 bytes per step).
 
-    `what` is ``"host"`` or the device, `between` is a confidence interval for the bytes per step,
-    and `minutes_left` is the time until memory runs out at this rate.
+    `what` is ``"host"`` or the name of a device, `between` is a confidence interval for the bytes
+    per step, and `minutes_left` is the time until memory runs out at this rate.
     """
 
     pid: int
@@ -306,7 +311,7 @@ class MemoryTrend(EventData):
 
 
 class GuardOpened(EventData):
-    """A guard in this process records into another run directory."""
+    """A guard was created in this process; `path` is the run directory that it records into."""
 
     kind: ClassVar[str] = "guard"
     path: str
@@ -325,8 +330,9 @@ class TorchImported(EventData):
 
 
 class EnvironmentsImported(EventData):
-    """A reinforcement-learning environment package was imported, so the loss need not measure
-    progress.
+    """A package of reinforcement-learning environments was imported.
+
+    In reinforcement learning, the loss may say nothing about progress.
     """
 
     package: str
@@ -336,7 +342,10 @@ class EnvironmentsImported(EventData):
 
 
 class ExceptionRaised(EventData):
-    """An exception ended a thread, or the process if `fatal`: its text, frames and causes."""
+    """An exception ended a thread, or the whole process if `fatal`.
+
+    The other fields describe the exception, as `raised.describe_exception` returns them.
+    """
 
     kind: ClassVar[str] = "exception"
     type: str
@@ -352,7 +361,11 @@ class ExceptionRaised(EventData):
 
 
 class Exiting(EventData):
-    """The process exits: how, with which status, and with which message for `sys.exit`."""
+    """The process exits.
+
+    `how` is ``"returned"``, ``"sys.exit"`` or ``"exception"``. `said` is the message that was
+    passed to `sys.exit`.
+    """
 
     how: str
     status: int | None
@@ -373,7 +386,7 @@ class Exiting(EventData):
 
 
 class StepsNotRecorded(Failed):
-    """The steps of this process, and so its curves, are not recorded."""
+    """The steps of this process are not recorded, so it has no training curves."""
 
     summary = "steps are not recorded"
 
@@ -385,7 +398,11 @@ class ScalarsNotRecorded(Failed):
 
 
 class Leak(EventData):
-    """Something grows with every step: what, where it was allocated, and the line that holds it."""
+    """Objects or memory accumulate from step to step.
+
+    `what` describes what accumulates, `held_by` is the variable that keeps it alive, and
+    `retained_at` is the source line that does so.
+    """
 
     form: str
     what: str
@@ -407,10 +424,10 @@ class Leak(EventData):
 
 
 class LeakTrace(EventData):
-    """A search for leaks has ended, after `steps` steps.
+    """A search for leaks ended after `steps` steps.
 
-    `request` is the number of the request for the search, and `why` says why it was abandoned, if
-    it was.
+    `request` is the number of the request that started the search. `why` is empty, unless the
+    search was abandoned.
     """
 
     found: int
@@ -434,7 +451,7 @@ class LeakTrace(EventData):
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name, such as "SIGTERM"."""
+    """Return the name of a signal, such as "SIGTERM"."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -454,7 +471,7 @@ def _processes(pids: Sequence[int]) -> str:
 
 
 def _end(status: int, oom_kills: int | None) -> str:
-    """Return how a process ended, given its exit code or the negated number of a signal."""
+    """Return how a process ended, given its exit code or the negative number of a signal."""
     text = f"exit code {status}"
     if status < 0:
         text = f"killed by {signal_name(-status)}"

@@ -1,9 +1,9 @@
 """Events in a training process, recorded by the guard, the loader and the framework integrations.
 
-In all of them, `why` is prose for people, `error` is the type and text of an exception, and
-`promise` says how the rest of the run compares to an undisturbed one. Steps are optimizer steps;
-the step at which an event happened is not repeated in its fields. Decisions are in ``decisions``,
-and events of processes are in ``process_events``.
+In all of these events, `why` is prose for people, `error` is the type and message of an exception,
+and `promise` says how the rest of the run compares to an undisturbed run. Steps are optimizer
+steps. The step at which an event happened is not in its fields, because every event is recorded
+with its step. Decisions are in ``decisions``, and events about processes are in ``process_events``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from holdfast.core.text import counted, duration, listed, number, percent, size
 
 
 class LoopStarted(EventData):
-    """A training loop started: who drives it (`by`), and what a resume promises."""
+    """A training loop started.
+
+    `by` is ``"guard"`` or the framework that runs the loop. `epoch` and `batches` are the position
+    at which the loop starts. `resume_promise` says how a resumed run will compare to an
+    uninterrupted one.
+    """
 
     kind: ClassVar[str] = "loop"
     by: str = "guard"
@@ -51,10 +56,12 @@ class LoopStarted(EventData):
 
 
 class EpochEnded(EventData):
-    """An epoch ended: `epochs` are complete, and the last one had this many batches and steps.
+    """An epoch ended.
 
-    `steps` is None if the epoch began before a restart or a rollback. The first 100 epochs are all
-    recorded; later ones only when a process has completed 1, 2, 4, 8, ... whole epochs.
+    `epochs` is the number of completed epochs. The other fields are about the last epoch, and
+    `steps` is None if that epoch began before a restart or a rollback. The first 100 epochs are all
+    recorded. A later epoch is recorded only if it is the 1st, 2nd, 4th, 8th, ... whole epoch of its
+    process.
     """
 
     epochs: int
@@ -73,9 +80,9 @@ class EpochEnded(EventData):
 
 
 class Resumed(EventData):
-    """The run resumed from a checkpoint, or from what a framework loaded.
+    """The run resumed from a checkpoint, or from a state that a framework loaded.
 
-    `trained_batches` counts the batches that the run had trained, in all its epochs.
+    `trained_batches` is the number of batches that the run had trained so far, over all epochs.
     """
 
     checkpoint: str | None = None
@@ -111,33 +118,35 @@ class SettingsKept(EventData):
 
 
 class GroupsChanged(WithReason):
-    """Parameter groups were added during the run, so the script will lack them after a restart."""
+    """The script added parameter groups during the run.
+
+    A restarted script begins without these groups, so the run cannot resume.
+    """
 
     summary = "parameter groups were added during the run"
     why: str = (
-        "a resume is refused (H313) unless the same groups are passed to Guard(...). Add them"
-        " before Guard(...) if holdfast.latest(run_dir) is from a later step than this one, or pass"
-        " all groups from the start and turn them on with requires_grad"
+        "the run resumes only if the same groups are passed to Guard(...) (H313 otherwise). Add the"
+        " groups before Guard(...) if holdfast.latest(run_dir) is from a later step than this one,"
+        " or pass all groups from the start and turn them on with requires_grad"
     )
 
 
 class PositionNotKept(WithReason):
-    """On at least one rank, a resumed run does not continue where it was interrupted."""
+    """On at least one rank, a resumed run does not continue at the batch where it stopped."""
 
     summary = "the run does not continue at the batch where it was interrupted"
     why: str = (
-        "the loop does not iterate guard.batches(...), so it starts from its beginning and repeats"
-        " an interrupted epoch. Iterate guard.batches(max_epochs=...), or move to the"
-        " position of guard.global_step yourself"
+        "the loop does not iterate over guard.batches(...), so it starts from its beginning and"
+        " repeats the interrupted epoch. Iterate over guard.batches(max_epochs=...), or move your"
+        " loop to the position of guard.global_step"
     )
 
 
 class ResumeMayDiffer(WithReason):
     """A resumed run may differ from an uninterrupted one.
 
-    The difference may be in its batches, their augmentation or the learning rate.
-
-    `why` continues "promise of a resume:".
+    The batches, their augmentation or the learning rate may be different. `why` is the resume
+    promise that still applies.
     """
 
     summary = "a resumed run may differ from an uninterrupted one; resume promise"
@@ -146,7 +155,7 @@ class ResumeMayDiffer(WithReason):
 class OwnStateNotKept(EventData):
     """The run resumed on a different number of ranks, so per-rank state was not restored.
 
-    The buffers and ``state=`` with these names now have the values of rank 0 on all ranks.
+    `names` are buffers and ``state=`` objects, which now have the values of rank 0 on all ranks.
     """
 
     names: tuple[str, ...]
@@ -154,7 +163,7 @@ class OwnStateNotKept(EventData):
     ranks_now: int
     why: str = (
         "these values differed between ranks and can only be restored on the same number of ranks;"
-        " all ranks continue with those of rank 0"
+        " all ranks continue with the values of rank 0"
     )
 
     def __str__(self) -> str:
@@ -165,17 +174,17 @@ class OwnStateNotKept(EventData):
 
 
 class StepsLeftBehind(EventData):
-    """A guard resumes at an earlier step than the one that this process had reached.
+    """A guard resumes at an earlier step than this process had reached with its previous guard.
 
-    An earlier guard had trained up to `from_step`, and the new one resumes at `to_step`.
+    The previous guard had trained up to `from_step`, and the new one resumes at `to_step`.
     """
 
     from_step: int
     to_step: int
     why: str = (
         "the loop was left without a save, so its last steps are in no checkpoint, and the run"
-        " resumes from the newest one. To keep such steps, end a loop with guard.request_stop(), or"
-        " call guard.close() before making a new Guard"
+        " resumes from the newest checkpoint. To keep such steps, end the loop with"
+        " guard.request_stop(), or call guard.close() before creating a new Guard"
     )
 
     def __str__(self) -> str:
@@ -186,7 +195,7 @@ class StepsLeftBehind(EventData):
 
 
 class BeginsAnew(EventData):
-    """A framework started at step 0, although this directory contains checkpoints."""
+    """A framework started at step 0, although `though_saved_in` contains checkpoints."""
 
     though_saved_in: str
 
@@ -195,10 +204,9 @@ class BeginsAnew(EventData):
 
 
 class StopRequested(EventData):
-    """The run was asked to stop, by a signal (`signal` is its name) or by a call.
+    """A signal or a call asked the run to stop.
 
-    With several ranks, `asked_rank` is the one that received the request; all ranks stop for the
-    same reason.
+    With several ranks, `asked_rank` is the rank that received the request. All ranks stop.
     """
 
     reason: str
@@ -228,9 +236,10 @@ class SignalLeftAlone(EventData):
 
 
 class LeftByException(EventData):
-    """An exception ended the loop: its class, text, causes, and frames as [file, line, function].
+    """An exception ended the training loop.
 
-    `rule` is set if it is an error of holdfast.
+    `exception` is the name of its class, and `rule` is the rule id if holdfast raised it. The other
+    fields describe the exception, as `raised.describe_exception` returns them.
     """
 
     exception: str
@@ -245,7 +254,10 @@ class LeftByException(EventData):
 
 
 class Closed(EventData):
-    """The run was closed. If its last event is neither this nor an exception, it was cut off."""
+    """The run was closed.
+
+    A run whose last event is neither this one nor an exception was killed.
+    """
 
     how: Literal["finished", "stopped", "left", "failed"]
 
@@ -260,9 +272,10 @@ class Closed(EventData):
 
 
 class Validated(EventData):
-    """An evaluation loss or another metric (`name`), and schedulers that reacted to it.
+    """The run was evaluated; `loss` is the evaluation loss, or the value of the metric `name`.
 
-    `kept_as` is the checkpoint that was kept because of it.
+    `learning_rate_changed_by` lists the schedulers that reacted to the value. `kept_as` is the
+    checkpoint that was kept because the value is the best so far.
     """
 
     loss: float
@@ -280,11 +293,12 @@ class Validated(EventData):
 
 
 class RankIsSlow(EventData):
-    """In an epoch, the other ranks waited for this one, because it took longer to reach the loss.
+    """During an epoch, the other ranks waited for one rank, which took longer to reach the loss.
 
-    `share` is the waiting time as a share of the step time, and `of_others` is the time of the
-    other ranks in seconds. Items and peak memory (since each process started) are those of all
-    ranks. A rank that is slow in backward is not detected.
+    `seconds_a_step` is the slow rank's time per step up to the loss, `of_others` is the median time
+    of the other ranks, and `share` is the waiting time as a share of the epoch. `items_a_step` and
+    `peak_bytes` (since the process started) have one value for each rank. A rank that is slow in
+    its backward pass is not detected.
     """
 
     rank: int
@@ -298,21 +312,22 @@ class RankIsSlow(EventData):
     def __str__(self) -> str:
         return (
             f"rank {self.rank} is slow {self.where}: {duration(self.seconds_a_step)} per step,"
-            f" {duration(self.of_others)} on the other ranks, which wait for it"
-            f" {percent(self.share)} of the time"
+            f" {duration(self.of_others)} on the other ranks, which spend {percent(self.share)} of"
+            " the time waiting for it"
         )
 
 
 class OwnCollectives(EventData):
     """The loss or the model issued collectives itself, for the first time in this run.
 
-    `count` says how many.
+    `count` is the number of these collectives.
     """
 
     count: int
     why: str = (
-        "if a rank runs out of memory before one of them, all ranks end (H401); no rank splits or"
-        " recomputes alone; and NaN is traced only up to the first of them"
+        "if a rank runs out of memory before such a collective, all ranks stop with H401; a rank"
+        " cannot split or recompute on its own; and NaN is traced only up to the first such"
+        " collective"
     )
 
     def __str__(self) -> str:
@@ -321,9 +336,9 @@ class OwnCollectives(EventData):
 
 
 class ImageAdded(EventData):
-    """An image was written (`path`, relative to the run directory).
+    """An image was written to `path`, which is relative to the run directory.
 
-    `nonfinite` and `outside_0_to_1` count invalid values.
+    `nonfinite` and `outside_0_to_1` are numbers of invalid values in the image.
     """
 
     tag: str
@@ -353,7 +368,7 @@ class ImageLeftOut(EventData):
 class RecordingMovedAside(EventData):
     """A recording could not be continued, so a new one was started.
 
-    `what` says where the old one is.
+    `what` says where the old recording is.
     """
 
     what: str
@@ -363,20 +378,27 @@ class RecordingMovedAside(EventData):
 
 
 class SchedulersWait(EventData):
-    """These schedulers need a validation loss, but an epoch passed without one."""
+    """Some schedulers need a validation loss, but an epoch ended without one."""
 
     schedulers: tuple[str, ...]
     fix: str
 
     def __str__(self) -> str:
-        return f"no validation loss for {listed(self.schedulers)} in an epoch. Fix: {self.fix}"
+        return (
+            f"an epoch ended without a validation loss for {listed(self.schedulers)}."
+            f" Fix: {self.fix}"
+        )
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
 class CheckpointSaved(EventData):
-    """A checkpoint is complete. The loop waited for `stall_seconds` of the `seconds` it took."""
+    """A checkpoint is complete.
+
+    Saving took `seconds`, of which training waited for `stall_seconds`. `removed` lists older
+    checkpoints that were removed.
+    """
 
     checkpoint: str
     size_bytes: int
@@ -395,7 +417,7 @@ class CheckpointSaved(EventData):
 
 
 class Saved(EventData):
-    """A framework saved its own checkpoint, which was then sealed."""
+    """A framework saved its own checkpoint, and holdfast sealed it with a manifest."""
 
     checkpoint: str
 
@@ -404,7 +426,7 @@ class Saved(EventData):
 
 
 class SaveFailed(Failed):
-    """A checkpoint could not be written; training continues, and older checkpoints stay."""
+    """A checkpoint could not be written. Training continues, and older checkpoints are kept."""
 
     checkpoint: str | None = None
     seconds: float | None = None
@@ -419,8 +441,8 @@ class SaveFailed(Failed):
 class SaveRefused(WithReason):
     """A state was not saved, or not kept as a checkpoint, because it is bad.
 
-    `kept` is its new name. `nonfinite` lists tensors with NaN or Inf, and `count` says how many
-    there are.
+    `kept` is the new name of a checkpoint that was moved aside. `nonfinite` lists some tensors with
+    NaN or Inf, and `count` is the number of all such tensors.
     """
 
     checkpoint: str | None = None
@@ -433,7 +455,7 @@ class SaveRefused(WithReason):
 
 
 class SavePostponed(WithReason):
-    """A save waits until spikes are over."""
+    """A save is postponed until the loss and the gradient norm are back to normal."""
 
     summary = "save postponed"
 
@@ -451,7 +473,10 @@ class PruneFailed(Failed):
 
 
 class NotSaved(EventData):
-    """The run ended with unsaved steps; `error` says why the newest save failed."""
+    """The run ended with unsaved steps.
+
+    `error` says why the last save failed. It is None if no save failed.
+    """
 
     newest_checkpoint: int | None
     failed_saves: int
@@ -470,7 +495,10 @@ class NotSaved(EventData):
 
 
 class StepsNotSaved(EventData):
-    """The loop was left, or the process ended, with these steps (inclusive) in no checkpoint."""
+    """The loop was left, or the process ended, without saving the last steps.
+
+    These are the steps `from_step` to `to_step`, inclusive.
+    """
 
     from_step: int
     to_step: int
@@ -482,13 +510,13 @@ class StepsNotSaved(EventData):
 
 
 class ChangesNotSaved(WithReason):
-    """Something that is not part of any checkpoint changes."""
+    """The script changed some state that no checkpoint contains."""
 
     summary = "changes are in no checkpoint"
 
 
 class CheckpointDamaged(WithReason):
-    """A checkpoint failed verification and was moved aside; `kept` is its new name."""
+    """A checkpoint failed verification and was moved aside. `kept` is its new name."""
 
     checkpoint: str | None = None
     kept: str | None = None
@@ -498,7 +526,7 @@ class CheckpointDamaged(WithReason):
 
 
 class CheckpointKept(WithReason):
-    """A checkpoint that failed verification was kept."""
+    """A checkpoint that failed verification was kept, because no other checkpoint is left."""
 
     checkpoint: str
 
@@ -507,7 +535,7 @@ class CheckpointKept(WithReason):
 
 
 class CheckpointInstead(EventData):
-    """This checkpoint was loaded instead of another one."""
+    """`checkpoint` was loaded instead of the checkpoint `of`, which the framework had chosen."""
 
     checkpoint: str
     of: str
@@ -520,7 +548,7 @@ class CheckpointInstead(EventData):
 
 
 class OutOfMemory(Failed):
-    """An attempt ran out of memory."""
+    """An attempt at a step ran out of memory."""
 
     attempt: int
     micro_batch_size: int | None
@@ -535,22 +563,40 @@ class OutOfMemory(Failed):
         return f"{text}: {self.error}"
 
 
+class EvaluationSplit(Failed):
+    """A batch did not fit into memory in `Guard.evaluate_batches`, and is evaluated in parts.
+
+    Batches with more than `micro_batch_size` samples are evaluated in parts from now on.
+    """
+
+    batch_size: int
+    micro_batch_size: int
+
+    def __str__(self) -> str:
+        return (
+            f"an evaluation of {counted(self.batch_size, 'sample')} ran out of memory, so at most"
+            f" {counted(self.micro_batch_size, 'sample')} at a time are evaluated now: {self.error}"
+        )
+
+
 class StateTaken(Failed):
     """This rank's optimizer ran out of memory during its step.
 
-    The rank takes over the state of another one.
+    The rank copies the weights and the optimizer state from another rank.
     """
 
     summary = (
-        "the optimizer of this rank ran out of memory halfway; the state of a rank that completed"
-        " the step is used"
+        "the optimizer of this rank ran out of memory halfway through its step; this rank copies"
+        " the state of a rank that completed the step"
     )
 
 
 class Promises(EventData):
-    """What splitting a batch would be equal to for this loss function, and how that was determined.
+    """The guard determined whether batches may be split for a loss function.
 
-    `split_check` has the details of the check, and `side_effects` is None if not examined.
+    `split_promise` says how a split step compares to an unsplit one, `weighting` says how the
+    losses of the micro-batches are weighted, and `split_check` has the details of the check.
+    `side_effects` lists state that each forward pass changes, or is None if that was not examined.
     """
 
     batch_size: int | None
@@ -589,11 +635,14 @@ class SplitNotTried(WithReason):
     The test is repeated before the first split.
     """
 
-    summary = "splitting could not be tested yet; it will be before the first split"
+    summary = "splitting could not be tested yet and will be tested before the first split"
 
 
 class SplitRefused(WithReason):
-    """Batches are not split for this loss function, unless the hazard is allowed by name."""
+    """Batches are not split for this loss function, because that would change training.
+
+    `allow_split_with` is the hazard that the policy would have to allow.
+    """
 
     allow_split_with: str
 
@@ -604,8 +653,8 @@ class SplitRefused(WithReason):
 class SplitStopped(WithReason):
     """Batches are no longer split for this loss function, because a later check failed.
 
-    `equal_until_step` is the last step at which a check passed, or None. The gradients of steps
-    that were split after it may differ from those of the whole batch.
+    `equal_until_step` is the last step at which a check passed, or None. Steps that were split
+    after that one may have had a different gradient than the whole batch.
     """
 
     allow_split_with: str
@@ -613,13 +662,15 @@ class SplitStopped(WithReason):
     promise: Promise = "changes training"
 
     def __str__(self) -> str:
-        checked = "no check has passed"
+        steps = "no check has passed, so the steps that were split"
         if self.equal_until_step is not None:
-            checked = f"the last check passed at step {self.equal_until_step}"
+            steps = (
+                f"the last check passed at step {self.equal_until_step}, so steps that were split"
+                " after it"
+            )
         return (
-            f"batches are no longer split: {self.why}; {checked}, and steps split after that may"
-            f" have had a different gradient ({self.promise});"
-            f" {_how_to_allow(self.allow_split_with)}"
+            f"batches are no longer split: {self.why}; {steps} may have had a different gradient"
+            f" ({self.promise}); {_how_to_allow(self.allow_split_with)}"
         )
 
 
@@ -633,7 +684,7 @@ class CannotSplit(WithReason):
 
 
 class RecomputeImpossible(WithReason):
-    """Activation checkpointing cannot help, or not in these modules."""
+    """Activation checkpointing cannot save memory: in `modules`, or in any module if empty."""
 
     modules: tuple[str, ...] = ()
 
@@ -644,20 +695,20 @@ class RecomputeImpossible(WithReason):
 
 
 class NotRestored(EventData):
-    """Values changed in an attempt that was undone, and could not be restored."""
+    """An attempt was undone, but some of the values it had changed could not be restored."""
 
     names: tuple[str, ...]
     promise: Promise = "changes training"
 
     def __str__(self) -> str:
         return (
-            f"{listed(self.names)} changed in an attempt that was undone, and could not be restored"
+            f"an attempt was undone, but {listed(self.names)} could not be restored"
             f" ({self.promise})"
         )
 
 
 class OnednnSwitchedOff(EventData):
-    """oneDNN, which keeps its own memory, is switched off from now on."""
+    """oneDNN ran out of memory and was switched off for the rest of the run."""
 
     promise: Promise = "equal up to rounding"
 
@@ -669,9 +720,10 @@ class OnednnSwitchedOff(EventData):
 
 
 class NonfiniteOrigin(EventData):
-    """Where NaN or Inf came from, and the samples that cause it.
+    """The guard found where NaN or Inf came from.
 
-    `origin` has the facts of `numerics.provenance.Origin`.
+    `origin` has the fields of `numerics.provenance.Origin`. `bad_samples` are the indices in the
+    batch of the samples that cause it, and `dataset_indices` are their indices in the dataset.
     """
 
     origin: Mapping[str, Any]
@@ -680,7 +732,8 @@ class NonfiniteOrigin(EventData):
 
     def __str__(self) -> str:
         text = f"origin of NaN or Inf: {self.origin['mechanism']}"
-        # In the other cases, it existed before the step, and the mechanism names the tensor.
+        # In the other cases, NaN or Inf existed before the step, and the mechanism names the
+        # tensor.
         if self.origin["kind"] in ("operation", "finite_overflow"):
             text = f"origin of NaN or Inf: {self._operation()}: {self.origin['mechanism']}"
         if self.bad_samples:
@@ -688,7 +741,7 @@ class NonfiniteOrigin(EventData):
         return text
 
     def _operation(self) -> str:
-        """Return the operation with its module, line and pass."""
+        """Return the name of the operation, with its module, source line and pass."""
         text = str(self.origin["op"])
         if self.origin.get("module"):
             text += f" in {self.origin['module']}"
@@ -704,7 +757,7 @@ class NonfiniteNotTraced(WithReason):
 
 
 class SamplesDropped(EventData):
-    """A step was made without its bad samples."""
+    """A step was completed without the samples that caused NaN or Inf."""
 
     reason: str
     promise: Promise = "changes training"
@@ -713,13 +766,14 @@ class SamplesDropped(EventData):
 
     def __str__(self) -> str:
         batch = _of_batch(self.epoch, self.batch)
-        return f"step made without the bad samples{batch}: {self.reason} ({self.promise})"
+        return f"step completed without the bad samples{batch}: {self.reason} ({self.promise})"
 
 
 class MicroBatchDropped(EventData):
-    """A step was made without micro-batches whose loss was not finite.
+    """A step was completed without the micro-batches whose loss was not finite.
 
-    `samples` are their ranges within the batch.
+    `samples` are the ranges of the dropped samples within the batch, as (first, end), where `end`
+    is exclusive.
     """
 
     samples: tuple[tuple[int, int], ...]
@@ -730,14 +784,14 @@ class MicroBatchDropped(EventData):
 
     def __str__(self) -> str:
         ranges = listed(f"{first} to {end - 1}" for first, end in self.samples)
-        text = f"step made without samples {ranges}{_of_batch(self.epoch, self.batch)}"
+        text = f"step completed without samples {ranges}{_of_batch(self.epoch, self.batch)}"
         if self.dataset_indices:
             text += f" (dataset indices {listed(self.dataset_indices)})"
         return f"{text}: the loss of their micro-batches was not finite ({self.promise})"
 
 
 class Spike(EventData):
-    """Loss and gradient norm are far above their usual level; the step was made nevertheless."""
+    """Loss and gradient norm are far above their usual values. The step was still applied."""
 
     loss: float
     grad_norm: float
@@ -751,7 +805,7 @@ class Spike(EventData):
         text = f"{what}: loss {number(self.loss)}, gradient norm {number(self.grad_norm)}"
         if self.usual_norm is not None:
             text += f" (usually {number(self.usual_norm)})"
-        return f"{text}; the step was made"
+        return f"{text}; the step was still applied"
 
 
 class NormOverflowed(EventData):
@@ -764,7 +818,7 @@ class NormOverflowed(EventData):
 
 
 class LossScaleLowered(EventData):
-    """A step was skipped and the fp16 loss scale lowered, as is normal while the scale adapts."""
+    """A step was skipped and the fp16 loss scale lowered. This is normal while the scale adapts."""
 
     loss_scale: float
     reason: str
@@ -781,7 +835,7 @@ class LossScaleCollapsed(LossScaleLowered):
 
 
 class RolledBack(EventData):
-    """The run is back at an earlier step."""
+    """The run was rolled back: the state of `to_step` was restored."""
 
     from_step: int
     to_step: int
@@ -793,13 +847,13 @@ class RolledBack(EventData):
 
 
 class RollbackFailed(Failed):
-    """The state could not be restored."""
+    """A rollback failed, because the earlier state could not be restored."""
 
     summary = "rollback failed"
 
 
 class SnapshotFailed(Failed):
-    """The state could not be copied to host memory."""
+    """A snapshot failed, because the state could not be copied to host memory."""
 
     summary = "snapshot failed"
 
@@ -815,7 +869,7 @@ class SnapshotsDoNotFit(EventData):
 
 
 class FindingReported(EventData):
-    """A diagnosis rule applies; `about` says whether it names a cause or a symptom."""
+    """The diagnosis reports a problem. `about` is ``"cause"`` or ``"symptom"``."""
 
     kind: ClassVar[str] = "finding"
     rule: str
@@ -837,21 +891,21 @@ class FindingReported(EventData):
 
 
 class NoteReported(FindingReported):
-    """A diagnosis rule reports something worth knowing that is often intended."""
+    """The diagnosis reports something unusual that is often intended."""
 
     kind: ClassVar[str] = "note"
 
 
 class DiagnosisLimited(WithReason):
-    """The diagnosis cannot check everything."""
+    """The diagnosis cannot run all of its checks."""
 
     summary = "diagnosis limited"
 
 
 class Aligned(EventData):
-    """How well the attention of a speech synthesizer is aligned.
+    """A measurement of how well the attention of a speech synthesizer is aligned.
 
-    The fields are those of `learning.alignment.alignment_facts`.
+    `learning.alignment.alignment_facts` documents the fields.
     """
 
     diagonality: float
@@ -874,7 +928,7 @@ class Aligned(EventData):
 
 
 class LoaderHealed(EventData):
-    """Workers died or got stuck, and new ones continue after the last batch delivered."""
+    """Loader workers died or got stuck. New ones continue after the last batch delivered."""
 
     cause: str
     remedy: str
@@ -894,10 +948,10 @@ class LoaderHealed(EventData):
 
 
 class SampleQuarantined(WithReason):
-    """A sample is replaced with another one from now on.
+    """A bad sample was quarantined: the loader replaces it with another sample from now on.
 
-    `quarantined` is the number of quarantined samples, and `not_written` says why the list could
-    not be written.
+    `quarantined` is the number of all quarantined samples. `not_written` says why the list of
+    quarantined samples could not be written; it is None if the list was written.
     """
 
     sample: int | str
@@ -911,28 +965,28 @@ class SampleQuarantined(WithReason):
             f" {counted(self.quarantined, 'sample')} in quarantine"
         )
         if self.not_written is not None:
-            text += f"; the list could not be written: {self.not_written}"
+            text += f"; the list of quarantined samples could not be written: {self.not_written}"
         return text
 
 
 class QuarantineFull(Failed):
-    """Another sample would have exceeded the limit of the quarantine."""
+    """A bad sample could not be quarantined, because the quarantine has reached its limit."""
 
     summary = "quarantine is full"
 
 
 class DescriptorLimitRaised(WithReason):
-    """The limit of open files was raised, for the rest of this process's life."""
+    """The limit on open files was raised for the rest of this process."""
 
     before: int
     now: int
 
     def __str__(self) -> str:
-        return f"limit of open files raised from {self.before:,} to {self.now:,}: {self.why}"
+        return f"limit on open files raised from {self.before:,} to {self.now:,}: {self.why}"
 
 
 class StreamReadOver(WithReason):
-    """Items before the resume position are read again and discarded."""
+    """A stream must be read from its start: the items before the resume position are discarded."""
 
     items: int
 
@@ -947,7 +1001,7 @@ class RanksNotDivided(WithReason):
 
 
 class NothingLeft(WithReason):
-    """An iteration had no batches, because the restored position is the end of an epoch."""
+    """An iteration yielded no batches, because the loader was restored at the end of an epoch."""
 
     epoch: int
 
@@ -956,7 +1010,7 @@ class NothingLeft(WithReason):
 
 
 class EpochSetBack(WithReason):
-    """The loop set the loader back to an earlier epoch."""
+    """The training loop set the loader back to an earlier epoch."""
 
     before: int
     now: int
@@ -966,9 +1020,9 @@ class EpochSetBack(WithReason):
 
 
 class Preflight(EventData):
-    """Loading will probably fail or be slow.
+    """A check before the first epoch found that loading will probably fail or be slow.
 
-    Failure is `certain` if a single batch is too large.
+    `certain` is true if loading is sure to fail, because a single batch is too large.
     """
 
     rule: str
@@ -985,19 +1039,19 @@ class Preflight(EventData):
 
 
 class OwnSteps(WithReason):
-    """A Lightning module with manual optimization makes steps without the guard."""
+    """A Lightning module with manual optimization makes steps that the guard does not protect."""
 
     summary = "steps are not guarded"
 
 
 class OwnFitBatch(WithReason):
-    """A SpeechBrain Brain has its own `fit_batch`, which is not guarded."""
+    """A SpeechBrain Brain overrides `fit_batch`, so only calls of `guarded_step` are guarded."""
 
     summary = "the Brain has its own fit_batch"
 
 
 class ItemsIgnored(WithReason):
-    """The model ignores `num_items_in_batch`."""
+    """A Transformers model ignores `num_items_in_batch`, the divisor of the loss."""
 
     model: str
 

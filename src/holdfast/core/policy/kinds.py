@@ -1,7 +1,7 @@
 """The types of policy fields, which pydantic checks.
 
-The text in a type's metadata describes the allowed values and completes the sentence "it must be
-...". Where values come from is handled in ``sources``.
+The string in a type's metadata describes the allowed values and completes the sentence "it must be
+...". ``sources`` reads the values from files, variables and options.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from holdfast.core.text import sanitise
 
 
 def _some_of(choices: Any) -> str:
-    """Return the description of a list of some of these choices."""
-    return f"a list of some of {', '.join(map(repr, get_args(choices)))}"
+    """Return the description of a field whose value is a list of the given choices."""
+    return f"a list with any of {', '.join(map(repr, get_args(choices)))}"
 
 
 SplitHazard = Literal["batch_norm", "buffers", "coupled_loss"]
@@ -40,8 +40,8 @@ _BELOW = Lt(2**53)
 _WHOLE = "a whole number >= 1 and below 2**53"
 _Rule = Annotated[str, Predicate(re.compile(r"H8[0-9]{2}").fullmatch)]
 _Count = Annotated[int, Ge(1), _BELOW]
-# As a limit of the gradient norm, zero would stop training, and a negative number would climb the
-# gradient (pytorch#31367).
+# A gradient norm limit of zero would stop training, and a negative one would reverse the direction
+# of the gradient (pytorch#31367).
 _Positive = Annotated[float, Gt(0), Lt(math.inf)]
 _Texts = tuple[Annotated[str, MinLen(1)], ...]
 
@@ -55,9 +55,9 @@ CountOrAuto = Annotated[
 Hours = Annotated[_Positive, "a finite number > 0"]
 Limit = Annotated[_Positive | None, "a finite number > 0, or None to turn it off"]
 Share = Annotated[float, Gt(0), Lt(1), "a number above 0 and below 1"]
-Texts = Annotated[_Texts, "a list of texts"]
+Texts = Annotated[_Texts, "a list of strings"]
 Rules = Annotated[tuple[_Rule, ...], "a list of rule ids such as H808"]
-FlagOrTexts = Annotated[bool | Annotated[_Texts, MinLen(1)], "true, false, or names of modules"]
+FlagOrTexts = Annotated[bool | Annotated[_Texts, MinLen(1)], "true, false, or module names"]
 Hazards = Annotated[tuple[SplitHazard, ...], _some_of(SplitHazard)]
 StopSignals = Annotated[tuple[StopSignal, ...], _some_of(StopSignal)]
 ExitCodeOrNone = Annotated[
@@ -70,17 +70,16 @@ _MAX_SHOWN_CHARACTERS = 400
 
 
 def check(name: str, kind: Any, value: Any) -> Any:
-    """Return the checked value of a field.
+    """Return the value of a field, validated and converted to the field's type.
 
     Args:
-        name: The field.
+        name: The name of the field.
         kind: The type of the field: one of the types above.
-        value: An argument, which must already have that type (a list counts as a tuple), or a
-            `SourcedValue`, whose text is converted.
+        value: A Python argument, which must already have that type (a list counts as a tuple), or a
+            `SourcedValue`, whose string is converted.
 
     Raises:
-        PolicyError: H102, naming the field, its value, the source of the value, and what is
-            allowed.
+        PolicyError: H102, naming the field, its value, the value's source and the allowed values.
     """
     is_argument = not isinstance(value, SourcedValue)
     for reading in _readings(value):
@@ -107,14 +106,14 @@ def _readings(value: Any) -> Iterable[Any]:
 
 @functools.cache
 def _type_adapter(kind: Any) -> Any:
-    # Imported here, because it takes 0.1 s, and a default policy needs no checks.
+    # Imported here, because importing pydantic takes 0.1 s, and a default policy needs no checks.
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
 
 
 def _allowed(kind: Any) -> str:
-    """Return the description of a type's allowed values, for "it must be ..."."""
+    """Return the description of a type's allowed values, to complete "it must be ..."."""
     for metadata in getattr(kind, "__metadata__", ()):
         if isinstance(metadata, str):
             return metadata
@@ -122,7 +121,7 @@ def _allowed(kind: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as its source spells it: text verbatim, arguments as Python literals."""
+    """Return a value as the user wrote it: strings verbatim, arguments as Python literals."""
     is_argument = not isinstance(value, SourcedValue)
     raw_value = value if is_argument else value.value
     text = raw_value if isinstance(raw_value, str) and not is_argument else repr(raw_value)
@@ -131,7 +130,7 @@ def _shown(value: Any) -> str:
 
 
 def _fix_of_wrong_value(shown: str, allowed: str) -> str:
-    """Suggest the allowed word that is most similar to a word in the value, if there is one."""
+    """Return a fix that suggests the allowed word most similar to a word of the value, if any."""
     allowed_words = re.findall(r"['\"](\w+)['\"]", allowed)
     for word in re.findall(r"[\w-]+", shown):
         if word in allowed_words:

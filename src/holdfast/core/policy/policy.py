@@ -1,8 +1,8 @@
 """`Policy`: the settings of a run, frozen and validated, each with its meaning and default.
 
-Sources of a value, the strongest first: a keyword argument or command-line option, a ``HOLDFAST_*``
-variable, a YAML file, a preset, the default here. ``sources`` reads the sources, and ``kinds``
-defines the allowed values of each field.
+A value can come from several sources. In order of precedence, they are: a keyword argument or
+command-line option, a ``HOLDFAST_*`` variable, a YAML file, a preset, the default in this module.
+``sources`` reads files, variables and options, and ``kinds`` defines the allowed values of fields.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Class = TypeVar("_Class")
 def _layered(cls: type[_Class]) -> type[_Class]:
     """Make a frozen dataclass whose fields can also come from a preset and the environment.
 
-    All given values are checked; defaults are not.
+    Values that are passed are validated; defaults are not.
     """
     layered_class = dataclass(frozen=True, slots=True, kw_only=True)(cls)
     plain_init: Callable[..., None] = layered_class.__init__
@@ -57,7 +57,7 @@ def field_kinds() -> dict[str, Any]:
 
 
 def _with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by field, merged over the values of the preset that they name.
+    """Return values by field, together with the other values of the preset that ``values`` names.
 
     Raises:
         PolicyError: H101 for a key that is neither a field nor ``"preset"``, H110 for an unknown
@@ -68,7 +68,7 @@ def _with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     given_name = own_values.pop(sources.PRESET, None)
     name = given_name
     if isinstance(given_name, sources.SourcedValue):
-        # The first reading of a text is the text itself, or None if it means None.
+        # The first reading of a string is the string itself, or None if it means None.
         name = given_name.readings()[0]
     if name is None:
         return own_values
@@ -82,86 +82,89 @@ def _with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @_layered
 class Policy:
-    """How a run is kept alive.
+    """The settings of a run.
 
-    Every field can be set by name, in YAML, or as ``HOLDFAST_<FIELD>``.
+    Every field can be set as a keyword argument, in a YAML file, or as the environment variable
+    ``HOLDFAST_<FIELD>``.
     """
 
     micro_batch_size: kinds.CountOrAuto = "auto"
-    """The most samples in one forward/backward pass. ``"auto"``: the whole batch; fewer only after
-    an out-of-memory error, and more again later. A number: never more than this. None: batches are
-    never split."""
+    """The largest number of samples in one forward/backward pass. ``"auto"`` starts with the whole
+    batch, uses fewer samples only after an out-of-memory error, and tries more again later. A
+    number is a fixed maximum. None: batches are never split."""
 
     grow_after_steps: kinds.Count = 100
-    """Clean steps before a larger micro-batch is tried again; doubled after each trial that fails.
-    A failed trial costs at most two attempts, so trying once in 100 steps costs at most 2 %."""
+    """Steps without an out-of-memory error before a larger micro-batch is tried again. The number
+    doubles after each failed trial. A failed trial costs at most two attempts, so one trial every
+    100 steps costs at most 2 %."""
 
     forecast_micro_batch_size: kinds.OptionalCount = None
-    """With ``micro_batch_size="auto"``: the size to start with, as forecast by `holdfast plan`.
-    Larger sizes are tried later, or immediately if the third step shows that they fit. None: start
-    with the whole batch."""
+    """With ``micro_batch_size="auto"``: the micro-batch size to start with, as forecast by
+    `holdfast plan`. Larger sizes are tried later, or right after the third step if its memory use
+    shows that they fit. None: start with the whole batch."""
 
     recompute: kinds.FlagOrTexts = True
     """Whether activation checkpointing may be switched on when memory is short, for the modules
-    where it saves most. A list of names, such as ``["encoder.layers.0"]``: exactly these modules
-    are recomputed, starting with the first step, as chosen by `holdfast plan`."""
+    where it saves most. With a list of module names, such as ``["encoder.layers.0"]``, exactly
+    these modules are recomputed from the first step on; `holdfast plan` can choose them."""
 
     check_split: kinds.Flag = True
     """Whether to test, once per loss function and on at most 4 samples, that splitting a batch
-    leaves its gradient unchanged. Losses with in-batch negatives fail this test and are then never
-    split."""
+    leaves its gradient unchanged. A loss with in-batch negatives fails this test; its batches are
+    then never split."""
 
     allow_split_with: kinds.Hazards = ()
-    """Hazards that you accept by name, although splitting then changes training: ``"batch_norm"``
-    (statistics of each micro-batch), ``"buffers"`` (updated once per micro-batch),
-    ``"coupled_loss"`` (terms across samples)."""
+    """Hazards of splitting to accept, although they change training: ``"batch_norm"`` (statistics
+    per micro-batch), ``"buffers"`` (updated once per micro-batch), ``"coupled_loss"`` (loss terms
+    across samples)."""
 
     cpu_malloc_threshold_bytes: kinds.CountOrAuto = "auto"
-    """Size in bytes from which glibc returns freed memory to the system at once; None leaves malloc
-    unchanged. ``"auto"``: 4 MiB where memory can be refused (``ulimit -v`` or ``-d``, strict
-    overcommit), which makes out-of-memory errors on the CPU recoverable (84 of 84 times, compared
-    with 11 of 84 with glibc's default) and doubles the time of steps with activations of that size;
-    32 MiB otherwise, which is faster than glibc's default. A limit that is set after the guard was
-    created is not noticed. ``benchmarks/malloc_threshold`` measures both (glibc 2.36)."""
+    """The smallest allocation, in bytes, that glibc returns to the system as soon as it is freed.
+    None leaves malloc unchanged. ``"auto"``: 4 MiB if the system may refuse memory (``ulimit -v``
+    or ``-d``, strict overcommit), otherwise 32 MiB. With 4 MiB, out-of-memory errors on the CPU are
+    recoverable (84 of 84 times, compared with 11 of 84 with glibc's default), but steps with
+    activations of that size take twice as long. 32 MiB is faster than glibc's default. A memory
+    limit that is set after the guard was created is not noticed. ``benchmarks/malloc_threshold``
+    measures both values (glibc 2.36)."""
 
     max_grad_norm: kinds.Limit = None
     """Largest gradient norm; larger gradients are scaled down to it. None turns clipping off."""
 
     clip_by: kinds.ClipBy = "global"
-    """The gradients over which the norm is taken: all gradients of the step (``"global"``, which
-    keeps the direction), those of each ``"optimizer"``, or those of each parameter ``"group"`` of
-    each optimizer. These are different algorithms."""
+    """The gradients over which the norm is computed: all gradients of the step (``"global"``, which
+    preserves their direction), the gradients of each ``"optimizer"``, or the gradients of each
+    parameter ``"group"`` of each optimizer. Each choice is a different algorithm."""
 
     provenance: kinds.Flag = True
     """Whether a step with NaN or Inf is replayed to find the operation, module, parameter and
-    sample that caused it. Costs nothing until that happens."""
+    sample that caused it. Steps without NaN or Inf cost nothing extra."""
 
     drop_nonfinite_samples: kinds.Flag = False
-    """Whether a step with NaN or Inf is repeated without the samples that caused it, if they are
-    found; False skips the whole step."""
+    """Whether a step with NaN or Inf is repeated without the samples that caused it, if these
+    samples are found. False skips the whole step."""
 
     nonfinite_patience: kinds.OptionalCount = 3
-    """Consecutive steps that may be skipped for NaN or Inf before the run returns to its last good
-    checkpoint. None: no limit. 3: SpeechBrain's default."""
+    """Consecutive steps that may be skipped because of NaN or Inf before the run rolls back to its
+    last good state. None: no limit. The default of 3 is SpeechBrain's."""
 
     max_rollbacks: kinds.CountOrZero = 2
-    """Consecutive rollbacks before the run stops. The count restarts ``nonfinite_patience`` steps
-    beyond the step that caused the last rollback."""
+    """Consecutive rollbacks before the run stops. The count restarts once the run is
+    ``nonfinite_patience`` steps past the step that caused the last rollback."""
 
     spike_action: kinds.SpikeAction = "warn"
-    """The strongest response to a loss and gradient norm far above the usual ones: ``"off"``;
-    ``"warn"``; ``"skip"`` such steps; ``"roll_back"`` to the last good state if they persist, and
-    skip the batches that led there. The default only warns, because a new task, or a loss term that
-    becomes active later, looks the same."""
+    """The strongest response to a spike, which is a loss and gradient norm far above their usual
+    values: ``"off"``; ``"warn"``; ``"skip"`` the step; or ``"roll_back"`` to the last good state if
+    spikes persist, and skip the batches that led to them. The default only warns, because a new
+    task, or a loss term that becomes active later, looks the same."""
 
     snapshot_interval_steps: kinds.OptionalCount = 100
     """Optimizer steps between snapshots, which are copies of the state in host memory to which a
-    rollback returns. With None, or if the copies do not fit, a rollback returns to a checkpoint.
-    100: PaLM's restart distance."""
+    rollback returns. With None, or if the copies do not fit into memory, a rollback returns to a
+    checkpoint. The default of 100 is how far PaLM's training was rolled back before a spike."""
 
     diagnose: kinds.Flag = True
-    """Whether to look for the reasons why a model does not learn: with exact checks in the first
-    steps, and with samples later."""
+    """Whether to look for reasons why the model does not learn. The first steps are checked
+    exhaustively, and later steps are sampled."""
 
     objective: kinds.Objective = "minimize"
     """The meaning of the loss. In ``"adversarial"`` and ``"reinforcement"`` training, its level
@@ -169,9 +172,9 @@ class Policy:
     silent."""
 
     frozen: kinds.Texts = ()
-    """Parameters that are not supposed to learn: names of modules such as ``"encoder"``, names of
-    parameters, or shell patterns of these. One that matches no parameter is an error when the
-    diagnosis begins."""
+    """Parameters that are not supposed to learn: module names such as ``"encoder"``, parameter
+    names, or shell patterns of these. A name or pattern that matches no parameter raises an error
+    when the diagnosis begins."""
 
     ignore_rules: kinds.Rules = ()
     """Diagnosis rules to silence, such as ``"H808"``."""
@@ -180,39 +183,39 @@ class Policy:
     """Autocast type of the forward pass. With ``"fp16"``, holdfast manages the loss scale."""
 
     save_interval_steps: kinds.CountOrAuto = "auto"
-    """Optimizer steps between checkpoints. ``"auto"``: by time, so that saving and lost work
-    together cost least (arXiv 2410.18124), based on how long saves take. A young run saves after 5
-    seconds, and then whenever its age has doubled since its last save. None: no checkpoints are
-    written, so there is nothing to roll back to; a run directory that already has checkpoints is
-    still resumed."""
+    """Optimizer steps between checkpoints. ``"auto"`` measures how long saves take and chooses the
+    interval that minimizes the time lost to saves and to failures (arXiv 2410.18124). A young run
+    saves after 5 seconds, and then whenever its age has doubled since its last save. None: no
+    checkpoints are written, so there is no checkpoint to roll back to; a run directory that already
+    has checkpoints is still resumed."""
 
     save_interval_minutes: kinds.Limit = None
     """The longest time from one checkpoint to the next, in minutes, regardless of
     ``save_interval_steps``. A save is due at the first step after that time. None: no such limit.
-    As SpeechBrain's ``ckpt_interval_minutes``."""
+    The field corresponds to SpeechBrain's ``ckpt_interval_minutes``."""
 
     async_save: kinds.Flag = True
     """Whether checkpoints are written while training continues, from a copy of the state in host
-    memory. Exceptions are the first and the last checkpoint of a run, and any whose copy would take
-    more than a quarter of the available memory."""
+    memory. Exceptions are the first and the last checkpoint of a run, and any checkpoint whose copy
+    would take more than a quarter of the available memory."""
 
     save_overhead: kinds.Share = 0.01
     """The largest share of training time that saves may take, for ``save_interval_steps="auto"``;
-    on the CPU, this includes the computing time of the writer thread. For comparison with the
-    default of 0.01: CheckFreq (FAST '21) allows 0.035."""
+    on the CPU, this includes the CPU time of the writer thread. For comparison, CheckFreq
+    (FAST '21) allows 0.035."""
 
     mean_time_between_failures_hours: kinds.Hours = 24.0
     """Expected time from one failure of the job to the next, including preemptions and crashes of
-    your own code, for ``save_interval_steps="auto"``. 24: Google Cloud ends its preemptible
-    machines after at most that time. If only hardware failed, a node of 8 GPUs would run for 150 to
-    260 days (arXiv 2410.21680, 2407.21783)."""
+    your own code, for ``save_interval_steps="auto"``. The default of 24 is the longest time that
+    Google Cloud runs a preemptible machine. If only hardware failed, a node of 8 GPUs would run for
+    150 to 260 days (arXiv 2410.21680, 2407.21783)."""
 
     keep_latest_k: kinds.Count = 3
     """The number of newest good checkpoints to keep; at least 1."""
 
     scheduler_interval: kinds.StepEpochOrNone = "step"
     """When the learning-rate scheduler is stepped: after each optimizer ``"step"`` that moved the
-    weights, after each ``"epoch"``, or never (None: you call it)."""
+    weights, after each ``"epoch"``, or never (None: you step it yourself)."""
 
     stop_signals: kinds.StopSignals = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
     """Signals that stop the run: it saves a checkpoint at the end of the batch and leaves the loop.
@@ -221,9 +224,9 @@ class Policy:
     job), it stays ignored."""
 
     stop_exit_code: kinds.ExitCodeOrNone = None
-    """Exit code after a stop by a signal: `batches` saves and then raises ``SystemExit`` with this
-    code, so the code after the loop does not run. None: the loop ends, and the script continues
-    after the loop."""
+    """Exit code after a signal stops the run: `batches` saves and then raises ``SystemExit`` with
+    this code, so code after the loop does not run. None: the loop ends, and the script continues
+    after it."""
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **overrides: Any) -> Policy:
@@ -232,8 +235,8 @@ class Policy:
         ``HOLDFAST_*`` variables override the file, and ``overrides`` override both.
 
         Raises:
-            PolicyError: H101 for an unknown key, H102 for a value, H103 for a file that is no YAML
-                mapping, H110 for an unknown preset.
+            PolicyError: H101 for an unknown key, H102 for an invalid value, H103 for a file that is
+                not a YAML mapping, H110 for an unknown preset.
 
         Example:
             >>> import tempfile, pathlib
@@ -246,14 +249,14 @@ class Policy:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Policy:
-        """Return the policy of a domain.
+        """Return a policy with the settings of a preset, such as ``"tts"`` for text to speech.
 
         ``HOLDFAST_*`` variables override the preset, and ``overrides`` override both. ``preset:
-        tts`` in a YAML file and ``HOLDFAST_PRESET=tts`` do the same. The reference of `Policy`
-        lists all presets, with the source of each value.
+        tts`` in a YAML file and ``HOLDFAST_PRESET=tts`` also choose the preset. The reference page
+        of `Policy` lists all presets, with the source of each value.
 
         Raises:
-            PolicyError: H110 for an unknown name, H101 or H102.
+            PolicyError: H110 for an unknown preset; H101 or H102 for an invalid override.
 
         Example:
             >>> Policy.preset("tts").max_grad_norm
@@ -276,7 +279,7 @@ class Policy:
     def from_arguments(cls, namespace: argparse.Namespace) -> Policy:
         """Return the policy given by the options of `add_arguments`.
 
-        Options that are given override all other sources.
+        These options override all other sources.
 
         Raises:
             PolicyError: H101, H102, H103, H109 or H110.
@@ -296,11 +299,11 @@ class Policy:
     def of(
         cls, policy: Policy | Mapping[str, Any] | str | os.PathLike[str] | None, **overrides: Any
     ) -> Policy:
-        """Return a policy from whatever a caller may pass.
+        """Convert an argument to a policy.
 
         Args:
             policy: A policy, a dict of fields, the path of a YAML file, or None for the defaults.
-            **overrides: Fields that override it.
+            **overrides: Fields that override those of `policy`.
 
         Raises:
             PolicyError: H101, H102, H103, H109 or H110.
@@ -314,7 +317,7 @@ class Policy:
         return cls.from_yaml(policy, **overrides)
 
     def replace(self, **overrides: Any) -> Policy:
-        """Return a policy with some fields changed; a preset changes the fields that it sets.
+        """Return a copy with some fields changed; ``preset=`` changes all fields the preset sets.
 
         Raises:
             PolicyError: H101, H102, H109 or H110.
@@ -330,10 +333,10 @@ class Contradiction:
     """Two fields that exclude each other.
 
     Args:
-        fields: Their names. The first requests something that the second rules out.
-        applies: Whether a policy has the contradiction.
-        because: Why they exclude each other.
-        fix: What to do.
+        fields: The names of the fields. The first requests something that the second rules out.
+        applies: Returns whether a policy has this contradiction.
+        because: Why the fields exclude each other, for the error.
+        fix: How to resolve the contradiction, for the error.
     """
 
     fields: tuple[str, str]
@@ -355,19 +358,19 @@ CONTRADICTIONS = (
             policy.save_interval_minutes is not None and policy.save_interval_steps is None
         ),
         because="no checkpoints are written",
-        fix="pass save_interval_steps='auto' or a number, or omit the minutes.",
+        fix="pass save_interval_steps='auto' or a number, or omit save_interval_minutes.",
     ),
     Contradiction(
         fields=("drop_nonfinite_samples", "provenance"),
         applies=lambda policy: policy.drop_nonfinite_samples and not policy.provenance,
-        because="without provenance, the bad samples are not searched for",
-        fix="turn provenance on; it finds the samples.",
+        because="only provenance can find the samples to drop",
+        fix="set provenance=True, or omit drop_nonfinite_samples.",
     ),
     Contradiction(
         fields=("allow_split_with", "micro_batch_size"),
         applies=lambda policy: bool(policy.allow_split_with) and policy.micro_batch_size is None,
         because="no batch is ever split",
-        fix="use micro_batch_size='auto', or allow nothing.",
+        fix="use micro_batch_size='auto', or omit allow_split_with.",
     ),
     Contradiction(
         fields=("forecast_micro_batch_size", "micro_batch_size"),
@@ -375,7 +378,7 @@ CONTRADICTIONS = (
             policy.forecast_micro_batch_size is not None and policy.micro_batch_size != "auto"
         ),
         because="a fixed micro-batch size leaves nothing to forecast",
-        fix="use micro_batch_size='auto', or omit the forecast.",
+        fix="use micro_batch_size='auto', or omit forecast_micro_batch_size.",
     ),
 )
 
@@ -385,7 +388,7 @@ def _check_contradictions(policy: Policy, values: Mapping[str, Any]) -> None:
 
     Args:
         policy: The policy.
-        values: The given values by field, with their sources.
+        values: The values that were passed, by field, with their sources.
 
     Raises:
         PolicyError: H109, naming both fields with their values and sources.

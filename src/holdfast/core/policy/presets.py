@@ -1,7 +1,7 @@
-"""Presets: the settings of published recipes, each value with the recipe that it comes from.
+"""Presets: the settings of published recipes, with the source of each value.
 
-A preset is the weakest layer above the defaults: anything that you set yourself overrides it. It
-contains only what the recipes specify. The fields are documented in ``policy``.
+A preset overrides only the defaults: every value that you set yourself overrides the preset. A
+preset contains only the values that the recipes specify. ``policy`` documents the fields.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.core.errors import PolicyError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value of a policy field, and the recipe, program or paper where it was published."""
+    """The value of a policy field, and the recipe, program or paper in which it was published."""
 
     value: Any
     source: str
@@ -26,7 +26,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """The settings of a domain, by field.
+    """The settings for one domain, such as text to speech, by policy field.
 
     A value may equal the default, if the recipes chose the same value.
     """
@@ -40,7 +40,7 @@ class Preset:
 def presets() -> Mapping[str, Preset]:
     """Return all presets by name.
 
-    They are read from ``presets.json``, which maps each name to [about, {field: [value, source]}].
+    The file ``presets.json`` maps each name to [about, {field: [value, source]}].
     """
     file = resources.files(__package__).joinpath("presets.json")
     content = json.loads(file.read_text(encoding="utf-8"))
@@ -55,11 +55,11 @@ def find_preset(name: object, source: str = "") -> Preset:
     """Return a preset by its name.
 
     Args:
-        name: The name; anything but the name of a preset is an error.
-        source: Where the name came from, for the error.
+        name: The name of a preset. Anything else, including another type, raises the error.
+        source: Where the name came from, for the error message.
 
     Raises:
-        PolicyError: H110, naming the most similar preset.
+        PolicyError: H110 for an unknown name. The message suggests the most similar preset.
     """
     if isinstance(name, str) and name in presets():
         return presets()[name]

@@ -1,7 +1,8 @@
 """Where the values of a policy come from: YAML files, ``HOLDFAST_*`` variables and options.
 
-All three yield texts by field, each with its source. ``kinds`` interprets the texts by the type of
-the field, in the same way for all sources; ``policy`` decides which source wins.
+Each of these yields strings by field, together with where each string came from. ``kinds`` converts
+the strings to the types of the fields, in the same way for all sources. ``policy`` decides which
+source wins.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ if TYPE_CHECKING:
     import yaml
 
 PREFIX = "HOLDFAST_"
-# The key that names the preset, whose values all other sources override.
+# The key that names a preset. Values from any other source override those of the preset.
 PRESET = "preset"
 
-# More than any policy file needs.
+# Limits on the size and the nesting of a policy file, far above what one needs.
 _MAX_FILE_BYTES = 64 << 10
 _MAX_DEPTH = 8
 # Longer messages of the YAML parser are cut.
 _MAX_MESSAGE_CHARACTERS = 400
-# Characters that may surround a text: white space and quotes.
+# Characters that are stripped from both ends of a string: white space and quotes.
 _AROUND = " \t\n'\""
-# Texts that mean None, in lower case.
+# Strings that mean None, in lower case.
 _NONE_TEXTS = ("", "~", "null", "none")
-# The prefix of our options in a namespace, which they share with the program's own options.
+# The prefix of our options in the argparse namespace, which also holds the program's own options.
 _OPTION_PREFIX = "holdfast_"
 
 
@@ -45,9 +46,9 @@ class SourcedValue:
     """A value that did not come from a Python argument, and its source.
 
     Args:
-        value: A text or a list of texts from a file, a variable or an option; or any value from a
-            preset.
-        source: Such as ``"policy.yaml, line 2"``.
+        value: A string or a list of strings from a file, a variable or an option; or any value from
+            a preset.
+        source: Where the value came from, such as ``"policy.yaml, line 2"``.
     """
 
     value: Any
@@ -56,8 +57,8 @@ class SourcedValue:
     def readings(self) -> tuple[Any, ...]:
         """Return the possible interpretations of the value, in the order in which to try them.
 
-        A text stands for itself (or None), or for a list of its comma-separated parts. As in YAML,
-        a list may have brackets and its parts may be quoted.
+        A string is read as itself or None, or as a list of comma-separated parts. As in YAML, a
+        list may have brackets and its parts may be quoted.
         """
         if not isinstance(self.value, str):
             return (self.value,)
@@ -75,24 +76,24 @@ def _is_none(text: str) -> bool:
 
 
 def describe_sources(*values: Any) -> str:
-    """Return the sources of values in parentheses, to append to an error message."""
+    """Return the sources of some values, in parentheses, to append to an error message."""
     sources = [value.source if isinstance(value, SourcedValue) else "argument" for value in values]
     return f" ({' and '.join(dict.fromkeys(sources))})"
 
 
 def check_keys(values: Mapping[str, Any], fields: Iterable[str]) -> None:
-    """Check that every key is a policy field, or ``"preset"``.
+    """Check that every key is a policy field or ``"preset"``.
 
     Raises:
-        PolicyError: H101, naming the most similar field.
+        PolicyError: H101 for an unknown key. The message suggests the most similar field.
     """
     known_keys = [*fields, PRESET]
     for key, value in values.items():
         if key in known_keys:
             continue
-        fix = "`python -c 'import holdfast; help(holdfast.Policy)'` lists them."
+        fix = "run `python -c 'import holdfast; help(holdfast.Policy)'` to list the fields."
         if key == "policy":
-            fix = "pass a file as Guard(policy=FILE)."
+            fix = "pass a policy file as Guard(policy=FILE)."
         raise PolicyError(
             f"{key!r:.100}{describe_sources(value)} is not a policy field",
             limit=f"Policy has {len(known_keys) - 1} fields, plus {PRESET!r}",
@@ -105,7 +106,7 @@ def check_keys(values: Mapping[str, Any], fields: Iterable[str]) -> None:
 
 
 def from_environment() -> dict[str, SourcedValue]:
-    """Return the texts of the ``HOLDFAST_*`` variables. An empty variable counts as unset."""
+    """Return the values of ``HOLDFAST_*`` variables by field. Empty variables count as unset."""
     return {
         variable.removeprefix(PREFIX).lower(): SourcedValue(
             text, f"environment variable {variable}"
@@ -116,12 +117,12 @@ def from_environment() -> dict[str, SourcedValue]:
 
 
 def from_yaml(path: Path) -> dict[str, SourcedValue]:
-    """Return the texts of a YAML file by key, with their lines.
+    """Return the values in a YAML file by key, each with its line.
 
     Raises:
         PolicyError: H103, if the file cannot be read or is not a YAML mapping.
     """
-    # Imported here, so that a process without such a file never loads it.
+    # Imported here, so that a process without a policy file never loads yaml.
     import yaml
 
     try:
@@ -140,23 +141,23 @@ def from_yaml(path: Path) -> dict[str, SourcedValue]:
 
 
 def _read_mapping(text: str, path: Path) -> dict[str, SourcedValue]:
-    """Return the contents of a YAML mapping, with each scalar as text.
+    """Return the contents of a YAML mapping, with each scalar as a string.
 
     Raises:
-        ValueError: If it is not a mapping, repeats a key, or uses features that a policy does not
-            need.
+        ValueError: If the text is not a mapping, repeats a key, or uses YAML features that a policy
+            does not need.
     """
     import yaml
 
     _check_is_simple(text)
-    # The base loader creates only texts, lists and dicts.
+    # The base loader creates only strings, lists and dicts.
     loader = yaml.BaseLoader(text)
     root = loader.get_single_node()
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
         raise ValueError("it is not a mapping")  # noqa: TRY004 - the content of the file is wrong
-    # This rejects keys that are not texts.
+    # This also rejects keys that are not strings.
     values = loader.construct_document(root)
     lines = _lines_of_keys(root)
     return {key: SourcedValue(values[key], f"{path}, line {line}") for key, line in lines.items()}
@@ -169,7 +170,7 @@ def _check_is_simple(text: str) -> None:
     tags request custom types.
 
     Raises:
-        ValueError: If the text has any of these.
+        ValueError: If the text contains an alias or a tag, or is nested too deeply.
     """
     import yaml
 
@@ -185,7 +186,7 @@ def _check_is_simple(text: str) -> None:
 
 
 def _lines_of_keys(root: yaml.MappingNode) -> dict[str, int]:
-    """Return the line of each key.
+    """Return the line number of each key.
 
     Raises:
         ValueError: If a key occurs twice.
@@ -207,8 +208,8 @@ def _lines_of_keys(root: yaml.MappingNode) -> dict[str, int]:
 def meanings_of(file: Path, name: str) -> dict[str, str]:
     """Return the docstring below each field of a class, by field.
 
-    Help and documentation are generated from these texts, so they cannot disagree with the source.
-    If the module's source is not installed, the result is empty.
+    The command-line help and the documentation are generated from these docstrings, so they always
+    agree with the source. If the module's source file is not installed, the result is empty.
     """
     try:
         module = ast.parse(file.read_text(encoding="utf-8"))
@@ -235,8 +236,8 @@ def add_options(
 
     Args:
         parser: The parser. Options that are not given do not appear in its namespace.
-        defaults: The default of each field, which is shown in the help.
-        meanings: The meaning of each field, as `meanings_of` returns it.
+        defaults: The default of each field, shown in the help.
+        meanings: The description of each field, from `meanings_of`.
     """
     group = parser.add_argument_group(
         "holdfast", "values are as in YAML: 1.0, true, none, auto; lists: a,b"
@@ -246,7 +247,7 @@ def add_options(
         "--preset",
         dest=_OPTION_PREFIX + PRESET,
         metavar="NAME",
-        help=f"settings of a domain: {', '.join(presets())}",
+        help=f"settings for a domain: {', '.join(presets())}",
     )
     add_option(
         "--policy",
@@ -260,7 +261,7 @@ def add_options(
             _option(field),
             dest=_OPTION_PREFIX + field,
             metavar="VALUE",
-            # argparse formats help texts with %.
+            # argparse formats help texts with the % operator.
             help=f"{meaning} (default: {default!r})".replace("%", "%%").strip(),
         )
 
@@ -273,7 +274,7 @@ def _option(field: str) -> str:
 def from_options(
     namespace: argparse.Namespace, fields: Iterable[str]
 ) -> tuple[str | None, dict[str, SourcedValue]]:
-    """Return the path given by ``--policy``, and the texts of the options that were given."""
+    """Return the path given by ``--policy``, and the values of the field options by field."""
     values = {}
     for field in (PRESET, *fields):
         text = getattr(namespace, _OPTION_PREFIX + field, None)

@@ -1,12 +1,12 @@
-"""Decide why an attempt ended: from its evidence to a single cause.
+"""Find the single most likely cause for the end of an attempt.
 
 In reading order:
 
-- ``candidate`` and ``weighing``: the possible causes found in statements, and how certain each one
-  is, with the special cases ``own_errors``, ``shadowing`` and ``error_lines``.
-- ``exit_signs`` and ``ends``: whether the attempt ended well and, if not, the cause that exit
-  statuses, signals and counters suggest.
-- ``case``, which combines the two, and ``choosing``: which of these causes wins.
-- ``doubts`` and ``good_ends``: whether an exit status of 0 can be trusted, and what is wrong with a
+- ``candidate`` and ``weighing`` find possible causes in statements and rate how certain each cause
+  is. ``own_errors``, ``shadowing`` and ``error_lines`` handle special cases.
+- ``exit_signs`` and ``ends`` decide whether the attempt ended well. If it did not, they name the
+  cause that exit statuses, signals and counters suggest.
+- ``case`` combines these results, and ``choosing`` picks one of the causes.
+- ``doubts`` decides whether an exit status of 0 can be trusted. ``good_ends`` finds problems in a
   run that ended well, such as a loss that did not fall.
 """

@@ -1,6 +1,6 @@
-"""`CandidateCause`: a possible cause of a failure, what it is based on, and how certain it is.
+"""`CandidateCause`: a possible cause of a failure, found in a statement, and its confidence.
 
-`weighing` finds candidates, `choosing` picks one of them.
+`weighing` finds the candidates, and `choosing` picks one of them.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from holdfast.explain.signatures.signature import Family, Signature
 
 
 class Tier(IntEnum):
-    """How certain it is that a statement ended its process, the most certain first."""
+    """How certain it is that a statement's failure ended its process, most certain first."""
 
     # An exception that is known to have ended its process, or the reason why a Guard stopped.
     ENDED_PROCESS = 0
-    # A traceback after which the process did not continue; or a line in which the hardware, a
+    # A traceback after which the process did not continue, or a line in which the hardware, a
     # driver or the kernel reports a fatal event.
     NOT_CONTINUED = 1
-    # The last line of a traceback alone, or an exception that a logger printed.
+    # The last line of a traceback without the rest, or an exception that a logger printed.
     LAST_LINE = 2
     # Any other line after which the process did not continue. Also the newest traceback out of a
-    # main module that is followed by progress lines, since those may have been buffered.
+    # main module if progress lines follow it, because these may have been delayed in a buffer.
     OTHER_LINE = 3
-    # Caught, only a warning, or followed by progress: a cause only if there is nothing else.
+    # A warning, an exception that was caught, or a failure followed by progress. It can be the
+    # cause only if there is no other candidate.
     CAUGHT = 4
 
 
-# What a candidate is based on.
-#   own words    a holdfast error, which states its own cause
-#   signature    any other signature of an original failure
-#   symptom      a signature of a family whose failures are mostly caused by something else
-#   cascade      a signature of a failure that follows from one elsewhere
-#   words        an exception that matches no signature; its message shows the class
-#   type         the same, but only the type of the exception suggests a class
-#   open words   the same, but nothing suggests a class
-#   line         a log line that matches no signature; its words show the class
-#   open line    the same, but nothing suggests a class
+# The kinds of evidence that a candidate can be based on:
+#   own words    a holdfast error, which states its cause
+#   signature    a signature of an original failure (unless it is a symptom)
+#   symptom      a signature of a family in which most failures have another cause
+#   cascade      a signature of a failure that follows from a failure elsewhere
+#   words        an exception without a signature; its message shows the class
+#   type         an exception without a signature; only its type suggests a class
+#   open words   an exception without a signature or a class
+#   line         a log line without a signature; its words show the class
+#   open line    a log line without a signature or a class
 Grounds = Literal[
     "own words",
     "signature",
@@ -53,9 +54,9 @@ Grounds = Literal[
     "line",
     "open line",
 ]
-# For each kind of grounds, how often the cause and how often its class was right, measured on
-# failures that were not used to write the rules. ``python -m evals.world.calibrate`` prints the
-# figures. The first entry is an estimate.
+# For each kind of evidence, the share of verdicts with the correct cause, and the share with the
+# correct class. They were measured on failures that were not used to write the rules, except for
+# the first entry, which is an estimate. ``python -m evals.world.calibrate`` prints these numbers.
 SHARES: dict[Grounds, tuple[float, float]] = {
     "own words": (0.97, 0.97),
     "signature": (0.88, 0.98),
@@ -67,58 +68,58 @@ SHARES: dict[Grounds, tuple[float, float]] = {
     "line": (0.55, 0.89),
     "open line": (0.46, 0.0),
 }
-# Both shares are multiplied by this if the process continued, or may have continued.
+# Both shares are multiplied by this factor if the process continued or may have continued.
 _SHARE_OF_CAUGHT = 0.5
 _SYMPTOMS: frozenset[Family] = frozenset(
     {"out of memory", "crash", "device", "distributed", "autograd", "numerics"}
 )
-# Families whose log lines report something that no process survives, even if the log says that the
-# run is done.
+# Families of events that no process survives. A log line about such an event counts even if the log
+# says that the run is done.
 _DEADLY: frozenset[Family] = frozenset({"preempted", "host out of memory", "crash"})
-# Signatures from this rank on are so general that nearly every failure could match them.
+# Signatures with at least this rank are so general that nearly every failure could match them.
 GENERIC_RANK = 90
-# Rank of kinds that are suggested only by an exception's type or by the library that raised it.
+# The rank of classes that only the type of an exception, or the library that raised it, suggests.
 TYPE_RANK = 97
-# Signatures that only quote an exception or a line that no real signature matches. They carry no
-# advice, because advice derived from a class alone is wrong as often as right.
+# Signatures that only quote an exception or a line without a signature of its own. They suggest no
+# fix, because a fix derived only from the class is wrong as often as it is right.
 FALLBACKS = frozenset({endings.UNCAUGHT, endings.ERROR_LINE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateCause:
-    """One possible cause."""
+    """A possible cause of a failure."""
 
     signature: Signature
-    # The text in which it was found.
+    # The statement that matches the signature.
     statement: Statement
     tier: Tier
-    # All exceptions of its chain, the root first. A line is a chain of one.
+    # All exceptions of the statement's chain, root cause first. A log line is a chain of one.
     chain: tuple[Statement, ...] = ()
-    # Other signatures that match the same statements, the best first.
+    # Other signatures that match the same statements, best match first.
     also: tuple[Signature, ...] = ()
 
     @property
     def is_generic(self) -> bool:
-        """Return whether its signature is so general that nearly every failure could match."""
+        """Return whether the signature is so general that nearly every failure could match it."""
         return self.signature.rank >= GENERIC_RANK
 
     @property
     def is_caught(self) -> bool:
-        """Return whether its process continued, or may have continued, after it."""
+        """Return whether the process continued, or may have continued, after this failure."""
         return self.tier == Tier.CAUGHT
 
     @property
     def reports_a_kill(self) -> bool:
-        """Return whether it is a log line about an event that no process survives.
+        """Return whether a log line reports an event that no process survives.
 
-        Not if the line is followed by progress.
+        A line that is followed by progress does not count.
         """
         kills = self.signature.family in _DEADLY or self.signature.id == endings.BUS_ERROR
         return kills and self.tier == Tier.OTHER_LINE and self.signature.role == "root"
 
     @property
     def grounds(self) -> Grounds:
-        """Return what it is based on."""
+        """Return the kind of evidence that the candidate is based on."""
         signature = self.signature
         if signature.id in all_rules():
             return "own words"
@@ -136,16 +137,16 @@ class CandidateCause:
 
     @property
     def confidence(self) -> float:
-        """Return how certain the cause is, before other causes and the exit status are considered.
+        """Return the confidence in this cause, from 0 to 1.
 
-        Between 0 and 1, from `SHARES`.
+        It is based on `SHARES` and does not take other causes or the exit status into account.
         """
         share_of_causes, _ = SHARES[self.grounds]
         return share_of_causes * self._certainty_of_end()
 
     @property
     def class_confidence(self) -> float:
-        """Return how certain the class of the cause is, from 0 to 1."""
+        """Return the confidence in the class of this cause, from 0 to 1."""
         _, share_of_classes = SHARES[self.grounds]
         return share_of_classes * self._certainty_of_end()
 

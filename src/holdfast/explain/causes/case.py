@@ -1,4 +1,4 @@
-"""`Case`: everything that a verdict on one attempt is decided from."""
+"""`Case`: the evidence about one attempt and the possible causes found in it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from holdfast.explain.evidence import Evidence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is known about one attempt.
+    """The input from which a verdict on one attempt is made.
 
     Attributes:
-        evidence: Everything that was collected: endings of processes, events, statements.
+        evidence: The collected evidence: endings of processes, events and statements.
         end: How the attempt ended, judged by signals, exit codes and counters.
         candidates: All possible causes found in statements, in the order of the statements.
-        roots: Candidates that can be the original failure, the most likely first.
-        cascades: Candidates that follow from a failure elsewhere, the most likely first.
+        roots: The candidates that can be the original failure, most likely first.
+        cascades: The candidates that follow from a failure elsewhere, most likely first.
     """
 
     evidence: Evidence
@@ -40,7 +40,7 @@ class Case:
 
 
 def open_case(evidence: Evidence) -> Case:
-    """Return the case for what was collected about an attempt."""
+    """Find how an attempt ended and the possible causes, and return both with the evidence."""
     end = find_end(evidence)
     candidates = find_candidates(evidence)
     by_role: dict[str, list[CandidateCause]] = {"root": [], "cascade": []}

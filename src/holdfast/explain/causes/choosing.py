@@ -1,10 +1,9 @@
-"""Choose the cause of a failure.
+"""Choose the cause of a failure with an ordered list of rules.
 
-The order of the rules is the argument: what is known for certain comes first, and the first rule
-that has an answer wins. A rule is a function from a `Case` to a `Choice`; it returns None if it has
-nothing to say about the case.
+A rule is a function that takes a `Case` and returns a `Choice`, or None if the rule does not apply.
+The first rule that applies wins. Rules that rely on the most certain evidence come first.
 
-Problems of a run that ended well are not chosen here (see `good_ends`).
+For problems of a run that ended well, see `good_ends`.
 """
 
 from __future__ import annotations
@@ -21,22 +20,24 @@ from holdfast.explain.observations import count_kernel_kills
 from holdfast.explain.signatures import WELL, all_signatures, endings
 from holdfast.explain.signatures.signature import Family, Signature
 
-# The share of recorded failures with a kill counted by the kernel in which that kill was the cause.
+# Among recorded failures in which the kernel counted an out-of-memory kill, the share in which this
+# kill was the cause.
 _KERNEL_KILL_CONFIDENCE = 0.93
-# Subtracted from the confidence if a signal from outside would also explain the end, if a failure
-# of another family would, and if an out-of-memory error is attributed to a traced leak.
+# Subtracted from the confidence if a signal from outside could also explain the end.
 _PENALTY_FOR_A_SIGNAL = 0.15
+# Subtracted from the confidence if a failure of another family could also explain the end.
 _PENALTY_FOR_A_RIVAL = 0.1
+# Subtracted from the confidence if a traced leak is named as the cause of an out-of-memory error.
 _PENALTY_FOR_A_LEAK = 0.05
 
 _ABORTS = frozenset({endings.ABORTED, endings.NATIVE_ABORT})
-# Causes that only state how the process ended. A log line about the same end adds nothing to them.
+# Causes that only state how the process ended, not why.
 _UNEXPLAINED_ENDS = frozenset(
     {endings.STATUS_ONLY, endings.KILLED, endings.KILLED_UNCOUNTED, endings.TERMINATED}
 )
-# Causes that blame the kernel although its counter was not read.
+# Causes that blame the kernel without evidence from its out-of-memory kill counter.
 _SUSPECTED_KERNEL_KILLS = frozenset({endings.WORKER_KILLED, endings.KILLED_UNCOUNTED})
-# Families of failures after which a process may end by a signal.
+# Families of failures that may cause a signal to end the process.
 _FAMILIES_EXPLAINING_A_SIGNAL: frozenset[Family] = frozenset(
     {
         "out of memory",
@@ -49,8 +50,8 @@ _FAMILIES_EXPLAINING_A_SIGNAL: frozenset[Family] = frozenset(
         "hang",
     }
 )
-# A statement of one of these families that contains one of these words may only report that a
-# process died, not why.
+# A statement of one of these families that contains one of the words below may only report that a
+# process died, not why it died.
 _FAMILIES_OF_LOST_PROCESSES: frozenset[Family] = frozenset(
     {"loader", "distributed", "unknown", "preempted", "crash", "host out of memory"}
 )
@@ -62,15 +63,15 @@ _WORDS_OF_LOST_PROCESSES = (
     "connection",
     "exit code",
 )
-# Families of the failures that the other ranks report after one rank was killed.
+# Families of failures that other ranks report after one rank was killed.
 _FAMILIES_AFTER_A_KILL: frozenset[Family] = frozenset({"crash", "distributed"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The chosen cause, and the candidate that shows it.
+    """The chosen cause, and the candidate that it comes from.
 
-    `candidate` is None if the cause follows from how the process ended.
+    `candidate` is None if the cause follows from how the process ended, not from a statement.
     """
 
     signature: Signature
@@ -82,10 +83,10 @@ ChoiceRule: TypeAlias = Callable[[Case], Choice | None]
 
 
 def choose(case: Case) -> Choice:
-    """Return the first answer of the rules, or "unknown" if no rule has one."""
+    """Return the choice of the first rule that applies, or "unknown" if no rule applies."""
     choice = _first_answer(RULES_ON_ALL_EVIDENCE, case)
     if choice is None:
-        # Some candidates only repeat what another one says better.
+        # Drop candidates that only repeat another candidate with less detail.
         relevant = _drop_aborts_after_a_failure(_drop_launcher_tables(case))
         choice = _first_answer(RULES_ON_RELEVANT_EVIDENCE, relevant)
     if choice is None:
@@ -94,7 +95,7 @@ def choose(case: Case) -> Choice:
 
 
 def _first_answer(rules: Iterable[ChoiceRule], case: Case) -> Choice | None:
-    """Return the answer of the first rule that has one."""
+    """Return the choice of the first rule that applies, or None if no rule applies."""
     for rule in rules:
         choice = rule(case)
         if choice is not None:
@@ -106,18 +107,18 @@ def _first_answer(rules: Iterable[ChoiceRule], case: Case) -> Choice | None:
 
 
 def _drop_launcher_tables(case: Case) -> Case:
-    """Drop the tables of launchers, unless there is nothing else.
+    """Drop the failure tables that launchers print, unless there is no other cascade.
 
-    Such a table only says that a rank failed, so any statement of a rank takes precedence over it.
+    Such a table only says that a rank failed, so a statement from a rank is more informative.
     """
     others = tuple(cascade for cascade in case.cascades if cascade.signature.id != endings.LAUNCHER)
     return replace(case, cascades=others or case.cascades)
 
 
 def _drop_aborts_after_a_failure(case: Case) -> Case:
-    """Drop aborts after a failure or a timeout.
+    """Drop aborts that follow a failure or a collective timeout.
 
-    A failing process often aborts itself, and the abort adds nothing to the failure.
+    A failing process often aborts itself. The abort then says nothing new about the cause.
     """
     timed_out = any(
         cascade.signature.id == endings.COLLECTIVE_TIMEOUT and not cascade.is_caught
@@ -137,27 +138,27 @@ def _drop_aborts_after_a_failure(case: Case) -> Case:
 
 
 def ended_well(case: Case) -> Choice | None:
-    """If the attempt ended well, ignore what was printed before.
+    """If the attempt ended well, ignore all errors that were printed before.
 
-    `ends` decides what counts as a good end; usually it is an exit code of 0.
+    `ends` decides whether the attempt ended well, which usually means an exit code of 0.
     """
     if not case.end.well or case.end.cause is None:
         return None
     if case.end.cause == WELL.id:
-        # Avoid loading the catalogue, which takes as long as everything else in an explanation.
+        # Do not load the catalog, which takes as long as the rest of an explanation.
         return Choice(signature=WELL, confidence=case.end.confidence)
     return how_it_ended(case)
 
 
 def result_was_not_saved(case: Case) -> Choice | None:
-    """If a Guard recorded that it could not save, that is the cause, whatever else was printed."""
+    """If a Guard recorded that it could not save, ignore all other errors."""
     if case.end.cause != endings.NOT_SAVED:
         return None
     return how_it_ended(case)
 
 
 def ended_without_a_failure(case: Case) -> Choice | None:
-    """Without an exit code, trust the inferred end unless a statement shows a fatal failure."""
+    """If there is no exit code, trust the inferred end unless a statement shows a fatal failure."""
     if case.end.status is not None or case.end.cause is None:
         return None
     for candidate in (*case.roots, *case.cascades):
@@ -167,7 +168,7 @@ def ended_without_a_failure(case: Case) -> Choice | None:
 
 
 def hung_or_was_stopped(case: Case) -> Choice | None:
-    """A hang or a request to stop is the cause, unless a process had failed before it."""
+    """A hang or a stop request is the cause, unless a process failed before it."""
     began = case.end.stop_requested_at
     if case.end.hang is not None:
         began = case.end.hang.unix_seconds
@@ -177,10 +178,10 @@ def hung_or_was_stopped(case: Case) -> Choice | None:
 
 
 def killed_by_the_kernel_for_memory(case: Case) -> Choice | None:
-    """A kill counted by the kernel is the cause, unless a statement explains the end better.
+    """If the kernel counted an out-of-memory kill, choose it unless a statement explains the end.
 
-    A statement does not if it only reports that a process died, or if it is uncertain whether it
-    has to do with the end.
+    A statement does not explain the end if it only reports that a process died, or if it may be
+    unrelated to the end.
     """
     if case.end.well or case.end.status is None:
         return None
@@ -197,10 +198,10 @@ def killed_by_the_kernel_for_memory(case: Case) -> Choice | None:
 
 
 def failure_in_a_statement(case: Case) -> Choice | None:
-    """Choose the most likely root, if it explains the end better than the exit status does.
+    """Choose the most likely root if it explains the end better than the exit status does.
 
-    If this root only repeats another root of the same process with less detail, the detailed one is
-    named instead.
+    If this root only repeats another root of the same process with less detail, choose the more
+    detailed root.
     """
     root = case.root
     if root is None:
@@ -215,7 +216,7 @@ def failure_in_a_statement(case: Case) -> Choice | None:
 
 
 def consequence_in_a_statement(case: Case) -> Choice | None:
-    """If no original failure is known, name the consequence that ended the process."""
+    """If no original failure was found, choose a consequence that ended the process."""
     cascade = case.cascade
     if cascade is None or cascade.is_caught:
         return None
@@ -225,10 +226,10 @@ def consequence_in_a_statement(case: Case) -> Choice | None:
 
 
 def signal_that_ended_it(case: Case) -> Choice | None:
-    """If no statement explains the end, name the signal.
+    """If no statement explains the end, choose the signal that ended the command.
 
-    A person or a scheduler usually kills the command itself. If a statement says that only one of
-    its processes was killed, the kernel is the more likely sender.
+    A person or a scheduler usually kills the whole command. If a statement says that only one
+    process of the command was killed, the kernel is more likely to have sent the signal.
     """
     if case.end.cause in (None, endings.STATUS_ONLY):
         return None
@@ -244,7 +245,7 @@ def signal_that_ended_it(case: Case) -> Choice | None:
 
 
 def weak_statement(case: Case) -> Choice | None:
-    """As a last resort, name a statement that may or may not have ended the process."""
+    """As a last resort, choose a statement that may not be related to the end of the process."""
     candidate = case.root or case.cascade
     if candidate is None:
         return None
@@ -257,7 +258,7 @@ def weak_statement(case: Case) -> Choice | None:
 
 
 def how_it_ended(case: Case) -> Choice | None:
-    """Choose the cause that signals, exit codes and counters suggest, if they suggest one."""
+    """Choose the cause that signals, exit codes and counters suggest, if there is one."""
     if case.end.cause is None:
         return None
     signature = all_signatures()[case.end.cause]
@@ -284,7 +285,12 @@ RULES_ON_RELEVANT_EVIDENCE: tuple[ChoiceRule, ...] = (
 
 
 def _failed_before(root: CandidateCause | None, unix_seconds: float) -> bool:
-    """Return whether a root ended a process before it was stopped for a hang or on request."""
+    """Return whether a root ended its process before a given time.
+
+    Args:
+        root: The most likely original failure, or None.
+        unix_seconds: When a hang was noticed, or when a stop was requested.
+    """
     if root is None or root.tier > Tier.NOT_CONTINUED:
         return False
     failed_at = root.statement.unix_seconds
@@ -292,7 +298,7 @@ def _failed_before(root: CandidateCause | None, unix_seconds: float) -> bool:
 
 
 def _says_process_was_lost(root: CandidateCause) -> bool:
-    """Return whether a root only reports that a process died."""
+    """Return whether a root only reports that a process died, not why."""
     if root.signature.family not in _FAMILIES_OF_LOST_PROCESSES:
         return False
     text = "\n".join(statement.text.lower() for statement in root.chain)
@@ -308,11 +314,11 @@ def _says_process_was_killed(candidate: CandidateCause) -> bool:
 
 
 def _detailed_root(root: CandidateCause, roots: Iterable[CandidateCause]) -> CandidateCause | None:
-    """Return the root of the same process that gives the details behind this one."""
+    """Return another root of the same process that explains `root` in more detail, or None."""
     for other in roots:
         if root.signature.id not in other.signature.explains:
             continue
-        # An exception that a logger printed may have been re-raised later.
+        # The script may have raised the exception again after a logger printed it.
         was_logged = other.statement.logged and other.statement.fatal is None
         same_process = other.statement.rank in (None, root.statement.rank)
         if same_process and (was_logged or not other.is_caught):
@@ -325,14 +331,15 @@ def _explains_end(root: CandidateCause, end: End) -> bool:
     if root.is_caught or _follows_from_a_kill(root, end):
         return False
     if end.signal is None:
-        # Without a signal, the status says nothing about the cause, so any failure explains more.
+        # An exit code says nothing about the cause, so any failure explains more.
         return True
     if root.tier <= Tier.NOT_CONTINUED:
-        # The failure itself ended the process, and the signal came later or hit another process. A
-        # generic failure is not specific enough to be preferred to a signal from outside.
+        # The failure itself ended the process; the signal came later or was sent to another
+        # process. A generic failure is too vague to take precedence over an outside signal.
         return not (root.is_generic and end.signal in SIGNALS_FROM_OUTSIDE)
     if root.signature.id in _UNEXPLAINED_ENDS:
-        # A line such as "Killed" only repeats the signal, so it must not replace a better cause.
+        # A line such as "Killed" only repeats the signal and must not replace a more specific
+        # cause.
         return end.cause in _UNEXPLAINED_ENDS
     if root.statement.kind == "exception":
         return True
@@ -340,7 +347,7 @@ def _explains_end(root: CandidateCause, end: End) -> bool:
 
 
 def _follows_from_a_kill(root: CandidateCause, end: End) -> bool:
-    """Return whether a root is what another rank reported after one rank was killed."""
+    """Return whether a root is a failure that another rank reported after one rank was killed."""
     if end.signal not in SIGNALS_FROM_OUTSIDE or end.first_rank is None:
         return False
     is_of_another_rank = root.statement.rank != end.first_rank
@@ -350,7 +357,10 @@ def _follows_from_a_kill(root: CandidateCause, end: End) -> bool:
 def _confidence_given_rivals(
     root: CandidateCause, end: End, rivals: Sequence[CandidateCause]
 ) -> float:
-    """Return the confidence in a root, reduced if a signal or a rival could explain the end."""
+    """Return the confidence in a root.
+
+    It is lower if a signal from outside or another root could also explain the end.
+    """
     confidence = root.confidence
     explains_a_signal = root.signature.family in _FAMILIES_EXPLAINING_A_SIGNAL
     if end.signal in SIGNALS_FROM_OUTSIDE and not explains_a_signal:
@@ -361,9 +371,9 @@ def _confidence_given_rivals(
 
 
 def _is_rival(other: CandidateCause, root: CandidateCause) -> bool:
-    """Return whether another root could be the cause instead.
+    """Return whether another root could be the cause instead of `root`.
 
-    It must be at least as certain, of another family, and not generic.
+    The other root must be at least as certain, belong to another family, and not be generic.
     """
     return (
         other.tier <= root.tier
@@ -377,7 +387,7 @@ def _is_rival(other: CandidateCause, root: CandidateCause) -> bool:
 
 
 def _prefer_traced_leak(case: Case, choice: Choice) -> Choice:
-    """If memory ran out and a leak was traced, name the leak as the cause."""
+    """If memory ran out and a leak was traced, choose the leak as the cause."""
     if "memory" not in choice.signature.family:
         return choice
     for kind in ("leak", "memory_trend"):
@@ -386,7 +396,7 @@ def _prefer_traced_leak(case: Case, choice: Choice) -> Choice:
             if event.kind != kind or not isinstance(signature_id, str):
                 continue
             leak = all_signatures().get(signature_id)
-            # Host memory and device memory are different families.
+            # A leak in host memory cannot explain a lack of device memory, or the reverse.
             if leak is not None and leak.family == choice.signature.family:
                 confidence = choice.confidence - _PENALTY_FOR_A_LEAK
                 return replace(choice, signature=leak, confidence=confidence)
@@ -394,7 +404,7 @@ def _prefer_traced_leak(case: Case, choice: Choice) -> Choice:
 
 
 def _clear_kernel_without_kills(case: Case, choice: Choice) -> Choice:
-    """Stop suspecting the kernel if its counter shows that it killed nothing."""
+    """Choose "killed" instead of a kernel kill if the kernel's counter shows no kill."""
     is_suspected = choice.signature.id in _SUSPECTED_KERNEL_KILLS
     if is_suspected and count_kernel_kills(case.evidence.endings) == 0:
         return replace(choice, signature=all_signatures()[endings.KILLED])

@@ -1,7 +1,7 @@
-"""Doubts about an exit status of 0: signs that the run did not do what it was meant to do.
+"""Find reasons to doubt that a run with exit status 0 really did its work.
 
-The verdict names the doubt of the first rule that applies. `good_ends` finds problems such as a
-loss that did not fall, whether or not the exit status is in doubt.
+The verdict mentions the doubt of the first rule that applies. `good_ends` looks for other problems,
+such as a loss that did not fall, whether or not there is a doubt about the exit status.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from holdfast.explain.causes.case import Case
 from holdfast.explain.exhibits import first_line
 from holdfast.explain.signatures import endings
 
-# Scripts may skip single samples and print an error line for each one. Up to this many error lines
-# are no reason to doubt a run without steps.
+# A script may skip single samples and print an error line for each. If a run made no step, up to
+# this many error lines are no reason for doubt.
 _LINES_OF_SKIPPED_SAMPLES = 2
 
 
@@ -26,8 +26,8 @@ class Doubt:
     """A reason to doubt that the run ended well.
 
     Attributes:
-        words: The doubt, as the title has it after "ended with status 0".
-        candidate: The candidate that raises it, if one does.
+        words: The doubt in the words that follow "ended with status 0" in the verdict's title.
+        candidate: The candidate cause that gives rise to the doubt, or None.
     """
 
     words: str
@@ -38,7 +38,7 @@ DoubtRule: TypeAlias = Callable[[Case], Doubt | None]
 
 
 def find_doubt(case: Case) -> Doubt | None:
-    """Return the reason to doubt that the run ended well, or None."""
+    """Return the first reason to doubt that the run ended well, or None if there is none."""
     if case.evidence.lost is not None or case.end.status != 0:
         return None
     for rule in RULES:
@@ -61,16 +61,16 @@ def ends_with_a_traceback(case: Case) -> Doubt | None:
 
 
 def reports_a_kill(case: Case) -> Doubt | None:
-    """A line reports something that no process survives."""
+    """A log line reports an event that no process survives."""
     for candidate in _candidates(case):
         if candidate.reports_a_kill:
-            words = f"but it says: {first_line(candidate.statement)}"
+            words = f"but its output says: {first_line(candidate.statement)}"
             return Doubt(words=words, candidate=candidate)
     return None
 
 
 def made_no_step(case: Case) -> Doubt | None:
-    """Errors were caught and no step was made: perhaps every batch was skipped."""
+    """Errors were caught and the run made no step. Perhaps the script skipped every batch."""
     if not case.evidence.made_no_step:
         return None
     errors = [
@@ -87,18 +87,18 @@ def made_no_step(case: Case) -> Doubt | None:
 
 
 def was_not_observed(case: Case) -> Doubt | None:
-    """No process of a supervised run could be observed."""
+    """No process of a supervised run was observed."""
     if not observations.was_not_observed(case.evidence):
         return None
     return Doubt(words="and none of its processes were observed")
 
 
 def log_does_not_show_training(case: Case) -> Doubt | None:
-    """A bare log contains neither losses nor a message that the training is done."""
+    """A bare log contains no losses and no message that training is done."""
     evidence = case.evidence
     if evidence.observed is not None or evidence.output_says_done or evidence.printed_losses:
         return None
-    return Doubt(words="and its output does not show how it went")
+    return Doubt(words="and its output does not show whether it trained")
 
 
 RULES: tuple[DoubtRule, ...] = (
@@ -111,6 +111,6 @@ RULES: tuple[DoubtRule, ...] = (
 
 
 def _candidates(case: Case) -> Iterator[CandidateCause]:
-    """Yield all candidates, roots before cascades, the most likely of each first."""
+    """Yield all candidates: the roots, then the cascades, each with the most likely first."""
     yield from case.roots
     yield from case.cascades

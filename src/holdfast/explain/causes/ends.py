@@ -1,12 +1,13 @@
-"""Decide how an attempt ended, and which cause that suggests if no statement explains it better.
+"""Decide how an attempt ended, and which cause this suggests if no statement explains it better.
 
-The signs are exit statuses, signals, kernel counters, hangs, and what a Guard recorded while
-closing. There are three tables of rules, chosen by what is known about the exit status; in each,
-the first rule that applies wins. Statements are judged elsewhere (see `weighing`).
+The signs are exit statuses, signals, kernel counters, hangs, and the events that a Guard records
+while it closes. There are three tables of rules: one if there is no exit status, one for status 0,
+and one for a failure. In each table, the first rule that applies wins. Statements are judged in
+`weighing`.
 
-The confidences are estimates: a sign that leaves few other explanations open has a high confidence.
-Unlike those in `candidate` they were not measured, because few of the recorded failures are
-explained by their end alone.
+The confidences are estimates. A sign with few other possible explanations gets a high confidence.
+Unlike the confidences in `candidate`, they were not measured, because in few of the recorded
+failures the end alone explains the cause.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _CAUSE_BY_SIGNAL: dict[int, str] = {
 }
 # Signals that schedulers send to warn or end a job.
 _SIGNALS_OF_SCHEDULERS = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGQUIT})
-# A shell's exit codes for a command that it cannot execute or cannot find.
+# The exit codes of a shell if it cannot execute or cannot find a command.
 _COMMAND_NOT_EXECUTED = (126, 127)
 # Exceptions that scripts and launchers raise when they are asked to stop.
 _EXCEPTIONS_OF_A_STOP = frozenset(
@@ -57,42 +58,42 @@ _EXCEPTIONS_OF_A_STOP = frozenset(
         "SystemExit",
     }
 )
-# When the supervisor is killed, its pipes close before the sentinel notices. If the script fails in
-# between, for instance because it cannot print, that is a consequence.
+# When the supervisor is killed, its pipes close before the sentinel notices. A script that fails in
+# between, for example because it cannot print, fails because the supervisor is gone.
 _SENTINEL_DELAY_SECONDS = 1.0
-# Confidence that training diverged: recorded steps are more reliable than printed losses.
+# Confidence that training diverged. Recorded steps are more reliable than printed losses.
 _CONFIDENCE_IN_RECORDED_LOSS = 0.95
 _CONFIDENCE_IN_PRINTED_LOSS = 0.8
-# Confidence in a hang for which the watchdog recorded none.
+# Confidence in a hang if the watchdog did not record a confidence.
 _DEFAULT_CONFIDENCE_IN_A_HANG = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How the attempt ended, as far as that is known."""
+    """How an attempt ended, and the cause that this suggests."""
 
-    # The id of the signature that this suggests, or None.
+    # The id of the signature that the end suggests, or None.
     cause: str | None = None
-    # The confidence in this cause, if no statement explains the end better.
+    # The confidence in this cause if no statement explains the end better.
     confidence: float = 0.0
-    # The decisive status: the command's, or that of the rank that failed first.
+    # The decisive exit status: that of the command, or of the rank that failed first.
     status: int | None = None
     # Whether the command ended with status 0 and none of its processes failed.
     well: bool = False
-    # How it ended, as a clause for the summary.
+    # How the attempt ended, as a clause for the summary.
     why: str = ""
-    # The evidence for how it ended.
+    # The evidence for how the attempt ended.
     exhibits: tuple[Exhibit, ...] = ()
-    # The hang for which the supervisor ended the attempt.
+    # The hang that made the supervisor end the attempt, or None.
     hang: Event | None = None
-    # The Unix time at which the user, or another host that ended, requested the end.
+    # The Unix time at which the user, or another host that had ended, requested a stop.
     stop_requested_at: float | None = None
-    # The rank that a launcher saw fail first.
+    # The rank that failed first, according to the supervisor or a launcher.
     first_rank: int | None = None
 
     @property
     def signal(self) -> int | None:
-        """Return the number of the signal that ended it, or None."""
+        """Return the number of the signal that ended the attempt, or None."""
         if self.status is None or self.status >= 0:
             return None
         return -self.status
@@ -118,7 +119,7 @@ def find_end(evidence: Evidence) -> End:
 
 
 def _first_end(rules: Iterable[_EndRule], signs: ExitSigns) -> End:
-    """Return the answer of the first rule that applies, or an empty `End`."""
+    """Return the result of the first rule that applies, or an empty `End` if no rule applies."""
     for rule in rules:
         end = rule(signs)
         if end is not None:
@@ -130,7 +131,7 @@ def _first_end(rules: Iterable[_EndRule], signs: ExitSigns) -> End:
 
 
 def _still_running(signs: ExitSigns) -> End | None:
-    """A process of the run is alive."""
+    """A process of the run is still running."""
     pids = signs.evidence.living_pids
     if not pids:
         return None
@@ -144,11 +145,11 @@ def _still_running(signs: ExitSigns) -> End | None:
 
 
 def _supervisor_was_killed(signs: ExitSigns) -> End | None:
-    """The sentinel noticed that the supervisor was gone."""
+    """The sentinel noticed that the supervisor had been killed."""
     loss = signs.evidence.supervisor_loss
     if loss is None:
         return None
-    words = f"processes still running when it was killed: {loss.killed_processes}"
+    words = f"processes still running when the supervisor was killed: {loss.killed_processes}"
     requested_at = None
     if loss.unix_seconds is not None:
         requested_at = loss.unix_seconds - _SENTINEL_DELAY_SECONDS
@@ -162,18 +163,19 @@ def _supervisor_was_killed(signs: ExitSigns) -> End | None:
 
 
 def _guard_left_its_loop(signs: ExitSigns) -> End | None:
-    """A Guard closed because its loop was left early, which does not say why."""
+    """A Guard closed because the script left the loop early, for an unknown reason."""
     closing = signs.evidence.guard_closing
     if closing is None or closing.how != "left":
         return None
     why = (
-        "the loop over batches was left before its end, by `break` or by an error outside the Guard"
+        "the script left the loop over batches early, by `break` or because of an error outside the"
+        " Guard"
     )
     return End(why=why, exhibits=(Exhibit(text=why, source="guard"),))
 
 
 def _guard_closed(signs: ExitSigns) -> End | None:
-    """A Guard finished, or stopped on request."""
+    """A Guard closed after it finished or was asked to stop."""
     closing = signs.evidence.guard_closing
     if closing is None:
         return None
@@ -181,15 +183,15 @@ def _guard_closed(signs: ExitSigns) -> End | None:
     why = "a Guard finished and closed"
     if closing.how == "stopped":
         why = f"a Guard saved and stopped on request ({closing.reason or 'not recorded'})"
-        # A stop that the program itself requests is part of a normal end.
+        # A stop that the script itself requests is a normal end.
         if not closing.reason or is_signal_name(closing.reason):
             cause = endings.STOPPED
-    exhibit = Exhibit(text="its newest events show a Guard closing", source="guard")
+    exhibit = Exhibit(text="the newest events show that a Guard closed", source="guard")
     return End(cause=cause, confidence=0.7, why=why, exhibits=(exhibit,))
 
 
 def _output_says_done(signs: ExitSigns) -> End | None:
-    """The last lines of the output say that the training is done."""
+    """The last lines of the output say that training is done."""
     if not signs.evidence.output_says_done:
         return None
     words = "its last lines say that training is done"
@@ -214,7 +216,7 @@ _RULES_WITHOUT_STATUS: tuple[_EndRule, ...] = (
 
 
 def _stopped_by_guard(signs: ExitSigns) -> End | None:
-    """A Guard stopped on request, and the script then ended with status 0."""
+    """A Guard stopped on request, and then the script ended with status 0."""
     request = observations.stop_request(signs.evidence.events)
     if request is None:
         return None
@@ -222,12 +224,12 @@ def _stopped_by_guard(signs: ExitSigns) -> End | None:
     user_sent_a_signal = signs.evidence.stop_signal is not None
     if user_sent_a_signal or observations.signal_of_stop(request) is not None:
         return end
-    # A stop that the program itself requests is part of a normal end.
+    # A stop that the script itself requests is a normal end.
     return replace(end, cause=endings.ENDED_WELL, stop_requested_at=None)
 
 
 def _stopped_by_user_with_status_0(signs: ExitSigns) -> End | None:
-    """The user sent a signal, and the command then ended with status 0."""
+    """The user sent a signal, and then the command ended with status 0."""
     number = signs.evidence.stop_signal
     if number is None:
         return None
@@ -240,9 +242,9 @@ def _stopped_by_user_with_status_0(signs: ExitSigns) -> End | None:
 
 
 def _hidden_failure(signs: ExitSigns) -> End | None:
-    """A training process died, although its shell or parent then ended with status 0.
+    """A training process died, but its shell or parent ended with status 0.
 
-    The empty `End` leaves the choice of a cause to the statements.
+    The returned `End` is empty, so that the cause is chosen from the statements.
     """
     for statement in signs.evidence.statements:
         if statement.fatal and statement.pid is not None:
@@ -264,7 +266,7 @@ _RULES_AFTER_SUCCESS: tuple[_EndRule, ...] = (
 
 
 def _unless_result_is_lost(end: End, evidence: Evidence) -> End:
-    """Return a good end, or a failure if the result was not saved or the training diverged."""
+    """Replace a good end by a failure if the result was not saved or the training diverged."""
     if observations.unsaved_steps(evidence) is not None:
         return replace(end, cause=endings.NOT_SAVED)
     lost = evidence.lost
@@ -283,7 +285,7 @@ def _unless_result_is_lost(end: End, evidence: Evidence) -> End:
 
 
 def _hung(signs: ExitSigns) -> End | None:
-    """The supervisor ended the attempt because it made no progress."""
+    """The supervisor ended the attempt because the processes made no progress."""
     hang = signs.hang
     if hang is None:
         return None
@@ -306,7 +308,7 @@ def _hung(signs: ExitSigns) -> End | None:
 
 
 def _ended_by_another_host(signs: ExitSigns) -> End | None:
-    """Another host of the same training ended first, and no signal came from outside."""
+    """Another host of the run ended first, and the supervisor received no signal."""
     events = signs.evidence.events
     if any(event.kind == "signal" for event in events):
         return None
@@ -322,9 +324,9 @@ def _ended_by_another_host(signs: ExitSigns) -> End | None:
 
 
 def _stopped_on_request(signs: ExitSigns) -> End | None:
-    """A Guard stopped as requested, and nothing failed after that.
+    """A Guard stopped on request, and nothing failed after the request.
 
-    In this case, no exit code of the script or its launcher counts as a failure.
+    In this case, an exit code of the script or its launcher does not count as a failure.
     """
     evidence = signs.evidence
     request = observations.stop_request(evidence.events)
@@ -336,7 +338,7 @@ def _stopped_on_request(signs: ExitSigns) -> End | None:
 
 
 def _could_not_save(signs: ExitSigns) -> End | None:
-    """A Guard exited with its code for a state that could not be saved."""
+    """A Guard exited with the code that means that its state could not be saved."""
     if signs.status != os.EX_IOERR or observations.unsaved_steps(signs.evidence) is None:
         return None
     return End(
@@ -348,14 +350,14 @@ def _could_not_save(signs: ExitSigns) -> End | None:
 
 
 def _stopped_by_user(signs: ExitSigns) -> End | None:
-    """The user sent a signal. That is the cause, whatever status the command ended with."""
+    """The user sent a signal. This is the cause, whatever the exit status of the command is."""
     number = signs.evidence.stop_signal
     if number is None:
         return None
     status = signs.status or 0
     how = f"ended with {status_text(status)}"
     if status == -number:
-        how = "was terminated by it"
+        how = "was terminated by this signal"
     return End(
         cause=_CAUSE_BY_SIGNAL.get(number, endings.TERMINATED),
         confidence=0.95,
@@ -365,7 +367,10 @@ def _stopped_by_user(signs: ExitSigns) -> End | None:
 
 
 def _exit_code(signs: ExitSigns) -> End | None:
-    """The command exited with a code, which says why it failed only if it was never started."""
+    """The command exited with a code.
+
+    The code names the cause only if the command was never started.
+    """
     status = signs.status
     if status is None or status < 0:
         return None
@@ -376,16 +381,19 @@ def _exit_code(signs: ExitSigns) -> End | None:
 
 
 def _killed(signs: ExitSigns) -> End | None:
-    """SIGKILL ended the process, sent by the kernel for lack of memory, a person or a scheduler."""
+    """SIGKILL ended the process.
+
+    The sender is a person, a scheduler or, for lack of memory, the kernel.
+    """
     if signs.status != -signal.SIGKILL:
         return None
     why = _which_signal_ended_it(signs)
     if signs.kernel_kills:
-        count = f"the kernel's counter of out-of-memory kills rose by {signs.kernel_kills}"
+        count = f"the kernel's out-of-memory kill counter rose by {signs.kernel_kills}"
         return End(cause=endings.OUT_OF_MEMORY_KILL, confidence=0.95, why=f"{why}, and {count}")
     if signs.kernel_kills == 0:
         return End(cause=endings.KILLED, confidence=0.7, why=why)
-    # The counter could not be read.
+    # The kernel's counter could not be read.
     if observations.host_memory_was_running_out(signs.evidence):
         why += " while memory was running out"
         return End(cause=endings.KILLED_UNCOUNTED, confidence=0.75, why=why)
@@ -393,7 +401,7 @@ def _killed(signs: ExitSigns) -> End | None:
 
 
 def _ended_by_a_signal(signs: ExitSigns) -> End | None:
-    """Another signal ended the process."""
+    """A signal other than SIGKILL ended the process."""
     if signs.status is None or signs.status >= 0:
         return None
     return End(
@@ -416,7 +424,7 @@ _RULES_AFTER_FAILURE: tuple[_EndRule, ...] = (
 
 
 def _which_signal_ended_it(signs: ExitSigns) -> str:
-    """Return a clause about the signal that ended a process."""
+    """Return a clause that names the signal that ended a process."""
     status = signs.status or 0
     name = signal_name(-status) or status_text(status)
     command = signs.command
@@ -445,9 +453,9 @@ def _end_of_stop(request: Event, *, status: int) -> End:
 
 
 def _crashed(signs: ExitSigns) -> bool:
-    """Return whether the process ended by a signal that is not a request to stop.
+    """Return whether a signal that is not a stop request ended the process.
 
-    Such a signal is caused by the process itself, or sent by the kernel for lack of memory.
+    The process itself causes such a signal, or the kernel sends it for lack of memory.
     """
     status = signs.status
     if status is None or status >= 0:
@@ -458,9 +466,10 @@ def _crashed(signs: ExitSigns) -> bool:
 
 
 def _failed_after(evidence: Evidence, unix_seconds: float) -> bool:
-    """Return whether an exception ended a process after a given time.
+    """Return whether an exception ended a process after a given Unix time.
 
-    Exceptions that are part of a requested stop do not count; exceptions without a time do.
+    Exceptions that are part of a requested stop do not count. Exceptions without a recorded time
+    count.
     """
     raised = [
         statement

@@ -1,4 +1,4 @@
-"""Find the log line that reads most like an error, for logs in which no signature matches."""
+"""Find the line that looks most like an error in a log in which no signature matches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.explain.evidence import Statement
 from holdfast.explain.logs.progress import is_progress
 from holdfast.explain.signatures.matching import best_kind, match_all
 
-# Words that mark a line as an error, the most certain first.
+# Words that mark a line as an error, from the most to the least certain.
 _WORDS_OF_ERRORS = (
     re.compile(
         r"\b(?:(?:fatal|internal|runtime|compile|system|os) error|FAIL(?:ED)?\b|FATAL\b|error"
@@ -38,7 +38,8 @@ _WORDS_OF_ERRORS = (
         re.IGNORECASE,
     ),
 )
-# Lines with such words that are not errors: error counts, data, and notes about skipped items.
+# Lines that contain such words but are not errors: error counts, data, and notes about skipped
+# items.
 _NO_ERROR = re.compile(
     r"\b(?:0|no|zero|without) (?:failed|errors?|failures?)\b|\berrors\W{1,4}\d|\berror["
     r" _]rate\b|^\s*\{"
@@ -46,26 +47,27 @@ _NO_ERROR = re.compile(
     re.IGNORECASE,
 )
 _WARNING = re.compile(r"\bWARN(?:ING)?\b")
-# The only message that torch prints before it continues without a GPU.
+# The only message that torch prints if it continues without a GPU.
 _NO_CUDA = re.compile(r"Warning: CUDA initialization: ")
 # If this many lines differ only in their numbers, they report a metric whose name contains "error".
 _REPEATS_OF_A_METRIC = 4
-# Only lines this close to the newest one belong to the end of the run.
+# Only error lines within this distance of the newest error line belong to the end of the run.
 _CLOSE_LINES = 150
-# Kinds of unknown failures up to this `Signature.rank` can be recognised from a single line.
+# Kinds of unknown failures up to this `Signature.rank` can be recognized from a single line.
 _LAST_SPECIFIC_RANK = 91
 
 
 def find_error_line(statements: Sequence[Statement], *, only_certain: bool) -> Statement | None:
-    """Return the line that reads most like an error, or None if none does.
+    """Return the line that looks most like an error, or None if no line does.
 
-    Only lines after the newest exception count.
+    Only lines after the newest exception are considered.
 
     Args:
         statements: All statements of a log.
-        only_certain: Consider only the most certain words, and no line that a logger printed.
+        only_certain: Consider only the most certain words, and ignore lines that a logger printed.
     """
-    # Each error line with its sort key; the line that reads most like an error has the smallest.
+    # Each error line with its sort key. The line that looks most like an error has the smallest
+    # key.
     error_lines: list[tuple[tuple[bool, bool, int], Statement]] = []
     for line in _possible_errors(statements, only_certain=only_certain):
         certainty = _certainty(line.text, only_certain=only_certain)
@@ -91,7 +93,8 @@ def _possible_errors(statements: Sequence[Statement], *, only_certain: bool) -> 
         if line.position <= newest_exception or line.fatal is not None:
             continue
         if line.logged:
-            # A logged line is not the cause, unless it says that CUDA is unavailable.
+            # A line that a logger printed is not the cause, unless it says that CUDA is
+            # unavailable.
             says_no_cuda = _NO_CUDA.search(line.text) and not match_all(line)
             if only_certain or not says_no_cuda:
                 continue
@@ -100,7 +103,10 @@ def _possible_errors(statements: Sequence[Statement], *, only_certain: bool) -> 
 
 
 def _certainty(text: str, *, only_certain: bool) -> int | None:
-    """Return the index of the first of `_WORDS_OF_ERRORS` in a line; None if it is not an error."""
+    """Return the index of the first pattern in `_WORDS_OF_ERRORS` that matches a line.
+
+    Return None if the line is not an error.
+    """
     if _NO_ERROR.search(text) or is_progress(text):
         return None
     words_of_errors = _WORDS_OF_ERRORS[:1] if only_certain else _WORDS_OF_ERRORS

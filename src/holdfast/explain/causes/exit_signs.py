@@ -1,6 +1,6 @@
-"""Signs of how an attempt ended: statuses, signals, a hang and the kernel's kill counter.
+"""Collect the signs of how an attempt ended: statuses, signals, hangs and kills by the kernel.
 
-The rules in ``ends`` decide what they mean.
+The rules in ``ends`` decide what these signs mean.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class ExitSigns:
     """The signs of how one attempt ended."""
 
     evidence: Evidence
-    # How the command ended.
+    # How the command ended, or None if unknown.
     command: Ending | None
-    # How the first process that failed ended.
+    # How the training process that failed first ended, or None if none failed.
     first_failure: Ending | None
-    # The decisive status, negative for a signal.
+    # The decisive exit status; negative for a signal.
     status: int | None
-    # The hang for which the supervisor ended the attempt.
+    # The hang that made the supervisor end the attempt, or None.
     hang: Event | None
-    # By how much the kernel's out-of-memory kill counter rose; None if it was not read.
+    # How many processes the kernel killed for lack of memory; None if unknown.
     kernel_kills: int | None
 
     @property
@@ -61,17 +61,17 @@ def collect_signs(evidence: Evidence) -> ExitSigns:
 
 
 def _ending_of_command(endings: Iterable[Ending]) -> Ending | None:
-    """Return how the whole command ended, or None if unknown; the newest of several answers."""
+    """Return the newest record of how the whole command ended, or None if unknown."""
     command = None
     for ending in endings:
-        # A launcher's table may describe a trainer without naming its PID.
+        # An ending without a PID may also describe a trainer, if it comes from a launcher's table.
         if ending.pid is None and ending.role != "trainer":
             command = ending
     return command
 
 
 def _first_failure(endings: Iterable[Ending]) -> Ending | None:
-    """Return how the trainer that failed first ended, or None if none failed."""
+    """Return how the trainer that failed first ended, or None if no trainer failed."""
     failed = [ending for ending in endings if ending.role == "trainer" and ending.status]
     return min(failed, key=lambda ending: ending.unix_seconds or 0.0, default=None)
 
@@ -79,8 +79,8 @@ def _first_failure(endings: Iterable[Ending]) -> Ending | None:
 def _decisive_status(command: Ending | None, first_failure: Ending | None) -> int | None:
     """Return the status of the command, or of the trainer that failed first.
 
-    The trainer's status takes precedence if the command's is unknown, or if it is an exit code,
-    because the exit code may be the launcher's own.
+    The trainer's status takes precedence if the command's status is unknown or an exit code: the
+    exit code may only say that the launcher failed.
     """
     status = as_signal(command.status) if command is not None else None
     if first_failure is not None and (status is None or status > 0):
@@ -89,7 +89,7 @@ def _decisive_status(command: Ending | None, first_failure: Ending | None) -> in
 
 
 def _hang_that_ended_it(events: Iterable[Event], command: Ending | None) -> Event | None:
-    """Return the newest hang for which the supervisor ended the attempt, or None."""
+    """Return the hang that made the supervisor end the attempt, or None."""
     if command is None or command.sent_by != "supervisor":
         return None
     hangs = [

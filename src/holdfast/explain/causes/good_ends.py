@@ -1,10 +1,9 @@
-"""Find what is wrong with a run that ended with status 0.
+"""Find problems in a run that ended with status 0, such as a loss that did not fall.
 
-Status 0 only says that the command completed, not that the run learned. The verdict is "ended well"
-only if the loss fell and none of the `RULES` applies.
+Status 0 only means that the command completed, not that the model learned. The verdict is "ended
+well" only if the loss fell and none of the `RULES` finds a problem.
 
-Causes of failures are chosen in `choosing`; `doubts` decides whether a status of 0 can be trusted
-at all.
+`choosing` picks the causes of failures. `doubts` decides whether a status of 0 can be trusted.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from holdfast.explain.signatures import UNJUDGED, all_signatures, endings
 from holdfast.explain.signatures.signature import Signature
 from holdfast.explain.verdict import Exhibit
 
-# The largest share of step time that a run may spend waiting for its loader.
+# A run has a problem if it spends at least this fraction of its step time waiting for the loader.
 _MAX_LOADER_WAIT_SHARE = 0.5
-# Confidence in measured facts: loss, time and memory.
+# Confidence in problems that were measured in the loss, the step time or the memory use.
 _CONFIDENCE_IN_MEASUREMENTS = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortfall:
-    """One thing that is wrong with a run that ended with status 0.
+    """A problem in a run that ended with status 0.
 
     Attributes:
-        id: The id of its signature.
-        title: A short description with the numbers.
-        sentence: The sentence for the verdict's summary.
+        id: The id of the problem's signature.
+        title: A short description with numbers, for the title of the verdict.
+        sentence: A sentence about the problem, for the summary of the verdict.
         confidence: The confidence of the verdict, from 0 to 1.
-        exhibits: The evidence.
+        exhibits: The evidence for the problem.
     """
 
     id: str
@@ -47,22 +46,19 @@ class Shortfall:
 
     @property
     def signature(self) -> Signature:
-        """Return its signature, with this title and the family "ended well"."""
+        """Return the signature of the problem, with this title and the family "ended well"."""
         signature = UNJUDGED if self.id == UNJUDGED.id else all_signatures()[self.id]
         return replace(signature, title=self.title, family="ended well")
 
 
 def find_shortfalls(evidence: Evidence) -> list[Shortfall]:
-    """Return everything that is wrong with a run that ended with status 0.
-
-    The most important shortfall is the first.
-    """
+    """Return the problems in a run that ended with status 0, most important first."""
     candidates = (rule(evidence) for rule in RULES)
     return [shortfall for shortfall in candidates if shortfall is not None]
 
 
 def loss_diverged(evidence: Evidence) -> Shortfall | None:
-    """The loss ended far above where it began; an exploded loss is a failure instead (H1617)."""
+    """The loss ended far above its first values. An exploded loss is a failure instead (H1617)."""
     if evidence.lost is None or evidence.lost.exploded:
         return None
     sentence = evidence.lost.sentence()
@@ -72,7 +68,7 @@ def loss_diverged(evidence: Evidence) -> Shortfall | None:
 
 
 def loss_did_not_fall(evidence: Evidence) -> Shortfall | None:
-    """The loss is not lower at the end, or it rose a thousandfold in between."""
+    """The loss did not fall, or it rose a thousandfold in between."""
     learning = evidence.learning
     if learning is None or learning.outcome not in ("flat", "spiked"):
         return None
@@ -86,10 +82,10 @@ def loss_did_not_fall(evidence: Evidence) -> Shortfall | None:
 
 
 def memory_grew(evidence: Evidence) -> Shortfall | None:
-    """Memory was still growing at a steady pace when the run ended."""
+    """Memory was still growing steadily when the run ended."""
     leak = observations.newest_leak(evidence)
     trend = observations.newest_memory_trend(evidence)
-    # A traced leak says why memory grew; a trend says how fast.
+    # A traced leak explains why memory grew. A trend only says how fast.
     event = leak or trend
     if event is None:
         return None
@@ -125,7 +121,7 @@ def _title_about_trend(trend: Event) -> str:
 
 
 def waited_for_loader(evidence: Evidence) -> Shortfall | None:
-    """The steps spent most of their time waiting for batches."""
+    """The steps spent at least half of their time waiting for batches."""
     wait = evidence.loader_wait
     if wait is None or wait.share < _MAX_LOADER_WAIT_SHARE:
         return None
@@ -148,18 +144,16 @@ def learning_was_not_judged(evidence: Evidence) -> Shortfall | None:
     reason = learning.sentence()
     if learning.outcome == "rose":
         title = f"finished, and {reason}; learning was not judged"
-        reason += (
-            ", which a changing objective can explain, as can a learning rate that is too high"
-        )
+        reason += ". A changing objective or a learning rate that is too high can cause this"
     return Shortfall(
         id=endings.NOT_JUDGED,
         title=title,
-        sentence=f"Whether it learned could not be judged: {reason}.",
+        sentence=f"holdfast could not judge whether the model learned: {reason}.",
         confidence=0.0,
     )
 
 
-# The most important first: the title of the first shortfall becomes the title of the verdict.
+# Most important first: the title of the first shortfall becomes the title of the verdict.
 RULES: tuple[Callable[[Evidence], Shortfall | None], ...] = (
     loss_diverged,
     loss_did_not_fall,
@@ -170,7 +164,7 @@ RULES: tuple[Callable[[Evidence], Shortfall | None], ...] = (
 
 
 def sentences(evidence: Evidence) -> Iterator[str]:
-    """Yield the sentences of the summary about the shortfalls, or about the loss if it fell."""
+    """Yield sentences for the summary: one for each shortfall, and one about a loss that fell."""
     for shortfall in find_shortfalls(evidence):
         yield shortfall.sentence
     if evidence.learning is not None and evidence.learning.outcome == "fell":

@@ -1,6 +1,6 @@
-"""Recognise holdfast's own errors in logs and recordings by the rule id that each one names.
+"""Recognize holdfast's own errors in logs and recordings by the rule id that they contain.
 
-Such an error states what is wrong and how to fix it, so no signature from the catalogue is needed.
+These errors state the problem and the fix, so no signature from the catalog is needed for them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from holdfast.explain.signatures.signature import Family, Signature
 _NAMED_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
 _FIX_OF_ERROR = re.compile(r"^Fix: (.+?)(?=\n\[H\d|\n\n|\Z)", re.MULTILINE | re.DOTALL)
 _FIX_OF_PAGE = re.compile(r"\*\*Fix\.\*\* (.+?)(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
-# This error says that another rank failed, whose own error may have been recorded in more detail.
+# This error says that another rank failed. The other rank's own error may give more detail.
 _OTHER_RANK_FAILED = "H114"
-# Families of holdfast's errors by the prefix of the rule id. The first match counts.
+# Families of holdfast's errors by prefix of the rule id. The first matching prefix counts.
 _FAMILY_BY_PREFIX: tuple[tuple[str, Family], ...] = (
     (_OTHER_RANK_FAILED, "distributed"),
     ("H30", "storage"),
@@ -27,17 +27,17 @@ _FAMILY_BY_PREFIX: tuple[tuple[str, Family], ...] = (
     ("H5", "numerics"),
     ("H6", "loader"),
 )
-# The `Signature.rank` of these errors: before all specific signatures (70).
+# The `Signature.rank` of holdfast's errors, which puts them before all specific signatures (70).
 _SIGNATURE_RANK = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnError:
-    """A holdfast error in a chain of exceptions or in a line.
+    """A holdfast error that was found in a chain of exceptions or in a log line.
 
     Attributes:
-        statement: The statement that names the rule.
-        signature: A signature made from the rule, with the error's own fix.
+        statement: The statement that contains the rule id.
+        signature: A signature made from the rule, with the fix from the error message.
     """
 
     statement: Statement
@@ -45,7 +45,7 @@ class OwnError:
 
 
 def find_own_error(chain: tuple[Statement, ...]) -> OwnError | None:
-    """Return the holdfast error in a chain, or None; the outermost if there are several."""
+    """Return the outermost holdfast error in a chain of exceptions, or None if there is none."""
     for statement in reversed(chain):
         rule = all_rules().get(_rule_id_in(statement))
         if rule is not None:
@@ -54,18 +54,18 @@ def find_own_error(chain: tuple[Statement, ...]) -> OwnError | None:
 
 
 def _rule_id_in(statement: Statement) -> str:
-    """Return the id of the rule that a statement names, or an empty text."""
+    """Return the rule id in a statement, or an empty string if there is none."""
     if statement.rule:
         return statement.rule
-    named = _NAMED_RULE.search(statement.text)
-    return named[1] if named is not None else ""
+    match = _NAMED_RULE.search(statement.text)
+    return match[1] if match is not None else ""
 
 
 def _signature_of(rule: RulePage, statement: Statement) -> Signature:
-    """Return a signature for the error that a statement quotes.
+    """Return a signature for a holdfast error.
 
-    Title and meaning come from the page of its rule. The fix is the one in the error itself, or
-    that of the page if the error has been cut off.
+    The title and the meaning come from the rule's page. The fix comes from the error message or, if
+    the message was cut off, from the rule's page.
     """
     is_cascade = rule.id == _OTHER_RANK_FAILED
     return Signature(
@@ -88,7 +88,7 @@ def _family_of(rule_id: str) -> Family:
 
 
 def _fix_in(text: str) -> str:
-    """Return the fix from an error message or a rule page, on one line."""
+    """Return the fix in an error message or a rule page, without line breaks."""
     match = _FIX_OF_ERROR.search(text) or _FIX_OF_PAGE.search(text)
     return _in_one_line(match[1]) if match is not None else ""
 

@@ -1,4 +1,4 @@
-"""Find user files that were imported in place of a standard or library module."""
+"""Find user files that Python imported in place of a standard or library module."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import PurePath
 
 from holdfast.explain.evidence import Frame, Statement, is_user_code
 
-# The two ways in which Python itself names the file.
+# The two messages in which Python itself names the shadowing file.
 _NAMED_FILE = re.compile(
     r"\bcannot import name .{1,300}\(([^()]{1,300}\.py)\)|\bconsider renaming '([^']+)' since"
 )
 
 
 def find_shadowing_file(raised: Statement) -> str:
-    """Return the file beside the user's script that shadows a module, or an empty text.
+    """Return the file in the script's folder that shadows a module, or "" if there is none.
 
-    Such a file was imported by a library, which meant another module, or by the file itself.
+    Either a library imported this file instead of the module it wanted, or the file imported
+    itself.
     """
     frames = _importing_frames(raised)
     for importer, imported in itertools.pairwise(frames):
@@ -32,9 +33,9 @@ def find_shadowing_file(raised: Statement) -> str:
 
 
 def _importing_frames(raised: Statement) -> list[Frame]:
-    """Return the frames with files, plus a last one for the file named in the message."""
+    """Return the frames that have a file, followed by a frame for the file named in the message."""
     frames = [frame for frame in raised.frames if not frame.file.startswith("<")]
-    named = _NAMED_FILE.search(raised.text)
-    if named is not None:
-        frames.append(Frame(file=named[1] or named[2], line=0, function="<module>"))
+    match = _NAMED_FILE.search(raised.text)
+    if match is not None:
+        frames.append(Frame(file=match[1] or match[2], line=0, function="<module>"))
     return frames

@@ -1,11 +1,10 @@
-"""Find candidates for the cause of a failure in statements, and order them.
+"""Find possible causes of a failure in statements, and order them by likelihood.
 
-Every statement that matches a signature is a candidate, and so is every exception that matches
-none. A chain of exceptions yields one candidate. A candidate's `Tier` says how certain it is that
-the statement ended its process.
+Every exception is a candidate, and so is every line that matches a signature. A chain of exceptions
+yields only one candidate. A candidate's `Tier` says how certain it is that the statement's failure
+ended its process.
 
-This module does not look at how processes ended (see `ends`), and it does not choose
-(see `choosing`).
+`ends` judges how the processes ended, and `choosing` picks one of the candidates.
 """
 
 from __future__ import annotations
@@ -25,22 +24,23 @@ from holdfast.explain.signatures import all_signatures, endings
 from holdfast.explain.signatures.matching import SignatureMatch, best_kind, match_all
 from holdfast.explain.signatures.signature import Signature
 
-# Signatures up to this `Signature.rank` (hardware, memory, device asserts) count as the root even
-# if the exception wraps another one.
+# An exception that matches a signature up to this `Signature.rank` (hardware, memory, device
+# asserts) counts as the root even if it was raised from another exception.
 _STRONG_RANK = 30
 # Lines that match a signature up to this `Signature.rank` come from the kernel, a driver or a
 # scheduler, and report a hardware or memory failure that no process survives.
 _LOUD_RANK = 20
-# Tracebacks at most this many lines apart belong to one failure: a child's, then its parent's.
+# Tracebacks that are at most this many lines apart belong to one failure, such as the traceback of
+# a child process followed by that of its parent.
 _BURST_LINES = 150
-# Exceptions that only repeat the traceback of another one.
+# Exceptions that only repeat the traceback of another exception.
 _REPETITIONS = frozenset(
     {"_RemoteTraceback", "RemoteTraceback", "ExceptionGroup", "BaseExceptionGroup"}
 )
 
 
 def find_candidates(evidence: Evidence) -> list[CandidateCause]:
-    """Return every candidate, in the order of the statements."""
+    """Return all candidates, in the order of the statements."""
     candidates = []
     for chain in _chains(evidence.statements):
         candidate = _candidate_of(chain)
@@ -53,14 +53,14 @@ def find_candidates(evidence: Evidence) -> list[CandidateCause]:
 def order_candidates(
     candidates: Iterable[CandidateCause], *, first_rank: int | None
 ) -> list[CandidateCause]:
-    """Return candidates of one role with the most likely cause first.
+    """Sort candidates by likelihood, most likely cause first.
 
-    Candidates are ordered by tier, then specific before generic signatures, then the rank that
-    failed first, then by time (by position if not all times are known).
+    The sort keys are the tier, specific before generic signatures, the rank that failed first
+    before other ranks, and the time (or the position, if not all times are known).
 
     Args:
-        candidates: The candidates, in any order.
-        first_rank: The rank that a launcher saw fail first, or None.
+        candidates: Candidates that are all roots or all cascades, in any order.
+        first_rank: The rank that failed first, or None if unknown.
     """
     remaining = list(candidates)
     times_are_known = all(
@@ -75,7 +75,7 @@ def order_candidates(
             first_rank is not None and statement.rank is not None and statement.rank != first_rank
         )
         if candidate.is_caught:
-            # Among candidates that did not end the run, the newest is the most informative.
+            # If no candidate ended the run, the newest candidate is the most informative.
             return (candidate.tier, candidate.is_generic, elsewhere, 0.0, -statement.position)
         time = 0.0
         if times_are_known and statement.unix_seconds is not None:
@@ -89,12 +89,12 @@ def order_candidates(
 
 
 def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
-    """Group each exception with those that were raised from it, the root first."""
+    """Group exceptions that were raised from each other into chains, root cause first."""
     chains: list[tuple[Statement, ...]] = []
     chain: list[Statement] = []
     for statement in statements:
         chain.append(statement)
-        # Only an exception can lead to another one.
+        # Only an exception can lead to another exception, so a line always ends its chain.
         if not statement.cause or statement.kind == "line":
             chains.append(tuple(chain))
             chain = []
@@ -104,7 +104,7 @@ def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
 
 
 def _candidate_of(chain: tuple[Statement, ...]) -> CandidateCause | None:
-    """Return the candidate for a chain of exceptions or a line, or None."""
+    """Return the candidate for a chain of exceptions or for a line, or None."""
     own_error = find_own_error(chain)
     if own_error is not None:
         return _candidate_of_own_error(own_error, chain)
@@ -149,7 +149,7 @@ def _tier_of_line(line: Statement, signature: Signature) -> Tier:
 
 
 def _tier_of_exception(last: Statement) -> Tier:
-    """Return the tier of a chain of exceptions, given its last one."""
+    """Return the tier of a chain of exceptions, given the last exception in it."""
     if last.fatal is not None:
         return Tier.ENDED_PROCESS if last.fatal else Tier.CAUGHT
     if last.frames and not last.logged:
@@ -158,7 +158,7 @@ def _tier_of_exception(last: Statement) -> Tier:
 
 
 def _shadowed_module(chain: tuple[Statement, ...]) -> CandidateCause | None:
-    """Return the candidate for a user file that was imported in place of a module."""
+    """Return a candidate if a user file was imported in place of a module, or None."""
     for statement in chain:
         file = find_shadowing_file(statement)
         if file:
@@ -174,10 +174,10 @@ def _shadowed_module(chain: tuple[Statement, ...]) -> CandidateCause | None:
 
 
 def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
-    """Return the candidate for the exception in a chain with the best matching signature.
+    """Return a candidate for the exception in a chain that matches the best signature.
 
-    None if no signature matches, or if the match is a cascade that may follow from an earlier
-    exception in the chain.
+    Return None if no signature matches, or if the best signature is a cascade that may follow from
+    an earlier exception in the chain.
     """
     matches_of_chain = [match_all(statement) for statement in chain]
     best_matches = [
@@ -188,8 +188,8 @@ def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
 
     def precedence(entry: tuple[int, Signature]) -> tuple[float, ...]:
         index, signature = entry
-        # Roots come before cascades, specific before generic signatures, then strong failures (even
-        # if they wrap another one), then the exception nearest to the root.
+        # Prefer roots to cascades, then specific to generic signatures, then strong failures to
+        # others, then the earliest exception in the chain.
         return (
             signature.role != "root",
             signature.rank >= GENERIC_RANK,
@@ -214,7 +214,7 @@ def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
 def _other_signatures(
     matches: Iterable[SignatureMatch], chosen: Signature
 ) -> tuple[Signature, ...]:
-    """Return the other signatures that match, the best first, each once."""
+    """Return the other matching signatures without duplicates, best match first."""
     signatures: dict[str, Signature] = {}
     for match in sorted(matches, key=lambda match: match.order):
         signatures[match.signature.id] = match.signature
@@ -236,7 +236,7 @@ def _unknown_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
 
 
 def _first_original(chain: Sequence[Statement]) -> int | None:
-    """Return the index of the first exception that is not merely a repetition, or None."""
+    """Return the index of the first exception that does not merely repeat another, or None."""
     for index, statement in enumerate(chain):
         if statement.exception not in _REPETITIONS:
             return index
@@ -251,15 +251,16 @@ def _unknown_error_lines(
 ) -> list[CandidateCause]:
     """Return a candidate for an error line that matches no signature.
 
-    Empty if there is no such line, or if the other candidates already say why a process failed.
+    The list is empty if there is no such line, or if the other candidates already explain the
+    failure.
     """
     line = None
     relevant = [candidate for candidate in candidates if not candidate.is_caught]
     if all(candidate.signature.id == endings.ABORTED for candidate in relevant):
-        # Either nothing was found, or only that a process aborted, which does not say why.
+        # There is no other candidate, or only an abort, which does not explain the failure.
         line = find_error_line(evidence.statements, only_certain=bool(relevant))
     elif any(candidate.signature.id == endings.NCCL_FAILED for candidate in candidates):
-        # The exception only says that NCCL failed; its warning says why.
+        # The exception only says that NCCL failed. A warning that NCCL printed gives the reason.
         line = _unknown_nccl_warning(evidence.statements)
     if line is None:
         return []
@@ -270,7 +271,7 @@ def _unknown_error_lines(
 
 
 def _unknown_nccl_warning(statements: Iterable[Statement]) -> Statement | None:
-    """Return the first warning of NCCL that matches no signature, or None."""
+    """Return the first NCCL warning that matches no signature, or None."""
     for statement in statements:
         if "NCCL WARN" in statement.text and not match_all(statement):
             return statement
@@ -280,9 +281,10 @@ def _unknown_nccl_warning(statements: Iterable[Statement]) -> Statement | None:
 def _fallback_signature(statement: Statement) -> Signature:
     """Return a signature that quotes an exception or a line as the cause.
 
-    Its class is that of the kind of unknown failure that matches. If none does, the class is "user
-    code" if the exception was raised there, and "unknown" otherwise. There is no fix, because
-    advice derived from a class alone is wrong as often as right.
+    The class of the cause comes from the kind of unknown failure that matches the statement. If no
+    kind matches, the class is "user code" if the exception was raised in user code, and "unknown"
+    otherwise. The signature has no fix, because a fix derived only from the class is wrong as often
+    as it is right.
     """
     is_exception = statement.kind == "exception"
     signature = all_signatures()[endings.UNCAUGHT if is_exception else endings.ERROR_LINE]
@@ -300,26 +302,26 @@ def _fallback_signature(statement: Statement) -> Signature:
     return replace(signature, family="user code" if raised_in_own_code else "unknown")
 
 
-# --- Tracebacks before the one that ended a process -----------------------------------------------
+# --- Earlier tracebacks ---------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _LaterFailures:
-    """What a process printed after the traceback that is being judged."""
+    """The failures of a process after the traceback that is being judged."""
 
     # The position of the earliest traceback that belongs to the end of the process.
     position: int | None = None
-    # Whether a root is among them that the process may not have survived.
+    # Whether these failures include a root that may have ended the process.
     include_root: bool = False
 
 
 def _demote_earlier_tracebacks(candidates: Sequence[CandidateCause]) -> list[CandidateCause]:
-    """Demote tracebacks that come before the one that ended their process.
+    """Lower the tier of tracebacks that come before the traceback that ended their process.
 
-    If a process did not continue after either of two tracebacks, the later one ended it. The
-    earlier one belongs to the same failure only if it is close and no retry or progress lies
-    between them. A traceback that is followed by progress can be the cause only if no root came
-    later.
+    If a process printed two tracebacks and no progress after either, the later traceback ended the
+    process. The earlier traceback belongs to the same failure only if it is close to the later one
+    and no retry or progress was printed in between. A traceback that is followed by progress can be
+    the cause only if there is no later root.
     """
     later_by_rank: dict[int | None, _LaterFailures] = defaultdict(_LaterFailures)
     result = []

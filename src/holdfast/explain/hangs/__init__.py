@@ -1,8 +1,9 @@
 """Diagnose a hang: which process is to blame, at which line, and what it is waiting for.
 
-All functions are pure. ``supervise.watch`` inspects the processes and decides how long is too long.
+All functions are pure. ``supervise.watch`` inspects the processes and decides when one of them has
+made no progress for too long.
 
-Entry point: `blame.diagnose_hang`, from a list of `evidence.Examined`. Read ``evidence`` first
-(what was observed of a process), then ``frames`` (what a stack says), ``classification`` (how one
-process hangs) and ``blame`` (comparing processes).
+Entry point: `blame.diagnose_hang`, which takes a list of `evidence.Examined`. Modules, in reading
+order: ``evidence`` (the observations about a process), ``frames`` (what a stack shows),
+``classification`` (how a single process hangs) and ``blame`` (the comparison of processes).
 """

@@ -1,9 +1,10 @@
 """Find the process and the line that are to blame for a hang.
 
-Three questions are answered in turn: which of several ranks is the odd one out; whether that rank
-is waiting for a loader worker; and how the blamed process hangs (``classification``). The functions
-are pure: everything follows from the stacks and facts of all processes. ``supervise`` inspects the
-processes and decides how long is too long.
+This module answers three questions in turn: which rank do the other ranks wait for? Does that rank
+wait for a loader worker? And how does the blamed process hang (see ``classification``)?
+
+All functions are pure: their result depends only on the looks at the processes. ``supervise``
+inspects the processes and decides when one of them has made no progress for too long.
 """
 
 from __future__ import annotations
@@ -33,30 +34,33 @@ from holdfast.explain.hangs.frames import (
     waits_for_workers,
 )
 
-# What to do about a hang. "wait": nothing, because the process may still finish. "continue": send
-# SIGCONT to the blamed process. "restart": send SIGTERM to all processes, so that a guard saves if
-# its loop still responds, then kill and restart them. "end": kill them without a restart, because
-# training is complete and only the shutdown hangs.
+# What the supervisor does about a hang:
+#   wait      nothing, because the process may still finish
+#   continue  send SIGCONT to the blamed process
+#   restart   send SIGTERM to all processes, so that a guard can save if its loop still responds,
+#             then kill and restart them
+#   end       kill all processes without a restart, because training is complete and only the
+#             shutdown hangs
 Remedy = Literal["wait", "continue", "restart", "end"]
 
 KINDS: tuple[HangKind, ...] = get_args(HangKind)
 SIGNATURES_OF: dict[HangKind, str] = {kind: f"H{1401 + index}" for index, kind in enumerate(KINDS)}
 
-# A child process that transfers more than this counts as using one whole CPU.
+# A child process that reads and writes more than this counts as using one whole CPU.
 _BUSY_BYTES_PER_SECOND = 65_536
-# A waiting process wakes up a few times a second and uses less than 1 % of a CPU. A process that
-# uses this share of a CPU is working.
+# A process that uses at least this fraction of a CPU is working. A waiting process wakes up a few
+# times per second and uses less than 1%.
 _WORKING_SHARE = 0.2
-# A process that waits for another one in one of these ways is not to blame while the other one
-# works.
+# A process that hangs in one of these ways waits for another process. It is not to blame while the
+# other process works.
 _WAITS_FOR_PROCESSES = ("process", "queue", "pipe", "socket")
-# What an idle loader worker waits for, according to the kernel.
+# What idle loader workers wait for, according to the kernel.
 _IDLE_WAITS = ("futex", "poll", "pipe read", "socket", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangDiagnosis:
-    """What hangs, how, and which process is to blame."""
+    """The explanation of a hang: the process to blame, where it hangs and how."""
 
     # How the blamed process hangs.
     kind: HangKind
@@ -64,13 +68,13 @@ class HangDiagnosis:
     confidence: float
     # The process to blame.
     process: Examined
-    # Its innermost frame of user code or, without one, its innermost frame; None if unknown.
+    # The frame in which the blamed process hangs, in user code if possible; None if unknown.
     frame: Frame | None
-    # The rank that the others wait for, if there is one.
+    # The rank that the other ranks wait for, if there is one.
     odd_one_out: int | None
-    # Whether the blamed process uses CPU time or transfers data, so that it may still finish.
+    # Whether the blamed process uses CPU time or reads or writes data, so that it may still finish.
     moving: bool
-    # Whether it waits for holdfast's own loader, which replaces stuck workers itself.
+    # Whether the process waits for holdfast's loader, which replaces stuck workers without help.
     heals: bool
     # The diagnosis in words.
     sentence: str
@@ -78,30 +82,32 @@ class HangDiagnosis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Blame:
-    """The blamed process, and the processes that it was compared with."""
+    """The blamed process, and the processes with which it was compared."""
 
-    # The process that was noticed because it made no progress.
+    # The process that exceeded its time limit without progress.
     noticed: Examined
     # The processes that train together and still exist.
     group: tuple[Examined, ...]
-    # The ranks that have ended.
+    # The ranks whose processes have ended.
     gone_ranks: tuple[int, ...]
-    # The rank that the others wait for, if there is one.
+    # The rank that the other ranks wait for, if there is one.
     odd_one_out: int | None
-    # The process to blame, how it hangs, and whether it is a loader worker of a rank.
+    # The process to blame.
     process: Examined
+    # How this process hangs.
     hang: ProcessHang
+    # Whether this process is a loader worker.
     in_worker: bool = False
 
 
 def diagnose_hang(
     processes: Sequence[Examined], suspect: int, *, gone_ranks: Sequence[int] = ()
 ) -> HangDiagnosis:
-    """Return what hangs, where, and which process is to blame.
+    """Explain a hang: find the process to blame, where it hangs and how.
 
     Args:
-        processes: All processes of the run that were inspected.
-        suspect: The PID of the process that exceeded its limit.
+        processes: All inspected processes of the run.
+        suspect: The PID of the process that exceeded its time limit without progress.
         gone_ranks: The ranks whose processes have ended.
     """
     noticed = next(process for process in processes if process.pid == suspect)
@@ -130,15 +136,16 @@ def diagnose_hang(
     )
 
 
-# --- which rank is the odd one out ----------------------------------------------------------------
+# --- Which rank is the odd one out ----------------------------------------------------------------
 
 
 def _find_odd_one_out(
     group: Sequence[Examined], noticed: Examined, gone_ranks: Sequence[int]
 ) -> tuple[Examined, int | None]:
-    """Return the process to examine, and the rank of the odd one out if there is one.
+    """Return the process to examine, and the rank that the others wait for if there is one.
 
-    If a rank has ended, it is the odd one out, and the process that was noticed is examined.
+    If a rank has ended, the others wait for this rank. The process that exceeded its limit is
+    examined.
     """
     if gone_ranks:
         return noticed, gone_ranks[0]
@@ -147,7 +154,8 @@ def _find_odd_one_out(
     odd: Examined | None
     in_collective, outside = _split_by_collective(group)
     if in_collective and outside:
-        # The others wait for the process outside a collective that has made the least progress.
+        # The ranks in a collective wait for the ranks outside. Of the ranks outside, blame
+        # the one with the least progress.
         odd = min(outside, key=lambda process: (process.step, -process.seconds))
     elif in_collective:
         odd = _odd_one_among_collectives(group)
@@ -161,7 +169,7 @@ def _find_odd_one_out(
 def _split_by_collective(
     group: Sequence[Examined],
 ) -> tuple[list[Examined], list[Examined]]:
-    """Return the processes that wait in a collective, and the others."""
+    """Split a group into the processes that wait in a collective and all other processes."""
     in_collective = []
     outside = []
     for process in group:
@@ -174,7 +182,11 @@ def _split_by_collective(
 
 
 def _odd_one_among_collectives(group: Sequence[Examined]) -> Examined | None:
-    """Return the process that is behind or in another collective, if all wait in collectives."""
+    """Return the odd one out if all processes wait in collectives.
+
+    It is a process that is behind the others or waits in another collective. Return None if there
+    is no such process.
+    """
     in_guard = [process for process in group if call_of_guard(process) is not None]
     if 0 < len(in_guard) <= len(group) / 2:
         return in_guard[0]
@@ -184,13 +196,14 @@ def _odd_one_among_collectives(group: Sequence[Examined]) -> Examined | None:
     rarest = min(counts.values())
     rare = [process for process in group if counts[_place(process)] == rarest]
     if len(rare) == len(group):
-        # Two ranks in two places: one of them called a collective explicitly, outside backward.
+        # All places are equally rare, for example with two ranks. Blame the rank that called a
+        # collective explicitly instead of in the backward pass.
         rare = [process for process in group if not is_in_backward(process)]
     return rare[0] if 0 < len(rare) < len(group) else None
 
 
 def _odd_one_by_phase(group: Sequence[Examined]) -> Examined | None:
-    """Return a process in the rarest phase, if no stacks are known and the phases differ."""
+    """Return a process in the rarest phase if the phases differ and no stacks are known."""
     if any(process.last.main.frames for process in group):
         return None
     counts = Counter(process.phase for process in group)
@@ -200,7 +213,7 @@ def _odd_one_by_phase(group: Sequence[Examined]) -> Examined | None:
 
 
 def _place(process: Examined) -> tuple[str, int]:
-    """Return the file and line of the user's code; ("", 0) if unknown."""
+    """Return the position of a process in user code as a file and a line; ("", 0) if unknown."""
     frame = user_frame(process.last.main.frames)
     return ("", 0) if frame is None else (frame.file, frame.line)
 
@@ -209,11 +222,11 @@ def _steps_differ(group: Iterable[Examined]) -> bool:
     return len({process.step for process in group}) > 1
 
 
-# --- whether it waits for another process ---------------------------------------------------------
+# --- Whether it waits for another process ---------------------------------------------------------
 
 
 def _blame_loader_worker(blame: _Blame, processes: Sequence[Examined]) -> _Blame:
-    """If the process waits for its loader, blame the stuck worker or a lost batch."""
+    """If the blamed process waits for its loader, blame a stuck worker or a lost batch instead."""
     trainer = blame.process
     if blame.hang.kind == "stopped" or not waits_for_workers(trainer):
         return blame
@@ -234,7 +247,10 @@ def _blame_loader_worker(blame: _Blame, processes: Sequence[Examined]) -> _Blame
 
 
 def _find_stuck_worker(processes: Sequence[Examined], trainer: Examined) -> Examined | None:
-    """Return the busy loader worker to blame, preferring a blocked one to one that computes."""
+    """Return the busy loader worker to blame, or None if no worker is busy.
+
+    A stopped or blocked worker is preferred to a worker that computes.
+    """
     workers = [process for process in processes if _is_worker_of(process, trainer)]
     busy = [worker for worker in workers if _is_busy(worker)]
     if not busy and not any(worker.last.main.frames for worker in workers):
@@ -255,7 +271,7 @@ def _is_busy(worker: Examined) -> bool:
 
 
 def _order_of_suspicion(worker: Examined) -> tuple[int, float]:
-    """Return a sort key that puts stopped workers first, then blocked ones, then computing ones."""
+    """Return a sort key that puts stopped workers first, then blocked, then computing workers."""
     hang = classify_process(worker, group_size=1)
     if hang.kind == "stopped":
         return 0, -hang.confidence
@@ -263,7 +279,7 @@ def _order_of_suspicion(worker: Examined) -> tuple[int, float]:
 
 
 def _excuse_wait_for_busy_child(blame: _Blame, processes: Sequence[Examined]) -> _Blame:
-    """Call a process slow rather than stuck if it waits for a child that is working."""
+    """Classify the blamed process as slow, not stuck, if it waits for a child that is working."""
     if blame.hang.kind not in _WAITS_FOR_PROCESSES:
         return blame
     if _work_of_descendants(processes, blame.process) < _WORKING_SHARE:
@@ -281,7 +297,7 @@ def _excuse_wait_for_busy_child(blame: _Blame, processes: Sequence[Examined]) ->
 def _work_of_descendants(processes: Iterable[Examined], ancestor: Examined) -> float:
     """Return how many CPUs all descendants of a process use together.
 
-    A descendant that transfers data counts as using one more CPU.
+    A descendant that reads or writes much data counts as using one more CPU.
     """
     children: dict[int, list[Examined]] = {}
     for process in processes:
@@ -297,11 +313,11 @@ def _work_of_descendants(processes: Iterable[Examined], ancestor: Examined) -> f
     return share
 
 
-# --- in words -------------------------------------------------------------------------------------
+# --- The diagnosis in words -----------------------------------------------------------------------
 
 
 def describe_frame(frame: Frame | None) -> str:
-    """Return ``file:line in function`` without control characters; empty for no frame."""
+    """Return ``file:line in function`` without control characters, or "" if there is no frame."""
     if frame is None:
         return ""
     return f"{clean(frame.file)}:{frame.line} in {clean(frame.function)}"
@@ -320,7 +336,7 @@ def _describe(blame: _Blame) -> str:
         sentences.append(f"Rank {blame.odd_one_out} is the odd one out: the others wait for it.")
         if _steps_differ(blame.group):
             steps = ", ".join(f"{process.rank}: {process.step}" for process in blame.group)
-            sentences.append(f"Steps of the ranks: {steps}.")
+            sentences.append(f"Steps by rank: {steps}.")
     different_calls = _different_calls(blame.group)
     if different_calls:
         sentences.append(different_calls)
@@ -342,9 +358,9 @@ def _lack_of_progress(process: Examined) -> str:
 
 
 def _different_calls(group: Sequence[Examined]) -> str:
-    """Return a sentence if one rank waits in a guard call and another in a collective.
+    """Return a sentence if one rank waits in a guard call and another rank in a collective.
 
-    Neither will ever return.
+    In this case, neither call will ever return.
     """
     in_guard = next((process for process in group if call_of_guard(process) is not None), None)
     in_collective = next(
@@ -360,7 +376,7 @@ def _different_calls(group: Sequence[Examined]) -> str:
 
 
 def _subject(blame: _Blame) -> str:
-    """Return the name of the blamed process in the last sentence."""
+    """Return the subject of the last sentence, which is about the blamed process."""
     process = blame.process
     is_noticed = process.pid == blame.noticed.pid
     is_odd_one = (

@@ -1,7 +1,7 @@
-"""Classify how one process hangs: what it waits for, or what it computes without making progress.
+"""Classify how a process hangs: what it waits for, or where it computes without making progress.
 
-The signs are its stack frames, the kernel's view of what it waits for, and its CPU time. ``blame``
-compares processes with each other.
+The classification uses the process's stacks, its CPU time, and the kernel's information about what
+it waits for. ``blame`` compares processes with each other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from holdfast.explain.hangs.frames import (
     user_frame,
 )
 
-# In the order of their signatures, starting with H1401.
+# The kinds of hangs, in the order of their signatures, which start at H1401.
 HangKind = Literal[
     "loader",
     "lock",
@@ -52,17 +52,18 @@ HangKind = Literal[
     "unknown",
 ]
 
-# A waiting process uses less than 1 % of a CPU; a computing process that shares a CPU with another
-# one uses half of it.
+# A process computes if it uses at least this fraction of a CPU. A waiting process uses less than
+# 1%, and a computing process that shares a CPU with another process uses half of the CPU.
 _COMPUTING_SHARE = 0.5
-# A lower threshold for a thread that was running at every look, because it may be competing with
-# others for a CPU.
+# A lower limit for a thread that was running at every look, because it may compete with others for
+# a CPU.
 _STARVED_SHARE = 0.05
-# Above these, a mostly waiting process still makes progress, for instance reading from a slow disk.
+# Above these limits, a process that mostly waits still makes progress, for example when it reads
+# from a slow disk.
 _SLOW_SHARE = 0.02
 _SLOW_BYTES_PER_SECOND = 65_536
 
-# The state letters of a process that a signal, or a debugger, has stopped.
+# State letters in ``/proc/<pid>/stat``.
 _STOPPED_BY_SIGNAL = "T"
 _STOPPED_BY_DEBUGGER = "t"
 _UNINTERRUPTIBLE = "D"
@@ -77,11 +78,11 @@ class ProcessHang:
     kind: HangKind
     # The confidence in `kind`, from 0 to 1.
     confidence: float
-    # The frame to blame, if any is known.
+    # The frame to blame, or None if unknown.
     frame: Frame | None
     # A predicate for a sentence whose subject is the process, such as "waits for a file".
     activity: str
-    # Whether it uses CPU time or transfers data, so that it may still finish.
+    # Whether the process uses CPU time or reads or writes data, so that it may still finish.
     moving: bool = False
 
 
@@ -90,7 +91,7 @@ def classify_process(process: Examined, *, group_size: int) -> ProcessHang:
 
     Args:
         process: The process.
-        group_size: The number of watched processes that train together; 0 if none is watched.
+        group_size: The number of watched processes that train together; 0 if no process is watched.
     """
     if is_stopped(process):
         by_debugger = process.last.state == _STOPPED_BY_DEBUGGER
@@ -102,7 +103,7 @@ def classify_process(process: Examined, *, group_size: int) -> ProcessHang:
         )
     call = call_of_guard(process)
     if call is not None:
-        # While it waits, the guard polls, which would look like work.
+        # This comes first because the guard polls while it waits, which would look like work.
         return ProcessHang(
             kind="collective",
             confidence=0.9,
@@ -133,7 +134,7 @@ def thread_to_blame(process: Examined) -> ThreadLook:
         if not thread.main and any(is_user_code(frame) for frame in thread.frames)
     ]
     if not joins:
-        # A sleeping thread, such as a heartbeat, does not feed a queue.
+        # A sleeping thread, such as a heartbeat, is not the thread that feeds the queue.
         others = [thread for thread in others if thread.waits != "sleep"]
     return min(others, key=lambda thread: thread.waits == "sleep", default=main)
 
@@ -145,16 +146,16 @@ class _BlamedThread:
         self.process = process
         self.newest = thread
         self.group_size = group_size
-        # The thread at every look at which it existed, oldest first.
+        # The state of this thread at each look at which it existed, oldest first.
         self.looks = [
             look
             for looks in process.looks
             for look in looks.threads
             if look.main == thread.main and (thread.main or look.tid == thread.tid)
         ]
-        # Its known stacks, one per look.
+        # The thread's stack at each look at which it is known.
         self.stacks = [frames_since_fork(look.frames) for look in self.looks if look.frames]
-        # The frames below the user's code at the newest look.
+        # The frames that the user's code called, at the newest look.
         self.called = called_by_user(thread.frames)
 
     @property
@@ -166,7 +167,7 @@ class _BlamedThread:
     def waits(self) -> Waits:
         """What the thread waits for, according to the kernel.
 
-        If nothing more is known, an uninterruptible process is assumed to wait for a file.
+        A process in uninterruptible sleep is assumed to wait for a file if nothing more is known.
         """
         waits = self.newest.waits
         if self.process.last.state == _UNINTERRUPTIBLE and waits in ("", "device"):
@@ -175,7 +176,10 @@ class _BlamedThread:
 
     @property
     def is_computing(self) -> bool:
-        """Whether this thread computes; the process's CPU time may be another thread's."""
+        """Whether this thread computes.
+
+        The CPU time of the process is not enough to decide this: another thread may have used it.
+        """
         running = [look.waits == "running" for look in self.looks if look.waits]
         if not running:
             return self.process.cpu_share >= _COMPUTING_SHARE
@@ -184,16 +188,16 @@ class _BlamedThread:
 
     @property
     def holds_interpreter_lock(self) -> bool:
-        """Whether the thread held the interpreter's lock at every look.
+        """Whether the thread held the GIL at every look.
 
-        A thread that merely waits would have released it.
+        A thread that waits in Python code would have released the GIL.
         """
-        held = [look.holds_gil for look in self.looks if look.holds_gil is not None]
-        return len(held) > 1 and all(held)
+        observations = [look.holds_gil for look in self.looks if look.holds_gil is not None]
+        return len(observations) > 1 and all(observations)
 
     @cached_property
     def common_frame(self) -> Frame | None:
-        """The innermost user frame that all stacks share, with its line in the newest stack."""
+        """The innermost frame in user code that all stacks share, as it is in the newest stack."""
         if not self.stacks:
             return None
         newest = self.stacks[-1]
@@ -204,13 +208,14 @@ class _BlamedThread:
             if is_user_code(frame):
                 common = frame
             if any(stack[depth].line != frame.line for stack in self.stacks):
-                # Deeper frames were called from different lines.
+                # The deeper frames were called from different lines, so the stacks differ from
+                # here.
                 break
         return common if common is not None else user_frame(newest)
 
 
 def _has_function_at(stack: Sequence[Frame], depth: int, frame: Frame) -> bool:
-    """Return whether a stack has a frame's function at this depth, whatever the line."""
+    """Return whether a stack has the same function as `frame` at this depth, on any line."""
     if len(stack) <= depth:
         return False
     other = stack[depth]
@@ -221,7 +226,7 @@ def _has_function_at(stack: Sequence[Frame], depth: int, frame: Frame) -> bool:
 
 
 def _computing(thread: _BlamedThread) -> ProcessHang:
-    """Return the hang of a thread that computes, or that polls, which looks the same."""
+    """Classify the hang of a thread that computes, or that polls, which looks the same."""
     stacks = thread.stacks
     native = thread.process.native
     if not stacks:
@@ -238,7 +243,7 @@ def _computing(thread: _BlamedThread) -> ProcessHang:
     if thread.stack_is_constant and _may_poll_the_gpu(thread):
         return _waiting_for_the_gpu(thread)
     if thread.stack_is_constant and native != ():
-        # Without a native stack, a loop on one line of Python looks the same.
+        # If there is no native stack, this may also be a Python loop on a single line.
         where = f" ({clean(native[0])})" if native else " or in a loop on one line"
         return ProcessHang(
             kind="native code",
@@ -261,7 +266,8 @@ def _computing(thread: _BlamedThread) -> ProcessHang:
 def _may_poll_the_gpu(thread: _BlamedThread) -> bool:
     """Return whether CUDA may be waiting for the GPU in a busy loop.
 
-    The native stack shows that, if it is known.
+    The native stack shows this. If there is none, any process that uses a GPU may be waiting for
+    it.
     """
     native = thread.process.native
     if any_file_matches(CUDA, called_by_user(thread.stacks[-1])):
@@ -272,7 +278,7 @@ def _may_poll_the_gpu(thread: _BlamedThread) -> bool:
 
 
 def _waiting_for_the_gpu(thread: _BlamedThread) -> ProcessHang:
-    """Return the hang of a thread that waits for the GPU, perhaps for a collective on it."""
+    """Classify the hang of a thread that waits for the GPU or for a collective on the GPU."""
     if thread.group_size > 1:
         return ProcessHang(
             kind="collective",
@@ -286,7 +292,7 @@ def _waiting_for_the_gpu(thread: _BlamedThread) -> ProcessHang:
 
 
 def _looping(thread: _BlamedThread) -> ProcessHang:
-    """Return the hang of a thread whose own code loops, since it never calls torch."""
+    """Classify the hang of a thread that loops in Python code without calling torch."""
     activity = "is in a loop"
     confidence = 0.6
     frames = [user_frame(stack) for stack in thread.stacks]
@@ -309,7 +315,7 @@ def _looping(thread: _BlamedThread) -> ProcessHang:
 
 
 def _merely_slow(thread: _BlamedThread) -> ProcessHang | None:
-    """A process that mostly waits but keeps doing some work is slow rather than stuck."""
+    """A process that mostly waits but keeps doing some work is slow, not stuck."""
     process = thread.process
     transfers = process.io_rate >= _SLOW_BYTES_PER_SECOND
     stack_moves = len(set(thread.stacks)) > 1
@@ -325,7 +331,7 @@ def _merely_slow(thread: _BlamedThread) -> ProcessHang | None:
 
 
 def _blocked(thread: _BlamedThread) -> ProcessHang:
-    """Return the hang of a thread that waits and does nothing else."""
+    """Classify the hang of a thread that only waits."""
     way = next(way for way in _WAYS_OF_WAITING if way.fits(thread))
     where = ""
     if not thread.newest.main:
@@ -340,19 +346,20 @@ def _blocked(thread: _BlamedThread) -> ProcessHang:
 
 @dataclass(frozen=True, slots=True)
 class _WayOfWaiting:
-    """A way of waiting, and the conditions that show it. All conditions that are set must hold."""
+    """A way of waiting, and the conditions for it. All conditions that are set must hold."""
 
     kind: HangKind
     confidence: float
     activity: str
-    # The user's code has called a function in a file that matches.
+    # The user's code has called a function in a file that matches this pattern.
     calls: re.Pattern[str] | None = None
-    # According to the kernel, it waits for this, or for anything but this.
+    # The kernel reports that the thread waits for this.
     waits: Waits | None = None
+    # The kernel does not report that the thread waits for this.
     waits_not: Waits | None = None
     holds_interpreter_lock: bool = False
     uses_gpu: bool = False
-    # Whether several processes must train together.
+    # Several processes train together.
     in_group: bool = False
 
     def fits(self, thread: _BlamedThread) -> bool:
@@ -370,8 +377,8 @@ class _WayOfWaiting:
         return not self.in_group or thread.group_size > 1
 
 
-# The first entry that fits wins. Where both are clear, frames take precedence over the kernel's
-# view. The last entries are for systems that hide the kernel's view.
+# The first entry that fits wins. If both are conclusive, frames take precedence over the kernel's
+# information. The last entries are for systems that hide this information.
 _WAYS_OF_WAITING: tuple[_WayOfWaiting, ...] = (
     _WayOfWaiting("collective", 0.9, "waits in a collective", calls=COLLECTIVE),
     _WayOfWaiting("collective", 0.9, "waits in a collective", calls=BACKWARD, in_group=True),
@@ -401,7 +408,7 @@ _WAYS_OF_WAITING: tuple[_WayOfWaiting, ...] = (
     _WayOfWaiting(
         "pipe",
         0.9,
-        "waits to write to a pipe that is full and that nobody reads",
+        "waits to write to a full pipe that nobody reads",
         waits="pipe write",
     ),
     _WayOfWaiting("socket", 0.9, "waits for the other end of a connection", waits="socket"),

@@ -1,10 +1,11 @@
-"""Observations of a process that makes no progress: its stacks and the kernel's view of it.
+"""Records of a process that makes no progress: its stacks and what the kernel reports about it.
 
-A process is usually looked at twice, about a second apart, to tell what moves from what does not.
-``supervise`` takes these looks; ``classification`` and ``blame`` judge them.
+A process is usually inspected twice, about a second apart, to see whether anything changes. Each
+inspection is called a look. ``supervise`` takes the looks, and ``classification`` and ``blame``
+judge them.
 
-The names in these records come from an untrusted process. Control characters are removed here; code
-that displays the names must escape them.
+The names in these records come from an untrusted process. `clean` removes control characters from
+them. Code that displays a name must also escape it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Literal
 from holdfast.core.text import sanitise
 from holdfast.explain.evidence import Frame
 
-# What a thread waits for; "" if unknown.
+# What a thread waits for, or "" if unknown.
 Waits = Literal[
     "",
     "running",
@@ -39,7 +40,7 @@ _LONGEST_NAME = 300
 _READS = ("read", "readv")
 _WRITES = ("write", "writev")
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b")
-# The system calls in which a thread waits for something.
+# For each thing that a thread can wait for, the system calls in which it waits.
 _SYSTEM_CALLS: dict[Waits, str] = {
     "futex": "futex futex_waitv",
     "sleep": "nanosleep clock_nanosleep",
@@ -59,8 +60,8 @@ _WAITS_OF_SYSTEM_CALL: dict[str, Waits] = {
     for waits, system_calls in _SYSTEM_CALLS.items()
     for system_call in system_calls.split()
 }
-# The kernel functions in which a thread waits for something, as patterns on the names in
-# ``/proc/<pid>/wchan``, on Linux 5.10 to 6.18. The first pattern that matches wins.
+# For each thing that a thread can wait for, a pattern for the kernel functions in which it waits,
+# as named by ``/proc/<pid>/wchan`` on Linux 5.10 to 6.18. The first pattern that matches wins.
 _KERNEL_FUNCTIONS: dict[Waits, str] = {
     "futex": "futex",
     "sleep": "nanosleep|hrtimer",
@@ -88,18 +89,19 @@ def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str
     """Return what a thread waits for.
 
     Args:
-        syscall: The system call that the thread is in; ``"running"`` for none, empty if unknown.
-        channel: The kernel function in which it sleeps, as in ``/proc/<pid>/wchan``.
-        target: The file, pipe or socket behind the descriptor passed to the call, as named by
+        syscall: The system call that the thread is in, ``"running"`` if it is not in a system call,
+            or empty if unknown.
+        channel: The kernel function in which the thread sleeps, as in ``/proc/<pid>/wchan``.
+        target: The file, pipe or socket that was passed to the system call, as named by
             ``/proc/<pid>/fd``.
-        library: The file from which the call was made.
+        library: The executable or shared library that made the system call.
     """
     if syscall == "running":
         return "running"
     if syscall == "futex" and _OPENMP.search(library):
         return "openmp"
-    # What is read or written says more than the kernel function does, except for a path: it may be
-    # that of a named pipe.
+    # The target of a read or write says more than the kernel function. A path is an exception,
+    # because it may belong to a named pipe.
     transferred = _transferred(syscall, target)
     if transferred not in ("", "file"):
         return transferred
@@ -107,7 +109,10 @@ def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str
 
 
 def _transferred(syscall: str, target: str) -> Waits:
-    """Return what a call reads from or writes to; empty if it does neither or that is unknown."""
+    """Return what a read or write call waits for, judged by its target.
+
+    Return "" for any other system call, or if the target is unknown.
+    """
     if syscall not in (*_READS, *_WRITES):
         return ""
     if target.startswith("pipe:"):
@@ -127,43 +132,43 @@ def _waits_of_kernel_function(name: str) -> Waits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadLook:
-    """One thread at one moment."""
+    """The state of one thread at the time of a look."""
 
-    # Its thread id in the kernel, or 0 if unknown.
+    # The kernel's thread id, or 0 if unknown.
     tid: int = 0
-    # Its Python name.
+    # The name of the Python thread.
     name: str = ""
-    # Whether it is the main thread.
+    # Whether this is the main thread.
     main: bool = False
-    # Its Python frames, innermost last.
+    # The Python frames, innermost last.
     frames: tuple[Frame, ...] = ()
-    # Whether it holds the interpreter's lock; None if unknown.
+    # Whether the thread holds the GIL; None if unknown.
     holds_gil: bool | None = None
     waits: Waits = ""
-    # The file, pipe or socket that it waits for; empty for anything else.
+    # The file, pipe or socket that the thread waits for; empty if it waits for anything else.
     target: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLook:
-    """One process at one moment."""
+    """The state of one process at the time of a look."""
 
-    # When it was looked at, in seconds of the monotonic clock.
+    # The time of the look, in seconds on the monotonic clock.
     seconds: float
-    # Where the stacks come from: "py-spy", "faulthandler", or "/proc" (no stacks).
+    # Where the stacks come from: "py-spy", "faulthandler", or "/proc" (which has no stacks).
     source: str = "/proc"
     # The state letter in ``/proc/<pid>/stat``.
     state: str = "S"
-    # CPU time used so far.
+    # The CPU time that the process has used so far.
     cpu_seconds: float = 0.0
-    # Bytes read and written so far; 0 if unknown.
+    # The number of bytes that the process has read and written so far; 0 if unknown.
     io_bytes: int = 0
-    # Its threads, the main one first.
+    # The threads of the process, main thread first.
     threads: tuple[ThreadLook, ...] = ()
 
     @property
     def main(self) -> ThreadLook:
-        """Return the main thread, or an empty one."""
+        """Return the main thread, or an empty `ThreadLook` if it is unknown."""
         for thread in self.threads:
             if thread.main:
                 return thread
@@ -176,38 +181,38 @@ class Examined:
 
     pid: int
     ppid: int = 0
-    # As `ProcessInfo.role`; "unobserved" for a process without an observer.
+    # A `ProcessInfo.role`, or "unobserved" for a process without an observer.
     role: str = "other"
     rank: int | None = None
-    # The phase in words, such as "data wait"; empty if the process publishes none.
+    # The phase in words, such as "data wait"; empty if the process does not publish a phase.
     phase: str = ""
-    # How many steps it has completed.
+    # How many steps the process has completed.
     step: int = 0
-    # Seconds without progress; 0 if it does not publish its progress.
+    # Seconds without progress; 0 if the process does not publish its progress.
     seconds: float = 0.0
-    # Whether its progress is watched.
+    # Whether the watchdog watches the progress of this process.
     judged: bool = False
-    # Oldest first.
+    # The looks at the process, oldest first.
     looks: tuple[ProcessLook, ...] = ()
-    # The native functions below the Python frames of its main thread, innermost first; None if no
-    # native stack was taken.
+    # The native functions that the innermost Python frame of the main thread called, innermost
+    # first. None if no native stack was taken.
     native: tuple[str, ...] | None = None
-    # Whether it has a GPU's device file open.
+    # Whether the process has the device file of a GPU open.
     uses_gpu: bool = False
 
     @property
     def last(self) -> ProcessLook:
-        """Return the newest look, or an empty one."""
+        """Return the newest look, or an empty `ProcessLook` if there is none."""
         return self.looks[-1] if self.looks else ProcessLook(seconds=0.0)
 
     @property
     def cpu_share(self) -> float:
-        """Return the share of one CPU that it used between the first and the last look."""
+        """Return the fraction of one CPU that the process used between the first and last look."""
         return self._rate(lambda look: look.cpu_seconds)
 
     @property
     def io_rate(self) -> float:
-        """Return how many bytes a second it read and wrote between the first and the last look."""
+        """Return the bytes per second read and written between the first and last look."""
         return self._rate(lambda look: float(look.io_bytes))
 
     def _rate(self, amount: Callable[[ProcessLook], float]) -> float:

@@ -1,7 +1,7 @@
-"""Read one stack: whose code the process is in, and what that code has called.
+"""Find out from a stack which code a process is in, such as user code, the loader or a collective.
 
-Frames are ordered from outermost to innermost. The kernel's view and CPU time are considered in
-``classification``.
+Frames are ordered from outermost to innermost. ``classification`` combines the stack with CPU time
+and with the kernel's information about what the process waits for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast.explain.evidence import Frame, is_user_code
 from holdfast.explain.hangs.evidence import Examined, clean
 
-# Each pattern is searched in the file of a frame.
+# Each pattern is matched against the file of a frame.
 TORCH = re.compile(
     r"/(?:site|dist)-packages/torch/|/torch/(?:nn|autograd|_ops|optim|utils|_tensor)"
 )
@@ -42,28 +42,28 @@ _GUARD_WAIT = re.compile(r"/holdfast/guard/ranks/(?:messages|tape)\.py$")
 _GUARD_CALL = re.compile(r"/holdfast/guard/(?:guard|hosted)\.py$")
 _LOADER = re.compile(r"/torch/utils/data/dataloader\.py$|/holdfast/loader/(?:\w+/)*\w+\.py$")
 _IDLE_WORKER = re.compile(r"/(?:queues|connection|selectors)\.py$")
-# Searched in the file and the function of a frame, joined by a colon.
+# Matched against a frame's file and function, joined by a colon.
 _FETCH = re.compile(r"/torch/utils/data/_utils/fetch\.py:|/holdfast/loader/workers/fetch\.py:")
 
-# Guard calls whose frame has a different name from what users write.
+# Guard functions that have another name in the stack than in the user's script.
 _NAMES_OF_GUARD_CALLS = {
     "__init__": "Guard(...)",
     "_loop": "guard.batches",
     "__exit__": "guard.close",
 }
-# Phases in which a process may be waiting for batches, for processes whose stack is unknown.
+# If the stack of a process is unknown, it may be waiting for batches in these phases.
 _PHASES_OF_WAITING = ("data wait", "evaluation", "end of epoch")
 
 
 def any_file_matches(pattern: re.Pattern[str], frames: Sequence[Frame]) -> bool:
-    """Return whether the file of any frame matches."""
+    """Return whether the file of any frame matches a pattern."""
     return any(pattern.search(frame.file) for frame in frames)
 
 
 def frames_since_fork(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Return the frames since the process was forked.
+    """Return the frames that were called since the process was forked.
 
-    The outer frames belong to the parent, at the point where it started this process.
+    The outer frames, which are left out, show where the parent started this process.
     """
     for index in reversed(range(len(frames))):
         frame = frames[index]
@@ -78,8 +78,9 @@ def user_frame(frames: Sequence[Frame]) -> Frame | None:
     """Return the frame to show to the user.
 
     Returns:
-        The innermost frame of the user's own code; without one, the innermost of an installed
-        package other than torch; without one, the innermost of all. None for an empty stack.
+        The innermost frame in the user's code or, if there is none, in an installed package other
+        than torch. If there is no such frame, the innermost frame of the stack. None for an empty
+        stack.
     """
     frames = frames_since_fork(frames)
     for frame in reversed(frames):
@@ -92,7 +93,7 @@ def user_frame(frames: Sequence[Frame]) -> Frame | None:
 
 
 def called_by_user(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Return the frames called from the innermost frame of user code."""
+    """Return the frames that the innermost frame in user code has called."""
     frames = frames_since_fork(frames)
     for index in reversed(range(len(frames))):
         if is_user_code(frames[index]):
@@ -101,12 +102,12 @@ def called_by_user(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 
 def shortened(frame: Frame) -> str:
-    """Return a frame as text for a sentence: file name, line and function."""
+    """Return a frame as text for a sentence, such as ``"train.py:12 in main"``."""
     return f"{clean(Path(frame.file).name)}:{frame.line} in {clean(frame.function)}"
 
 
 def is_idle_worker(process: Examined) -> bool:
-    """Return whether a process is a loader worker that is waiting for work."""
+    """Return whether a process is a loader worker that waits for work."""
     frames = frames_since_fork(process.last.main.frames)
     if not is_in_worker_loop(frames) or _makes_a_batch(frames):
         return False
@@ -114,7 +115,7 @@ def is_idle_worker(process: Examined) -> bool:
 
 
 def is_in_worker_loop(frames: Sequence[Frame]) -> bool:
-    """Return whether a stack is that of a worker of torch's loader, or of holdfast's."""
+    """Return whether a stack belongs to a worker of torch's or holdfast's loader."""
     return any("_worker_loop" in frame.function for frame in frames)
 
 
@@ -128,46 +129,47 @@ def waits_for_workers(process: Examined) -> bool:
 
 
 def _makes_a_batch(frames: Sequence[Frame]) -> bool:
-    """Return whether a batch is being made in this process.
+    """Return whether the process is loading the samples of a batch.
 
-    Unpacking a batch that a worker has sent does not count; it is part of waiting for that worker.
+    Unpacking a batch that a worker has sent does not count: it is part of waiting for the worker.
     """
     return any(_FETCH.search(f"{frame.file}:{frame.function}") for frame in frames)
 
 
 def has_own_loader(process: Examined) -> bool:
-    """Return whether the batch that a process waits for comes from holdfast's loader."""
+    """Return whether the process waits for a batch from holdfast's loader, not from torch's."""
     return any("/holdfast/loader/" in frame.file for frame in process.last.main.frames)
 
 
 def is_in_backward(process: Examined) -> bool:
-    """Return whether the main thread waits in autograd.
+    """Return whether the main thread is in a backward pass.
 
-    DDP averages gradients there, so the user's code contains no call of a collective.
+    DDP averages gradients in the backward pass, so a process can wait in a collective that the
+    user's code does not call.
     """
     return any_file_matches(BACKWARD, called_by_user(process.last.main.frames))
 
 
 def call_of_guard(process: Examined) -> str | None:
-    """Return the public call in which holdfast waits for other ranks, or None if it does not.
+    """Return the guard call in which a process waits for other ranks, or None if it does not wait.
 
-    For example ``"guard.validated"``.
+    For example, ``"guard.validated"``.
     """
     called = called_by_user(process.last.main.frames)
     if not any_file_matches(_GUARD_WAIT, called):
         return None
     for frame in called:
         if _GUARD_CALL.search(frame.file):
-            # py-spy puts the class before the name of the method.
+            # py-spy puts the class name before the method name.
             name = clean(frame.function.rpartition(".")[2])
             return _NAMES_OF_GUARD_CALLS.get(name, f"guard.{name}")
-    return "a call of the guard"
+    return "a guard call"
 
 
 def collective_called(process: Examined) -> str | None:
-    """Return the function of ``torch.distributed`` that user code waits in, or None.
+    """Return the ``torch.distributed`` function in which user code waits, or None.
 
-    For example ``"barrier"``.
+    For example, ``"barrier"``.
     """
     for frame in called_by_user(process.last.main.frames):
         if _C10D_WRAPPER.search(frame.file):

@@ -1,8 +1,8 @@
-"""Decide which lines of a log to keep, reading a log of any size in one pass and bounded memory.
+"""Read a log of any size in one pass with bounded memory, and keep only the lines that matter.
 
-The beginning and the end are kept. Of the lines in between, each line with an error word
-(``words.txt``) is kept, together with the lines around it. Line numbers start at 1, as in an
-editor. ``text`` interprets the lines.
+The beginning and the end of the log are kept. From the middle, each line with an error word (see
+``words.txt``) is kept together with the lines around it. Line numbers start at 1, as in an editor.
+``text`` interprets the lines.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from importlib import resources
 from typing import NamedTuple, Protocol
 
 _CHUNK_BYTES = 1 << 16
-# Memory limits for the kept lines. The overhead accounts for the object that holds each line.
+# Memory limits for the kept lines. The overhead is the size of the Python object for a line.
 _HEAD_BYTES = 3 << 18
 _TAIL_BYTES = 1 << 20
 _FIRST_HITS_BYTES = 1 << 19
 _NEWEST_HITS_BYTES = 1 << 20
 _OVERHEAD_OF_A_LINE_BYTES = 64
-# Of a line longer than twice this, only the first and the last bytes are kept, this many of each.
+# A line longer than twice this size is cut in the middle: this many bytes are kept at each end.
 _HALF_LINE_BYTES = 1 << 14
-# How many lines around a hit are kept, since a message may have several lines.
+# How many lines are kept before and after a hit, because a message may have several lines.
 _LINES_BEFORE = 2
 _LINES_AFTER = 12
 _LINES_AFTER_TRACEBACK = 300
-# Lines that differ only in digits count as hits at most this many times. At most this many distinct
-# lines are remembered; beyond that, every line counts.
+# Lines that differ only in digits count as hits at most this many times.
 _MAX_REPEATS = 40
+# This many distinct lines are remembered to count repeats. Any further distinct line always counts.
 _MAX_DISTINCT_LINES = 10_000
 _COMPARED_BYTES = 120
 
-# The error words in lower case. A block without any of them is skipped at the speed of
-# `bytes.find`. The spaces and line ends around "inf" cannot be written in the word file.
+# The error words in lower case. `bytes.find` quickly skips blocks without any of these words. The
+# variants of "inf" are defined here because the word file cannot contain spaces and line ends.
 _WORD_FILE = resources.files("holdfast.explain.logs").joinpath("words.txt")
 _INFINITE = (b" inf,", b" inf ", b" inf\n", b" inf\r")
 _WORDS = (*_WORD_FILE.read_text("utf-8").encode().split(b"\n")[:-1], *_INFINITE)
@@ -48,45 +48,45 @@ class Readable(Protocol):
     """A stream of bytes that can be read."""
 
     def read(self, size: int = -1, /) -> bytes:
-        """Return up to `size` bytes; empty at the end."""
+        """Return up to `size` bytes, or no bytes at the end of the stream."""
         ...
 
 
 class LogLine(NamedTuple):
-    """One line as it was written, without its line end."""
+    """One line of a log, without its line end."""
 
-    # The number of the line; the first line of a log is 1.
+    # The number of the line. The first line of a log has number 1.
     number: int
-    # The bytes of the line; the middle of a very long line is left out.
+    # The bytes of the line. The middle of a very long line is left out.
     data: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLog:
-    """The lines that were kept of a log."""
+    """The lines of a log that were kept."""
 
-    # In the order of the log.
+    # The lines in log order.
     lines: tuple[LogLine, ...]
-    # How many lines the whole log has.
+    # The number of lines in the whole log.
     total_lines: int
-    # Whether no line was left out.
+    # Whether all lines of the log were kept.
     complete: bool
 
 
 def keep_lines(stream: Readable, *, first_number: int = 1) -> KeptLog:
     """Read a log to its end and return the lines that matter.
 
-    At most about 30 MiB are used, whatever the number and the length of the lines.
+    This uses at most about 30 MiB of memory, however many and however long the lines are.
 
     Args:
         stream: The log.
-        first_number: The number of its first line.
+        first_number: The line number of the first line in the stream.
     """
     head: list[LogLine] = []
     head_bytes = 0
     hits = _Hits()
     tail = _Tail()
-    # The number of the first line of the block.
+    # The line number of the first line of the current block.
     number = first_number
     for block in _blocks(stream):
         line_count = block.count(b"\n")
@@ -140,7 +140,7 @@ class _Tail:
     """The newest blocks of a log."""
 
     def __init__(self) -> None:
-        # Each block with the number of its first line and its weight in bytes.
+        # Each block with the line number of its first line and its size in bytes.
         self._blocks: deque[tuple[bytes, int, int]] = deque()
         self._bytes = 0
 
@@ -158,7 +158,7 @@ class _Tail:
 class _Hits:
     """Lines with error words, and the lines around them.
 
-    If there are too many, the first and the newest are kept.
+    If there are too many lines, only the first and the newest of them are kept.
     """
 
     def __init__(self) -> None:
@@ -166,13 +166,13 @@ class _Hits:
         self._first_bytes = 0
         self._newest: deque[LogLine] = deque()
         self._newest_bytes = 0
-        # How often each line was seen, ignoring digits.
+        # How often each line has occurred, ignoring digits.
         self._counts: dict[bytes, int] = {}
-        # Lines up to this number are kept because they follow a hit.
+        # Lines up to this line number are kept because they follow a hit.
         self._keep_until = 0
 
     def search(self, block: bytes, first: int) -> None:
-        """Keep the hits in a block whose first line has the number `first`."""
+        """Keep the hits in a block. `first` is the line number of the block's first line."""
         lowered = block.lower()
         if first > self._keep_until and not any(word in lowered for word in _WORDS):
             return
@@ -193,7 +193,10 @@ class _Hits:
             kept_to = index
 
     def _counts_as_hit(self, line: bytes) -> bool:
-        """Return whether a line counts as a hit, unless it was seen too often, ignoring digits."""
+        """Return whether a line with an error word counts as a hit.
+
+        It does not count if the same line, ignoring digits, has been a hit too often.
+        """
         if _TRACEBACK in line:
             return True
         without_digits = _DIGITS.sub(b"", line.lower()[:_COMPARED_BYTES])
@@ -215,18 +218,19 @@ class _Hits:
             self._newest_bytes -= len(oldest.data) + _OVERHEAD_OF_A_LINE_BYTES
 
     def kept(self) -> list[LogLine]:
-        """Return the lines that were kept, in order."""
+        """Return the lines that were kept, in log order."""
         return [*self._first, *self._newest]
 
 
 def _lines_with_words(lowered: bytes, lines: list[bytes]) -> set[int]:
-    """Return the indices of the lines of a block that contain an error word.
+    """Return the indices of the lines in a block that contain an error word.
 
-    The whole block is searched word by word; searching it line by line takes ten times as long.
+    The whole block is searched for each word, because a search line by line takes ten times as
+    long.
 
     Args:
         lowered: The block in lower case.
-        lines: Its lines, without line ends.
+        lines: The lines of the block, without line ends.
     """
     starts = [0, *itertools.accumulate(len(line) + 1 for line in lines)]
     indices: set[int] = set()

@@ -1,7 +1,7 @@
 """Clean log lines: separate each message from the prefixes that launchers and loggers add.
 
-Escape sequences are removed; the rank, time and level in a prefix become fields. ``tracebacks``
-joins lines into messages.
+Escape sequences are removed. The rank, time and level in a prefix become fields of a `CleanLine`.
+``tracebacks`` joins lines into messages.
 """
 
 from __future__ import annotations
@@ -20,34 +20,37 @@ _MAX_CHARACTERS = 8_192
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]"
 )
-# Control characters, and characters that change the writing direction: a log line may be hostile.
+# Control characters and characters that change the writing direction, which a hostile line may use.
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"
 )
 
-# Prefixes with a rank. torch 2.2 and newer put this one before every line of a traceback.
+# --- Prefixes with a rank.
+
+# torch 2.2 and newer print this prefix before each line of a traceback.
 _TORCH_RANK = re.compile(r"\[rank(\d+)\]:? ?")
-# torchrun --tee writes "[default0]:", older versions "[trainer0|0]:", and torchx "train/0
-# [default0]:".
+# torchrun --tee writes "[default0]:" (older versions "[trainer0|0]:"). torchx writes
+# "train/0 [default0]:".
 _TEE_RANK = re.compile(r"(?:[\w.-]{1,60}/\d{1,5} )?\[[A-Za-z_]\w{0,30}?(\d{1,5})(?:\|\d{1,5})?\]:")
 # mpirun writes "[1,0]<stdout>:"; Horovod leaves out the job number.
 _MPI_RANK = re.compile(r"\[(?:\d+,)?(\d+)\]<std(?:out|err)>: ?")
 # srun --label writes " 0: ".
 _SRUN_RANK = re.compile(r"\s{0,4}(\d{1,5}): ")
 _RANKS = (_TORCH_RANK, _TEE_RANK, _MPI_RANK)
-# Leading numbers count as srun ranks only if at least this share of the lines, and at least this
-# many lines, begin with one.
+# Numbers at the beginning of lines are srun ranks only if at least this fraction of the lines, and
+# at least this many lines, begin with a number.
 _MIN_LABELLED_SHARE = 0.6
 _MIN_LABELLED_LINES = 3
 
-# Ray writes "(RayTrainWorker pid=4711, ip=10.0.0.2) ", SkyPilot "(task, rank=1, pid=4711) "; pytest
-# puts "E" in the margin.
+# Ray writes "(RayTrainWorker pid=4711, ip=10.0.0.2) ", SkyPilot writes "(task, rank=1, pid=4711) ",
+# and pytest puts "E" in the margin.
 _RAY_OR_PYTEST = re.compile(
     r"\([\w.:-]{0,60}(?:, rank=\d{1,5})?,? ?pid=\d{1,10}(?:, ip=[\w.:-]{1,40})?\) "
     r"|E {3,7}(?=[\w.]*(?:Error|Exception)\b)"
 )
 
-# Prefixes with a time.
+# --- Prefixes with a time.
+
 _KUBERNETES_TIME = re.compile(r"(\d{4}-\d\d-\d\dT\S{8,30}) std(?:out|err) [FP] ")
 _DATE = r"\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?"
 _TIME = re.compile(rf"\[?({_DATE})\]?(?:\s*[-|:,] |[ \t]|(?=\[)|$)")
@@ -73,7 +76,7 @@ _LEVEL = re.compile(
     r"(?:[\w.<>/]{1,80}(?::[\w.<>]{1,80}){0,2}\s+[-|]\s+|[\w.]{1,80}:(?=\S)|\[[\w.:/]{1,80}\]\s?)?"
 )
 
-# The keys under which loggers that write JSON put a traceback.
+# The fields in which JSON loggers store a traceback.
 _JSON_TRACEBACKS = (
     "exception",
     "exc_info",
@@ -83,7 +86,7 @@ _JSON_TRACEBACKS = (
     "error.stack_trace",
     "stack",
 )
-# A progress bar directly followed by another writer's line, without a line end between them.
+# A progress bar and a line from another writer, without a line end between them.
 _LINE_BEHIND_BAR = re.compile(r"(\|\s{0,20}\d{1,18}/\d{1,18} \[\d[^\]]{1,60}\])(?=[/\[A-Za-z])")
 
 
@@ -91,15 +94,15 @@ _LINE_BEHIND_BAR = re.compile(r"(\|\s{0,20}\d{1,18}/\d{1,18} \[\d[^\]]{1,60}\])(
 class CleanLine:
     """One log line, or a part of it between carriage returns, without its prefixes."""
 
-    # The number of the line in the log.
+    # The line number in the log.
     number: int
-    # The message.
+    # The message without any prefix.
     text: str
-    # The message with the level and the logger's name, for display.
+    # The message with the logging level and the logger's name, for display.
     shown: str
     rank: int | None = None
     unix_seconds: float | None = None
-    # The logging level in upper case.
+    # The logging level in upper case, or None if the line has none.
     level: str | None = None
 
 
@@ -121,7 +124,10 @@ def _are_labelled_by_srun(texts: list[str]) -> bool:
 
 
 def _parts(data: bytes) -> list[str]:
-    """Return what a terminal would show for a line; several texts if it contains several lines."""
+    """Return the text that a terminal would show for a line.
+
+    A line with carriage returns or wrapped in JSON can contain several lines of text.
+    """
     text = data.decode("utf-8", errors="replace").rstrip("\r\n")
     if text.startswith('{"'):
         inner = _text_inside_json(text)
@@ -136,16 +142,16 @@ def _parts(data: bytes) -> list[str]:
 
 
 def _without_overwritten(pieces: list[str]) -> list[str]:
-    """Return the pieces between carriage returns, without progress bars that were overwritten."""
+    """Return the pieces between carriage returns, without overwritten progress bars."""
     last = pieces[-1:] if pieces[-1].strip() else []
     visible = [piece for piece in pieces[:-1] if piece.strip() and not is_progress_bar(piece)]
     return [*visible, *last] or [""]
 
 
 def _text_inside_json(text: str) -> str | None:
-    """Return the text inside a JSON line, or None if there is none.
+    """Return the log line or traceback inside a JSON line, or None if there is none.
 
-    Docker's log wraps whole lines in JSON, and JSON loggers put tracebacks into a field.
+    Docker wraps whole log lines in JSON, and JSON loggers store tracebacks in a field.
     """
     try:
         entry: dict[str, Any] = json.loads(text)
@@ -169,11 +175,11 @@ def _shortened(text: str) -> str:
 
 
 class _Prefix(NamedTuple):
-    """A prefix of a line."""
+    """A prefix of a line, with the rank or time in it."""
 
     length: int
     rank: int | None = None
-    # Whether torch itself wrote the rank, which takes precedence over a launcher's.
+    # Whether torch wrote the rank. It then takes precedence over the rank that a launcher wrote.
     rank_is_certain: bool = False
     unix_seconds: float | None = None
 
@@ -182,9 +188,9 @@ def _without_prefixes(number: int, text: str, *, labelled: bool) -> CleanLine:
     """Return a line without its prefixes.
 
     Args:
-        number: The number of the line.
+        number: The line number.
         text: The line.
-        labelled: Whether srun has prefixed the lines with ranks.
+        labelled: Whether srun has added ranks at the beginning of the lines.
     """
     printed_by = _RAY_OR_PYTEST.match(text)
     if printed_by is not None:
@@ -192,7 +198,7 @@ def _without_prefixes(number: int, text: str, *, labelled: bool) -> CleanLine:
     rank: int | None = None
     seconds: float | None = None
     for _ in range(_MAX_PREFIXES):
-        # An indented line is part of a message.
+        # An indented line continues a message and has no prefix.
         if not text or (text[0] in " \t" and not labelled):
             break
         prefix = _find_prefix(text, labelled=labelled)
@@ -212,7 +218,7 @@ def _without_prefixes(number: int, text: str, *, labelled: bool) -> CleanLine:
 
 
 def _find_prefix(text: str, *, labelled: bool) -> _Prefix | None:
-    """Return the rank or the time with which a line begins, or None."""
+    """Return the prefix with a rank or a time at the beginning of a line, or None."""
     for pattern in (*_RANKS, _SRUN_RANK) if labelled else _RANKS:
         match = pattern.match(text)
         if match is not None:
@@ -227,9 +233,9 @@ def _find_prefix(text: str, *, labelled: bool) -> _Prefix | None:
 
 
 def _unix_seconds(date: str) -> float | None:
-    """Return the Unix time of a date, or None if it cannot be parsed.
+    """Return the Unix time of a date, or None if the date cannot be parsed.
 
-    A date without a time zone is taken as UTC, which preserves the order within a log.
+    A date without a time zone is interpreted as UTC, which keeps the order of the lines in a log.
     """
     try:
         if date[2] == "/":

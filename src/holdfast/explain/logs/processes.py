@@ -1,7 +1,7 @@
-"""Turn the lines of one process into statements, and infer whether the process survived each one.
+"""Turn the log lines of one process into statements, and infer which failures it survived.
 
-A log without ranks is treated as that of one process. A log does not say whether an exception ended
-its process; that is inferred from what is printed afterwards.
+A log without ranks is treated as the log of a single process. A log does not say whether an
+exception ended the process. The lines after the exception show whether the process continued.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from holdfast.explain.logs.tracebacks import (
     without_margins,
 )
 
-# This many progress lines after a statement show that the process continued.
+# If at least this many progress lines follow a statement, the process continued.
 _PROGRESS_OF_SURVIVOR = 2
-# Fewer progress lines than this may have been buffered before the process failed.
+# If fewer progress lines than this follow an exception, the process may have printed them before
+# the exception, and a buffer delayed them.
 _MAX_BUFFERED_LINES = 12
-# The same after a scheduler's message: many ranks may each have 8 KiB of buffered lines.
+# The same limit for lines after a scheduler's message, when each of many ranks may have a buffer of
+# 8 KiB.
 _MAX_BUFFERED_LINES_OF_RANKS = 400
 _MAX_MESSAGE_CHARACTERS = 20_000
-# The length of the table in which torchrun describes the first failure, in lines.
+# The length of torchrun's table about the first failure, in lines.
 _LINES_OF_TABLE = 15
 
 _NOT_FATAL_LEVELS = frozenset({"DEBUG", "INFO", "WARNING", "WARN", "SUCCESS", "TRACE"})
@@ -54,7 +56,7 @@ _SCHEDULER = QuickPattern(
     r"|\bWatchdog caught collective operation timeout\b",
     flags=0,
 )
-# Launchers log a request to terminate as a warning.
+# Launchers log a termination request as a warning.
 _ASKED_TO_END = re.compile(r"\bdeath signal, shutting down|\bSIGTERM received at time=")
 _FATAL_PYTHON_ERROR = "Fatal Python error: "
 _CPLUSPLUS_TERMINATION = re.compile(
@@ -71,27 +73,27 @@ _EXIT_CODE = re.compile(r"(-?\d{1,4})\b(?:\s*\(pid:\s*(\d{1,10})\))?")
 class LogContext:
     """Properties of the whole log."""
 
-    # The name of the log, for `Statement.source`.
+    # The name to use for the log in `Statement.source`.
     name: str
-    # Whether its last lines say that the training is done.
+    # Whether the last lines of the log say that training is done.
     says_done: bool
-    # Whether lines without an error word become statements too.
+    # Whether lines without an error word also become statements.
     every_line_counts: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessText:
-    """What the lines of one process say."""
+    """The statements and endings that were read from the lines of one process."""
 
     statements: tuple[Statement, ...]
     # How ranks ended, according to a launcher's table.
     endings: tuple[Ending, ...]
-    # The frame with which the lines end, if they end inside a traceback.
+    # The last frame, if the lines end inside a traceback; otherwise empty.
     cut_off: str
 
 
 def read_process(lines: Sequence[CleanLine], context: LogContext) -> ProcessText:
-    """Return what the lines of one process say."""
+    """Read the lines of one process into statements and endings."""
     reader = _ProcessReader(lines, context)
     statements = reader.read_statements()
     return ProcessText(
@@ -100,7 +102,7 @@ def read_process(lines: Sequence[CleanLine], context: LogContext) -> ProcessText
 
 
 class _Passage(NamedTuple):
-    """Statements that begin at one line, and the index of the line after them."""
+    """The statements that begin at a line, and the index of the line after them."""
 
     statements: list[Statement]
     next_index: int
@@ -108,7 +110,7 @@ class _Passage(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fate:
-    """What happened to a process after an exception, as the fields of a `Statement`."""
+    """Whether a process survived an exception, as fields of a `Statement`."""
 
     fatal: bool | None
     logged: bool
@@ -117,7 +119,10 @@ class _Fate:
 
 
 class _ProcessReader:
-    """Reads the lines of one process from top to bottom, with the first of `_READERS` that fits."""
+    """Reads the lines of one process from top to bottom.
+
+    At each line, the first function in `_READERS` that recognizes the line reads it.
+    """
 
     def __init__(self, lines: Sequence[CleanLine], context: LogContext) -> None:
         self._context = context
@@ -128,7 +133,7 @@ class _ProcessReader:
         self._relevant = (
             set(range(len(texts))) if context.every_line_counts else relevant_lines(texts)
         )
-        # The index of the newest line that shows that the run continued, or -1.
+        # The index of the last line that shows that the run continued, or -1 if there is none.
         self._newest_sign = next(
             (index for index in reversed(range(len(lines))) if is_sign_of_life(lines[index].text)),
             -1,
@@ -137,9 +142,10 @@ class _ProcessReader:
         self.cut_off = ""
 
     def read_statements(self) -> list[Statement]:
-        """Return all statements, in order."""
+        """Return all statements, in log order."""
         passages: list[_Passage] = []
-        # The newest passage with exceptions, and the index of the line after their last class.
+        # The newest passage with exceptions, and the index after the line with their last class
+        # name.
         newest: _Passage | None = None
         index_after_newest = 0
         index = 0
@@ -158,24 +164,24 @@ class _ProcessReader:
         return [statement for passage in passages for statement in passage.statements]
 
     def _resumed_between(self, first: int, end: int) -> bool:
-        """Return whether the process made progress or retried in a range of lines."""
+        """Return whether the lines from `first` to before `end` show progress or a retry."""
         if self._progress.any_between(first, end):
             return True
         return any(_RETRY.search(line.text) for line in self._lines[first:end])
 
     def _index_after(self, number: int, index: int) -> int:
-        """Return the index of the line after the line with this number.
+        """Return the index after the line with a given line number.
 
         Args:
             number: The line number.
-            index: The index of that line or of a later one, from which to search backwards.
+            index: The index at which to start searching backwards.
         """
         while index > 0 and self._lines[index - 1].number > number:
             index -= 1
         return index
 
     def _read_at(self, index: int) -> _Passage:
-        """Return the statements that begin at a line."""
+        """Return the statements that begin at a line, using the first reader that recognizes it."""
         for reader in _READERS:
             passage = reader(self, index)
             if passage is not None:
@@ -183,7 +189,7 @@ class _ProcessReader:
         return _Passage([], index + 1)
 
     def _read_traceback(self, index: int) -> _Passage | None:
-        """Read a traceback, whose header and outer frames may be missing in bug reports."""
+        """Read a traceback. In bug reports, its header and outer frames may be missing."""
         text = self._lines[index].text
         begins = HEADER.search(text) or is_frame(text) or is_syntax_error(self._lines, index)
         if not begins:
@@ -198,7 +204,7 @@ class _ProcessReader:
         return _Passage(statements, next_index)
 
     def _newest_frame(self, index: int) -> str:
-        """Return the last frame after a line, or the line itself if no frame follows."""
+        """Return the last frame at or after a line, or the line itself if there is no frame."""
         texts = [line.text.strip() for line in self._lines[index:]]
         frames = [text for text in texts if text.startswith("File ")]
         return frames[-1] if frames else texts[0]
@@ -213,7 +219,7 @@ class _ProcessReader:
         return _Passage([replace(statement, frames=frames, fatal=True)], next_index)
 
     def _read_cplusplus_termination(self, index: int) -> _Passage | None:
-        """Read a C++ termination message; the error text is in one of the next lines."""
+        """Read a C++ termination message. One of the next lines may contain the error message."""
         line = self._lines[index]
         if not _CPLUSPLUS_TERMINATION.match(line.text):
             return None
@@ -227,7 +233,7 @@ class _ProcessReader:
         return _Passage([statement], index + 1 + len(messages))
 
     def _read_table_of_launcher(self, index: int) -> _Passage | None:
-        """Read torchrun's table about the rank that failed first."""
+        """Read how the first rank failed from the table that torchrun prints."""
         if _FIRST_FAILURE not in self._lines[index].text:
             return None
         rows = self._lines[index + 1 : index + 1 + _LINES_OF_TABLE]
@@ -268,7 +274,7 @@ class _ProcessReader:
 
         Args:
             line: The first line of the statement.
-            last_index: The index of its last line.
+            last_index: The index of the statement's last line.
         """
         progress = self._progress.count_after(last_index)
         warned = _is_warning(line)
@@ -285,19 +291,19 @@ class _ProcessReader:
         )
 
     def _progress_needed_after(self, line: CleanLine) -> int:
-        """Return how many progress lines are needed to show that the process continued."""
+        """Return how many progress lines after a line show that the process continued."""
         of_scheduler = _SCHEDULER.search(line.text, line.text.lower()) is not None
         if of_scheduler and not self._context.says_done:
             return _MAX_BUFFERED_LINES_OF_RANKS
         return _PROGRESS_OF_SURVIVOR
 
     def _statements_of_chain(self, raised: Raised, first: int, next_index: int) -> list[Statement]:
-        """Return a chain of exceptions as statements with one position, the root first.
+        """Return a chain of exceptions as statements with the same position, root cause first.
 
         Args:
-            raised: The exception.
-            first: The index of the first line of its traceback.
-            next_index: The index of the line after its message.
+            raised: The last exception of the chain.
+            first: The index of the first line of the traceback.
+            next_index: The index of the line after the exception's message.
         """
         fate = self._fate_after(raised, first, next_index)
         return [
@@ -320,9 +326,12 @@ class _ProcessReader:
         ]
 
     def _fate_after(self, raised: Raised, first: int, next_index: int) -> _Fate:
-        """Return whether the process survived an exception, judged by what it printed afterwards.
+        """Return whether the process survived an exception, judged by the lines after it.
 
-        The arguments are those of `_statements_of_chain`.
+        Args:
+            raised: The last exception of a chain.
+            first: The index of the first line of the traceback.
+            next_index: The index of the line after the exception's message.
         """
         logged = self._is_logged(first)
         if self._is_said_to_be_caught(first):
@@ -332,11 +341,11 @@ class _ProcessReader:
         looks_uncaught = left_main_module and not logged
         class_index = self._index_after(raised.number, next_index) - 1
         # A shell script may print that it is done although the program that it started has failed.
-        # Such lines are no progress after an uncaught exception.
+        # After an uncaught exception, such lines do not count as progress.
         only_end_follows = looks_uncaught and self._progress.only_completion_after(class_index)
         if not only_end_follows:
             progress = self._progress.count_after(next_index - 1)
-            # Code that logs an exception has caught it, so one line of progress is convincing.
+            # Code that logs an exception has caught it, so a single line of progress is enough.
             if progress >= (1 if logged else _PROGRESS_OF_SURVIVOR):
                 overtaken = looks_uncaught and self._progress_may_be_buffered(first, progress)
                 return _Fate(fatal=False, logged=logged, overtaken=overtaken)
@@ -344,11 +353,11 @@ class _ProcessReader:
         return _Fate(fatal=None, logged=logged, last=bool(raised.frames) and no_sign_of_life)
 
     def _progress_may_be_buffered(self, first: int, progress: int) -> bool:
-        """Return whether the progress printed after an exception may have been made before it.
+        """Return whether progress lines after an exception may have been delayed in a buffer.
 
         Args:
-            first: The index of the first line of the exception.
-            progress: The number of progress lines after it.
+            first: The index of the first line of the traceback.
+            progress: The number of progress lines after the exception.
         """
         if self._context.says_done:
             return False
@@ -361,13 +370,19 @@ class _ProcessReader:
         return first > 0 and self._lines[first - 1].level in _ALARMING_LEVELS
 
     def _is_said_to_be_caught(self, first: int) -> bool:
-        """Return whether a traceback's level, or the line before it, says that it was caught."""
+        """Return whether the log says that an exception was caught.
+
+        This is shown by the logging level of the traceback or by the line before it.
+
+        Args:
+            first: The index of the first line of the traceback.
+        """
         if self._lines[first].level in _NOT_FATAL_LEVELS:
             return True
         return first > 0 and bool(ABOUT_CAUGHT_EXCEPTION.search(self._lines[first - 1].text))
 
 
-# The kinds of passages that can begin at a line. The first reader that returns one wins.
+# Functions that read the statements at a line. The first function that returns a passage wins.
 _READERS: tuple[Callable[[_ProcessReader, int], _Passage | None], ...] = (
     _ProcessReader._read_traceback,
     _ProcessReader._read_fatal_python_error,
@@ -379,14 +394,14 @@ _READERS: tuple[Callable[[_ProcessReader, int], _Passage | None], ...] = (
 
 
 def _is_warning(line: CleanLine) -> bool:
-    """Return whether a line is a warning or less severe, by its level or by its words."""
+    """Return whether a line is a warning or less severe, judged by its level or its words."""
     if line.level in _NOT_FATAL_LEVELS and not _ASKED_TO_END.search(line.text):
         return True
     return _WARNING.match(line.text) is not None
 
 
 def _first_failure(rows: Sequence[str]) -> list[Ending]:
-    """Return how the rank that failed first ended; nothing if the exit code is cut off.
+    """Return how the rank that failed first ended, or an empty list if there is no exit code.
 
     Args:
         rows: The rows of torchrun's table.

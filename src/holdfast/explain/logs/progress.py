@@ -1,7 +1,7 @@
-"""Recognise lines that show that a training run continues or is done, and the losses they print.
+"""Recognize lines that show that a training run continues or is done, and read the printed losses.
 
-Progress is recognised by words such as "epoch" or, in a log without them, by line templates that
-recur with different numbers.
+Progress is recognized by words such as "epoch". In a log without such words, lines that recur with
+different numbers show progress.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from holdfast.explain.logs.keeping import is_relevant
 from holdfast.explain.logs.quick import QuickPattern
 
-# Runs of digits are bounded in all patterns; otherwise a long line of digits would take quadratic
+# All patterns limit the number of digits. Otherwise, a long line of digits would take quadratic
 # time.
 _BAR = QuickPattern(
     r"\d{1,9}%\|.{0,200}\|\s{0,20}\d{1,18}/\d{1,18}"
@@ -26,7 +26,7 @@ _PROGRESS = QuickPattern(
     r"|\d{1,9}(?:\.\d{1,9})?\s?(?:it/s|s/it|tok/s|tokens/s|samples/s|img/s)|['\"]loss['\"]:"
     r"|\bstarting (?:train|test)ing\b|\bbest (?:ckpt|checkpoint|model)\b.{0,20}[:=]"
 )
-# A line that matches this shows no progress, even if it also matches the pattern above.
+# A line that matches this pattern shows no progress, even if it also matches `_PROGRESS`.
 _NO_PROGRESS = QuickPattern(
     r"wandb:|\b(?:error|exception|fail|abort|nan\b"
     r"|(?<!best )loss\W{1,4}inf\b|stopp(?:ed|ing)|interrupt|resum)"
@@ -50,15 +50,15 @@ _LOGS_SAVED = QuickPattern(
 )
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
-# Replaces each number in a line template.
+# The mark that replaces each number in a line template.
 _NUMBER_MARK = "#"
-# "Error: 72.0" is a metric rather than an error.
+# "Error: 72.0" is a metric, not an error.
 _ERROR_METRIC = re.compile(r"\berr(?:or)?(?:_?rate)?\W{0,3}#", re.IGNORECASE)
 _FRAME = re.compile(r'\s*File "|frame #|\S{1,300}:\d+: ')
 _MAX_TEMPLATE_CHARACTERS = 300
-# A template seen this often before a statement counts as progress if it recurs afterwards.
+# A line template that occurs this often before a statement counts as progress if it recurs later.
 _RECURRENCES = 3
-# How many lines after a statement are examined for recurring templates.
+# How many lines after a statement are searched for recurring templates.
 _LINES_AFTER = 400
 
 # Lightning's progress bar prints nan.0.
@@ -86,15 +86,15 @@ def is_progress_bar(text: str) -> bool:
 
 
 def says_done(text: str) -> bool:
-    """Return whether a line says that the training is done."""
+    """Return whether a line says that training is done."""
     lowered = text.lower()
     return _DONE.search(text, lowered) is not None and _NOT_DONE.search(text, lowered) is None
 
 
 def is_progress(text: str) -> bool:
-    """Return whether a line shows that the training continues, or is done."""
+    """Return whether a line shows that training continues or is done."""
     if "Traceback (most recent call last)" in text:
-        # A traceback begins on the same line as a progress bar.
+        # A traceback follows a progress bar on the same line.
         return False
     lowered = text.lower()
     shows_progress = _PROGRESS.search(text, lowered) is not None or is_progress_bar(text)
@@ -104,9 +104,10 @@ def is_progress(text: str) -> bool:
 
 
 def is_sign_of_life(text: str) -> bool:
-    """Return whether a line shows that the run continued, or saved something.
+    """Return whether a line shows that the run continued or saved something.
 
-    Progress bars and trackers do not count, because they are closed after a failure too.
+    Progress bars and messages of experiment trackers do not count, because they are also printed
+    when a run closes them after a failure.
     """
     lowered = text.lower()
     if _SAVED.search(text, lowered) is not None and _LOGS_SAVED.search(text, lowered) is None:
@@ -115,27 +116,27 @@ def is_sign_of_life(text: str) -> bool:
 
 
 class ProgressIndex:
-    """Tells where the lines of one process show progress, by their words or by their template.
+    """Finds progress before and after a line of a process, by words or by recurring templates.
 
-    Progress by words is counted up to the end of the log, progress by templates only over the next
-    `_LINES_AFTER` lines.
+    Words are searched up to the end of the log, and templates only in the next `_LINES_AFTER`
+    lines.
 
     Args:
-        texts: The lines.
+        texts: The lines of one process.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts
         self._templates = _line_templates(texts)
-        # For each recurring template, the index at which it had been seen often enough.
+        # For each recurring template, the index of the line at which it had occurred often enough.
         self._recurring_since = _recurring_templates(self._templates)
-        # For each index, how many lines from there to the end show progress by their words.
+        # For each index, how many lines from this index to the end show progress by their words.
         self._progress_from = [0] * (len(texts) + 2)
         for index in reversed(range(len(texts))):
             self._progress_from[index] = self._progress_from[index + 1] + is_progress(texts[index])
 
     def count_after(self, last: int) -> int:
-        """Return how many lines after an index show progress, by their words or their template."""
+        """Return how many lines after an index show progress, by words or by template."""
         by_words = self._progress_from[last + 1]
         if by_words > 1 or not self._recurring_since:
             return by_words
@@ -153,11 +154,11 @@ class ProgressIndex:
         )
 
     def any_between(self, first: int, end: int) -> bool:
-        """Return whether a line in the range `first` to `end` shows progress by its words."""
+        """Return whether a line from `first` to before `end` shows progress by its words."""
         return self._progress_from[first] > self._progress_from[max(first, end)]
 
     def any_before(self, first: int) -> bool:
-        """Return whether a line before an index shows progress, by its words or its template."""
+        """Return whether a line before an index shows progress, by words or by template."""
         return self.any_between(0, first) or any(
             index < first for index in self._recurring_since.values()
         )
@@ -166,12 +167,12 @@ class ProgressIndex:
 def _line_templates(texts: Sequence[str]) -> list[str]:
     """Return the template of each line: the line with every number replaced by a mark.
 
-    A line without numbers, or one that belongs to an error, has an empty template.
+    The template is empty for a line without numbers and for a line that belongs to an error.
     """
-    # Few templates are distinct, so each is judged only once.
+    # Most lines share a few templates, so the result for each template is cached.
     may_show_progress: dict[str, bool] = {}
     templates = []
-    # The line after a frame of a traceback is code.
+    # The line after a traceback's frame is source code.
     follows_frame = False
     for text in texts:
         is_frame = _FRAME.match(text) is not None
@@ -188,7 +189,7 @@ def _line_templates(texts: Sequence[str]) -> list[str]:
 
 
 def _recurring_templates(templates: Sequence[str]) -> dict[str, int]:
-    """Return the recurring templates, each with the index at which it first counted as one."""
+    """Return the recurring templates, each with the index of its `_RECURRENCES`-th occurrence."""
     times: dict[str, int] = {}
     recurring_since = {}
     for index, template in enumerate(templates):
@@ -207,13 +208,13 @@ class _PrintedValue(NamedTuple):
 
 
 def printed_losses(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float], ...]:
-    """Return line number and value of each training loss, oldest first.
+    """Return the line number and value of each printed training loss, oldest first.
 
-    If some are simply named ``loss`` or ``train_loss``, only those count, because the others are
-    probably components of that loss.
+    If there are losses with a plain name such as ``loss`` or ``train_loss``, only these are
+    returned, because the others are probably components of that loss.
 
     Args:
-        lines: Number and text of each line.
+        lines: The number and the text of each line.
     """
     losses = list(_printed_values(lines, _LOSS, "loss"))
     plain = [loss for loss in losses if _PLAIN_LOSS.fullmatch(loss.name)]
@@ -221,20 +222,24 @@ def printed_losses(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float],
 
 
 def printed_norms(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float], ...]:
-    """Return line number and value of each gradient norm, oldest first (see `printed_losses`)."""
+    """Return the line number and value of each printed gradient norm, oldest first.
+
+    Args:
+        lines: The number and the text of each line.
+    """
     return tuple((norm.line_number, norm.value) for norm in _printed_values(lines, _NORM, "norm"))
 
 
 def _printed_values(
     lines: Sequence[tuple[int, str]], pattern: re.Pattern[str], word: str
 ) -> Iterator[_PrintedValue]:
-    """Yield the values that a pattern finds, except those of an evaluation.
+    """Yield the values that a pattern finds, except values from an evaluation.
 
     Args:
-        lines: Number and text of each line.
+        lines: The number and the text of each line.
         pattern: A pattern with two groups: the name and the value.
-        word: A word that every match contains. Lines without it are skipped, because the pattern is
-            slow.
+        word: A word that every match contains. Lines without this word are skipped, because the
+            pattern is slow.
     """
     for number, text in lines:
         if word not in text.lower():
@@ -247,5 +252,5 @@ def _printed_values(
 
 
 def _as_float(text: str) -> float:
-    """Return a printed number, ignoring the ``.0`` after a non-finite value."""
+    """Convert a printed number, ignoring the ``.0`` that may follow a non-finite value."""
     return float(re.sub(r"([nfy])\.0$", r"\1", text))

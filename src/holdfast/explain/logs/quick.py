@@ -1,6 +1,6 @@
-"""Regular expressions that are searched only in texts that contain a word required for a match.
+"""Fast regular expressions that first check whether a text contains one of their required words.
 
-Hundreds of patterns are searched in each error line, and hardly any of them match. Checking for a
+Each error line is searched for hundreds of patterns, and hardly any of them match. Checking for a
 required word first takes a hundredth of the time.
 """
 
@@ -11,22 +11,22 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-# The parser of the standard library, which has no public name.
+# The parser for regular expressions in the standard library, which has no public name.
 _parser: Any = importlib.import_module("re._parser")
 
 _NOTHING_KNOWN: frozenset[str] = frozenset()
 
 
 class QuickPattern:
-    """A regular expression that knows which words a matching text must contain.
+    """A regular expression together with the words that a matching text must contain.
 
     Args:
-        pattern: The expression.
-        flags: As in `re.compile`; by default, case is ignored.
+        pattern: The regular expression.
+        flags: The flags for `re.compile`. Case is ignored by default.
 
     Attributes:
-        words: Words in lower case, at least one of which is in every matching text. Empty if no
-            such words could be derived.
+        words: Words in lower case. Every matching text contains at least one of them. Empty if no
+            such words can be derived from the pattern.
     """
 
     def __init__(self, pattern: str, flags: int = re.IGNORECASE) -> None:
@@ -34,17 +34,22 @@ class QuickPattern:
         self.words = _needed_words(_parser.parse(pattern))
 
     def search(self, text: str, lowered: str) -> re.Match[str] | None:
-        """Return the first match in a text; `lowered` is the same text in lower case."""
+        """Return the first match in a text, or None.
+
+        Args:
+            text: The text to search.
+            lowered: The same text in lower case.
+        """
         if self.words and not any(word in lowered for word in self.words):
             return None
         return self._pattern.search(text)
 
 
 def _needed_words(parsed: Iterable[tuple[Any, Any]]) -> frozenset[str]:
-    """Return words, at least one of which is in every text that a parsed pattern matches.
+    """Return words such that every match of a parsed pattern contains at least one of them.
 
-    A pattern is a sequence of parts, and a matching text contains all of them. Each part yields one
-    group of words, any of which would be a valid result; the most selective group is returned.
+    A pattern is a sequence of parts, and a matching text contains a match of every part. So each
+    part has its own group of required words. The most selective group is returned.
     """
     groups: list[frozenset[str]] = []
     literal = ""
@@ -52,7 +57,7 @@ def _needed_words(parsed: Iterable[tuple[Any, Any]]) -> frozenset[str]:
         name = str(kind)
         if name == "LITERAL":
             literal += chr(value).lower()
-        elif name != "AT":  # An anchor consumes nothing, so the literal continues after it.
+        elif name != "AT":  # An anchor matches no characters, so the literal continues after it.
             groups.append(frozenset({literal}))
             groups.append(_needed_words_of_part(name, value))
             literal = ""
@@ -62,7 +67,12 @@ def _needed_words(parsed: Iterable[tuple[Any, Any]]) -> frozenset[str]:
 
 
 def _needed_words_of_part(name: str, value: Any) -> frozenset[str]:
-    """Return the required words of one part, given its kind and value from the parser."""
+    """Return the required words of one part of a pattern.
+
+    Args:
+        name: The kind of the part, as named by the parser.
+        value: The parsed content of the part.
+    """
     if name == "SUBPATTERN":
         return _needed_words(value[3])
     if name == "MAX_REPEAT":
@@ -75,5 +85,5 @@ def _needed_words_of_part(name: str, value: Any) -> frozenset[str]:
 
 
 def _how_telling(words: frozenset[str]) -> tuple[int, int]:
-    """Return a sort key for how selective words are: larger for longer and for fewer words."""
+    """Return a sort key for how selective a group is: larger for longer and for fewer words."""
     return min(len(word) for word in words), -len(words)

@@ -1,6 +1,6 @@
-"""Turn a whole log into statements, and find out what it says about the end of the run.
+"""Read a whole log into statements, losses and other evidence about the end of a run.
 
-The log is split by rank; ``processes`` reads the lines of each rank.
+The log is split by rank. ``processes`` reads the lines of each rank.
 """
 
 from __future__ import annotations
@@ -20,46 +20,48 @@ from holdfast.explain.logs.processes import (
 from holdfast.explain.logs.progress import is_progress_bar, printed_losses, printed_norms, says_done
 from holdfast.explain.logs.tracebacks import HEADER
 
-# At most this many lines and this many exceptions are kept: the first third and the newest.
+# At most this many lines, and this many exceptions, become statements: one third from the beginning
+# of the log and two thirds from its end.
 _MAX_STATEMENTS_OF_A_KIND = 900
 # A log of at most this many lines was probably pasted into a bug report.
 _SHORT_LOG = 100
-# How many of the last lines may say that the training is done.
+# This many of the last lines are searched for a message that training is done.
 _LAST_LINES = 15
 _MAX_LAST_LINE_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogText:
-    """Everything that a log says about a run."""
+    """The evidence in a log."""
 
-    # In the order of the lines; in a chain of exceptions, the root first.
+    # The statements in log order; in a chain of exceptions, the root cause comes first.
     statements: tuple[Statement, ...]
     # How ranks ended, according to launchers.
     endings: tuple[Ending, ...]
-    # Whether its last lines say that the training is done.
+    # Whether the last lines say that training is done.
     says_done: bool
-    # How many lines the whole log has.
+    # The number of lines in the whole log.
     total_lines: int
-    # Whether all of them were read closely.
+    # Whether all lines were fully analyzed.
     complete: bool
-    # Line number and value of each printed training loss and gradient norm.
+    # Line number and value of each printed training loss.
     losses: tuple[tuple[int, float], ...] = ()
+    # Line number and value of each printed gradient norm.
     norms: tuple[tuple[int, float], ...] = ()
-    # Its last frame, if the log ends inside a traceback.
+    # The last frame, if the log ends inside a traceback.
     cut_off: str = ""
-    # Its last line that is not a progress bar, shortened for display.
+    # The last line that is not a progress bar, shortened for display.
     last_line: str = ""
 
 
 def read_log(stream: Readable, *, name: str, first_number: int = 1, alone: bool = False) -> LogText:
-    """Return everything that a log says about a run. The log is read in bounded memory.
+    """Return the evidence in a log, using bounded memory.
 
     Args:
-        stream: The log, of any size.
-        name: The name of the log, for `Statement.source`.
-        first_number: The number of the first line in `stream`.
-        alone: Whether the log is all that is known about the run. If so, every line of a short log
+        stream: The log, which may be of any size.
+        name: The name to use for the log in `Statement.source`.
+        first_number: The line number of the first line in `stream`.
+        alone: Whether the log is the only evidence about the run. If so, every line of a short log
             becomes a statement, because bug reports often quote messages without any error word.
     """
     kept_log = keep_lines(stream, first_number=first_number)
@@ -87,7 +89,7 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1, alone: bool 
 
 
 def _lines_by_rank(lines: Sequence[CleanLine]) -> list[list[CleanLine]]:
-    """Return one list of lines per rank; lines without a rank form a list of their own."""
+    """Return one list of lines per rank, and one list for the lines without a rank."""
     lines_of_rank: dict[int | None, list[CleanLine]] = {}
     for line in lines:
         lines_of_rank.setdefault(line.rank, []).append(line)
@@ -95,23 +97,23 @@ def _lines_by_rank(lines: Sequence[CleanLine]) -> list[list[CleanLine]]:
 
 
 def _in_log_order(processes: Sequence[ProcessText], lines: Sequence[CleanLine]) -> list[Statement]:
-    """Return the statements of all processes in log order, and mark that of the last line."""
+    """Return the statements of all processes in log order, and mark the last line's statement."""
     last_number = next((line.number for line in reversed(lines) if line.text.strip()), None)
     statements = [
         replace(statement, last=True) if statement.position == last_number else statement
         for process in processes
         for statement in process.statements
     ]
-    # All statements of a chain of exceptions have the same position; a stable sort keeps their
-    # order.
+    # All statements of a chain of exceptions have the same position. The sort is stable, so their
+    # order does not change.
     statements.sort(key=lambda statement: statement.position)
     return statements
 
 
 def _without_middle(statements: list[Statement]) -> list[Statement]:
-    """Drop statements from the middle if there are too many of a kind.
+    """Drop statements from the middle if there are too many lines or too many exceptions.
 
-    A chain of exceptions is kept or dropped as a whole, according to its first statement.
+    A chain of exceptions is kept or dropped as a whole, depending on its first statement.
     """
     left_out: set[int] = set()
     for kind in ("line", "exception"):
@@ -132,9 +134,10 @@ def _without_middle(statements: list[Statement]) -> list[Statement]:
 
 
 def _log_says_done(lines: Sequence[CleanLine]) -> bool:
-    """Return whether one of the last lines says that the training is done.
+    """Return whether one of the last lines says that training is done.
 
-    A traceback after such a line refutes it, unless its exception is known to have been caught.
+    If a traceback follows that line, the line does not count, unless the exception is known to have
+    been caught.
     """
     newest = [line.text for line in lines if line.text.strip()][-_LAST_LINES:]
     for index in reversed(range(len(newest))):
@@ -148,7 +151,7 @@ def _log_says_done(lines: Sequence[CleanLine]) -> bool:
 
 
 def _last_line(lines: Sequence[CleanLine]) -> str:
-    """Return the last line that the run itself printed, ignoring progress bars."""
+    """Return the last line that the command printed, except progress bars and holdfast's lines."""
     for line in reversed(lines):
         text = line.shown.strip()
         is_own = text.startswith("--- holdfast: ")

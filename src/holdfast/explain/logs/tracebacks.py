@@ -1,8 +1,8 @@
 """Read the tracebacks that Python, rich and launchers print.
 
-Chains ("During handling of ..."), tracebacks that loader workers and spawned processes nest in a
-message, exception groups, syntax errors and faulthandler dumps are understood. ``processes`` judges
-whether an exception was caught.
+This includes chains ("During handling of ..."), tracebacks inside the messages of exceptions from
+loader workers and spawned processes, exception groups, syntax errors and faulthandler dumps.
+``processes`` judges whether an exception was caught.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from holdfast.explain.logs.lines import CleanLine
 from holdfast.explain.logs.progress import is_progress
 
 _MAX_MESSAGE_LINES = 60
-# Only lines of at least this many characters are assumed to have been wrapped when pasted.
+# A line shorter than this was not wrapped when it was pasted, so the next line does not continue
+# it.
 _MIN_WRAPPED_CHARACTERS = 40
-# At most this many causes of an exception are kept; recursive handlers may chain a thousand.
+# At most this many causes of an exception are kept. Recursive handlers may chain a thousand.
 _MAX_CAUSES = 40
-# How deeply tracebacks may be nested in the messages of other tracebacks.
+# Tracebacks in the messages of other tracebacks are read up to this depth.
 _MAX_NESTING = 16
-# At most this many frames of a traceback are kept: half from each end.
+# At most this many frames of a traceback are kept, half of them from each end.
 _MAX_FRAMES = 60
 _MAX_CODE_LINE_CHARACTERS = 200
 # The maximum length of a faulthandler dump, in lines.
@@ -59,7 +60,7 @@ _EXCEPTION_NAME = re.compile(
 _EXCEPTION_MODULES = ("exc", "exceptions", "error", "errors")
 _GROUP_SEPARATOR = re.compile(r"\s*\+[-+ \d.]*$")
 _GROUP_MARGIN = re.compile(r"^\s*(?:[|] ?|[+] (?=Exception))")
-# Lines that are never part of the message before them.
+# Lines that never continue the message above them.
 _ENDS_MESSAGE = re.compile(
     r"Exception ignored in|Exception in thread |Process [\w-]+:$|Fatal Python error"
     r'|"""$|[=*-]{20,}$|\[W\d{3}|wandb: '
@@ -79,9 +80,9 @@ _BUILTIN_EXCEPTIONS = {
 
 @dataclass(slots=True)
 class Raised:
-    """One exception as a traceback shows it."""
+    """An exception that was read from a traceback."""
 
-    # The bare name of its class.
+    # The name of the class, without its module.
     exception: str
     # The message, which may have several lines.
     message: str
@@ -89,16 +90,16 @@ class Raised:
     frames: tuple[Frame, ...]
     # The number of the log line with the class name.
     number: int
-    # The exceptions that it repeats or that led to it, the root first. Their own `causes` are
-    # empty.
+    # The exceptions that led to this exception or that it repeats, root cause first. Their own
+    # `causes` are empty.
     causes: list[Raised] = field(default_factory=list)
-    # The Unix time at which that line was written, if the log says so.
+    # The Unix time in the log line with the class name, or None if the line has no time.
     unix_seconds: float | None = None
 
     def add_causes(self, other: Raised) -> None:
-        """Insert an exception and its causes before the causes of this one.
+        """Add another exception and its causes as the first causes of this exception.
 
-        If there are too many, those in the middle are dropped.
+        If there are then too many causes, those in the middle are dropped.
         """
         causes = [*other.causes, other, *self.causes]
         other.causes = []
@@ -108,7 +109,7 @@ class Raised:
         self.causes = causes
 
     def from_the_root(self) -> list[Raised]:
-        """Return the causes of this exception, the root first, and then the exception itself."""
+        """Return the causes of this exception, root cause first, followed by the exception."""
         return [*self.causes, self]
 
 
@@ -116,19 +117,19 @@ class Message(NamedTuple):
     """The message of an exception."""
 
     text: str
-    # The exception whose traceback is nested in the message.
+    # The exception whose traceback is part of the message, or None.
     nested: Raised | None
-    # The index of the line after it.
+    # The index of the line after the message.
     next_index: int
 
 
 def split_exception(text: str) -> tuple[str, str] | None:
-    """Return the dotted class and the message of ``Class: message``.
+    """Split ``module.Class: message`` into the dotted class name and the message.
 
-    None if the name does not look like that of an exception.
+    Return None if the name does not look like the name of an exception class.
     """
     if text.startswith(" ") and not text.startswith("  "):
-        # Some loggers leave one space before the message.
+        # Some loggers put one space before the message.
         text = text.lstrip()
     match = EXCEPTION.match(text)
     if match is None or not _is_exception_name(match[1], has_message=match[2] is not None):
@@ -160,10 +161,14 @@ class TracebackReader:
         self._depth = 0
 
     def read(self, start: int) -> tuple[Raised | None, int]:
-        """Return the exception whose traceback begins at a line, and the index of the next line.
+        """Read the traceback that begins at a line.
 
-        For a chain, the last exception is returned, with the others in `Raised.causes`. The
-        exception is None if the traceback is cut off.
+        Args:
+            start: The index of the line.
+
+        Returns:
+            The exception and the index of the line after it. For a chain, this is the last
+            exception, with the others in `Raised.causes`. None if the traceback is cut off.
         """
         newest: Raised | None = None
         self._depth += 1
@@ -180,9 +185,10 @@ class TracebackReader:
             start = linked
 
     def about_to_raise(self, start: int) -> Raised | None:
-        """Return the exception that a cut-off traceback was about to show, without its message.
+        """Return the exception of a traceback that is cut off before its last line.
 
-        None unless the last frame of the traceback is a `raise` statement that names the class.
+        The exception has no message. Return None unless the last frame of the traceback is a
+        ``raise`` statement that names the class.
         """
         frames, next_index = self._frames(self._first_frame(start))
         if not frames:
@@ -203,8 +209,8 @@ class TracebackReader:
         Args:
             start: The index of the line.
             first: The part of the line that belongs to the message.
-            bare: Whether there was no traceback before it. Then only indented lines, and lower-case
-                continuations of a wrapped line, belong to the message.
+            bare: Whether there is no traceback before the message. If so, the message continues
+                only on indented lines, and on lines in lower case that continue a wrapped line.
         """
         lines = [first]
         nested: Raised | None = None
@@ -221,16 +227,21 @@ class TracebackReader:
         return Message("\n".join(lines).strip(), nested, index)
 
     def fatal_error(self, start: int) -> tuple[tuple[Frame, ...], int]:
-        """Return the current thread's frames in a faulthandler dump, and the next line's index.
+        """Read a faulthandler dump.
 
-        The innermost frame is the last.
+        Args:
+            start: The index of the first line of the dump.
+
+        Returns:
+            The frames of the current thread, innermost last, and the index of the line after the
+            dump.
         """
         frames: list[Frame] = []
         in_current_thread = False
         index = start + 1
         while index < len(self._text) and index < start + _MAX_DUMP_LINES:
             text = self._text[index]
-            # In faulthandler's frames, there is no comma before the function.
+            # Frames from faulthandler have no comma before the function.
             frame = _FRAME.match(re.sub(r"line (\d+) in ", r"line \1, in ", text))
             if frame is not None:
                 if in_current_thread:
@@ -245,7 +256,7 @@ class TracebackReader:
         return _without_middle(frames), index
 
     def _read_one(self, start: int) -> tuple[Raised | None, int]:
-        """Return one exception of a chain, and the index of the next line."""
+        """Return one exception of a chain, and the index of the line after it."""
         if "─" in self._text[start]:
             frames, after_frames = self._rich_frames(start + 1)
         else:
@@ -261,16 +272,19 @@ class TracebackReader:
         return None, after_frames
 
     def _first_frame(self, start: int) -> int:
-        """Return the index of the first frame of a traceback.
+        """Return the index of a traceback's first frame, which is at `start` if there is no header.
 
-        Syntax errors have no header, and bug reports often omit it.
+        Syntax errors have no header, and bug reports often omit the header.
         """
         return start + 1 if HEADER.search(self._text[start]) else start
 
     def _linked_traceback(self, start: int) -> int | None:
-        """Return the index of the traceback that a "During handling of ..." line links to this one.
+        """Return the index of the next traceback in a chain, or None if the chain ends.
 
-        None if there is no such line after `start`.
+        Two tracebacks of a chain are linked by a line such as "During handling of ...".
+
+        Args:
+            start: The index of the line after the previous exception.
         """
         link = start
         while link < min(start + 3, len(self._text)) and not self._text[link].strip(' "'):
@@ -283,14 +297,17 @@ class TracebackReader:
         return None
 
     def _nested_exception(self, index: int, before: str) -> tuple[Raised | None, int] | None:
-        """Return the exception nested in a message at a line, and the index of the next line.
+        """Return the exception inside a message that begins at a line.
 
-        It has a traceback, or follows a line such as ``backend='inductor' raised:``. None if no
-        exception begins there; the exception is None if its traceback is cut off.
+        Such an exception has a traceback or follows a line such as ``backend='inductor' raised:``.
 
         Args:
             index: The index of the line.
-            before: The line of the message before it.
+            before: The line of the message before this line.
+
+        Returns:
+            The exception (None if its traceback is cut off) and the index of the line after it; or
+            None if no exception begins at this line.
         """
         start = self._nested_traceback(index)
         if start is not None:
@@ -302,7 +319,7 @@ class TracebackReader:
         return None
 
     def _nested_traceback(self, index: int) -> int | None:
-        """Return the index of the traceback nested in a message at this line, or None."""
+        """Return the index of the traceback inside a message that begins at a line, or None."""
         text = self._text[index]
         if not _NESTED.match(text) or self._depth > _MAX_NESTING:
             return None
@@ -316,7 +333,13 @@ class TracebackReader:
     def _exception(
         self, start: int, match: re.Match[str], frames: tuple[Frame, ...]
     ) -> tuple[Raised, int]:
-        """Return the exception whose class is on a line, and the index of the next line."""
+        """Return the exception whose class name is on a line, and the index of the line after it.
+
+        Args:
+            start: The index of the line.
+            match: The match of `EXCEPTION` in the line.
+            frames: The frames of the traceback before the line.
+        """
         message = self.message(start, match[2] or "")
         line = self._lines[start]
         raised = Raised(
@@ -331,14 +354,14 @@ class TracebackReader:
         return raised, message.next_index
 
     def _continues_line(self, index: int) -> bool:
-        """Return whether a line is indented, or continues a wrapped line in lower case."""
+        """Return whether a line is indented or continues a wrapped line in lower case."""
         text = self._text[index]
         if text[:1] in (" ", "\t", ""):
             return True
         return text[0].islower() and len(self._text[index - 1]) >= _MIN_WRAPPED_CHARACTERS
 
     def _ends_message(self, index: int) -> bool:
-        """Return whether a message has ended before this line."""
+        """Return whether a line no longer belongs to the message above it."""
         line = self._lines[index]
         text = line.text
         time_before = self._lines[index - 1].unix_seconds
@@ -351,12 +374,12 @@ class TracebackReader:
             return True
         if not text.strip():
             return self._message_ends_at_gap(index)
-        # A holdfast error continues with its fix, which may quote a metric.
+        # The message of a holdfast error continues with its fix, which may look like progress.
         continues = text[0] in " \t" or text.startswith("Fix: ")
         return not continues and is_progress(text)
 
     def _message_ends_at_gap(self, index: int) -> bool:
-        """Return whether a message ends at an empty line; not if an indented line follows."""
+        """Return whether a message ends at an empty line, that is, no indented line follows."""
         for following in self._text[index + 1 : index + 3]:
             if following.strip():
                 continues = following[0] in " \t(" or _NESTED.match(following) is not None
@@ -364,14 +387,14 @@ class TracebackReader:
         return True
 
     def _frames(self, start: int) -> tuple[tuple[Frame, ...], int]:
-        """Return the frames that begin at a line, and the index of the line after them."""
+        """Return the frames that begin at a line, and the index of the line after the frames."""
         frames: list[Frame] = []
         indent = 0
         index = start
         while index < len(self._text):
             text = self._text[index]
             match = _FRAME.match(text)
-            # In pasted tracebacks, an empty line may follow the first frame.
+            # A pasted traceback may have an empty line after the first frame.
             is_gap = bool(frames) and not text.strip() and index == start + 1
             if match is not None:
                 indent = len(match[1])
@@ -384,7 +407,7 @@ class TracebackReader:
         return _without_middle(frames), index
 
     def _rich_frames(self, start: int) -> tuple[tuple[Frame, ...], int]:
-        """Return the frames inside a box drawn by rich, and the index of the line after them."""
+        """Return the frames in a box drawn by rich, and the index of the line after the box."""
         frames = []
         index = start
         while index < len(self._text) and _RICH_BOX.match(self._text[index]):
@@ -396,7 +419,11 @@ class TracebackReader:
 
 
 def _is_class_after_frames(match: re.Match[str]) -> bool:
-    """Return whether a line after frames names an exception; any name with a message counts."""
+    """Return whether a line after frames names an exception.
+
+    Any name with a message counts. A name without a message counts only if it is dotted or the name
+    of a built-in exception.
+    """
     name, message = match.groups()
     return message is not None or "." in name or name in _BUILTIN_EXCEPTIONS
 
@@ -406,9 +433,10 @@ def _frame_from(match: re.Match[str]) -> Frame:
 
 
 def _with_code(frame: Frame, code: str) -> Frame:
-    """Return a frame with its source line added.
+    """Return a frame with a source line added to it.
 
-    The frame is unchanged if it already has one, or if the line is only a marker such as ``~~^^``.
+    The frame is unchanged if it already has a source line, or if `code` is only a marker such as
+    ``~~^^``.
     """
     if frame.code or not code.strip("~^ "):
         return frame
@@ -423,13 +451,13 @@ def _without_middle(frames: list[Frame]) -> tuple[Frame, ...]:
 
 
 def is_frame(text: str) -> bool:
-    """Return whether a line is a frame of a traceback, with the name of a function."""
+    """Return whether a line is a frame of a traceback with a function name."""
     match = _FRAME.match(text)
     return match is not None and match[4] is not None
 
 
 def is_syntax_error(lines: Sequence[CleanLine], start: int) -> bool:
-    """Return whether a syntax error, which has no header, begins at a line."""
+    """Return whether a syntax error begins at a line. A syntax error has no traceback header."""
     match = _FRAME.match(lines[start].text)
     if match is None or match[4] is not None:
         return False
@@ -437,7 +465,7 @@ def is_syntax_error(lines: Sequence[CleanLine], start: int) -> bool:
 
 
 def without_margins(lines: Sequence[CleanLine]) -> list[CleanLine]:
-    """Return the lines without the margins that Python draws around exception groups."""
+    """Return the lines without the margins that Python prints around exception groups."""
     plain_lines = []
     in_group = False
     for line in lines:

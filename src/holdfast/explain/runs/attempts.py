@@ -1,6 +1,6 @@
-"""The evidence about one attempt of a run that ``holdfast run`` supervised.
+"""Collect the evidence about one attempt of a run that ``holdfast run`` supervised.
 
-It combines what the supervisor recorded, what the observed processes and their Guards recorded, and
+The sources are the recordings of the supervisor, of the observed processes and of their Guards, and
 the section of ``output.log`` that the attempt printed.
 """
 
@@ -51,9 +51,10 @@ from holdfast.explain.runs.supervision import (
 from holdfast.recorder.progress import Standing
 from holdfast.recorder.run_files import OUTPUT_FILE, process_lives
 
-# Sixteen times the size to which `holdfast run` limits the file. A sparse file can claim any size.
+# Sixteen times the size limit that `holdfast run` sets for the output file. There has to be a
+# limit, because a sparse file can have any size.
 _MAX_OUTPUT_BYTES = 4 << 30
-# Exit codes from here on come from a shell rather than from the script.
+# Exit codes of at least this value come from a shell, not from the script.
 _FIRST_STATUS_OF_SHELL = 126
 
 
@@ -62,7 +63,7 @@ def collect_attempt(recordings: Recordings, requested: int | None) -> Evidence:
 
     Args:
         recordings: The recordings in the run directory.
-        requested: The number of the attempt, counted from 0; None for the newest.
+        requested: The number of the attempt, counted from 0, or None for the newest attempt.
 
     Raises:
         PolicyError: H105 if there is no such attempt.
@@ -73,7 +74,8 @@ def collect_attempt(recordings: Recordings, requested: int | None) -> Evidence:
 class _AttemptCollector:
     """Collects the evidence about one attempt.
 
-    The constructor reads the recordings and the output; each method then answers one question.
+    The constructor reads the recordings and the output. Each method then answers one question about
+    them.
     """
 
     def __init__(self, recordings: Recordings, record: SupervisorRecord) -> None:
@@ -106,7 +108,7 @@ class _AttemptCollector:
         )
 
     def evidence(self) -> Evidence:
-        """Return everything that is known about the attempt."""
+        """Return all evidence about the attempt."""
         endings = list(self._endings())
         if self._log is not None:
             endings += self._log.endings
@@ -144,7 +146,10 @@ class _AttemptCollector:
         )
 
     def _read_log(self) -> LogText | None:
-        """Return the output of this attempt; if it cannot be read, note why and return None."""
+        """Return the output of this attempt, or None if the file cannot be read.
+
+        If the file cannot be read, the reason is added to `Recordings.missing`.
+        """
         try:
             with open_to_read(self._recordings.run / OUTPUT_FILE, _MAX_OUTPUT_BYTES) as stream:
                 section = find_section(stream, self._record.number)
@@ -158,20 +163,20 @@ class _AttemptCollector:
             return None
 
     def _missing(self) -> list[str]:
-        """Return what would have made the evidence more complete, one clause each."""
+        """Return clauses that name missing evidence."""
         missing = list(self._recordings.missing)
         if self._log is None:
             missing.append("no output from the command")
         if self._record.end is None:
-            missing.append("no exit status: the supervisor recorded no end of the attempt")
+            missing.append("no exit status: the supervisor did not record the end of the attempt")
         if not self._processes:
-            missing.append("none of its processes were observed")
+            missing.append("none of the processes were observed")
         return missing
 
-    # --- What was raised and printed --------------------------------------------------------------
+    # --- Exceptions and output --------------------------------------------------------------------
 
     def _statements(self) -> list[Statement]:
-        """Return what was raised and printed, with each exception only once."""
+        """Return the recorded exceptions and the statements in the output, without duplicates."""
         raised = []
         for process in self._processes:
             raised += exceptions_of_process(process.events, process.info)
@@ -181,7 +186,7 @@ class _AttemptCollector:
                 replace(statement, fatal=statement.pid in died and statement.fatal)
                 for statement in raised
             ]
-        # Most errors that end a Guard were also recorded by its process.
+        # Drop errors that ended a Guard if the process also recorded them, as most processes do.
         exceptions = [statement for statement in raised if statement.kind == "exception"]
         raised += [
             stop
@@ -193,7 +198,7 @@ class _AttemptCollector:
     # --- How it ended -----------------------------------------------------------------------------
 
     def _endings(self) -> Iterator[Ending]:
-        """Yield how each process and the command ended, as the supervisor saw it."""
+        """Yield how each process and the command ended, as recorded by the supervisor."""
         processes = {process.info.pid: process for process in self._processes}
         for event in self._record.events:
             if event.kind == "process_ended":
@@ -208,7 +213,7 @@ class _AttemptCollector:
                 yield replace(ending, role="command", sent_by=self._record.sender)
 
     def _supervisor_loss(self) -> SupervisorLoss | None:
-        """Return what the sentinel recorded when it noticed that the supervisor was gone."""
+        """Return the sentinel's record that the supervisor was killed, or None if it was not."""
         note = self._recordings.supervisor_loss()
         if note is None or self._record.end is not None:
             return None
@@ -220,7 +225,10 @@ class _AttemptCollector:
         )
 
     def _exit_of_trainer(self, endings: Sequence[Ending]) -> ProcessExit:
-        """Return how the trainer exited, if the command failed with the script's own exit code."""
+        """Return how the trainer exited if the script itself chose the exit code of the command.
+
+        Otherwise, return an empty `ProcessExit`.
+        """
         status = self._record.status
         if not self._trainers or not status or not 0 < status < _FIRST_STATUS_OF_SHELL:
             return ProcessExit()
@@ -230,7 +238,7 @@ class _AttemptCollector:
         return trainer.exit()
 
     def _last_line_of_failure(self) -> str:
-        """Return the last line of the output, if the command failed with an exit code."""
+        """Return the last output line if the command failed with an exit code, otherwise ""."""
         status = self._record.status
         if self._log is None or not status or status < 0:
             return ""
@@ -239,13 +247,13 @@ class _AttemptCollector:
     # --- How far it got ---------------------------------------------------------------------------
 
     def _standing_of_trainer(self) -> Standing | None:
-        """Return the progress that the first trainer published last: its step and its phase."""
+        """Return the last progress (step and phase) that the first trainer published."""
         return self._trainers[0].standing if self._trainers else None
 
     def _steps(self) -> int | None:
-        """Return how many steps were completed.
+        """Return how many steps were completed, or None if unknown.
 
-        The Guard's count is preferred: if the optimizer is compiled, only the Guard sees the steps.
+        A Guard's count is preferred, because only a Guard sees the steps of a compiled optimizer.
         """
         marks = [newest_step_of_guard(folder) for folder in self._guards]
         steps = [
@@ -259,7 +267,7 @@ class _AttemptCollector:
         return standing.step if standing is not None else None
 
     def _made_no_step(self) -> bool:
-        """Return whether a process loaded torch but neither made a step nor printed a loss."""
+        """Return whether a process loaded torch but no step was recorded and no loss printed."""
         if not any(process.info.torch for process in self._processes):
             return False
         if self._log is not None and self._log.losses:
@@ -268,7 +276,7 @@ class _AttemptCollector:
             process.standing is not None and process.standing.step for process in self._processes
         )
 
-    # --- What it learned --------------------------------------------------------------------------
+    # --- Whether it learned -----------------------------------------------------------------------
 
     def _trains_by_reward(self) -> bool:
         """Return whether a process imported a reinforcement-learning environment package.
@@ -280,7 +288,7 @@ class _AttemptCollector:
     def _lost(self) -> LostTraining | None:
         """Return how the training diverged, or None if it did not.
 
-        Recorded steps are preferred; the output is used if none were recorded.
+        This is judged by the recorded steps or, if no losses were recorded, by the output.
         """
         lost, is_known = find_lost_training(
             [(process.folder, process.info) for process in self._trainers],
@@ -295,9 +303,9 @@ class _AttemptCollector:
         return lost_from_output(self._log, name=OUTPUT_FILE)
 
     def _learning(self) -> Learning | None:
-        """Return whether the loss fell, if the command ended with status 0.
+        """Return whether the loss fell, or None if the command did not end with status 0.
 
-        The Guards' losses are preferred, because they are means over the whole step.
+        The losses that Guards recorded are preferred, because they are means over the whole step.
         """
         if self._record.status != 0:
             return None
@@ -313,7 +321,7 @@ class _AttemptCollector:
     def _curves_of_processes(self) -> list[list[LossReading]]:
         """Return the losses of each rank over all attempts up to this one.
 
-        If a rank had several processes in an attempt, the newest one counts.
+        If a rank had several processes in an attempt, only the newest process counts.
         """
         newest: dict[tuple[int | None, int], Path] = {}
         for folder, info in self._recordings.processes():
@@ -325,7 +333,7 @@ class _AttemptCollector:
         return list(curves.values())
 
     def _loader_wait(self) -> LoaderWait | None:
-        """Return how long the steps waited for data, if the command ended with status 0."""
+        """Return how long steps waited for data. None unless the command ended with status 0."""
         if self._record.status != 0:
             return None
         return loader_wait_of_run(process.folder for process in self._trainers)

@@ -1,6 +1,6 @@
-"""Detect losses that diverged: not finite, or many orders of magnitude above their best level.
+"""Detect losses that are no longer finite or rose many orders of magnitude above their best level.
 
-``explain.causes.ends`` decides what that means for the verdict.
+``explain.causes.ends`` decides what such a divergence means for the verdict.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from holdfast.explain.logs.text import LogText
 from holdfast.explain.runs.recorded_steps import samples_of_process, steps_of_guard
 from holdfast.recorder.run_files import ProcessInfo
 
-# The number of a step, or of a line in a log, and the value there.
+# A step number, or a line number in a log, and the value of the loss or norm there.
 Point = tuple[int, float]
 
-# A loss has diverged if at least this many values at its end are bad and earlier ones were good. A
-# single bad loss may be that of a batch that was skipped.
+# A loss has diverged if at least its last two values are bad and earlier values were good. A single
+# bad loss may come from a batch that was skipped.
 _MIN_BAD_LOSSES = 2
-# The same for gradient norms. While a loss scaler searches for its scale, some of the first norms
-# are infinite.
+# Gradient norms have diverged if at least the last three are bad. While a loss scaler searches for
+# its scale, some of the first norms are infinite.
 _MIN_BAD_NORMS = 3
-# A loss that rose by this factor above its best level has exploded. Manual loss scales reach 2**16,
-# and unscaled rewards 1e4.
+# A loss that rose by this factor above its best level has exploded. The factor is larger than
+# manual loss scales, which reach 2**16, and unscaled rewards, which reach 1e4.
 _EXPLODED = 1e6
 # An exploded loss must have stayed high for at least one twentieth of the run.
 _SHARE_AT_END = 20
-# The best level is the lowest median of blocks of this many losses, because individual losses may
-# be small by chance.
+# The best level is the lowest median over blocks of this many losses, because a single loss may be
+# small by chance.
 _BLOCK = 10
-# How many losses determine the level at the beginning.
+# The level at the beginning is computed from this many losses.
 _BEGINNING = 5
-# Lower levels of a loss are replaced by this one, because a loss that begins at 0 has no scale.
+# A level below this value counts as this value, because a loss that begins near 0 has no scale.
 _MIN_LEVEL = 1.0
-# A rise by this factor, from the first losses to the last ones, is worth mentioning. Individual
-# losses of healthy runs can rise 40-fold.
+# A rise by this factor from the first to the last losses is reported. Single losses of healthy runs
+# can rise 40-fold.
 _FAR = 100.0
-# The same for a loss that also stays high, and the level that replaces lower ones in this case. The
-# losses of 91 healthy programs rose at most 2-fold.
+# If the loss also stays high, a rise by this smaller factor is reported, and levels below
+# `_MIN_RISEN_LEVEL` count as that value. The losses of 91 healthy programs rose at most 2-fold.
 _RISEN = 10.0
 _MIN_RISEN_LEVEL = 0.1
 
@@ -54,24 +54,24 @@ def find_lost_training(
     began: float = 0.0,
     until: float = math.inf,
 ) -> tuple[LostTraining | None, bool]:
-    """Return how the training of a run diverged, judged by its recorded steps.
+    """Return how a run's training diverged, judged by its recorded steps.
 
     Args:
-        folders: The processes that trained. For each rank only the newest counts; older ones belong
-            to an earlier launch or an earlier training run.
-        guards: The folders of guards. Their rings hold the steps of all attempts.
-        began: The Unix time from which steps of guards count.
-        until: The Unix time before which they count.
+        folders: The training processes. Only the newest process of each rank is read; older
+            processes belong to an earlier launch or an earlier training run.
+        guards: The folders of guards. Their rings contain the steps of all attempts.
+        began: Unix time. Earlier steps of guards are ignored.
+        until: Unix time. Steps of guards at this time or later are ignored.
 
     Returns:
-        How the training diverged, or None if it did not; and whether any loss was recorded. If
-        several losses diverged, the first to explode is returned. If none exploded, it is the first
-        that ended far above its beginning.
+        How the training diverged, or None if it did not, and whether any loss was recorded. If
+        several losses diverged, the loss that exploded first is returned. If no loss exploded, the
+        first loss that ended far above its beginning is returned.
     """
     newest: dict[int | None, Path] = {}
     for folder, info in sorted(folders, key=lambda pair: pair[1].started):
         newest[info.rank] = folder
-    # For each process or Guard, the number, the loss and the gradient norm of its steps.
+    # The step number, loss and gradient norm of each step, for each process or Guard.
     recorded: list[list[tuple[int, float | None, float | None]]] = []
     for folder in newest.values():
         samples = samples_of_process(folder)
@@ -94,11 +94,11 @@ def find_lost_training(
 
 
 def lost_from_output(log: LogText, *, name: str) -> LostTraining | None:
-    """Return how a training run diverged, judged by the losses and norms in its log, or None.
+    """Return how a training run diverged, judged by its log, or None if it did not diverge.
 
     Args:
-        log: The log.
-        name: The name of the log, for the sentence about it.
+        log: The log, with the losses and gradient norms that were printed.
+        name: The name of the log, which `LostTraining.sentence` mentions.
     """
     return find_lost(log.losses, log.norms, log=name) or find_risen_loss(log.losses, log=name)
 
@@ -110,7 +110,7 @@ def find_lost(
 
     Args:
         losses: The losses, oldest first.
-        norms: The norms of the gradients, oldest first.
+        norms: The gradient norms, oldest first.
         log: The name of the log that the values come from; empty for recorded steps.
     """
     lost = (
@@ -126,7 +126,7 @@ def _not_finite(
 ) -> LostTraining | None:
     """Return the divergence if at least the last `min_count` values are not finite.
 
-    A loss that was never finite counts even if there are fewer values.
+    A loss that was never finite has diverged even if there are fewer than `min_count` values.
     """
     count = _count_at_end(points, lambda value: not math.isfinite(value))
     always = 0 < count == len(points)
@@ -136,7 +136,7 @@ def _not_finite(
 
 
 def _exploded(points: Sequence[Point]) -> LostTraining | None:
-    """Return the divergence if the loss rose far above its best level and stayed there."""
+    """Return the divergence if the loss rose far above its best level and stayed high."""
     finite = [abs(value) for _, value in points if math.isfinite(value)]
     if len(points) <= _MIN_BAD_LOSSES or not finite:
         return None
@@ -150,10 +150,10 @@ def _exploded(points: Sequence[Point]) -> LostTraining | None:
 
 
 def _best_level(losses: Sequence[float]) -> float:
-    """Return the lowest level of a loss, at its beginning or in any block.
+    """Return the lowest level of a loss: the lowest median of any block of losses.
 
-    A loss may explode immediately. So its first value and the second smallest of its first values
-    count as levels too.
+    Because a loss may explode immediately, the first loss and the second smallest of the first few
+    losses also count as levels.
     """
     second_smallest = sorted(losses[:_BEGINNING])[:2][-1]
     medians = [
@@ -163,11 +163,13 @@ def _best_level(losses: Sequence[float]) -> float:
 
 
 def find_risen_loss(points: Sequence[Point], *, log: str = "") -> LostTraining | None:
-    """Return a loss that ended far above its beginning, which may be legitimate; None otherwise.
+    """Return the divergence if the loss ended far above its beginning, which may be legitimate.
 
-    The loss ended far above its beginning in one of two cases: the median of its last tenth is more
-    than 100 times the largest loss of its first tenth; or it is more than 10 times that loss, and
-    the whole last quarter is more than 10 times the median of the best tenth.
+    There are two such cases:
+
+    - The median of the last tenth is at least 100 times the largest loss of the first tenth.
+    - The median of the last tenth is more than 10 times the largest loss of the first tenth, and
+      every loss in the last quarter is more than 10 times the median of the best tenth.
 
     Args:
         points: The losses, oldest first.
@@ -197,7 +199,7 @@ def find_risen_loss(points: Sequence[Point], *, log: str = "") -> LostTraining |
 
 
 def _count_at_end(points: Sequence[Point], is_lost: Callable[[float], bool]) -> int:
-    """Return how many points are bad after the last good one."""
+    """Return the number of bad points after the last good point."""
     count = 0
     for _, value in reversed(points):
         if not is_lost(value):

@@ -1,7 +1,7 @@
-"""Read what Guards recorded: the remedies that they applied, and how they ended.
+"""Read from the events of Guards which remedies they applied and how they ended.
 
-A guard's last event is ``closed``, or ``left_by_exception`` followed by the events that the guard
-records while closing.
+A guard's last event is ``closed``. If an exception ended the guard, the last events are
+``left_by_exception`` and the events that the guard records while it closes.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ _MAX_REASON_CHARACTERS = 400
 
 
 class _AppliedRemedy(NamedTuple):
-    """A remedy that a guard applied."""
+    """How to describe a remedy that a guard applied."""
 
-    # The rest of a sentence that begins with the guard.
+    # The predicate of a sentence whose subject is the guard.
     words: str
-    # The event field that says why.
+    # The field of the event that gives the reason.
     reason_key: str
 
 
-# By event kind, in the order in which they are reported.
+# The remedies by event kind, in the order in which they are reported.
 _REMEDIES = {
     "split": _AppliedRemedy("split the batch into smaller parts because memory ran out", "reason"),
     "recompute": _AppliedRemedy("recomputed activations because memory ran out", "reason"),
     "retry": _AppliedRemedy("retried the step after freeing memory", "reason"),
     "skip_step": _AppliedRemedy("skipped the step", "reason"),
     "roll_back": _AppliedRemedy("rolled back to a good checkpoint", "reason"),
-    "loader_healed": _AppliedRemedy("replaced the workers of the loader", "cause"),
+    "loader_healed": _AppliedRemedy("replaced the loader's workers", "cause"),
     "sample_quarantined": _AppliedRemedy(
         "quarantined a sample that could not be loaded", "evidence"
     ),
-    "samples_dropped": _AppliedRemedy("left out samples with bad values", "reason"),
-    "checkpoint_damaged": _AppliedRemedy("passed over a damaged checkpoint", "why"),
+    "samples_dropped": _AppliedRemedy("dropped samples with bad values", "reason"),
+    "checkpoint_damaged": _AppliedRemedy("skipped a damaged checkpoint", "why"),
 }
 
-# Events that a guard may record after the error that ends it and while it closes. Any other kind
-# shows that it continued.
+# Events that a guard may record while it closes after an error. An event of any other kind shows
+# that the run continued.
 _KINDS_AT_THE_END = frozenset(
     {
         "checkpoint_saved",
@@ -66,9 +66,10 @@ _KINDS_AT_THE_END = frozenset(
 
 
 def already_tried(events: Iterable[Event]) -> list[str]:
-    """Return the remedies that guards applied, one sentence for each kind.
+    """Return one sentence for each kind of remedy that guards applied.
 
-    A sentence says how often, which samples were quarantined, and the newest reason.
+    The sentence says how often the remedy was applied, which samples were quarantined, and the
+    newest reason.
     """
     events_by_kind: dict[str, list[Event]] = {kind: [] for kind in _REMEDIES}
     for event in events:
@@ -82,7 +83,12 @@ def already_tried(events: Iterable[Event]) -> list[str]:
 
 
 def _describe_remedy(remedy: _AppliedRemedy, applications: Sequence[Event]) -> str:
-    """Return a sentence about all applications of one remedy, which are ordered by time."""
+    """Return a sentence about a remedy.
+
+    Args:
+        remedy: How to describe the remedy.
+        applications: The events that record the remedy, oldest first.
+    """
     sentence = f"a Guard {remedy.words}"
     if len(applications) > 1:
         sentence += f", {len(applications)} times"
@@ -97,7 +103,7 @@ def _describe_remedy(remedy: _AppliedRemedy, applications: Sequence[Event]) -> s
 
 
 def _quarantined_samples(events: Iterable[Event]) -> list[str]:
-    """Return the samples that were quarantined, each once, in the order of the events."""
+    """Return the quarantined samples without duplicates, in the order of the events."""
     samples = [
         plain_text(str(event.data["sample"]))[:_MAX_SAMPLE_CHARACTERS]
         for event in events
@@ -112,19 +118,19 @@ def _quarantined_samples(events: Iterable[Event]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GuardEnd:
-    """A guard's decision to stop, or the error that ended it."""
+    """A guard's decision to stop, or an error that ended a guard."""
 
-    # The index of its event.
+    # The index of the event that recorded the stop or the error.
     index: int
-    # For an error: its causes, then the error itself.
+    # The reason for the stop; or the causes of the error, followed by the error itself.
     statements: list[Statement]
 
 
 def how_closed(events: Sequence[Event]) -> GuardClosing | None:
-    """Return how a guard closed, or None if its newest event does not say.
+    """Return how a guard closed, or None if its newest event does not record how.
 
     Args:
-        events: The events of the guard, oldest first.
+        events: The guard's events, oldest first.
     """
     if not events or events[-1].kind != "closed":
         return None
@@ -141,14 +147,14 @@ def how_closed(events: Sequence[Event]) -> GuardClosing | None:
 def statements_of_guards(
     events: Sequence[Event], *, last_step: float | None = None
 ) -> list[Statement]:
-    """Return statements for the stops of guards and for the errors that ended them.
+    """Return statements for the stops of guards and for the errors that ended guards.
 
-    The causes of an error come before it. Only the newest stop or error can be fatal, and only if
-    nothing shows that the run continued after it.
+    Causes come before the error that they led to. Only the newest stop or error can be fatal, and
+    only if no later event or step shows that the run continued.
 
     Args:
         events: The events of guards, oldest first.
-        last_step: The Unix time of the last step; None if unknown.
+        last_step: The Unix time of the last step, or None if unknown.
     """
     ends = _ends_of_guards(events)
     if ends:
@@ -161,7 +167,7 @@ def statements_of_guards(
 
 
 def _ended_the_run(end: _GuardEnd, events: Sequence[Event], last_step: float) -> bool:
-    """Return whether a guard's end was the end of the run: it did not continue afterwards."""
+    """Return whether the run did not continue after the end of a guard."""
     if events[end.index].unix_seconds < last_step:
         return False
     if any(event.kind not in _KINDS_AT_THE_END for event in events[end.index + 1 :]):
@@ -171,9 +177,9 @@ def _ended_the_run(end: _GuardEnd, events: Sequence[Event], last_step: float) ->
 
 
 def _ends_of_guards(events: Sequence[Event]) -> list[_GuardEnd]:
-    """Return the recorded ends of guards; a stop and the error it leads to count as one."""
+    """Return the recorded ends of guards. A stop and the error it raises count as one end."""
     ends: list[_GuardEnd] = []
-    # The index of the newest stop that was not followed by an error yet.
+    # The index of the newest stop that no error has followed yet.
     stop: int | None = None
     for index, event in enumerate(events):
         if event.kind == "stop":
@@ -184,7 +190,7 @@ def _ends_of_guards(events: Sequence[Event]) -> list[_GuardEnd]:
         elif event.kind == "left_by_exception" and event.data.get("exception") != "SystemExit":
             error = _GuardEnd(index=index, statements=_error_statements(event))
             if stop is not None and _follows_from(error, ends[-1], events):
-                # The error includes everything in the stop's reason, and more.
+                # The error says more than the reason for the stop, so it replaces the stop.
                 ends.pop()
             ends.append(error)
             stop = None
@@ -192,7 +198,10 @@ def _ends_of_guards(events: Sequence[Event]) -> list[_GuardEnd]:
 
 
 def _follows_from(error: _GuardEnd, stop: _GuardEnd, events: Sequence[Event]) -> bool:
-    """Return whether an error has the rule of an earlier stop and nothing happened in between."""
+    """Return whether an error comes from an earlier stop.
+
+    It does if both have the same rule and the run did not continue in between.
+    """
     rule = error.statements[-1].rule
     if rule is None or rule != stop.statements[-1].rule:
         return False
@@ -200,7 +209,7 @@ def _follows_from(error: _GuardEnd, stop: _GuardEnd, events: Sequence[Event]) ->
 
 
 def _error_statements(event: Event) -> list[Statement]:
-    """Return the error that ended a guard, preceded by its causes."""
+    """Return the causes of the error that ended a guard, followed by the error itself."""
     facts = event.data if event.data.get("type") else {"type": event.data.get("exception")}
     statements = exception_chain(facts, _statement_of_guard(event))
     statements[-1] = replace(statements[-1], rule=_rule_of(event))
@@ -208,7 +217,7 @@ def _error_statements(event: Event) -> list[Statement]:
 
 
 def _statement_of_guard(event: Event) -> Statement:
-    """Return the part of a statement that all events of guards share."""
+    """Return a statement without text, with the fields that are the same for all guard events."""
     return Statement(text="", source="guard", unix_seconds=event.unix_seconds, fatal=False)
 
 

@@ -1,11 +1,11 @@
-"""Judge whether the loss of a run fell.
+"""Judge whether a run's loss fell.
 
-A loss is only judged if a fall means progress. It does not if several optimizers take turns, as in
-a GAN, if a policy is trained by reward, or if the loss keeps changing its sign. If the noise could
-hide a fall that matters, the outcome is "unclear".
+A falling loss does not always mean progress: not if several optimizers take turns (as in a GAN), if
+a policy is trained by reward, or if the loss keeps changing its sign. In these cases the outcome is
+"unclear". It is also "unclear" if the noise could hide a meaningful fall.
 
-A loss that diverged is found in ``divergence``, and the verdict is put into words in
-``explain.causes.good_ends``.
+``divergence`` finds losses that diverged. ``explain.causes.good_ends`` reports the outcome in the
+verdict.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from holdfast.explain.runs.recorded_steps import LossReading
 
 # At least this many losses are needed to show a trend.
 MIN_LOSSES = 10
-# A loss must fall by this share of its level to count as fallen. With Adam at a learning rate of
-# 1e-6 that takes a few hundred steps.
+# A loss has fallen only if it fell by at least this fraction of its level. With Adam at a learning
+# rate of 1e-6, such a fall takes a few hundred steps.
 _MIN_FALL = 0.01
-# A fall is certain if it exceeds this many standard errors. 2 would be too few, because several
-# beginnings are tried.
+# A fall is certain if it exceeds this many standard errors. Two standard errors would not be
+# enough, because the level at the beginning is measured in several ways.
 _SURE = 4.0
 # A loss that fell by more than this many standard errors is not called flat.
 _LIKELY = 2.0
@@ -34,44 +34,44 @@ _LIKELY = 2.0
 _CLEAR_RISE = 3.0
 # A fall measured from the first loss alone must exceed this many standard deviations of the noise.
 _SURE_FROM_ONE_LOSS = 6.0
-# A loss is only called flat if its noise could not hide a fall by this share of its level.
+# A loss is not called flat if its noise could hide a fall by this fraction of its level.
 _MAX_HIDDEN_FALL = 0.3
-# A loss that begins below this value may be that of a trained model.
+# If the first losses are below this value, the model may have been trained before.
 _LOW = 0.1
-# Losses have both signs if at least this share of them has the rarer sign.
+# A series of losses has both signs if at least this fraction of the losses has the rarer sign.
 _MINORITY = 0.1
-# A rise to this multiple of the first loss is reported even if the loss came back, unless it was a
-# single batch.
+# A rise to this multiple of the first loss is a spike. It is reported even if the loss recovered,
+# unless only a single batch was affected.
 _SPIKE = 1000.0
-# A first loss below this value counts as this value for a spike, since a loss that begins at 0 has
-# no scale.
+# In the search for a spike, a first loss below this value counts as this value, because a loss that
+# begins near 0 has no scale.
 _MIN_LEVEL = 1.0
-# The beginning and the end consist of at least this many losses.
+# The beginning and the end of a curve consist of at least this many losses.
 _FIRST = 3
-# Slow noise is estimated from the spread of the medians of this many blocks, if they are long
-# enough.
+# Slow noise is estimated from the medians of this many blocks, if each block has at least
+# `_MIN_BLOCK_LOSSES` losses.
 _BLOCKS = 8
 _MIN_BLOCK_LOSSES = 4
-# The median of ``|a - 2 b + c|`` of normal values of standard deviation 1.
+# The median of ``|a - 2 b + c|`` for normally distributed values with a standard deviation of 1.
 _NORMAL_DISTANCE = 0.6745 * math.sqrt(6)
-# The standard error of the median of normal values, as a multiple of that of their mean.
+# For normally distributed values, the ratio of the median's standard error to that of the mean.
 _MEDIAN_ERROR = 1.25
-# If ranks differ, the outcome that comes first here is reported.
+# If the outcomes of several ranks differ, the outcome that comes first here is reported.
 _BY_CERTAINTY = ("spiked", "fell", "flat", "rose", "unclear")
 
 
 def learning_of_run(
     curves: Iterable[Sequence[LossReading]], *, by_reward: bool = False
 ) -> Learning:
-    """Return whether a run learned, from the losses of its processes.
+    """Return whether a run learned, judged by the losses of its processes.
 
     Args:
-        curves: The recorded losses of each rank, or of each process that trained, oldest first.
+        curves: The recorded losses of each rank or training process, oldest first.
         by_reward: Whether the script imported a reinforcement-learning environment package.
 
     Returns:
-        The most certain outcome over all curves, since ranks compute the same loss on different
-            samples.
+        The most certain outcome of all curves. A single outcome is enough because ranks compute the
+        same loss on different samples.
     """
     if by_reward:
         reason = "the loss of a policy that is trained by reward does not measure its progress"
@@ -86,7 +86,7 @@ def learning_of_run(
 def learning_from_output(log: LogText) -> Learning | None:
     """Return whether the printed loss fell, or None if too few losses were printed.
 
-    If it did not fall, the outcome is unclear, because it may not be the training loss.
+    If the printed loss did not fall, the outcome is "unclear", because it may be a validation loss.
     """
     if len(log.losses) < MIN_LOSSES:
         return None
@@ -100,7 +100,7 @@ def learning_from_output(log: LogText) -> Learning | None:
 def learning_of_process(readings: Sequence[LossReading]) -> Learning:
     """Return whether the loss of one process fell.
 
-    If it trained several models one after another, the last one counts.
+    If the process trained several models one after another, the last model counts.
     """
     stretches = _by_optimizer(readings)
     optimizers = {stretch[0].optimizer for stretch in stretches}
@@ -119,7 +119,7 @@ def learning_of_process(readings: Sequence[LossReading]) -> Learning:
 
 
 def _by_optimizer(readings: Sequence[LossReading]) -> list[list[LossReading]]:
-    """Split the readings into stretches with the same optimizer."""
+    """Split the readings into stretches of consecutive steps with the same optimizer."""
     stretches: list[list[LossReading]] = []
     for reading in readings:
         if not stretches or stretches[-1][-1].optimizer != reading.optimizer:
@@ -129,7 +129,7 @@ def _by_optimizer(readings: Sequence[LossReading]) -> list[list[LossReading]]:
 
 
 def learning_of(readings: Sequence[LossReading]) -> Learning:
-    """Return whether a loss is lower at its end than at its beginning, by more than its noise."""
+    """Return whether a loss fell from the beginning to the end by more than its noise."""
     finite = [reading for reading in readings if math.isfinite(reading.loss)]
     if len(finite) < MIN_LOSSES:
         reason = f"only {len(finite)} losses were recorded" if finite else "no loss was recorded"
@@ -143,7 +143,7 @@ def learning_of(readings: Sequence[LossReading]) -> Learning:
 
 
 class _LossCurve:
-    """The finite losses of a run, and their levels at the beginning and at the end."""
+    """The finite losses of a run, with their levels at the beginning and at the end."""
 
     def __init__(self, readings: Sequence[LossReading]) -> None:
         self.readings = readings
@@ -161,18 +161,18 @@ class _LossCurve:
     def learning(
         self, outcome: Literal["fell", "flat", "rose"], *, first: float | None = None
     ) -> Learning:
-        """Return an outcome with the levels at both ends.
+        """Return a `Learning` with an outcome and the levels at the beginning and at the end.
 
         Args:
-            outcome: Whether the loss fell.
-            first: The level at the beginning; by default that of the first quarter.
+            outcome: The outcome.
+            first: The level at the beginning. The default is the level of the first quarter.
         """
         level = self.first if first is None else first
         return Learning(outcome=outcome, first=level, last=self.last, constant=self.is_constant)
 
 
 def _changes_sign_all_the_time(curve: _LossCurve) -> Learning | None:
-    """A loss with both signs from beginning to end, such as a critic's, measures no progress."""
+    """A loss that has both signs throughout, such as a critic's, does not measure progress."""
     if _has_both_signs(curve.beginning) and _has_both_signs(curve.end):
         reason = "the loss keeps changing sign, so it does not measure progress"
         return Learning(outcome="unclear", reason=reason)
@@ -194,9 +194,9 @@ def _spiked(curve: _LossCurve) -> Learning | None:
 
 
 def _only_came_back_down(curve: _LossCurve) -> Learning | None:
-    """A loss that rose early and then returned, but not below its first value, has not fallen.
+    """A loss that rose early and then came back, but not below its first value, has not fallen.
 
-    A learning rate that is too high causes such an early rise.
+    Such an early rise is caused by a learning rate that is too high.
     """
     first = curve.losses[0]
     rose_first = curve.first - first > _CLEAR_RISE * _noise(curve.end)
@@ -212,7 +212,7 @@ def _fell(curve: _LossCurve) -> Learning | None:
 
 
 def _changes_sign(curve: _LossCurve) -> Learning | None:
-    """A loss that has both signs at its beginning or end is never called flat or rising."""
+    """A loss that has both signs at the beginning or at the end is never called flat or rising."""
     if _has_both_signs(curve.beginning) or _has_both_signs(curve.end):
         reason = "the loss changes sign and does not fall by more than its noise"
         return Learning(outcome="unclear", reason=reason)
@@ -220,7 +220,7 @@ def _changes_sign(curve: _LossCurve) -> Learning | None:
 
 
 def _fell_by_little_more_than_noise(curve: _LossCurve) -> Learning | None:
-    """A fall that is hardly larger than the noise is uncertain."""
+    """A fall that is barely larger than the noise is uncertain."""
     if _level_it_fell_from(curve, _LIKELY) is not None:
         reason = "the loss is lower at the end, but by little more than its noise"
         return Learning(outcome="unclear", reason=reason)
@@ -228,7 +228,7 @@ def _fell_by_little_more_than_noise(curve: _LossCurve) -> Learning | None:
 
 
 def _rose(curve: _LossCurve) -> Learning | None:
-    """A rise needs less certainty than a fall, since it only says that the loss did not fall."""
+    """A rise needs less certainty than a fall: it only shows that the loss did not fall."""
     is_rise = _is_fall(curve.last, curve.first, _LIKELY * curve.error_of_fall)
     return curve.learning("rose") if is_rise else None
 
@@ -242,17 +242,17 @@ def _noise_would_hide_a_fall(curve: _LossCurve) -> Learning | None:
 
 
 def _was_low_from_the_beginning(curve: _LossCurve) -> Learning | None:
-    """A low loss that varies may be that of a model that was already trained."""
+    """If the loss is low from the beginning but varies, the model may have been trained before."""
     if 0 < curve.first < _LOW and not curve.is_constant:
         reason = (
-            f"the loss was low from the beginning: {curve.first:.3g} there, {curve.last:.3g} at"
+            f"the loss was low from the beginning: {curve.first:.3g} at first, {curve.last:.3g} at"
             " the end"
         )
         return Learning(outcome="unclear", reason=reason)
     return None
 
 
-# The first rule that has an answer wins. If none has one, the loss is flat.
+# The first rule that returns a result wins. If no rule does, the loss is flat.
 _RULES: tuple[Callable[[_LossCurve], Learning | None], ...] = (
     _changes_sign_all_the_time,
     _spiked,
@@ -267,15 +267,15 @@ _RULES: tuple[Callable[[_LossCurve], Learning | None], ...] = (
 
 
 def _level_it_fell_from(curve: _LossCurve, errors: float) -> float | None:
-    """Return the level at the beginning from which the loss fell, or None if it did not.
+    """Return the level at the beginning from which the loss fell, or None if it did not fall.
 
-    Some losses fall within a few steps and then stay flat; others keep falling. So several
-    beginnings are tried, from the first loss alone up to the first quarter, and the first one that
-    shows a fall counts.
+    Some losses fall within a few steps and then stay flat, and others keep falling. The level at
+    the beginning is therefore measured over windows of different sizes, from the first loss alone
+    to the first quarter. The first window that shows a fall counts.
 
     Args:
         curve: The losses.
-        errors: How many standard errors the end must lie below the beginning.
+        errors: By how many standard errors the end must be lower than the beginning.
     """
     losses = curve.losses
     noise = max(_noise(curve.end), _noise(losses[:MIN_LOSSES]))
@@ -289,7 +289,8 @@ def _level_it_fell_from(curve: _LossCurve, errors: float) -> float | None:
     for size in sizes:
         window = losses[:size]
         level = statistics.median(window)
-        # A few values may underestimate their own noise.
+        # A small window may underestimate its own noise, so the noise computed above is a lower
+        # bound.
         error = max(_error(window), _MEDIAN_ERROR * noise / math.sqrt(size))
         if _is_fall(level, curve.last, errors * math.hypot(error, _error(curve.end))):
             return level
@@ -302,10 +303,10 @@ def _is_fall(first: float, last: float, noise: float) -> bool:
 
 
 def _noise(losses: Sequence[float]) -> float:
-    """Return the standard deviation of the noise of losses.
+    """Return the standard deviation of the noise in a series of losses.
 
-    It is estimated from each loss's distance to the mean of its neighbours, which a steady rise or
-    fall does not affect.
+    The noise is estimated from the distance between each loss and the mean of its two neighbors. A
+    steady rise or fall of the loss does not affect this distance.
     """
     triples = zip(losses, losses[1:], losses[2:], strict=False)
     distances = [abs(before - 2 * loss + after) for before, loss, after in triples]
@@ -313,9 +314,10 @@ def _noise(losses: Sequence[float]) -> float:
 
 
 def _error(losses: Sequence[float]) -> float:
-    """Return the standard error of the median of losses.
+    """Return the standard error of the median of a series of losses.
 
-    With enough losses, the spread of block medians is a lower bound, which accounts for slow noise.
+    If there are enough losses, the spread of the medians of blocks is a lower bound, which accounts
+    for slow noise.
     """
     error = _MEDIAN_ERROR * _noise(losses) / math.sqrt(len(losses))
     size = len(losses) // _BLOCKS

@@ -1,4 +1,4 @@
-"""An observed process of an attempt: what it recorded, how it exited, and whether it died."""
+"""An observed process of an attempt: its recordings, how it exited, and whether it died."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class ProcessExit:
     """How a process that had loaded torch exited.
 
     Attributes:
-        call: ``"sys.exit"``, ``"os._exit"``, another word of the observer, or None if unknown.
+        call: The call that ended the process, such as ``"sys.exit"`` or ``"os._exit"``, or another
+            word that the observer recorded. None if unknown.
         message: The argument of `sys.exit`.
     """
 
@@ -30,7 +31,7 @@ class ProcessExit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedProcess:
-    """An observed process of the attempt, and what it recorded."""
+    """An observed process of an attempt, with its events and its last published progress."""
 
     folder: Path
     info: ProcessInfo
@@ -39,13 +40,13 @@ class ObservedProcess:
 
     @property
     def is_trainer(self) -> bool:
-        """Return whether it trains a model."""
+        """Return whether the process trains a model."""
         return self.info.role == "trainer"
 
     def exit(self) -> ProcessExit:
-        """Return how it exited.
+        """Return how the process exited.
 
-        A process that loaded torch but recorded no exit bypassed the interpreter's shutdown.
+        A process that loaded torch but did not record its exit must have called ``os._exit``.
         """
         exits = [event for event in self.events if event.kind == "exiting"]
         if exits:
@@ -62,16 +63,16 @@ class ObservedProcess:
 def pids_that_died(
     processes: Sequence[ObservedProcess], raised: Sequence[Statement]
 ) -> set[int | None]:
-    """Return the PIDs of training processes that an exception ended, and that were not replaced.
+    """Return the PIDs of training processes that an exception ended and that were not replaced.
 
-    If the command ended with status 0, these are hidden failures: a shell pipeline, or a parent
-    that ignores its child, does not pass on their status. A process was replaced if another
-    training process finished normally after it. A script that failed before its first step counts
-    as a training process; a helper that the script started, such as a compiler, does not.
+    If the command ended with status 0, these processes are hidden failures: a shell pipeline, or a
+    parent that ignores its child's status, did not pass on the failure. A failed process counts as
+    replaced if another training process finished normally after it. A script that failed before its
+    first step is a training process; a helper that the script started, such as a compiler, is not.
 
     Args:
         processes: All observed processes of the attempt.
-        raised: The exceptions that they recorded.
+        raised: The exceptions that these processes recorded.
     """
     ended_by_exception = _pids_ended_by_exception(processes, raised)
     training = _training_processes(processes)
@@ -86,7 +87,10 @@ def pids_that_died(
 def _pids_ended_by_exception(
     processes: Sequence[ObservedProcess], raised: Sequence[Statement]
 ) -> set[int | None]:
-    """Return the PIDs of processes with a fatal exception that was not an ordinary exit."""
+    """Return the PIDs of processes that an exception ended.
+
+    A KeyboardInterrupt or a call to `sys.exit` does not count.
+    """
     called_sys_exit = {
         process.info.pid for process in processes if process.exit().call == "sys.exit"
     }
@@ -100,10 +104,10 @@ def _pids_ended_by_exception(
 
 
 def _training_processes(processes: Sequence[ObservedProcess]) -> list[ObservedProcess]:
-    """Return the trainers, and other processes that loaded torch although their parent did not.
+    """Return the trainers, and processes that loaded torch and whose parent did not load torch.
 
-    The latter are scripts that failed before their first step. Children of a torch process are
-    helpers.
+    The second group contains scripts that failed before their first step. If the parent loaded
+    torch, the process is a helper of the parent.
     """
     with_torch = [
         process
@@ -117,9 +121,9 @@ def _training_processes(processes: Sequence[ObservedProcess]) -> list[ObservedPr
 
 
 def _was_replaced(failed: ObservedProcess, survivors: Sequence[ObservedProcess]) -> bool:
-    """Return whether a survivor finished after a failed process and may have replaced it.
+    """Return whether a survivor may have replaced a failed process.
 
-    Only a trainer can replace a trainer.
+    It may if it finished normally after the failure. Only a trainer can replace a trainer.
     """
     failed_since = failed.standing.since_seconds if failed.standing is not None else 0.0
     for survivor in survivors:

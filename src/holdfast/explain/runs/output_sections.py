@@ -1,4 +1,7 @@
-"""Find the part of ``output.log`` that an attempt printed; all attempts append to that file."""
+"""Find the section of ``output.log`` that an attempt printed.
+
+All attempts of a run append their output to the same file.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSection:
-    """The output of one attempt.
+    """The position of an attempt's output in the file.
 
     Attributes:
-        start: Offset of its first byte.
-        end: Offset after its last byte.
-        first_line: Number of its first line in the file, from 1.
+        start: Offset of the first byte.
+        end: Offset after the last byte.
+        first_line: Line number of the first line, counted from 1.
     """
 
     start: int
@@ -26,17 +29,18 @@ class OutputSection:
 
 
 def find_section(stream: BinaryIO, attempt: int) -> OutputSection:
-    """Return the section of an attempt; the whole file if no line announces the attempt.
+    """Return the section of an attempt, which starts at the line that announces the attempt.
 
-    The command might print such a line itself, so the last announcement counts.
+    If there is no such line, the section is the whole file. If there are several, the last one
+    counts, because the command may have printed such a line itself.
     """
     own_line = ATTEMPT_LINE.format(number=attempt).encode()
     next_line = ATTEMPT_LINE.format(number=attempt + 1).encode()
     start = 0
     end: int | None = None
     first_line = 1
-    # `pending` holds bytes that may contain the beginning of an announcement; these are the offset
-    # and line number at which it starts.
+    # `pending` holds bytes that may be the beginning of an announcement. `offset` and `line` are
+    # the position of its first byte.
     offset = 0
     line = 1
     pending = b""
@@ -61,7 +65,7 @@ def find_section(stream: BinaryIO, attempt: int) -> OutputSection:
 
 
 class SectionReader:
-    """Reads a section of a stream as if it were a file of its own."""
+    """Reads a section of a stream as if the section were a separate file."""
 
     def __init__(self, stream: BinaryIO, section: OutputSection) -> None:
         stream.seek(section.start)
@@ -69,7 +73,7 @@ class SectionReader:
         self._remaining = section.end - section.start
 
     def read(self, size: int = -1, /) -> bytes:
-        """Return up to `size` bytes, or all that remain; none at the end."""
+        """Return up to `size` bytes, or all remaining bytes if `size` is negative."""
         if size < 0 or size > self._remaining:
             size = self._remaining
         data = self._stream.read(size)

@@ -1,7 +1,7 @@
-"""The steps that processes and Guards recorded: their losses, and how long they waited for data.
+"""Read the losses and loader waiting times of the steps that processes and Guards recorded.
 
-Steps that cannot be read are left out without a word; `Recordings.events` reports the damage when
-it reads the events beside them.
+Steps that cannot be read are silently left out. `Recordings.events` reports the damage when it
+reads the events in the same folder.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from holdfast.recorder.progress import StepSample, read_samples
 from holdfast.recorder.reader import StepRecord, read_steps
 from holdfast.recorder.run_files import SAMPLES_FILE
 
-# The least number of records in a row of ``recorder.history``.
+# The smallest number of records that a row of ``recorder.history`` summarizes.
 _RECORDS_OF_A_ROW = 64
-# Waiting for the loader is judged only after this many steps and this much waiting in total: a run
-# of a few seconds spends half of its time starting workers.
+# Loader waiting times are only judged if there are enough steps and the total wait is long enough.
+# A run of a few seconds spends half of its time on starting workers.
 _MIN_JUDGED_STEPS = 10
 _MIN_WAIT_SECONDS = 2.0
 
@@ -70,8 +70,9 @@ def losses_of_guard(folder: Path, until: float) -> list[LossReading]:
 def losses_of_process(folder: Path) -> list[LossReading]:
     """Return the losses that a process recorded, oldest first.
 
-    The ring of samples holds the newest steps; older ones are kept only as means over many steps.
-    If there are any, the newest steps are averaged in the same way, so that both are equally noisy.
+    The sample ring holds only the newest steps. Of older steps, the history keeps means over many
+    steps. If there is a history, the losses of the newest steps are averaged in the same way, so
+    that all losses are equally noisy.
     """
     readings = [
         LossReading(sample.step, sample.loss, sample.optimizer)
@@ -81,7 +82,7 @@ def losses_of_process(folder: Path) -> list[LossReading]:
     history = folder / f"{SAMPLES_FILE}.history"
     if not history.exists():
         return readings
-    # Imported here, because it imports numpy, which takes a tenth of a second.
+    # Imported here because importing numpy takes a tenth of a second.
     from holdfast.recorder.history import NAMES, read_history
 
     loss_column = NAMES.index("loss")
@@ -99,7 +100,7 @@ def losses_of_process(folder: Path) -> list[LossReading]:
 
 
 def _means(readings: Sequence[LossReading]) -> list[LossReading]:
-    """Average readings over stretches as long as a row of the history."""
+    """Average each optimizer's readings over stretches that are as long as a row of the history."""
     means: list[LossReading] = []
     for optimizer in dict.fromkeys(reading.optimizer for reading in readings):
         own = [reading for reading in readings if reading.optimizer == optimizer]
@@ -111,12 +112,13 @@ def _means(readings: Sequence[LossReading]) -> list[LossReading]:
 
 
 def loader_wait_of_run(folders: Iterable[Path]) -> LoaderWait | None:
-    """Return how long steps waited for their loader; None if negligible.
+    """Return how long steps waited for their loader.
 
-    The first step of each process is ignored, because the loader starts during it.
+    The first step of each process is ignored, because the loader starts during that step. Return
+    None if there are too few steps or the total wait is too short to be judged.
 
     Args:
-        folders: The folders of the processes that trained.
+        folders: The folders of the training processes.
     """
     timed = [
         sample

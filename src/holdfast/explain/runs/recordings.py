@@ -1,6 +1,6 @@
-"""Read the event rings in a run directory, tolerating any damage.
+"""Read the event rings in a run directory, even if some of them are damaged.
 
-Anything damaged or foreign is listed in `Recordings.missing`. ``statements`` and
+`Recordings.missing` lists the files that could not be read. ``statements`` and
 ``explain.collecting`` interpret the events.
 """
 
@@ -29,11 +29,11 @@ from holdfast.recorder.run_files import (
     read_processes,
 )
 
-# The format of run directories that this holdfast reads.
+# The newest format of run directories that this version of holdfast can read.
 FORMAT = 1
-# The folder of a guard's recordings, with a folder for each rank.
+# The folder in a run directory to which a guard records. It has a subfolder for each rank.
 _GUARD_FOLDER = "recorder"
-# At most this many guards of a run are read. A notebook may have opened any number.
+# At most this many guard recordings of a run are read. A notebook may open any number of guards.
 _MAX_GUARDS = 64
 
 
@@ -41,17 +41,17 @@ _MAX_GUARDS = 64
 class Recordings:
     """The recordings in a run directory."""
 
-    # The directory.
+    # The run directory.
     run: Path
-    # Whether `holdfast run` made it.
+    # Whether `holdfast run` created the directory.
     supervised: bool
-    # What could not be read, one sentence each.
+    # Recordings that could not be read, one sentence each.
     missing: list[str] = field(default_factory=list)
 
     def events(self, folder: Path) -> list[Event]:
-        """Return the events of one ring, oldest first.
+        """Return the events in the ring of a folder, oldest first.
 
-        If the ring cannot be read, none are returned and the reason is added to `missing`.
+        If the ring cannot be read, the reason is added to `missing` and no events are returned.
         """
         try:
             events = read_events(folder)
@@ -62,22 +62,22 @@ class Recordings:
         return [event for event in events if isinstance(event.unix_seconds, (int, float))]
 
     def note_overwritten_steps(self, folders: Mapping[Path, str]) -> None:
-        """Add to `missing` which steps were overwritten in the rings of processes.
+        """Add a sentence to `missing` for each process whose older steps were overwritten.
 
         Args:
-            folders: A name for each process, by its folder.
+            folders: Maps the folder of each process to a name for the process.
         """
         for folder, name in folders.items():
-            # Damage is reported when the events of this ring are read.
+            # Ignore damage: it is reported when the events in this folder are read.
             with suppress(HoldfastError, OSError, ValueError):
-                words = describe_lost_steps(folder)
-                if words:
-                    self.missing.append(f"of {name} {words}")
+                clause = describe_lost_steps(folder)
+                if clause:
+                    self.missing.append(f"{name}: {clause}")
 
     def supervisor_loss(self) -> dict[str, Any] | None:
-        """Return the sentinel's note about the killed supervisor.
+        """Return the note that the sentinel wrote after the supervisor was killed.
 
-        None if the supervisor was not killed, or if nothing was noted.
+        Return None if there is no such note.
         """
         return _read_json_object(self.run / SUPERVISOR_FOLDER / LOST_FILE)
 
@@ -86,7 +86,7 @@ class Recordings:
         return self.events(self.run / SUPERVISOR_FOLDER) if self.supervised else []
 
     def processes(self) -> list[tuple[Path, ProcessInfo]]:
-        """Return the folders of the observed processes, with each process's self-description."""
+        """Return the folder and the `ProcessInfo` of each observed process, oldest first."""
         try:
             return read_processes(self.run)
         except OSError as error:
@@ -94,7 +94,7 @@ class Recordings:
             return []
 
     def standing(self, folder: Path) -> Standing | None:
-        """Return the progress that a process published last, or None if it cannot be read."""
+        """Return the last progress that a process published, or None if it cannot be read."""
         try:
             return read_board(folder / BOARD_FILE)
         except (HoldfastError, OSError) as error:
@@ -102,11 +102,13 @@ class Recordings:
             return None
 
     def guards(self, events: list[Event]) -> list[Path]:
-        """Return the folders of the recordings of guards.
+        """Return the folders to which guards recorded.
+
+        These may be in this run directory or in the directories that `events` name.
 
         Args:
-            events: The events of processes, which name the directories of the guards that they
-                opened. A guard may also have recorded in this directory.
+            events: The events of processes. They name the directory of each guard that a process
+                opened.
         """
         folders = _folders_of_ranks(self.run)
         for event in events:
@@ -123,8 +125,8 @@ def open_recordings(run: Path) -> Recordings:
     """Return the recordings in a run directory.
 
     Raises:
-        RunDirectoryError: H731 if it holds none, H733 if it cannot be read, H734 if a newer
-            holdfast made it.
+        RunDirectoryError: H731 if the directory contains no recordings, H733 if it cannot be read,
+            H734 if a newer version of holdfast created it.
     """
     try:
         names = {path.name for path in run.iterdir()}
@@ -139,14 +141,17 @@ def open_recordings(run: Path) -> Recordings:
 
 
 def _check_format(run: Path) -> None:
-    """Raise H734 if a newer holdfast made a directory; no format number means the current one."""
+    """Raise H734 if a newer version of holdfast created a run directory.
+
+    A directory without a format number counts as the current format.
+    """
     description = _read_json_object(run / SUPERVISED_FILE) or {}
-    written = description.get("format", FORMAT)
-    if not isinstance(written, int) or written > FORMAT:
+    number = description.get("format", FORMAT)
+    if not isinstance(number, int) or number > FORMAT:
         raise RunDirectoryError(
-            f"{run} has format {written!r}",
+            f"{run} has format {number!r}",
             limit=f"this holdfast reads run directories of format {FORMAT}",
-            fix="read it with the holdfast that wrote it.",
+            fix="read it with the holdfast version that wrote it.",
             rule="H734",
         )
 
@@ -166,33 +171,36 @@ def all_rings(recordings: Recordings) -> Iterator[tuple[str, Path]]:
 
 
 def no_recording_error(run: Path) -> RunDirectoryError:
-    """Return the error for a directory that is not one of a run (H731)."""
+    """Return the H731 error for a directory that contains no recording."""
     return RunDirectoryError(
-        f"{run} holds no recording",
+        f"{run} contains no recording",
         limit="neither `holdfast run` nor a Guard has written to it",
-        fix="pass a directory made by `holdfast run` (such as runs/last), or one given to Guard.",
+        fix=(
+            "pass a directory that `holdfast run` created (such as runs/last) or that was passed to"
+            " a Guard."
+        ),
         rule="H731",
     )
 
 
 def unreadable_error(path: Path, error: OSError) -> RunDirectoryError:
-    """Return the error for a directory or a log that cannot be read (H733)."""
+    """Return the H733 error for a run directory or a log that cannot be read."""
     fix = "check its permissions, or run as the user who owns it."
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        near = near_path(path)
-        fix = f"did you mean {near}?" if near is not None else "check the path."
+        suggestion = near_path(path)
+        fix = f"did you mean {suggestion}?" if suggestion is not None else "check the path."
     return RunDirectoryError(
         f"{path} cannot be read ({error.strerror or error})",
-        limit="an explanation needs the recordings or the log",
+        limit="`holdfast explain` needs to read the recordings or the log",
         fix=fix,
         rule="H733",
     )
 
 
 def near_path(path: Path) -> Path | None:
-    """Return an existing path with a similar spelling to a missing one.
+    """Return an existing path whose spelling is similar to that of a missing path.
 
-    None if there is none, or if the path exists.
+    Return None if there is no similar path, or if `path` exists.
     """
     with suppress(OSError):
         if path.exists():
@@ -214,7 +222,7 @@ def _folders_of_ranks(run: Path) -> list[Path]:
 
 
 def _read_json_object(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file, or None if the file holds none."""
+    """Return the JSON object in a file, or None if the file cannot be read as a JSON object."""
     try:
         value = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):

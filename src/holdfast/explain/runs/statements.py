@@ -1,4 +1,4 @@
-"""Turn recorded exceptions into statements, and merge them with those of the log.
+"""Turn recorded exceptions into statements, and merge them with the statements of the log.
 
 ``explain.causes.weighing`` judges which statement matters.
 """
@@ -16,16 +16,17 @@ from holdfast.explain.logs.lines import plain_text
 from holdfast.explain.logs.text import read_log
 from holdfast.recorder.run_files import ProcessInfo
 
-# At most this many causes of an exception are used. A recursion inside handlers makes a longer
-# chain.
+# At most this many causes of an exception are used. The chain can be longer if exception handlers
+# recurse.
 _MAX_CAUSES = 20
 _MAX_TEXT_CHARACTERS = 20_000
-# A log and a recording show the same exception if this much of the first line agrees.
+# How many characters of the first line are compared to find out whether a log and a recording show
+# the same exception.
 _COMPARED_CHARACTERS = 120
 
 
 def exceptions_of_process(events: Iterable[Event], info: ProcessInfo) -> list[Statement]:
-    """Return the exceptions that a process recorded, each after its causes."""
+    """Return the exceptions that a process recorded. Causes come before the exception itself."""
     statements: list[Statement] = []
     for event in events:
         if event.kind != "exception":
@@ -45,14 +46,15 @@ def exceptions_of_process(events: Iterable[Event], info: ProcessInfo) -> list[St
 
 
 def exception_chain(facts: Mapping[str, Any], common: Statement) -> list[Statement]:
-    """Return a recorded exception and its causes, the root first.
+    """Return a recorded exception and its causes as statements, root cause first.
 
     Args:
-        facts: The exception as ``core.raised`` records it.
-        common: What all of the statements share, and the position of the first one.
+        facts: The exception, in the form in which ``core.raised`` records it.
+        common: A statement with the fields that all of these statements share, and the position of
+            the first one.
     """
     chain = facts.get("chain")
-    # The nearest cause comes first.
+    # The recorded chain starts with the direct cause.
     causes = chain if isinstance(chain, list) else []
     causes = [cause for cause in causes if isinstance(cause, Mapping)][:_MAX_CAUSES]
     statements: list[Statement] = []
@@ -71,7 +73,7 @@ def exception_chain(facts: Mapping[str, Any], common: Statement) -> list[Stateme
 
 
 def _frames_of(value: Any) -> tuple[Frame, ...]:
-    """Return recorded frames, ignoring malformed ones."""
+    """Return recorded frames, ignoring malformed entries."""
     if not isinstance(value, list):
         return ()
     return tuple(
@@ -82,9 +84,9 @@ def _frames_of(value: Any) -> tuple[Frame, ...]:
 
 
 def _nested_exceptions(raised: Statement) -> list[Statement]:
-    """Return the exceptions whose tracebacks are nested in a message, the root first.
+    """Return the exceptions whose tracebacks are part of a message, root cause first.
 
-    Exceptions from loader workers have such messages.
+    The message of an exception from a loader worker contains the worker's traceback.
     """
     if "raceback (most recent call last)" not in raised.text:
         return []
@@ -103,23 +105,27 @@ def _nested_exceptions(raised: Statement) -> list[Statement]:
 
 
 def event_text(value: Any) -> str:
-    """Return an event's text, shortened and without escape sequences; empty for other values."""
+    """Return the text in an event's field, shortened and without escape sequences.
+
+    Return an empty string if the value is not text.
+    """
     return plain_text(value)[:_MAX_TEXT_CHARACTERS] if isinstance(value, str) else ""
 
 
-# --- exceptions in both a log and a recording -----------------------------------------------------
+# --- Exceptions in both a log and a recording -----------------------------------------------------
 
 
 def merge_statements(recorded: Sequence[Statement], logged: Sequence[Statement]) -> list[Statement]:
-    """Merge the statements of recordings and of a log, with each shared exception only once.
+    """Merge the statements of recordings with those of a log, without duplicate exceptions.
 
-    The log decides the order; statements that only recordings have follow. For a shared exception,
-    class, frames, time, rank and whether it was fatal come from the recording.
+    The result has the statements of the log in their order, then the statements that are only in
+    recordings. If an exception is in both, its frames, time, rank, PID and whether it was fatal
+    come from the recording.
     """
     remaining = list(recorded)
     statements: list[Statement] = []
-    # Go backwards, so that among identical exceptions the newest recording pairs with the newest
-    # text.
+    # If several exceptions are identical, going backwards pairs the newest recording with the
+    # newest text in the log.
     for statement in reversed(logged):
         twin = _newest_twin(statement, remaining)
         if twin is not None:
@@ -135,7 +141,7 @@ def merge_statements(recorded: Sequence[Statement], logged: Sequence[Statement])
 
 
 def _newest_twin(statement: Statement, recorded: Sequence[Statement]) -> Statement | None:
-    """Return the newest recording of an exception in the log, or None."""
+    """Return the newest recorded statement for the same exception as a log statement, or None."""
     if statement.kind != "exception":
         return None
     return next(
@@ -144,7 +150,7 @@ def _newest_twin(statement: Statement, recorded: Sequence[Statement]) -> Stateme
 
 
 def _completed(logged: Statement, recorded: Statement) -> Statement:
-    """Return a logged exception completed from its recording."""
+    """Return an exception from the log, completed with the fields of its recording."""
     return replace(
         logged,
         frames=recorded.frames or logged.frames,
@@ -159,7 +165,7 @@ def _completed(logged: Statement, recorded: Statement) -> Statement:
 def is_same_exception(first: Statement, second: Statement) -> bool:
     """Return whether two statements show the same exception.
 
-    The class, the rank (if both have one) and the beginning of the message must agree.
+    They do if the class, the rank (if both are known) and the beginning of the message agree.
     """
     if first.exception != second.exception:
         return False

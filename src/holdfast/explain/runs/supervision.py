@@ -1,4 +1,4 @@
-"""What the supervisor recorded about one attempt: why it was started, when it ran, how it ended."""
+"""The supervisor's record of one attempt: why it was started, when it ran and how it ended."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class SupervisorRecord:
     """The supervisor's record of one attempt.
 
     Attributes:
-        number: The number of the attempt, from 0.
-        events: The events from the start of the attempt to the start of the next one.
-        restarts: The restarts that led to the attempt, including any without a recorded number.
+        number: The number of the attempt, counted from 0.
+        events: The events from the start of this attempt to the start of the next attempt.
+        restarts: The restarts that led to this attempt, including restarts without a recorded
+            attempt number.
         began: The Unix time at which the attempt began; 0 if unknown.
-        until: The Unix time at which a later attempt began; infinite if none did.
+        until: The Unix time at which the next attempt began; infinity if there is no later attempt.
     """
 
     number: int
@@ -32,7 +33,7 @@ class SupervisorRecord:
 
     @property
     def end(self) -> Event | None:
-        """Return the event of the attempt's end, or None if none was recorded."""
+        """Return the event that records the end of the attempt, or None if there is none."""
         for event in self.events:
             if event.kind == "attempt_ended":
                 return event
@@ -50,7 +51,7 @@ class SupervisorRecord:
 
     @property
     def sender(self) -> str | None:
-        """Return who sent the signal that ended the command, as far as the supervisor knows."""
+        """Return who sent the signal that ended the command: "user", "supervisor" or None."""
         end = self.end
         if end is None:
             return None
@@ -61,7 +62,7 @@ class SupervisorRecord:
         return None
 
     def covers(self, unix_seconds: float) -> bool:
-        """Return whether the attempt ran at a time."""
+        """Return whether a Unix time lies between the start of this attempt and of the next one."""
         return self.began <= unix_seconds < self.until
 
     def reasons_for_restarts(self) -> list[str]:
@@ -91,7 +92,7 @@ def read_supervisor_record(recordings: Recordings, requested: int | None) -> Sup
 
     Args:
         recordings: The run directory.
-        requested: The number of the attempt, from 0. None: the newest.
+        requested: The number of the attempt, counted from 0, or None for the newest attempt.
 
     Raises:
         PolicyError: H105 if there is no such attempt.
@@ -115,7 +116,7 @@ def read_supervisor_record(recordings: Recordings, requested: int | None) -> Sup
 
 
 def integer_of(event: Event | None, key: str) -> int | None:
-    """Return an integer from an event; None if there is no event or no integer."""
+    """Return the integer in an event's field, or None if there is no event or no integer in it."""
     value = None if event is None else event.data.get(key)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -125,8 +126,8 @@ def integer_of(event: Event | None, key: str) -> int | None:
 def _choose_number(recordings: Recordings, events: Sequence[Event], requested: int | None) -> int:
     numbers = []
     for event in events:
-        # An announced restart is not an attempt yet, unless the supervisor was killed while waiting
-        # to start it.
+        # A "restart" event announces the next attempt. It counts as an attempt only if the
+        # supervisor was killed before it could start that attempt.
         is_announcement = event.kind == "restart" and recordings.supervisor_loss() is None
         number = integer_of(event, "attempt")
         if number is not None and not is_announcement:
@@ -139,17 +140,17 @@ def _choose_number(recordings: Recordings, events: Sequence[Event], requested: i
         raise PolicyError(
             f"attempt {requested} of {recordings.run}",
             limit=f"attempts {oldest} to {newest} are recorded",
-            fix="pass one of these, or leave --attempt out for the newest.",
+            fix="pass one of these numbers, or omit --attempt to explain the newest attempt.",
             rule="H105",
         )
     return requested
 
 
 def _events_of_attempt(events: Sequence[Event], number: int) -> list[Event]:
-    """Return the events from the start of an attempt to the start of the next."""
+    """Return the events from the start of an attempt to the start of the next attempt."""
     current = -1
     if not any(event.kind == "attempt_started" for event in events):
-        # The recording is damaged: assume that all events belong to this attempt.
+        # The recording is damaged. Assume that all events belong to this attempt.
         current = number
     own_events = []
     for event in events:

@@ -1,12 +1,12 @@
-"""The catalogue of signatures, one for every known kind of failure.
+"""The catalog of signatures: one for every known kind of failure.
 
-The entries are in the YAML files beside this module, with the fields of `Signature`. The two
-signatures for runs in which nothing failed are defined in code, because `holdfast run` needs no
-others for such runs, and reading the files would take longer than everything else it does.
+The YAML files in this folder contain the entries of the catalog, with the fields of `Signature`.
+The two signatures for runs in which nothing failed are defined in code: `holdfast run` needs only
+these after a successful run, and parsing the YAML files would take longer than all its other work.
 
-`all_signatures` returns the catalogue, and `kinds_of_unknown` the classes for failures that are not
-in it. ``matching`` finds the signatures that match a text. ``endings`` and ``leaks`` define the ids
-that code refers to.
+`all_signatures` returns the catalog. `kinds_of_unknown` returns the classes for failures that match
+no signature. ``matching`` finds the signatures that match a text. ``endings`` and ``leaks`` define
+the signature ids that code refers to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.explain.signatures.leaks import KINDS, signature_of
 from holdfast.explain.signatures.signature import Signature
 
 LEAKS_FILE = "leaks.yaml"
-# The entries of this file have no ids, so they are not part of the catalogue.
+# The entries in this file have no ids, so they are not part of the catalog.
 KINDS_FILE = "kinds.yaml"
 
 WELL = Signature(
@@ -29,9 +29,9 @@ WELL = Signature(
     title="ended well",
     family="ended well",
     rank=90,
-    means="The run came to its own end.",
+    means="The run ended normally.",
     fix="Nothing needs to be done.",
-    false_positives="A script that catches its own failure and exits with 0 looks the same.",
+    false_positives="A script that catches its own failure and exits with status 0 looks the same.",
 )
 UNJUDGED = Signature(
     id=NOT_JUDGED,
@@ -43,19 +43,19 @@ UNJUDGED = Signature(
         " to do."
     ),
     fix=(
-        "Check the script's own metrics, such as its validation loss. holdfast judges a loss if an"
-        " optimizer made at least ten steps with it and a fall means progress; a Guard checks more"
-        " than the loss."
+        "Check the script's own metrics, such as its validation loss. holdfast can judge a loss"
+        " only if there are at least ten optimizer steps and a falling loss means progress. A Guard"
+        " checks more than the loss."
     ),
 )
 
 
 @functools.cache
 def all_signatures() -> dict[str, Signature]:
-    """Return every signature by its id, in ascending order of the ids.
+    """Return all signatures by id, in ascending order of the ids.
 
     Raises:
-        ValueError: If two entries have the same id, or an entry has an unknown field.
+        ValueError: Two entries have the same id, or an entry has an unknown field.
     """
     signatures = {WELL.id: WELL, UNJUDGED.id: UNJUDGED}
     for entry in _entries():
@@ -68,9 +68,10 @@ def all_signatures() -> dict[str, Signature]:
 
 @functools.cache
 def kinds_of_unknown() -> tuple[Signature, ...]:
-    """Return the kinds that classify exceptions and error lines that match no signature.
+    """Return the classes for exceptions and error lines that match no signature.
 
-    All of them have the id of an unknown exception, because the verdict is the exception itself.
+    All of these entries have the id of an uncaught exception, because the verdict quotes the
+    exception itself.
     """
     return tuple(
         _signature_from({"id": UNCAUGHT, "fix": "", **entry}) for entry in _read_entries(KINDS_FILE)
@@ -78,7 +79,7 @@ def kinds_of_unknown() -> tuple[Signature, ...]:
 
 
 def _entries() -> Iterator[dict[str, Any]]:
-    """Yield the entries of all files of the catalogue, and those derived from them."""
+    """Yield the entries in all catalog files, and the entries derived from them."""
     for file in resources.files(__name__).iterdir():
         if not file.name.endswith(".yaml") or file.name == KINDS_FILE:
             continue
@@ -89,18 +90,18 @@ def _entries() -> Iterator[dict[str, Any]]:
 
 
 def _read_entries(name: str) -> list[dict[str, Any]]:
-    # Imported here, because a process that only needs the id of a leak never parses YAML.
+    # Imported here because a process that only needs the id of a leak never parses YAML.
     import yaml
 
     text = resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
-    # libyaml, where it is installed, is ten times as fast. Both loaders are safe.
+    # If libyaml is installed, its loader is ten times as fast. Both loaders are safe.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     entries: list[dict[str, Any]] = yaml.load(text, loader)  # noqa: S506
     return entries
 
 
 def _leak_on_device(kind: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry for a leak in device memory, derived from the one for host memory."""
+    """Return the entry for a leak in device memory, derived from the entry for host memory."""
     return {
         **entry,
         "id": signature_of(kind, on_host=False),
@@ -118,7 +119,7 @@ def _signature_from(entry: dict[str, Any]) -> Signature:
 
 
 def _as_tuples(value: Any) -> Any:
-    """Return a value with all lists in it, nested ones too, as tuples."""
+    """Convert all lists in a value, including nested lists, to tuples."""
     if isinstance(value, list):
         return tuple(_as_tuples(item) for item in value)
     return value

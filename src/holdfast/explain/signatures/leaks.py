@@ -1,12 +1,13 @@
-"""The ids of the signatures of leaks: memory that is kept alive from step to step.
+"""The signature ids for memory leaks: memory that is kept alive from step to step.
 
-The entries are in ``leaks.yaml``. This module imports nothing, because the training process itself
+The entries are in ``leaks.yaml``. This module imports no other module, because the training process
 imports it.
 """
 
 from __future__ import annotations
 
-# In the order of their signatures: from H1501 in host memory, and from H1521 in device memory.
+# The kinds of leaks in the order of their ids: from H1501 for host memory, and from H1521 for
+# device memory.
 KINDS = (
     "container",
     "graph",
@@ -25,14 +26,14 @@ _FIRST_ON_DEVICE = 1521
 
 
 def signature_of(kind: str, *, on_host: bool) -> str:
-    """Return the id of the signature of a leak.
+    """Return the signature id for a leak.
 
     Args:
         kind: One of `KINDS`.
-        on_host: Whether host memory leaks rather than device memory.
+        on_host: True for a leak in host memory, False for a leak in device memory.
 
     Raises:
-        ValueError: If `kind` is not one of `KINDS`.
+        ValueError: `kind` is not one of `KINDS`.
     """
     first = _FIRST_ON_HOST if on_host else _FIRST_ON_DEVICE
     return f"H{first + KINDS.index(kind)}"

@@ -1,7 +1,7 @@
-"""Find the signatures that match a statement, the best first.
+"""Find the signatures that match a statement, and order them from best to worst match.
 
-There are about two hundred signatures with many patterns each, and a log has thousands of lines, so
-patterns are indexed by the words that they require.
+There are about two hundred signatures, each with many patterns, and a log has thousands of lines.
+To be fast, the search uses an index of the words that the patterns require.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from holdfast.explain.logs.quick import QuickPattern
 from holdfast.explain.signatures import all_signatures, kinds_of_unknown
 from holdfast.explain.signatures.signature import Signature
 
-# How many characters of a text are searched. An exception's message may list all keys of a state
-# dict; error lines in logs are shorter.
+# How many characters of a text are searched. The message of an exception can be long, for example
+# if it lists all keys of a state dict. Error lines in logs are shorter.
 _SEARCHED_OF_A_MESSAGE = 20_000
 _SEARCHED_OF_A_LINE = 4_000
 _MISSING_ATTRIBUTE = re.compile(r"\bhas no attribute '(\w+)'")
 
 
 class SignatureMatch(NamedTuple):
-    """One signature that matches a statement."""
+    """A signature that matches a statement, with its sort key."""
 
-    # The sort key of `_IndexedSignature.order`; the smallest is the best match.
+    # The sort key from `_IndexedSignature.order`. The smallest key is the best match.
     order: tuple[float, ...]
     signature: Signature
 
 
 class _Text(NamedTuple):
-    """One form of a statement in which patterns are searched."""
+    """One form of a statement that is searched for patterns."""
 
     text: str
     lowered: str
 
 
 def match_all(statement: Statement) -> list[SignatureMatch]:
-    """Return every signature that matches a statement, the best first."""
+    """Return all signatures that match a statement, best match first."""
     return _match(statement, _index_of_signatures())
 
 
 def best_kind(statement: Statement) -> Signature | None:
     """Return the kind of unknown failure that matches a statement best, or None.
 
-    A kind gives a class to an exception or to a line that matches no signature.
+    The kind gives a class to an exception or a line that matches no signature.
     """
     matches = _match(statement, _index_of_kinds())
     return matches[0].signature if matches else None
@@ -76,7 +76,7 @@ def _match(statement: Statement, index: _Index) -> list[SignatureMatch]:
 
 
 class _Index:
-    """Signatures, indexed by the words of which a matching text must contain at least one."""
+    """An index of signatures by required words. A matching text contains at least one of them."""
 
     def __init__(self, signatures: Iterable[Signature]) -> None:
         self._signatures = [
@@ -100,12 +100,13 @@ class _Index:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _IndexedSignature:
-    """A signature with its patterns compiled."""
+    """A signature with compiled patterns."""
 
     signature: Signature
     patterns: tuple[QuickPattern, ...]
     frames: tuple[re.Pattern[str], ...]
-    # Patterns that count only if a frame matches the regular expression beside them.
+    # Pairs of a pattern and a regular expression. The pattern counts only if a frame matches the
+    # expression.
     in_frames: tuple[tuple[QuickPattern, re.Pattern[str]], ...]
 
     @classmethod
@@ -120,9 +121,9 @@ class _IndexedSignature:
         )
 
     def necessary_words(self) -> frozenset[str]:
-        """Return words of which every matching text contains at least one.
+        """Return words such that every matching text contains at least one of them.
 
-        ``{""}`` if no such words are known, since every text contains the empty text.
+        If no such words are known, return ``{""}``, because every text contains the empty string.
         """
         patterns = [*self.patterns, *(pattern for pattern, _ in self.in_frames)]
         if not all(pattern.words for pattern in patterns):
@@ -134,9 +135,9 @@ class _IndexedSignature:
     ) -> tuple[float, ...] | None:
         """Return a sort key for how well the signature matches, or None if it does not match.
 
-        The smallest key is the best match. Ties in rank go to the signature that also restricts the
-        class or frames, then to the one whose pattern covers more of the text, then to the smaller
-        id.
+        The smallest key is the best match. The signature with the smallest rank wins. If ranks are
+        equal, the signature with more conditions (exception class, frames) wins, then the signature
+        whose pattern covers more of the text, then the signature with the smaller id.
         """
         if not self._may_match(statement, places):
             return None
@@ -150,7 +151,7 @@ class _IndexedSignature:
         return (signature.rank, -conditions, -covered, int(signature.id[1:]))
 
     def _may_match(self, statement: Statement, places: Sequence[str]) -> bool:
-        """Return whether the conditions other than the patterns hold: kind, class and frames."""
+        """Return whether the conditions on the statement's kind, class and frames hold."""
         if statement.kind == "line":
             return not self.signature.only_exceptions
         classes = self.signature.exceptions
@@ -168,14 +169,14 @@ class _IndexedSignature:
 
 
 def _searched_texts(statement: Statement) -> list[_Text]:
-    """Return the forms of a statement in which patterns are searched, the most reliable first."""
+    """Return the forms of a statement that are searched for patterns, most reliable form first."""
     limit = _SEARCHED_OF_A_MESSAGE if statement.kind == "exception" else _SEARCHED_OF_A_LINE
     message = statement.text[:limit]
     forms = [message]
     if statement.exception is not None:
         forms.append(f"{statement.exception}: {message}" if message else statement.exception)
     if "\n" in message:
-        # The lines may have been wrapped when the message was pasted.
+        # Also search the message as one line, because it may have been wrapped when it was pasted.
         forms.append(" ".join(message.split()))
     elif statement.kind == "line" and statement.last:
         forms[0] += "\n"
@@ -183,9 +184,9 @@ def _searched_texts(statement: Statement) -> list[_Text]:
 
 
 def _searched_places(statement: Statement) -> list[str]:
-    """Return the frames as ``file:function`` for matching, plus the marked innermost frame."""
+    """Return each frame as ``file:function``, followed by a marked form of the innermost frame."""
     places = [f"{frame.file}:{frame.function}" for frame in statement.frames]
-    # `__getattr__` raises on behalf of the frame that accessed the attribute.
+    # If `__getattr__` raised the exception, its caller is the frame that accessed the attribute.
     accessing = [frame for frame in statement.frames if frame.function != "__getattr__"]
     if accessing:
         places.append(_innermost_place(accessing[-1], statement.text))
@@ -193,7 +194,7 @@ def _searched_places(statement: Statement) -> list[str]:
 
 
 def _innermost_place(frame: Frame, message: str) -> str:
-    """Return the place that failed, with the marks that `Signature.in_frames` describes."""
+    """Return the innermost frame with the marks that `Signature.in_frames` describes."""
     place = f"innermost {frame.file}:{frame.function}"
     if is_user_code(frame):
         place += " own"
@@ -210,7 +211,7 @@ def _any_matches(patterns: Iterable[re.Pattern[str]], places: Iterable[str]) -> 
 def _covered_characters(texts: Sequence[_Text], patterns: Sequence[QuickPattern]) -> int | None:
     """Return how many characters the longest match covers, or None if no pattern matches.
 
-    Only the first form of the text in which a pattern matches counts.
+    Only the first form of the text that contains a match is considered.
     """
     for text, lowered in texts:
         matches = [pattern.search(text, lowered) for pattern in patterns]

@@ -1,7 +1,7 @@
-"""`Signature`: how to recognise one kind of failure in messages and logs, and what to do about it.
+"""`Signature`: how to recognize one kind of failure in messages and logs, and how to fix it.
 
-The signatures themselves are the entries of ``signatures/*.yaml``. `matching` finds those that
-match a text.
+The signatures are the entries in ``signatures/*.yaml``. `matching` finds the signatures that match
+a text.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-# Classes of causes. The exit code of ``holdfast explain`` is 0 for the first one, and 10 plus the
-# index for the others, so the order is part of the contract.
+# The classes of causes. The exit code of ``holdfast explain`` is 0 for the first class and 10 plus
+# the index for any other class, so their order must not change.
 Family = Literal[
     "ended well",
     "unknown",
@@ -34,51 +34,51 @@ Family = Literal[
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
-# A root can be the cause. A cascade only follows from a failure elsewhere.
+# A root can be the original failure. A cascade always follows from a failure elsewhere.
 Role = Literal["root", "cascade"]
 
 # What a supervisor may do after a failure:
-#   retry      start it again: the cause is transient
-#   remedy     start it again with `Signature.changes`
-#   preempted  start it again, and count it as a preemption
-#   stop       do not start it again: the same would happen
+#   retry      restart the command, because the cause is transient
+#   remedy     restart the command with `Signature.changes`
+#   preempted  restart the command, and count the failure as a preemption
+#   stop       do not restart the command, because it would fail again
 Restart = Literal["retry", "remedy", "preempted", "stop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """One kind of failure. All patterns are searched case-insensitively.
+    """One kind of failure, and the patterns that recognize it. Patterns ignore case.
 
     Args:
-        id: Such as ``"H901"``. An id is never reused with another meaning.
-        title: What is wrong, in a few words, in lower case, without a full stop.
+        id: The id, such as ``"H901"``. An id is never reused with another meaning.
+        title: The failure in a few words, in lower case, without a period.
         family: The class of the cause.
-        patterns: Regular expressions, one of which must be found in a statement: in the message of
-            an exception, which may have several lines, or in one line of a log. The last line of a
-            log includes its line end. Empty if the signature is chosen by how a process ended.
+        patterns: Regular expressions. A statement matches if one of them is found in it: in the
+            message of an exception, which may have several lines, or in a log line. The last line
+            of a log includes its line end. Empty if the signature is chosen by how a process ended.
         exceptions: Names of exception classes without their module, such as ``"OutOfMemoryError"``.
-            If given, an exception must be of exactly one of these classes; base classes do not
-            count. A log line has no class and always passes.
-        only_exceptions: Whether log lines never match, for wordings that programs also print when
-            nothing failed.
-        frames: Regular expressions on ``path:function``. If given, a frame of the exception must
-            match one of them; so a bare last line of a traceback never matches.
-        in_frames: Pairs of an additional pattern and a regular expression on frames. The pattern
+            If given, the class of an exception must be one of these; subclasses do not count. Log
+            lines have no class and always pass.
+        only_exceptions: If True, log lines never match. This is for messages that programs also
+            print when nothing failed.
+        frames: Regular expressions for ``path:function``. If given, a frame of the exception must
+            match one of them, so an exception without frames never matches.
+        in_frames: Pairs of an additional pattern and a regular expression for frames. The pattern
             counts only for an exception with a frame that matches the expression. The innermost
-            frame can also be matched as ``innermost path:function``, followed by `` own`` for the
-            user's own code and by `` self`` where an attribute of ``self`` is missing; frames of
+            frame is also available as ``innermost path:function``, followed by `` own`` if it is in
+            the user's code and by `` self`` if an attribute of ``self`` is missing. Frames of
             ``__getattr__`` are skipped.
         explains: Ids of signatures that repeat this failure later and with less detail.
-        role: See `Role`.
-        rank: Precedence when several signatures match, the smallest first: 10 hardware, 20 out of
-            memory, 30 device assert, 40 storage and environment, 50 loader, 60 checkpoint, 70
-            everything specific, 90 generic.
-        restart: See `Restart`.
+        role: Whether this can be the original failure, see `Role`.
+        rank: Precedence if several signatures match; the smallest rank wins: 10 hardware, 20 out of
+            memory, 30 device assert, 40 storage and environment, 50 loader, 60 checkpoint, 70 any
+            other specific failure, 90 generic.
+        restart: What a supervisor may do after the failure, see `Restart`.
         changes: Environment variables that a supervisor may set for the next attempt.
-        means: What it means and why it happens, in one to three sentences.
-        fix: What to do, in one to three sentences, starting with what to try first.
-        false_positives: When the signature is not the cause, or an empty text.
-        example: A text as torch prints it: the last lines of a traceback, or a line of a log.
+        means: What the failure means and why it happens, in one to three sentences.
+        fix: How to fix the problem, in one to three sentences. The first thing to try comes first.
+        false_positives: When the signature matches but is not the cause; empty if unknown.
+        example: A text that torch prints: the last lines of a traceback, or a log line.
         also: Other wordings as whole texts, by where they occur, such as ``{"torch 1.8": "..."}``.
     """
 

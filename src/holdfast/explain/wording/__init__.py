@@ -1,4 +1,4 @@
-"""Put a judgement into words. The cause has already been chosen; nothing here changes it.
+"""Write the text of a verdict. The cause was chosen before and does not change here.
 
 Entry point: `verdict_words.in_words`, which turns a `judgement.Judgement` into a `Verdict`.
 """

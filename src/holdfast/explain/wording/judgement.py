@@ -1,4 +1,4 @@
-"""`Judgement`: the chosen cause and what it was chosen from, to be put into words."""
+"""`Judgement`: the chosen cause and the evidence for it, from which a verdict is written."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from holdfast.explain.signatures.signature import Signature
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """Everything that a verdict is written from.
+    """The input for the text of a verdict.
 
     Attributes:
-        case: Everything known about the attempt.
-        signature: The cause.
+        case: The evidence about the attempt and the possible causes.
+        signature: The chosen cause.
         confidence: The confidence in the cause, from 0 to 1.
-        class_confidence: The confidence in its class, from 0 to 1.
-        candidate: The candidate that shows the cause; None if only the end of the process does.
-        doubt: The reason to doubt a good end.
-        runner_up: As `Verdict.runner_up`.
+        class_confidence: The confidence in the cause's class, from 0 to 1.
+        candidate: The candidate that the cause comes from, or None if the cause follows from how
+            the process ended.
+        doubt: A reason to doubt that the run ended well, or None.
+        runner_up: Id, title and confidence of the second most likely cause, or None.
     """
 
     case: Case
@@ -38,7 +39,7 @@ class Judgement:
 
     @property
     def evidence(self) -> Evidence:
-        """Return everything that was collected."""
+        """Return the collected evidence."""
         return self.case.evidence
 
     @property
@@ -48,14 +49,14 @@ class Judgement:
 
     @property
     def is_good_end(self) -> bool:
-        """Return whether nothing failed."""
+        """Return whether the run ended well."""
         return self.signature.family == "ended well"
 
     @property
     def place(self) -> str:
-        """Return the innermost frame of the user's own code, or the innermost of all.
+        """Return the place to look at first, as ``file:line in function``; empty if unknown.
 
-        Empty if no frame is known.
+        This is the innermost frame in the user's code or, if there is none, the innermost frame.
         """
         if self.candidate is None:
             hang = self.end.hang
@@ -80,17 +81,17 @@ class Judgement:
 
     @property
     def leak(self) -> Event | None:
-        """Return the newest traced leak, if the verdict is about memory."""
+        """Return the newest traced leak if the verdict is about memory, otherwise None."""
         if "memory" not in self.signature.family:
             return None
         return observations.newest_leak(self.evidence)
 
 
 def _decisive_frame(candidate: CandidateCause) -> Frame | None:
-    """Return the frame to look at first, of the statement or of another one in its chain.
+    """Return the frame to look at first, from the statement or another one in its chain.
 
-    An exception raised in a handler may have no frame of user code; then the frame of the exception
-    that was being handled is used.
+    An exception that was raised in a handler may have no frame in user code. In that case, the
+    frame of the exception that was being handled is used.
     """
     innermost = [
         innermost_user_frame(statement.frames)

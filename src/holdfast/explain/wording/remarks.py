@@ -1,6 +1,6 @@
-"""Sentences that a verdict's summary adds about events other than the cause.
+"""Write sentences for a verdict's summary about observations other than the cause.
 
-`observations` finds out what the events show; `causes.choosing` chooses the cause.
+`observations` reads these observations from the events. `causes.choosing` chooses the cause.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from holdfast.explain.exhibits import finding_text, first_line
 
 
 def exit_clause(evidence: Evidence) -> str:
-    """Return how a process with its own exit code exited, as a clause; empty if unknown."""
+    """Return a clause that says how the trainer exited, or an empty string if unknown."""
     if evidence.exit_call == "os._exit":
-        return "Its interpreter did not shut down normally, as after `os._exit`"
+        return "Its interpreter did not shut down normally, for example because of `os._exit`"
     if evidence.exit_call != "sys.exit":
         return ""
     if evidence.exit_message:
@@ -27,11 +27,11 @@ def exit_clause(evidence: Evidence) -> str:
 
 
 def on_good_end(evidence: Evidence) -> Iterator[str]:
-    """Yield the sentences about a run that ended with status 0."""
+    """Yield sentences about a run that ended with status 0."""
     if observations.was_not_observed(evidence):
         yield (
-            "None of its processes could be observed (as with `python -I`), so nothing shows how"
-            " the run went."
+            "None of its processes could be observed (for example because of `python -I`), so there"
+            " is no record of how the run went."
         )
     faults = observations.training_faults(evidence)
     if faults:
@@ -48,7 +48,7 @@ def on_good_end(evidence: Evidence) -> Iterator[str]:
 
 
 def fix_of_training(evidence: Evidence) -> str:
-    """Return the fix for the first training fault that a Guard found, or an empty text."""
+    """Return the fix for the first training fault that a Guard found, or an empty string."""
     faults = observations.training_faults(evidence)
     if not faults:
         return ""
@@ -61,20 +61,20 @@ def fix_of_training(evidence: Evidence) -> str:
 
 
 def on_interference(evidence: Evidence) -> Iterator[str]:
-    """Yield sentences about outside interference with a run, however it ended."""
-    # The events of processes that were stopped and have not continued yet, by PID.
-    stopped: dict[object, Event] = {}
+    """Yield sentences about interference from outside: stopped processes and lost output."""
+    # The stop events of processes that have not continued yet, by PID.
+    stop_events: dict[object, Event] = {}
     for event in evidence.events:
         pid = event.data.get("pid")
         if event.kind == "process_stopped":
-            stopped[pid] = event
-        elif event.kind == "process_continued" and pid in stopped:
-            del stopped[pid]
+            stop_events[pid] = event
+        elif event.kind == "process_continued" and pid in stop_events:
+            del stop_events[pid]
             yield (
                 f"Process {pid} was stopped by a signal at step {event.data.get('step')} and"
                 f" continued after {event.data.get('seconds')} s."
             )
-    for pid, event in stopped.items():
+    for pid, event in stop_events.items():
         yield (
             f"Process {pid} was stopped by a signal at step {event.data.get('step')} and never"
             " continued."
@@ -82,13 +82,13 @@ def on_interference(evidence: Evidence) -> Iterator[str]:
     for event in evidence.events:
         if event.kind == "output_lost":
             yield (
-                f"Part of its output could not be written to output.log: {event.data.get('error')}."
+                f"Part of the output could not be written to output.log: {event.data.get('error')}."
             )
             break
 
 
 def on_interruption(evidence: Evidence) -> Iterator[str]:
-    """Yield sentences about a run that was ended by a signal on request."""
+    """Yield sentences about a run that SIGTERM or SIGINT ended."""
     hang = observations.ignored_hang(evidence)
     if hang is not None:
         place = f" at {hang.data['frame']}" if hang.data.get("frame") else ""

@@ -1,4 +1,4 @@
-"""The title and the summary of a verdict."""
+"""Write the title and the summary of a verdict."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from holdfast.explain.signatures import endings
 from holdfast.explain.wording import remarks
 from holdfast.explain.wording.judgement import Judgement
 
-# Maximum characters quoted in a title, or in a summary if the signature explains the message.
+# The longest quotation in a title, or in a summary if the signature explains the message.
 _SHORT_QUOTE = 160
-# Maximum characters quoted in a summary if the message is all that is known, or if it is a holdfast
-# error, which explains itself.
+# The longest quotation in a summary if no signature explains the message, or if the message is a
+# holdfast error, which explains itself.
 _LONG_QUOTE = 500
 
 
 def title(judgement: Judgement) -> str:
-    """Return what happened in a few words: those of the signature, if none are more specific."""
+    """Return the title of a verdict.
+
+    This is the title of the signature, unless the evidence allows a more specific title.
+    """
     signature = judgement.signature
     evidence = judgement.evidence
     ended = "ended with status 0" if judgement.end.well else "finished"
@@ -51,7 +54,7 @@ def _title_of_training_fault(judgement: Judgement) -> str:
 
 
 def summary(judgement: Judgement) -> str:
-    """Return one paragraph: what happened, how far it got, what it means, what else was seen."""
+    """Return a paragraph: what happened, how far the run got, why, and other observations."""
     sentences = [
         *_what_happened(judgement),
         *_progress(judgement),
@@ -71,7 +74,7 @@ def _what_happened(judgement: Judgement) -> Iterator[str]:
 
 
 def _failure(candidate: CandidateCause, place: str) -> str:
-    """Return where it failed and with which message, as a clause."""
+    """Return a clause that says where the run failed and with which message."""
     statement = candidate.statement
     words = first_line(statement)
     if _is_guard_record(statement):
@@ -104,19 +107,19 @@ def _progress(judgement: Judgement) -> Iterator[str]:
 
 
 def _meaning(judgement: Judgement) -> Iterator[str]:
-    """Yield what the cause means, or how the process exited."""
+    """Yield a sentence that explains the cause, or that says how the process exited."""
     signature = judgement.signature
     evidence = judgement.evidence
     if signature.id in (endings.TERMINATED, endings.INTERRUPTED):
         yield from remarks.on_interruption(evidence)
     if judgement.candidate is not None and _is_holdfast_error(judgement.candidate):
-        # The error explains itself; the rule would only repeat it.
+        # The error explains itself. The rule's page would only repeat the error.
         return
     if signature.id == endings.STATUS_ONLY and remarks.exit_clause(evidence):
         yield _sentence(remarks.exit_clause(evidence))
         return
     if judgement.is_good_end and signature.id != endings.ENDED_WELL:
-        # `good_ends` says the same with numbers.
+        # The sentences of `good_ends` explain this cause with numbers.
         return
     if signature.id == endings.ENDED_WELL and observations.was_not_observed(evidence):
         return
@@ -150,7 +153,7 @@ def _is_guard_record(statement: Statement) -> bool:
 
 
 def _sentence(text: str) -> str:
-    """Return a text as one sentence: with a capital letter and one full stop."""
+    """Return a text as a sentence that starts with a capital letter and ends with a period."""
     text = text.rstrip()
     if not text.endswith((".", "!", "?")):
         text += "."

@@ -1,6 +1,6 @@
-"""Write the verdict: title and summary from ``sentences``, the fix, and the evidence.
+"""Write a verdict: its title and summary (see ``sentences``), its fix, and its evidence.
 
-The cause has already been chosen (see `causes.choosing`); nothing here changes it.
+The cause was chosen before by `causes.choosing` and does not change here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _MAX_CHAIN_EXHIBITS = 3
 _MAX_CONFIRMATION_EXHIBITS = 3
 _MAX_CASCADE_EXHIBITS = 3
 
-# A save that was refused for NaN or Inf needs another fix than one that failed.
+# The fix for a save that the Guard refused because of NaN or Inf. A save that failed for another
+# reason needs a different fix.
 _FIX_OF_NONFINITE_STATE = (
     "Find the origin of the NaN or Inf with `holdfast events RUN --kind nonfinite_origin`, and"
     " check the loss before it. Then resume from the newest checkpoint with a lower learning rate,"
@@ -32,12 +33,13 @@ _FIX_OF_NONFINITE_STATE = (
 
 
 def in_words(judgement: Judgement) -> Verdict:
-    """Return the verdict in words."""
+    """Return the verdict for a judgment."""
     signature = judgement.signature
     rank = judgement.end.first_rank
     if judgement.candidate is not None:
         rank = judgement.candidate.statement.rank
-    # Changes that this attempt already had are not suggested again: they did not help.
+    # Changes that were already applied to this attempt did not help, so they are not suggested
+    # again.
     applied = judgement.evidence.applied_changes
     changes = signature.changes.items()
     return Verdict(
@@ -61,7 +63,7 @@ def in_words(judgement: Judgement) -> Verdict:
 
 
 def _fix(judgement: Judgement) -> str:
-    """Return what to do: where memory leaks, a Guard's advice, or the fix of the signature."""
+    """Return the fix: the place of a memory leak, a Guard's advice, or the fix of the signature."""
     signature = judgement.signature
     evidence = judgement.evidence
     if signature.id in (endings.NOT_LEARNED, endings.WAITED_FOR_LOADER):
@@ -87,7 +89,7 @@ def _fix(judgement: Judgement) -> str:
 
 
 def _exhibits(judgement: Judgement) -> list[Exhibit]:
-    """Return the evidence, the strongest first, each piece once."""
+    """Return the evidence without duplicates, strongest first."""
     evidence = judgement.evidence
     exhibits: list[Exhibit] = []
     if judgement.doubt is not None and judgement.doubt.candidate is not None:
@@ -106,7 +108,7 @@ def _exhibits(judgement: Judgement) -> list[Exhibit]:
 
 
 def _exhibits_of_cause(candidate: CandidateCause) -> Iterator[Exhibit]:
-    """Yield the statement that shows the cause, then the rest of its chain of exceptions."""
+    """Yield the statement that shows the cause, then other exceptions of its chain."""
     yield quote(candidate.statement, candidate.signature.role)
     others = [statement for statement in candidate.chain if statement is not candidate.statement]
     for statement in others[:_MAX_CHAIN_EXHIBITS]:
@@ -114,7 +116,7 @@ def _exhibits_of_cause(candidate: CandidateCause) -> Iterator[Exhibit]:
 
 
 def _exhibits_of_other_candidates(judgement: Judgement) -> Iterator[Exhibit]:
-    """Yield what confirms the cause, then what followed from it."""
+    """Yield statements that confirm the cause, then statements about its consequences."""
     others = [
         candidate for candidate in judgement.case.candidates if candidate is not judgement.candidate
     ]
@@ -129,14 +131,14 @@ def _exhibits_of_other_candidates(judgement: Judgement) -> Iterator[Exhibit]:
 
 
 def _confirms(candidate: CandidateCause, cause: Signature) -> bool:
-    """Return whether a candidate supports a cause: a root of the same family does."""
+    """Return whether a candidate confirms a cause, because it is a root of the same family."""
     if candidate.signature.id in FALLBACKS or candidate.is_caught:
         return False
     return candidate.signature.role == "root" and candidate.signature.family == cause.family
 
 
 def _missing(judgement: Judgement) -> Iterator[str]:
-    """Yield what would have made the verdict more certain."""
+    """Yield clauses about missing evidence that would have made the verdict more certain."""
     yield from judgement.evidence.missing
     if judgement.signature.role == "cascade":
         yield "the original failure, which is neither in the log nor in the recordings"

@@ -1,4 +1,4 @@
 """Simulate torch's caching allocator.
 
-`replay.replay` replays a trace with `caching.CachingAllocator`. Read `caching`, then `replay`.
+`replay.replay` replays a trace with `caching.CachingAllocator`. Read `caching` first.
 """

@@ -1,10 +1,12 @@
-"""Simulate CUDA's native caching allocator, for one stream.
+"""Simulate torch's native CUDA caching allocator for one stream.
 
-It follows ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.11 to 2.13 step by step: pools,
-segments, best fit, splitting and coalescing. Docstrings name the functions there. It hands out
-numbers, never memory, and expects sizes that are already rounded. Not simulated: several streams,
-user memory pools, CUDA graphs, the settings of ``PYTORCH_ALLOC_CONF``, and the addresses returned
-by `cudaMalloc`, which only break ties.
+The simulation follows ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.11 to 2.13 step by step:
+pools, segments, best fit, splitting and coalescing. Docstrings here name the matching C++ functions
+in parentheses. The simulated allocator hands out addresses, never memory, and expects sizes that
+are already rounded.
+
+Several streams, user memory pools, CUDA graphs, ``PYTORCH_ALLOC_CONF`` settings and the addresses
+returned by `cudaMalloc` are not simulated. These addresses only break ties between free blocks.
 """
 
 from __future__ import annotations
@@ -12,38 +14,38 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-# The constants below are those of c10/core/AllocatorConfig.h of torch 2.13.
-# Every block is a multiple of this (kMinBlockSize).
+# The constants below come from c10/core/AllocatorConfig.h of torch 2.13.
+# Block sizes are multiples of this (kMinBlockSize).
 MIN_BLOCK_BYTES = 512
-# The largest request of the small pool (kSmallSize).
+# Requests of up to this size come from the small pool (kSmallSize).
 SMALL_BYTES = 1 << 20
-# The segments of the small pool (kSmallBuffer).
+# Segment size of the small pool (kSmallBuffer).
 SMALL_SEGMENT_BYTES = 2 << 20
-# The segments into which requests of 1 to 10 MiB are packed (kLargeBuffer).
+# Size of the segments that requests of 1 to 10 MiB share (kLargeBuffer).
 LARGE_SEGMENT_BYTES = 20 << 20
-# Requests of at least this size get their own segment (kMinLargeAlloc).
+# Requests of at least this size get a segment of their own (kMinLargeAlloc).
 MIN_LARGE_BYTES = 10 << 20
-# The size of such a segment is a multiple of this (kRoundLarge).
+# The size of such a segment is rounded up to a multiple of this (kRoundLarge).
 ROUND_LARGE_BYTES = 2 << 20
 
 _UNLIMITED = 1 << 62
-# A key of the free list is (size << _SHIFT) | address: one integer that sorts like torch's
-# std::set<Block*> does, by size and then by address.
+# Keys of the free list are (size << _SHIFT) | address. These integers sort by size and then by
+# address, like the blocks in torch's std::set<Block*>.
 _SHIFT = 64
-# The first addresses of the two pools. Only their order matters.
+# The first addresses of the two pools. They are arbitrary: only the order of addresses matters.
 _FIRST_SMALL_ADDRESS = 1 << 44
 _FIRST_LARGE_ADDRESS = 1 << 54
 
 
 class OutOfDeviceMemoryError(Exception):
-    """No memory is left, even after the whole cache was released.
+    """A request failed even after the whole cache was released.
 
-    torch raises its OutOfMemoryError here.
+    torch raises an OutOfMemoryError at this point.
     """
 
 
 class Block:
-    """A part of a segment."""
+    """A contiguous part of a segment, either allocated or free."""
 
     __slots__ = ("address", "allocated", "following", "pool", "previous", "size")
 
@@ -57,7 +59,7 @@ class Block:
 
     @property
     def is_whole_segment(self) -> bool:
-        """Whether the segment has no other block."""
+        """Whether this block is the only one in its segment."""
         return self.previous is None and self.following is None
 
     def insert_between(self, before: Block | None, after: Block | None) -> None:
@@ -70,7 +72,7 @@ class Block:
             after.previous = self
 
     def merge_free_neighbors(self) -> None:
-        """Merge free neighbors into this block, which is in no free list (try_merge_blocks)."""
+        """Merge free neighbors into this block, which must not be in a pool (try_merge_blocks)."""
         for neighbor in (self.previous, self.following):
             if neighbor is None or neighbor.allocated:
                 continue
@@ -87,8 +89,8 @@ class Pool:
     """The free blocks of one size class, sorted for best fit (BlockPool).
 
     Args:
-        least_remainder: The smallest remainder of a block that is split off.
-        segment_bytes: The size of a segment, except for the largest requests.
+        least_remainder: A block is split if at least this many bytes would be left over.
+        segment_bytes: The size of a segment, except for requests of `MIN_LARGE_BYTES` or more.
         next_address: The address of the next segment.
     """
 
@@ -98,24 +100,25 @@ class Pool:
         self.least_remainder = least_remainder
         self.segment_bytes = segment_bytes
         self.next_address = next_address
-        # The keys of the free blocks in ascending order, and the blocks by key.
+        # The keys of the free blocks, in ascending order.
         self.keys: list[int] = []
+        # The free blocks by key.
         self.blocks: dict[int, Block] = {}
 
     def add(self, block: Block) -> None:
-        """Make a block available (insert_into_blocks)."""
+        """Add a free block (insert_into_blocks)."""
         key = (block.size << _SHIFT) | block.address
         insort(self.keys, key)
         self.blocks[key] = block
 
     def remove(self, block: Block) -> None:
-        """Make a block unavailable."""
+        """Remove a block that is about to be merged or released."""
         key = (block.size << _SHIFT) | block.address
         del self.keys[bisect_left(self.keys, key)]
         del self.blocks[key]
 
     def take_best_fit(self, size: int) -> Block | None:
-        """Take the smallest block that is large enough, or return None (get_free_block)."""
+        """Remove and return the smallest block that is large enough, if any (get_free_block)."""
         index = bisect_left(self.keys, size << _SHIFT)
         if index == len(self.keys):
             return None
@@ -126,11 +129,13 @@ class CachingAllocator:
     """The caching allocator of one device.
 
     Args:
-        cap_bytes: The memory that the driver can provide; None for no limit.
-        addresses: The addresses of the segments in order, if they are known from a recording.
+        cap_bytes: How much memory the driver can provide, or None for no limit.
+        addresses: The addresses of the segments in the order in which they are allocated, if a
+            recording has them.
 
     Attributes:
-        log: The requests to the driver: the action, named as in torch's own traces, and bytes.
+        log: The allocated and freed segments in order. Each entry holds the action, named as in
+            torch's memory snapshots, and the size in bytes.
     """
 
     def __init__(
@@ -156,13 +161,13 @@ class CachingAllocator:
         self.log: list[tuple[str, int]] = []
 
     def allocate(self, size: int) -> Block:
-        """Return a block for a request (malloc, alloc_found_block).
+        """Allocate a block (malloc, alloc_found_block).
 
         Args:
-            size: Bytes, rounded as `replay.round_sizes` does.
+            size: Bytes, rounded by `replay.round_sizes`.
 
         Raises:
-            OutOfDeviceMemoryError: If no memory is left, even after the cache was released.
+            OutOfDeviceMemoryError: If there is not enough memory even after the cache was released.
         """
         pool = self._small if size <= SMALL_BYTES else self._large
         block = pool.take_best_fit(size)
@@ -180,7 +185,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back, and merge it with its free neighbors (free_block)."""
+        """Free a block and merge it with its free neighbors (free_block)."""
         assert block.allocated
         self.allocated_bytes -= block.size
         block.allocated = False
@@ -193,10 +198,10 @@ class CachingAllocator:
             for block in [pool.blocks[key] for key in pool.keys]:
                 if block.is_whole_segment:
                     pool.remove(block)
-                    self._count(-block.size, "segment_free")
+                    self._log_segment(-block.size, "segment_free")
 
     def _new_segment(self, pool: Pool, size: int) -> Block:
-        """Return the block of a new segment, after releasing the cache if necessary (malloc)."""
+        """Allocate a segment and return its only block. Release the cache if necessary (malloc)."""
         block = self._ask_driver(pool, size)
         if block is None:
             self.empty_cache()
@@ -207,7 +212,10 @@ class CachingAllocator:
         return block
 
     def _ask_driver(self, pool: Pool, size: int) -> Block | None:
-        """Return a new segment, or None if memory ran out (alloc_block, get_allocation_size)."""
+        """Return the block of a new segment, or None if the driver refuses it.
+
+        The C++ functions are alloc_block and get_allocation_size.
+        """
         segment_bytes = pool.segment_bytes
         if size >= MIN_LARGE_BYTES:
             segment_bytes = -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
@@ -217,10 +225,10 @@ class CachingAllocator:
         if address is None:
             address = pool.next_address
             pool.next_address += segment_bytes
-        self._count(segment_bytes, "segment_alloc")
+        self._log_segment(segment_bytes, "segment_alloc")
         return Block(pool, address, segment_bytes)
 
-    def _count(self, size: int, action: str) -> None:
+    def _log_segment(self, size: int, action: str) -> None:
         self.reserved_bytes += size
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         self.log.append((action, abs(size)))

@@ -1,8 +1,8 @@
 """Replay a trace with the simulated caching allocator.
 
-A plan fits if this succeeds within the memory of the device. A percentage on top of the
-live bytes would be wrong in both directions: on small models we measured 1.02 to 1.36 times as
-much.
+A plan fits a device if the replay succeeds within the device's memory. Adding a fixed percentage to
+the live bytes instead would be too much for some jobs and too little for others: on small models,
+reserved memory was 1.02 to 1.36 times the live bytes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from holdfast.forecast.allocator.caching import (
     CachingAllocator,
     OutOfDeviceMemoryError,
 )
-from holdfast.forecast.trace.events import live_bytes
+from holdfast.forecast.trace.events import is_allocation, live_bytes, storage_of
 
-# Shape (events,): s + 1 allocates storage s, -(s + 1) frees it.
+# Shape (events,): allocations and frees, encoded as in `Trace.events`.
 Events = npt.NDArray[np.int32]
-# Shape (storages,): bytes as requested.
+# Shape (storages,): the requested bytes of each storage, before rounding.
 Sizes = npt.NDArray[np.int64]
 
 
@@ -32,11 +32,11 @@ class ReplayResult:
 
     Args:
         peak_reserved_bytes: The peak of reserved memory (`torch.cuda.max_memory_reserved`).
-        peak_allocated_bytes: The peak of allocated memory, with rounding
+        peak_allocated_bytes: The peak of allocated memory, in rounded block sizes
             (`torch.cuda.max_memory_allocated`).
-        retries: How often the allocator released its whole cache and tried again
-            (``num_alloc_retries``). Each time is slow.
-        failed_at: Index of the event for which there was no memory; None if there was enough.
+        retries: How often the allocator released its whole cache and retried
+            (``num_alloc_retries``). A retry is slow on a real device.
+        failed_at: Index of the allocation that failed, or None if all succeeded.
     """
 
     peak_reserved_bytes: int
@@ -46,9 +46,9 @@ class ReplayResult:
 
 
 def round_sizes(sizes: Sizes) -> Sizes:
-    """Return the sizes of the blocks for requested sizes (round_size).
+    """Round requested sizes up to block sizes, as torch's ``round_size`` does.
 
-    0 stays 0, because torch does not allocate anything for it.
+    0 stays 0, because torch allocates no block for an empty tensor.
 
     Example:
         >>> round_sizes(np.array([0, 1, 513, 1200 << 10])).tolist()
@@ -62,14 +62,14 @@ def replay(events: Events, sizes: Sizes, *, cap_bytes: int | None = None) -> Rep
 
     Args:
         events: Allocations and frees.
-        sizes: Bytes of each storage, as requested.
-        cap_bytes: How much memory the driver can give; None for any amount.
+        sizes: Requested bytes of each storage.
+        cap_bytes: How much memory the driver can provide, or None for no limit.
 
     Raises:
-        ValueError: If a storage is freed while it is not alive, or allocated while it is.
+        ValueError: If an event allocates a storage that is alive, or frees one that is not.
     """
     allocator = CachingAllocator(cap_bytes=cap_bytes)
-    failed_at = _replay_events(events.tolist(), round_sizes(sizes).tolist(), allocator)
+    failed_at = _replay_events(events, round_sizes(sizes).tolist(), allocator)
     return ReplayResult(
         peak_reserved_bytes=allocator.peak_reserved_bytes,
         peak_allocated_bytes=allocator.peak_allocated_bytes,
@@ -78,15 +78,16 @@ def replay(events: Events, sizes: Sizes, *, cap_bytes: int | None = None) -> Rep
     )
 
 
-def _replay_events(events: list[int], sizes: list[int], allocator: CachingAllocator) -> int | None:
-    """Return the index of the first event for which there is no memory, None if there is none."""
-    # The block of each storage. Those of 0 bytes have none.
+def _replay_events(events: Events, sizes: list[int], allocator: CachingAllocator) -> int | None:
+    """Return the index of the first allocation that fails, or None if all succeed."""
+    # The block of each live storage. A storage of 0 bytes has no block.
     live: list[Block | None] = [None] * len(sizes)
-    for index, event in enumerate(events):
-        storage = abs(event) - 1
+    storages = storage_of(events).tolist()
+    allocates = is_allocation(events).tolist()
+    for index, storage in enumerate(storages):
         size = sizes[storage]
         block = live[storage]
-        if event > 0:
+        if allocates[index]:
             if block is not None:
                 raise ValueError(f"event {index} allocates storage {storage}, which is alive")
             if size:
@@ -103,11 +104,11 @@ def _replay_events(events: list[int], sizes: list[int], allocator: CachingAlloca
 
 
 def smallest_cap_bytes(events: Events, sizes: Sizes, *, step_bytes: int = 32 << 20) -> int:
-    """Return how much memory the driver must provide for a trace.
+    """Return how much memory the driver must provide for a trace, found by bisection.
 
-    This cap is sufficient, and one that is smaller by `step_bytes` is not. It need not be the
-    smallest sufficient cap: a retry changes the order of the free blocks, so a larger cap may fail
-    where a smaller one succeeds.
+    The result is a sufficient cap, and some cap that is at most `step_bytes` smaller fails. It is
+    not always the smallest sufficient cap: releasing the cache changes the order of the free
+    blocks, so a larger cap may fail where a smaller one succeeds.
     """
     sufficient = replay(events, sizes).peak_reserved_bytes
     insufficient = int(live_bytes(events, sizes, MIN_BLOCK_BYTES).max(initial=0)) - 1

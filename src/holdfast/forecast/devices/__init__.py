@@ -1,4 +1,4 @@
-"""The memory and speed of GPUs, and the duration of a step on them.
+"""The memory and speed of GPUs, and estimates of how long a step takes on them.
 
 Entry points: `catalogue.find_device` and `timing.step_seconds`. The figures and their sources are
 in ``devices.yaml``.

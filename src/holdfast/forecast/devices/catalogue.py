@@ -1,7 +1,7 @@
-"""The catalogue of devices: their usable memory and their speed.
+"""The catalog of devices, with the usable memory and the speed of each.
 
-The figures are in ``devices.yaml``, each with its source. `find_device` takes the name of a device,
-as people or torch write it, or a size such as ``24GiB``.
+The figures and their sources are in ``devices.yaml``. `find_device` accepts a device name, spelled
+as people or torch spell it, or a size such as ``24GiB``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ GIB = 1 << 30
 _ROUNDING_BYTES = 5 << 20
 _UNITS = {"gib": GIB, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)\s*", re.IGNORECASE)
-# Vendor words and separators that do not matter in a name.
+# Vendor names and separators, which are ignored when device names are compared.
 _IGNORED_IN_NAMES = re.compile(r"nvidia|geforce|rtx|tesla|[\s_-]+")
-# Compute capability of Ampere, the first of NVIDIA's architectures with bf16.
+# Compute capability of Ampere, the first NVIDIA architecture that supports bf16.
 _FIRST_WITH_BF16 = (8, 0)
 
 
@@ -33,21 +33,21 @@ class Device:
     """The memory and speed of a device.
 
     Args:
-        name: Its name in the catalogue, or a size.
-        usable_bytes: The total reported by `torch.cuda.mem_get_info`, which is available to
-            processes.
-        context_bytes: The part that a training process uses outside of torch's allocator: context,
-            kernels, libraries.
-        cublas_workspace_bytes: The workspace of one cuBLAS handle, which torch's allocator holds
-            from the first matrix product on.
+        name: The device's name in the catalog, or a size such as ``24GiB``.
+        usable_bytes: The memory that all processes together can use: the total reported by
+            `torch.cuda.mem_get_info`.
+        context_bytes: The part of it that a training process uses outside torch's allocator, for
+            the CUDA context, kernels and libraries.
+        cublas_workspace_bytes: The workspace of one cuBLAS handle. torch's allocator holds it from
+            the first matrix product on.
         bandwidth: Memory bandwidth in bytes per second.
-        flops: Operations per second by ``"fp32"``, ``"tf32"``, ``"bf16"`` and ``"fp16"``; see
-            `flops_per_second`.
-        capability: CUDA's compute capability, such as ``(8, 9)``.
-        is_measured: Whether forecasts were compared with real runs on this device. The figures of
-            other devices come from public messages, so more memory is kept free on them.
-        sources: Where the figures come from, by ``"usable"``, ``"context"``, ``"rates"``,
-            ``"cublas"`` and ``"cublaslt"``.
+        flops: Floating-point operations per second. The keys are ``"fp32"``, ``"tf32"``,
+            ``"bf16"`` and ``"fp16"``, as far as the device has units for them.
+        capability: The CUDA compute capability, such as ``(8, 9)``.
+        is_measured: Whether forecasts were compared with real runs on this device. The figures for
+            all other devices come from public error messages, so their margin is larger.
+        sources: Where the figures come from. The keys are ``"usable"``, ``"context"``,
+            ``"rates"``, ``"cublas"`` and ``"cublaslt"``.
     """
 
     name: str
@@ -62,19 +62,19 @@ class Device:
 
     @property
     def available_bytes(self) -> int:
-        """The memory that torch's allocator can get from the driver."""
+        """The bytes that torch's allocator can get from the driver."""
         return self.usable_bytes - self.context_bytes
 
     @property
     def has_bf16(self) -> bool:
-        """Whether the device computes in bf16."""
+        """Whether the device has bf16 units."""
         return self.capability >= _FIRST_WITH_BF16
 
     def flops_per_second(self, dtype: str) -> float:
-        """Return the dense rate for a type of `trace.events.DTYPES`.
+        """Return the operations per second in one of `trace.events.DTYPES`, without sparsity.
 
-        A type without dedicated units has the rate of fp32. Training GPUs reach 1/2 to 1/64 of that
-        rate in fp64; we use 1/2 because few models use fp64.
+        A type without dedicated units runs at the fp32 rate. In fp64, training GPUs reach 1/2 to
+        1/64 of the fp32 rate. We use 1/2, because few models use fp64.
         """
         if dtype == "fp64":
             return self.flops["fp32"] / 2
@@ -82,11 +82,11 @@ class Device:
 
 
 def find_device(text: str) -> Device:
-    """Return the device with a name or size given by a user.
+    """Return the device with a name or size that the user passed.
 
     Args:
-        text: A name such as ``RTX 4090``, ``A100-80GB`` or ``NVIDIA H100 PCIe``, or a size such as
-            ``24GiB``: all memory that is available to processes on an unknown device.
+        text: A name such as ``RTX 4090``, ``A100-80GB`` or ``NVIDIA H100 PCIe``. Or a size such as
+            ``24GiB``, for a device that is not in the catalog: its usable memory.
 
     Raises:
         PolicyError: H416 if no device has that name, or the size is less than 1 GiB.
@@ -96,16 +96,16 @@ def find_device(text: str) -> Device:
         return _find_by_name(text)
     if size_bytes < GIB:
         raise PolicyError(
-            f"device size {text!r}",
-            limit="a device has 1 GiB or more",
-            fix="write the size as 24GiB.",
+            f"device size {text!r} is too small",
+            limit="a device must have at least 1 GiB",
+            fix="pass the device's memory, for example 24GiB.",
             rule="H416",
         )
     return _unknown_device(size_bytes)
 
 
 def bytes_in(text: str) -> int | None:
-    """Return the bytes in a text such as ``"24GiB"`` or ``"500 MB"``; None if it is not a size."""
+    """Parse a size such as ``"24GiB"`` or ``"500 MB"``. Return bytes, or None if it is no size."""
     match = _SIZE.fullmatch(text)
     if match is None:
         return None
@@ -118,33 +118,34 @@ def _find_by_name(name: str) -> Device:
         return device
     names = ", ".join(dict.fromkeys(device.name for device in _catalogue().values()))
     raise PolicyError(
-        f"device {name!r}",
-        limit=f"known are: {names}",
+        f"unknown device {name!r}",
+        limit=f"the known devices are {names}",
         fix="use one of these names, or a size such as 24GiB.",
         rule="H416",
     )
 
 
 def _plain(name: str) -> str:
-    """Return a name without the parts that people and torch write differently."""
+    """Return a device name without the parts that people and torch spell differently."""
     return _IGNORED_IN_NAMES.sub("", name.lower())
 
 
 def _unknown_device(size_bytes: int) -> Device:
-    """Return an unknown device with this much memory.
+    """Return a device that is not in the catalog and has this much memory.
 
-    It resembles the device since Ampere that is nearest in size, but has the largest context
-    and the lowest capability of these devices. Older devices have no bf16 and half the context, and
-    are rarely meant by a size.
+    Its figures are those of the device with bf16 (Ampere or later) that is nearest in size, but
+    with the largest context and the lowest capability of all such devices. Devices before Ampere
+    are ignored: they have no bf16 and about half the context, and few users who pass a size mean
+    one of them.
     """
     candidates = [device for device in _catalogue().values() if device.has_bf16]
     nearest = min(candidates, key=lambda device: abs(device.usable_bytes - size_bytes))
     sources = {
-        figure: f"that of {nearest.name}, the nearest by size: {source}"
+        figure: f"same as {nearest.name}, the nearest device by size: {source}"
         for figure, source in nearest.sources.items()
     }
-    sources["usable"] = "as given"
-    sources["context"] = "the largest of the catalogue's NVIDIA devices"
+    sources["usable"] = "the requested size"
+    sources["context"] = "the largest context of any device with bf16 in the catalog"
     return replace(
         nearest,
         name=f"{size_bytes / GIB:.4g}GiB",
@@ -161,7 +162,7 @@ def _unknown_device(size_bytes: int) -> Device:
 
 @functools.cache
 def _catalogue() -> dict[str, Device]:
-    """Return the devices by each of their names, as `_plain` writes it."""
+    """Return the devices by name and alias. The keys are normalized by `_plain`."""
     text = resources.files(__package__).joinpath("devices.yaml").read_text(encoding="utf-8")
     tables = yaml.safe_load(text)
     devices: dict[str, Device] = {}
@@ -177,8 +178,9 @@ def _read_device(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> Device:
     cublas = next(rule for rule in tables["cublas_workspaces"] if major >= rule["from_major"])
     return Device(
         name=entry["name"],
-        # The true usable memory may be smaller than in the message. The context may be larger,
-        # because it is the difference of two such figures.
+        # Figures in error messages are rounded. The usable memory may therefore be smaller than
+        # stated. The context may be larger, by up to two rounding errors, because it is the
+        # difference between two such figures.
         usable_bytes=int(entry["usable_gib"] * GIB) - _ROUNDING_BYTES,
         context_bytes=int(entry["context_gib"] * GIB) + 2 * _ROUNDING_BYTES,
         cublas_workspace_bytes=cublas["bytes"],

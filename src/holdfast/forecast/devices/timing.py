@@ -1,9 +1,10 @@
-"""Estimate how long a step takes on a device: well enough to rank plans, not to predict times.
+"""Estimate how long a step takes on a device, accurately enough to rank plans.
 
-It is a roofline. An operation takes as long as its arithmetic or its traffic, whichever is longer,
-and at least as long as the host needs to launch it, because eager operations are launched one by
-one while the device runs earlier ones. So larger micro-batches are more efficient: more samples
-share the launches, the optimizer's step and the reading of the weights.
+The estimate is a roofline model. An operation takes as long as its arithmetic or its memory
+traffic, whichever is longer. It also takes at least as long as the host needs to launch it, because
+eager operations are launched one by one while the device runs earlier ones. Larger micro-batches
+are therefore more efficient: more samples share the launches, the reads of the weights and the
+optimizer's update.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ import numpy.typing as npt
 from holdfast.forecast.devices.catalogue import Device
 from holdfast.forecast.trace.events import DTYPES, PHASES, Trace
 
-# The share of the data sheet's dense rate that large matrix products reach: A100 SXM 87 %, GH200
-# 84 %, A100 PCIe 81 %, H100 SXM 80 % (stas00/ml-engineering, "Maximum Achievable Matmul FLOPS
-# comparison table", torch 2.5 to 2.7).
+# The fraction of the datasheet's dense rate that large matrix products reach: 87 % on A100 SXM,
+# 84 % on GH200, 81 % on A100 PCIe and 80 % on H100 SXM (stas00/ml-engineering, "Maximum Achievable
+# Matmul FLOPS comparison table", torch 2.5 to 2.7).
 COMPUTE_EFFICIENCY = 0.8
-# The share of the data sheet's bandwidth that large transfers reach: 0.90 for the A100 above 100 MB
+# The fraction of the datasheet's bandwidth that large transfers reach: 0.90 on an A100 above 100 MB
 # (calculon-ai/calculon, systems/a100_80g.json, "MB_efficiency").
 BANDWIDTH_EFFICIENCY = 0.9
-# Host time of one eager operation, from Python to the driver: 5 to 25 µs for a matrix
-# product on an H100 (jiahuanglin.xyz, GPU kernel lessons, 18 "From PyTorch op to kernel launch").
-# This is the geometric mean, rounded.
+# Host time for launching one eager operation. A matrix product on an H100 takes 5 to 25 µs from
+# Python to the driver (jiahuanglin.xyz, GPU kernel lessons, 18 "From PyTorch op to kernel launch").
+# 10 µs is the rounded geometric mean.
 LAUNCH_SECONDS = 10e-6
 
 _OPTIMIZER = PHASES.index("optimizer")
 
 
 def operation_seconds(trace: Trace, device: Device) -> npt.NDArray[np.float64]:
-    """Return how long each operation of a step takes, in seconds; shape ``(operations,)``."""
+    """Return the estimated seconds of each operation in a step, shape ``(operations,)``."""
     rates = np.array([device.flops_per_second(dtype) for dtype in DTYPES])
     arithmetic = trace.flops / (rates[trace.dtype] * COMPUTE_EFFICIENCY)
     traffic = trace.moved_bytes / (device.bandwidth * BANDWIDTH_EFFICIENCY)
@@ -38,12 +39,12 @@ def operation_seconds(trace: Trace, device: Device) -> npt.NDArray[np.float64]:
 
 
 def step_seconds(trace: Trace, device: Device, *, micro_steps: int = 1) -> float:
-    """Return how long an optimizer step takes, in seconds.
+    """Return the estimated seconds of an optimizer step.
 
     Args:
-        trace: A step with one forward and backward pass.
+        trace: A step with one micro-batch.
         device: The device.
-        micro_steps: How many such passes the step has.
+        micro_steps: How many micro-batches the step has.
     """
     seconds = operation_seconds(trace, device)
     is_optimizer = trace.operation_phase == _OPTIMIZER

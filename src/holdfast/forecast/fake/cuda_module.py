@@ -12,8 +12,8 @@ import torch
 
 from holdfast.forecast.fake.guesses import Guesses
 
-# The properties of an A100 with 80 GB (NVIDIA A100 whitepaper, table 4). Code that reads them is
-# recorded as an assumption with its line.
+# The properties of an A100 with 80 GB (NVIDIA A100 whitepaper, table 4). If user code reads them,
+# this is recorded as an assumption, with the line of code.
 _TOTAL_BYTES = 80 * 2**30
 _CAPABILITY = (8, 0)
 _PROPERTIES = SimpleNamespace(
@@ -26,14 +26,14 @@ _PROPERTIES = SimpleNamespace(
     is_integrated=False,
     is_multi_gpu_board=False,
 )
-# Commands, which do nothing.
+# Functions that do nothing and return None.
 _COMMANDS = (
     "init _lazy_init set_device synchronize empty_cache ipc_collect set_stream"
     " reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached"
     " reset_accumulated_memory_stats set_per_process_memory_fraction _record_memory_history"
     " manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all set_sync_debug_mode"
 )
-# The answers of commands and plain queries of ``torch.cuda``.
+# Functions of ``torch.cuda``, by the constant that they return.
 _PLAIN_ANSWERS: tuple[tuple[Any, str], ...] = (
     (None, _COMMANDS),
     (
@@ -48,12 +48,13 @@ _PLAIN_ANSWERS: tuple[tuple[Any, str], ...] = (
     ("", "memory_summary"),
     ([], "memory_snapshot"),
 )
-# Answered with 0.
+# Memory statistics, which are all 0.
 _MEMORY_IN_USE = (
     "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached"
     " max_memory_cached utilization"
 )
-# Memory may depend on these answers, so each is recorded as an assumption.
+# Constants that user code may base its memory use on, for example to choose a batch size. Each call
+# is therefore recorded as an assumption.
 _ASSUMED_ANSWERS = {
     **dict.fromkeys(_MEMORY_IN_USE.split(), 0),
     "mem_get_info": (_TOTAL_BYTES, _TOTAL_BYTES),
@@ -67,16 +68,16 @@ class Patches(contextlib.ExitStack):
     """Replaces attributes of modules and classes until the context ends."""
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute, or add it."""
+        """Replace an attribute, or add it if it does not exist."""
         self.enter_context(mock.patch.object(owner, name, value, create=True))
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Replace a callable, if this torch has it.
+        """Wrap a function or method. Do nothing if this version of torch does not have it.
 
         Args:
-            owner: Its module or class.
-            name: Its name.
-            wrapper: Called instead, with the original callable before the arguments.
+            owner: The module or class to which the function belongs.
+            name: The function's name.
+            wrapper: Called instead, with the original function before the arguments.
         """
         original = getattr(owner, name, None)
         if original is None:
@@ -89,9 +90,10 @@ class Patches(contextlib.ExitStack):
 
 
 class _IdleStream:
-    """Stands in for streams, on which nothing runs, and for events, which have all happened.
+    """Replaces both ``torch.cuda.Stream`` and ``torch.cuda.Event``.
 
-    User code calls these methods if it copies batches ahead or measures its own time.
+    Every stream is idle, and every event is complete. User code uses streams and events to prefetch
+    batches and to measure time.
     """
 
     device = torch.device("cuda", 0)
@@ -133,8 +135,8 @@ def install_cuda_module(patches: Patches, guesses: Guesses) -> None:
     """Make ``torch.cuda`` look like a single idle GPU.
 
     Args:
-        patches: Undoes the replacements when it ends.
-        guesses: Collects assumptions about answers on which memory may depend.
+        patches: Undoes the replacements when its context ends.
+        guesses: Collects the assumptions made by `_ASSUMED_ANSWERS`.
     """
     answers = _answers(guesses)
     for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random):
@@ -175,7 +177,7 @@ def _constant(answer: Any) -> Callable[..., Any]:
 
 def _assuming(name: str, answer: Any, guesses: Guesses) -> Callable[..., Any]:
     def ask(*_: Any, **__: Any) -> Any:
-        guesses.assume(f"torch.cuda.{name}() was answered with {answer}")
+        guesses.assume(f"torch.cuda.{name}() was assumed to return {answer}")
         return answer
 
     return ask

@@ -1,8 +1,8 @@
-"""Run operators whose result or shape depends on values.
+"""Run operators whose result or result shape depends on the values of tensors.
 
-They use known values first (`known_values`), then answers of `guesses`. A result with an unknown
-number of elements gets the largest possible number, so that a plan holds for the worst case.
-Operators without a rule are refused; their errors are here too.
+Known values are used if there are any (`known_values`), and otherwise answers from `guesses`. A
+result with an unknown number of elements gets the largest possible number, so that the plan holds
+in the worst case. An operator without a rule raises one of the errors at the end of this module.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ def answer(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     Args:
         mode: The `ForecastMode`.
         func: The operator's overload.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        args: The operator's positional arguments.
+        kwargs: The operator's keyword arguments.
 
     Returns:
-        A number or a fake tensor; NotImplemented for other operators.
+        A number or a fake tensor. NotImplemented if the result does not depend on values, or if
+        this module has no rule for the operator.
     """
     if func in (aten._local_scalar_dense.default, aten.item.default):
         return _scalar(mode, args[0])
@@ -63,9 +64,9 @@ def _scalar(mode: Any, tensor: torch.Tensor) -> bool | int | float | complex:
 
 
 def _dynamic_shape(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of an operator whose shape depends on values, or NotImplemented."""
-    if _names_its_size(func, args, kwargs):
-        # torch's own rule computes the shape.
+    """Return the result of an operator whose result shape depends on values, or NotImplemented."""
+    if _output_size_is_given(func, args, kwargs):
+        # The caller passed the size, so torch's own fake kernel can compute the shape.
         return NotImplemented
     values = mode.known_values.evaluate(func, args, kwargs)
     if values is not NotImplemented:
@@ -79,7 +80,7 @@ def _dynamic_shape(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[st
         return worst_case(mode, *args, **kwargs)
 
 
-def _names_its_size(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _output_size_is_given(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if kwargs.get("output_size") is not None:
         return True
     return func is aten.repeat_interleave.Tensor and len(args) > 1
@@ -117,27 +118,33 @@ _WORST_CASES: dict[Any, Callable[..., Any]] = {
 
 
 def undecidable(func: Any) -> PolicyError:
-    """Return the error for an operator that depends on values and has no rule for that (H424)."""
+    """Return the error for an operator that depends on values but has no rule here (H424)."""
     return PolicyError(
-        f"the result of {func.name()} depends on values{_at_running_line()}",
-        limit="a forecast knows shapes only, and has no rule for the worst case of this operator",
+        f"the result of {func.name()} depends on the values of its inputs{_at_running_line()}",
+        limit=(
+            "a forecast knows only the shapes of tensors, and has no rule for the worst case of"
+            " this operator"
+        ),
         fix=(
-            "compute it from integer tensors on the host, whose values are known, or use an"
-            " operator whose result has a fixed size"
+            "compute the result from integer tensors on the CPU, whose values are known, or use an"
+            " operator whose result has a fixed size."
         ),
         rule="H424",
     )
 
 
 def missing_rule(func: Any) -> PolicyError:
-    """Return the error for an operator without a rule for the shapes of its results (H422)."""
+    """Return the error for an operator without a fake kernel (H422)."""
     name = func.name().rsplit(".default", 1)[0]
     return PolicyError(
-        f"operator {name} has no rule for the shapes of its results{_at_running_line()}",
-        limit="without a rule, its memory can be known only by running it",
+        f"operator {name} has no fake kernel{_at_running_line()}",
+        limit=(
+            "a forecast runs no real kernels, so each operator needs a fake one that returns empty"
+            " tensors of the right shapes"
+        ),
         fix=(
-            "where the operator is defined, register a rule that returns empty tensors of the right"
-            f' shapes: torch.library.register_fake("{name}")(lambda x: torch.empty_like(x))'
+            "where the operator is defined, register a fake kernel, for example"
+            f' torch.library.register_fake("{name}")(lambda x: torch.empty_like(x))'
         ),
         rule="H422",
     )

@@ -1,11 +1,11 @@
-"""A device without memory, on which a training step runs with shapes only, as it would on CUDA.
+"""The fake device, on which a training step runs as it would on CUDA, but with shapes only.
 
-The device uses torch's slot for foreign backends (PrivateUse1): autograd, autocast and every C++
-composite treat its tensors like a GPU's. The slot cannot be unregistered, so use it in a separate
-process.
+The device is registered as a custom backend (torch's ``PrivateUse1``), so that autograd, autocast
+and C++ composite operators treat its tensors like those on a GPU. A backend cannot be unregistered,
+so use the device in a separate process.
 
-The answers to questions about values are in `data_dependent`; how CUDA looks to user code is
-defined in `stand_ins`; the kernels that CUDA would choose are in `forecast.kernels`.
+Questions about values are answered in `data_dependent`. `stand_ins` makes the device look like CUDA
+to user code. The kernels that CUDA would choose are in `forecast.kernels`.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NO_FAKE_IMPLEMENTATION = "no fake impl registered"
 
 _registered = False
-# FakeTensorMode's __torch_dispatch__ without its guard against torch.compile, which takes as long
-# as the dispatch itself.
+# FakeTensorMode's __torch_dispatch__, without the check for torch.compile. That check takes as long
+# as the dispatch.
 _dispatch = getattr(FakeTensorMode, "dispatch", FakeTensorMode.__torch_dispatch__)
 
 
 class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A fake tensor mode with a fake device instead of CUDA, which answers questions about values.
+    """A fake tensor mode that replaces CUDA with a fake device and answers questions about values.
 
     Args:
         device: The device that replaces ``"cuda"``.
@@ -60,12 +60,12 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.fake_device = device
         self.guesses = guesses
         self.known_values = KnownValues()
-        # Fake kernels that are preferred to torch's own, by overload.
+        # Fake kernels by operator overload. They take precedence over torch's own fake kernels.
         self.kernels: Mapping[Any, Callable[..., Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled here, so the guard against torch.compile is not needed.
+        # Skip the check for torch.compile: no compiled code runs in this mode.
         return False
 
     @property
@@ -81,8 +81,8 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForecastMode:
-        # A copied fake parameter would come with a copied mode, and each use would create a new
-        # storage.
+        # Copies of fake parameters must share this mode. With a copied mode, each use of such a
+        # parameter would create a new storage.
         return self
 
     def __torch_dispatch__(
@@ -94,10 +94,11 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operator on fake tensors.
 
-        The first of these that has an answer is used: an answer to a question about values
-        (`data_dependent`), the kernel that CUDA would choose (`kernels`), torch's fake kernel.
+        The result comes from the first of these that supports the operator: `data_dependent`, for
+        operators that depend on values; `kernels`, which emulate the kernels that CUDA would
+        choose; torch's own fake kernels.
         """
-        # These operators receive a real tensor, a constant in the user's code.
+        # Lift operators receive a real tensor, such as a `torch.tensor` constant in user code.
         is_lift = func in self.lift_fns
         args = tuple(self._make_local(arg, is_lift=is_lift) for arg in args)
         kwargs = {
@@ -121,17 +122,18 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _run_fake(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run torch's fake kernel of an operator.
+        """Run an operator's own fake kernel.
 
         Raises:
-            PolicyError: H422 if there is none, H424 if its result depends on values.
+            PolicyError: H422 if the operator has no fake kernel, H424 if its result depends on
+                values.
         """
         try:
             return _dispatch(self, func, types, args, kwargs)
         except fake_tensor.UnsupportedOperatorException as error:
             if func._schema.returns or not func._schema.is_mutable:
                 raise data_dependent.missing_rule(func) from error
-            # It only writes to its arguments, like fused optimizers.
+            # The operator only writes to its arguments, as fused optimizers do.
             return None
         except (
             fake_tensor.DynamicOutputShapeException,
@@ -144,7 +146,7 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             raise data_dependent.missing_rule(func) from error
 
     def _make_local(self, arg: Any, *, is_lift: bool) -> Any:
-        """Return an argument with the fake device for CUDA, and fake tensors for real ones."""
+        """Replace CUDA devices and real tensors in an argument with the fake device and tensors."""
         if isinstance(arg, torch.device):
             return stand_ins.redirected(arg, self.fake_device)
         if isinstance(arg, torch.Tensor):
@@ -154,7 +156,7 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return arg
 
     def _fake_twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a fake tensor for a real one, whose values are known."""
+        """Return a fake copy of a real tensor, and remember the values."""
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             return tensor
         twin: torch.Tensor = self.from_tensor(tensor)
@@ -167,20 +169,20 @@ def _is_real_tensor(arg: object) -> bool:
 
 
 class AddedAutocast(torch.autocast):
-    """The autocast of a forecast's precision. Its class distinguishes it from the job's own."""
+    """The autocast that a forecast adds, as opposed to autocasts in the job's own code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastDevice:
-    """The fake device within its context.
+    """An active fake device, as yielded by `forecast_device`.
 
     Args:
-        device: ``forecast:0``, which is ``cuda:0`` to user code, or ``cpu``.
-        mode: The fake mode, which is active.
+        device: ``forecast:0``, which user code sees as ``cuda:0``; or ``cpu``.
+        mode: The active fake tensor mode.
         route: ``"privateuse1"`` or ``"cpu"``; see `forecast_device`.
         precision: A key of `PRECISIONS`.
-        guesses: The answers to questions about values.
-        uncalibrated: Collects by how much figures about kernels may be too low.
+        guesses: Answers questions about values, and collects the assumptions behind the answers.
+        uncalibrated: Collects how much more scratch memory kernels may need than was forecast.
     """
 
     device: torch.device
@@ -192,23 +194,23 @@ class ForecastDevice:
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
-        """The assumptions so far."""
+        """All assumptions made so far."""
         return self.guesses.assumptions
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the autocast of the precision on this device, which does nothing for fp32."""
+        """Return the autocast for this device's precision. For fp32, it does nothing."""
         dtype = PRECISIONS[self.precision]
         if dtype is None:
             return contextlib.nullcontext()
         return AddedAutocast(self.device.type, dtype=dtype)
 
     def place(self, *modules: nn.Module) -> None:
-        """Move modules, real or fake, to this device in place.
+        """Move modules to this device in place. Their parameters may be real or fake.
 
-        Parameters stay the same objects, so tied ones stay tied.
+        Parameters stay the same objects, so tied parameters stay tied.
 
         Raises:
-            PolicyError: H426, if user code holds autograd nodes of moved parameters.
+            PolicyError: H426 if user code holds autograd nodes of moved parameters.
         """
         for module in modules:
             placement.place(module, self.device)
@@ -219,15 +221,15 @@ class ForecastDevice:
 def forecast_device(
     route: str = "privateuse1", precision: str = "fp32"
 ) -> Iterator[ForecastDevice]:
-    """Run code with shapes only within the context.
+    """Run code with fake tensors, which have only shapes, within the context.
 
     Args:
-        route: ``"privateuse1"`` for a device that represents a GPU; ``"cpu"`` for the host without
-            CUDA, for comparison with real runs.
+        route: ``"privateuse1"`` for a fake device that represents a GPU. ``"cpu"`` for a host
+            without CUDA, whose forecasts can be compared with real runs on the CPU.
         precision: A key of `PRECISIONS`.
 
     Raises:
-        PolicyError: H423, if this torch has no slot for the device.
+        PolicyError: H423 if this version of torch does not support the fake device.
     """
     stands_for_gpu = route == "privateuse1"
     guesses = Guesses()
@@ -266,13 +268,13 @@ def forecast_device(
 
 @contextlib.contextmanager
 def _quiet_and_without_gpus() -> Iterator[None]:
-    """Hide GPUs, and keep torch from logging every error raised by fake tensors."""
+    """Hide real GPUs, and silence torch's log of errors in fake kernels."""
     log = logging.getLogger(fake_tensor.__name__)
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), mock.patch.dict("os.environ", CUDA_VISIBLE_DEVICES=""):
-            # copy.deepcopy accesses it.
+            # copy.deepcopy accesses the data pointer.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
     finally:
@@ -281,7 +283,10 @@ def _quiet_and_without_gpus() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _foreach_for_fake_tensors() -> Iterator[None]:
-    """Let optimizers and clipping choose their foreach kernels, which depends on the exact type."""
+    """Let optimizers and gradient clipping use their foreach kernels for fake tensors.
+
+    They do so only for certain tensor classes.
+    """
     with contextlib.ExitStack() as stack:
         for module in (optimizer_module, _foreach_utils):
             types = getattr(module, "_foreach_supported_types", None)
@@ -291,10 +296,10 @@ def _foreach_for_fake_tensors() -> Iterator[None]:
         yield
 
 
-# --- torch's slot for the device ------------------------------------------------------------------
+# --- registering the device with torch ------------------------------------------------------------
 
-# The functions that torch expects in a backend's module. User code does not see them, and no random
-# number is drawn.
+# The functions that torch expects in a backend's module. They are stubs: user code does not call
+# them, and the device draws no random numbers.
 _BACKEND = SimpleNamespace(
     is_initialized=lambda: True,
     is_available=lambda: True,
@@ -320,27 +325,27 @@ def _register() -> None:
 
         setup(DEVICE_NAME, backend_module=_BACKEND)
     except (ImportError, RuntimeError, AttributeError, TypeError) as error:
-        raise _no_slot(error) from error
+        raise _unsupported_torch(error) from error
     _registered = True
 
 
 def _probe(device: torch.device) -> None:
-    """Run a minimal step to find out whether this torch supports the device.
+    """Run a minimal step to check that this version of torch supports the device.
 
-    This also starts autograd's engine, which must happen while the device exists.
+    The step also starts autograd's engine, which must happen while the device exists.
     """
     try:
         weight = torch.empty(2, 2, device=device, requires_grad=True)
         torch.autograd.backward((weight @ weight).sum())
     except (RuntimeError, NotImplementedError, AssertionError) as error:
-        raise _no_slot(error) from error
+        raise _unsupported_torch(error) from error
 
 
-def _no_slot(error: Exception) -> PolicyError:
+def _unsupported_torch(error: Exception) -> PolicyError:
     reason = str(error).splitlines()[0]
     return PolicyError(
-        f"torch {torch.__version__} has no slot for a forecast's device: {reason}",
-        limit="a step can be traced only on a device that represents a GPU",
-        fix="use torch 2.11 to 2.15, and no other backend in Python",
+        f"torch {torch.__version__} does not support the fake device of a forecast: {reason}",
+        limit="a forecast registers its fake device as torch's PrivateUse1 backend",
+        fix="use torch 2.11 to 2.15, and do not register another PrivateUse1 backend.",
         rule="H423",
     )

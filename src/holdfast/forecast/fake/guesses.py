@@ -1,9 +1,9 @@
-"""Answer code that reads the values of a fake tensor, and record all such answers.
+"""Answer questions of user code about the values of fake tensors, and record the assumptions made.
 
-A trace has shapes but no values. Most questions have a safe answer (is the loss finite?) or one
-that a plan wants (how many rows does a mask leave? all of them, at worst). Every other question is
-answered by a rule and recorded with the line that asked. If the code raises after an answer, that
-line gets the other answer.
+Fake tensors have shapes but no values. Many questions have an obvious answer: the loss is finite.
+Others have a worst case, which is what a plan needs: a mask keeps every row. All remaining
+questions get a default answer, which is recorded with the line of code that asked. If the step
+raises after a question got the default answer True, it is retried with the answer False.
 
 Answers that follow from known values are in `known_values`.
 """
@@ -18,56 +18,57 @@ from holdfast.core.errors import PolicyError
 from holdfast.forecast.trace.attribution import running_line
 from holdfast.forecast.trace.events import Assumption
 
-# The most answers to one line in a step. A loop that waits for a tensor would never end, and no
-# training step is known to ask this often.
+# How often one line may ask in a step. Without a limit, a loop that waits for the answer to change
+# would never end. We know of no training step that asks this often.
 _MOST_ANSWERS = 10_000
-# Modules between the line that asks and this one.
+# Prefixes of internal modules, which may be on the stack between the asking code and this module.
 _PLUMBING = ("torch._", "torch.utils._", "holdfast.")
 
 
 class Guesses:
-    """Answers questions about values, which a trace does not have."""
+    """Answers questions about unknown values, and collects the assumptions behind the answers."""
 
     def __init__(self) -> None:
-        # The lines that asked for an unknown bool, in the order of their first question:
-        # "model.py:31 in forward".
+        # The lines of user code that asked for an unknown bool, such as "model.py:31 in forward",
+        # ordered by their first question.
         self.asked: dict[str, None] = {}
-        # Those of `asked` that are answered with False.
+        # The lines whose questions are answered with False instead of True.
         self.answered_false: set[str] = set()
         self._assumptions: dict[Assumption, None] = {}
         self._questions: Counter[str] = Counter()
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
-        """The assumptions so far, each one once."""
+        """The assumptions made so far, without duplicates."""
         return tuple(self._assumptions)
 
     def assume(self, what: str, line: str | None = None) -> None:
-        """Record an assumption, at the running line unless another one is given."""
+        """Record an assumption. By default, it is attributed to the running line of user code."""
         if line is None:
             line = running_line()
         self._assumptions.setdefault(Assumption(what=what, line=line))
 
     def answer_false(self, line: str) -> None:
-        """Answer a line with False from now on, and drop what was assumed there."""
+        """Answer all questions of a line with False from now on, and drop its assumptions."""
         self.answered_false.add(line)
         self._assumptions = {
             assumption: None for assumption in self._assumptions if assumption.line != line
         }
 
     def begin_step(self) -> None:
-        """Reset how often each line has asked."""
+        """Reset the count of questions per line."""
         self._questions.clear()
 
     def decide(self, *, expected: bool | None = None, why: str = "") -> bool:
         """Answer ``bool(tensor)``.
 
         Args:
-            expected: The expected answer, if known.
+            expected: The answer that `KnownValues` inferred, or None.
             why: The assumption behind `expected`.
 
         Raises:
-            PolicyError: H424, if a loop waits for the answer to change.
+            PolicyError: H424 if one line asks so often that it must be a loop that waits for the
+                answer to change.
         """
         line = running_line()
         if line not in self.answered_false and expected is not None:
@@ -77,9 +78,9 @@ class Guesses:
         self._questions[line] += 1
         if self._questions[line] > _MOST_ANSWERS:
             raise PolicyError(
-                f"a loop read its condition from a tensor {_MOST_ANSWERS} times, at {line}",
+                f"a loop read its condition from a tensor {_MOST_ANSWERS:,} times, at {line}",
                 limit="tensors have no values in a forecast, so such a loop never ends",
-                fix="limit the loop to a fixed number of iterations, such as the largest possible",
+                fix="limit the loop to a fixed number of iterations, such as the worst case.",
                 rule="H424",
             )
         answer = line not in self.answered_false
@@ -87,10 +88,10 @@ class Guesses:
         return answer
 
     def count(self, *, at_most: int | None) -> int:
-        """Answer ``int(tensor)`` or the ``.item()`` of an integer.
+        """Answer ``int(tensor)``, or ``.item()`` of an integer tensor.
 
         Args:
-            at_most: Its upper bound (the worst case), if known.
+            at_most: An upper bound, which is the worst case; None if no bound is known.
         """
         if at_most is None:
             self.assume("an integer read from a tensor was assumed to be 1 (its value is unknown)")
@@ -99,18 +100,18 @@ class Guesses:
         return at_most
 
     def number(self, *, typical: float | None = None) -> float:
-        """Answer ``float(tensor)`` or the ``.item()`` of a floating-point number.
+        """Answer ``float(tensor)``, or ``.item()`` of a floating-point tensor.
 
         Args:
-            typical: Its typical value, if known; otherwise 1 is used.
+            typical: A typical value of the tensor; None for 1.
         """
         module = _asking_module()
         if module == "torch.amp.grad_scaler":
             # GradScaler asks whether a gradient has overflowed.
-            self.assume("no gradient overflowed: GradScaler lets the optimizer step", "")
+            self.assume("no gradient overflowed, so GradScaler did not skip the optimizer step", "")
             return 0.0
         answer = 1.0 if typical is None else typical
-        # An optimizer asks for its step count, so this is no assumption about the user's code.
+        # torch's optimizers ask for their step count, which says nothing about user code.
         if not module.startswith("torch.optim"):
             self.assume(
                 f"a number read from a tensor was assumed to be {answer:g}; this matters only if"
@@ -119,12 +120,12 @@ class Guesses:
         return answer
 
     def rows(self, operator: str) -> None:
-        """Record the assumption that a result has the largest possible number of elements."""
+        """Record that an operator's result was given the largest possible number of elements."""
         self.assume(f"{operator} was assumed to keep every element (the worst case)")
 
 
 def _asking_module() -> str:
-    """Return the name of the module that asks, ignoring torch's and our own internals."""
+    """Return the name of the module whose code asked, skipping internal modules."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

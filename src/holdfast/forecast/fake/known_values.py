@@ -1,11 +1,12 @@
-"""Track the values of fake tensors as far as they are known.
+"""Track which values of fake tensors are known.
 
-Lengths, masks and indices decide shapes, and the sample batch has their values. They are small, so
-they are computed along with the shapes whenever all inputs are known. Most other questions in
-training code are checks: is the loss finite, is a random number below a probability. For these,
-numbers are assumed to be finite, and a random number to be the middle of its range.
+Lengths, masks and indices decide shapes, and their values are in the sample batch. These tensors
+are small, so an operator whose inputs all have known values also computes the values of its result.
+Most other questions in training code are checks, such as whether the loss is finite or whether a
+random number is below a probability. For these checks, all numbers are assumed to be finite, and
+random numbers to be in the middle of their range.
 
-Answers about unknown values are in `guesses`.
+Questions about unknown values are answered in `guesses`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from holdfast.memory.tensors import tensors_of
 
 aten = torch.ops.aten
 
-# The largest tensor whose values are computed: the token ids of 32 texts of 2048 tokens. That is
-# half a megabyte, and takes tens of microseconds per operation.
+# Values are computed for tensors with at most this many elements, such as the token ids of 32 texts
+# of 2048 tokens. That is half a megabyte, and takes tens of microseconds per operation.
 _MOST_ELEMENTS = 65_536
 _ASSUMED_FINITE = "all numbers were assumed to be finite"
 _ASSUMED_MIDDLE = "a random number was assumed to be the middle of its range"
@@ -35,7 +36,7 @@ def _packets(names: str) -> frozenset[Any]:
     return frozenset(getattr(aten, name) for name in names.split())
 
 
-# Operators that compute known values without any tensor argument.
+# Operators that create tensors with known values and take no tensor argument.
 _FACTORIES = _packets("arange zeros ones full eye scalar_tensor tril_indices")
 # Operators that fill their result with a fixed number, regardless of their inputs.
 _FILLS = {
@@ -45,10 +46,10 @@ _FILLS = {
     aten.new_ones: 1,
     aten.zero_: 0,
 }
-# Operators that fill their result with one of their arguments, by its position.
+# Operators that fill their result with an argument, and the position of that argument.
 _FILLS_WITH_ARGUMENT = {aten.full_like: 1, aten.new_full: 2, aten.fill_: 1}
 _FINITENESS_CHECKS = _packets("isnan isinf isposinf isneginf")
-# Operators whose results answer a question as their first argument does.
+# Operators whose result inherits the expected answer or the bounds of their first argument.
 _PASS_ON = _packets(
     "view _unsafe_view clone detach alias _to_copy expand select slice unsqueeze squeeze reshape"
     " permute transpose t index contiguous lift_fresh any all _is_all_true _is_any_true max min"
@@ -68,14 +69,14 @@ _COMPARISONS: dict[Any, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knowledge:
-    """Knowledge about the values of one tensor.
+    """What is known about the values of one fake tensor. Every field is optional.
 
     Args:
-        value: All its values, as a real tensor on the CPU.
-        expected: The expected answer of ``bool(tensor)``, if its values are unknown.
+        value: All values, as a real tensor on the CPU.
+        expected: The likely result of ``bool(tensor)``, if the values are not known.
         why: The assumption behind `expected`.
-        at_most: An upper bound of an integer.
-        typical: The value assumed for a random number.
+        at_most: An upper bound on the values of an integer tensor.
+        typical: The value to assume for a random number.
     """
 
     value: torch.Tensor | None = None
@@ -90,7 +91,7 @@ NOTHING_KNOWN = Knowledge()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KnownTensor:
-    """The knowledge about a live tensor, and the address of its storage."""
+    """The knowledge about a live tensor, with the id of its storage."""
 
     tensor: weakref.ref[torch.Tensor]
     knowledge: Knowledge
@@ -98,12 +99,12 @@ class _KnownTensor:
 
 
 class KnownValues:
-    """The knowledge about all tensors of a fake mode."""
+    """Tracks what is known about the values of all fake tensors in a fake mode."""
 
     def __init__(self) -> None:
-        # Entries by the id of their tensor.
+        # The knowledge about each tensor, by the tensor's id.
         self._entries: dict[int, _KnownTensor] = {}
-        # The ids of the tensors that share a storage: a write to one of them changes all.
+        # The ids of the tensors that share each storage. A write to one tensor changes all of them.
         self._tensors_of_storage: dict[int, set[int]] = {}
 
     def of(self, tensor: torch.Tensor) -> Knowledge:
@@ -114,15 +115,21 @@ class KnownValues:
         return entry.knowledge
 
     def learn(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Use a real tensor as the value of a fake one, if its values are tracked."""
+        """Record the values of a fake tensor, if `worth_knowing` says so.
+
+        Args:
+            tensor: The fake tensor.
+            value: A real tensor with the values.
+        """
         if worth_knowing(tensor):
             self._put(tensor, Knowledge(value=value))
 
     def evaluate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operator, computed from the known values of its inputs.
+        """Run an operator on the known values of its inputs.
 
         Returns:
-            Real tensors, or NotImplemented if an input is unknown or random numbers are drawn.
+            The operator's results as real tensors. NotImplemented if the values of an input are not
+            known, or if the operator draws random numbers.
         """
         if torch.Tag.nondeterministic_seeded in func.tags:
             return NotImplemented
@@ -135,13 +142,13 @@ class KnownValues:
             return func(*real_args, **real_kwargs)
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Update the knowledge after an operator has run.
+        """Update the knowledge after an operator has run on fake tensors.
 
         Args:
             func: The operator's overload.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            out: Its fake results.
+            args: The operator's positional arguments.
+            kwargs: The operator's keyword arguments.
+            out: The operator's fake results.
         """
         packet = func.overloadpacket
         may_be_known = packet in _FACTORIES or any(
@@ -149,7 +156,8 @@ class KnownValues:
         )
         if may_be_known and self._follow_values(func, args, kwargs, out):
             return
-        # This comes before writes are forgotten, because the operator may read what it writes.
+        # Infer before forgetting the tensors that were written: an in-place operator also reads
+        # them.
         knowledge = NOTHING_KNOWN
         if isinstance(out, torch.Tensor):
             knowledge = self._infer(packet, args, out)
@@ -164,12 +172,13 @@ class KnownValues:
     def _follow_values(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> bool:
-        """Compute the values of an operator's results from known inputs.
+        """Compute and record the values of an operator's results, if its inputs are known.
 
-        An operator that works in place changes the known values, which views share.
+        An in-place operator modifies the known values in place. Views share them, so they change
+        too.
 
         Returns:
-            Whether that was possible.
+            Whether the values could be computed.
         """
         results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         if not all(map(worth_knowing, results)):
@@ -185,7 +194,7 @@ class KnownValues:
         return True
 
     def _infer(self, packet: Any, args: Sequence[Any], out: torch.Tensor) -> Knowledge:
-        """Return the knowledge about an operator's result that does not require values."""
+        """Infer what is known about an operator's result without computing its values."""
         if packet in _RANDOM_NUMBERS:
             if out.is_floating_point() and out.numel() > 1:
                 return NOTHING_KNOWN
@@ -206,7 +215,7 @@ class KnownValues:
         return NOTHING_KNOWN
 
     def _infer_question(self, packet: Any, args: Sequence[Any]) -> Knowledge:
-        """Answer a comparison or a combination of questions, by the first rule that applies."""
+        """Infer the likely result of a comparison or logical operator, by the first rule."""
         for rule in (
             _compared_with_itself_or_infinity,
             self._compared_random_number,
@@ -219,7 +228,7 @@ class KnownValues:
         return NOTHING_KNOWN
 
     def _compared_random_number(self, packet: Any, args: Sequence[Any]) -> Knowledge | None:
-        """Compare a random number as the middle of its range, as in ``torch.rand([]) < 0.1``."""
+        """Compare a random number, such as ``torch.rand([]) < 0.1``, using its typical value."""
         compare = _COMPARISONS.get(packet)
         typical = self.of(args[0]).typical
         if compare is None or typical is None or len(args) < 2:
@@ -230,14 +239,14 @@ class KnownValues:
         return Knowledge(expected=bool(compare(typical, other)), why=_ASSUMED_MIDDLE)
 
     def _negated(self, packet: Any, args: Sequence[Any]) -> Knowledge | None:
-        """Answer the negation of a question whose answer is known."""
+        """Negate the expected answer of the argument."""
         knowledge = self.of(args[0])
         if packet not in _NEGATIONS or knowledge.expected is None:
             return None
         return Knowledge(expected=not knowledge.expected, why=knowledge.why)
 
     def _combined(self, packet: Any, args: Sequence[Any]) -> Knowledge | None:
-        """Answer a conjunction or disjunction of questions whose answers are all known."""
+        """Combine the expected answers of the arguments with "and" or "or"."""
         if packet in _CONJUNCTIONS:
             combine = all
         elif packet in _DISJUNCTIONS:
@@ -250,7 +259,7 @@ class KnownValues:
         return Knowledge(expected=combine(part.expected for part in parts), why=parts[0].why)
 
     def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Forget the values of tensors written by an operator, and of their views."""
+        """Forget the values of tensors that an operator has written to, and of their views."""
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -280,7 +289,7 @@ class KnownValues:
 
 
 def _compared_with_itself_or_infinity(packet: Any, args: Sequence[Any]) -> Knowledge | None:
-    """Answer other checks for finite numbers: ``x != x`` and ``x == float("inf")``."""
+    """Answer finiteness checks written as comparisons: ``x != x`` and ``x == float("inf")``."""
     if packet not in (aten.eq, aten.ne) or len(args) < 2:
         return None
     other = args[1]
@@ -292,7 +301,7 @@ def _compared_with_itself_or_infinity(packet: Any, args: Sequence[Any]) -> Knowl
 
 
 def _filled_with(packet: Any, args: Sequence[Any]) -> bool | int | float | None:
-    """Return the number with which an operator fills its result, if any."""
+    """Return the number with which an operator fills its result, or None for other operators."""
     if packet in _FILLS:
         return _FILLS[packet]
     position = _FILLS_WITH_ARGUMENT.get(packet)
@@ -335,9 +344,9 @@ _RANDOM_NUMBERS: dict[Any, Callable[[Sequence[Any]], Knowledge]] = {
 
 
 def worth_knowing(tensor: torch.Tensor) -> bool:
-    """Return whether the values of a fake tensor are tracked.
+    """Return whether the values of a tensor like this one are tracked.
 
-    These are integers and booleans, few enough to compute with, and single numbers such as an
+    Small tensors of integers or booleans are tracked, and single floating-point numbers such as an
     optimizer's step count.
     """
     if tensor.layout is not torch.strided:
@@ -350,7 +359,13 @@ def worth_knowing(tensor: torch.Tensor) -> bool:
 def _on_host(
     args: Sequence[Any], kwargs: Mapping[str, Any], real: Callable[[torch.Tensor], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments with real tensors instead of fake ones, and the CPU instead of devices."""
+    """Return arguments with each fake tensor replaced by a real one, and each device by the CPU.
+
+    Args:
+        args: Positional arguments of an operator.
+        kwargs: Keyword arguments of the operator.
+        real: Returns the real tensor for a fake one.
+    """
     cpu = torch.device("cpu")
 
     def replaced(leaf: Any) -> Any:

@@ -1,8 +1,8 @@
 """Move modules to the fake device in place.
 
-Each parameter stays the same object, so that ties, optimizers and hooks stay valid. torch refuses
-to change the device of a fake parameter in place, and would create a new copy of a real parameter
-for each use.
+Each parameter stays the same object, so that tied weights, optimizers and hooks stay valid. torch's
+own ``Module.to`` cannot do this: it refuses to change the device of a fake parameter in place. And
+a real parameter, if left as it is, would become a new fake tensor at each use.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from holdfast.core.errors import PolicyError
 
-# The attributes with the hooks of `register_hook` and `register_post_accumulate_grad_hook`.
+# Attributes in which `register_hook` and `register_post_accumulate_grad_hook` keep their hooks.
 _HOOK_ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
-# Marks the tensor that holds the former content of a moved parameter.
+# Attribute of the tensor that holds the previous content of a moved parameter.
 _LEFT_BEHIND = "_holdfast_left_behind"
 
 
@@ -34,7 +34,7 @@ def place(module: nn.Module, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def conversion_in_place() -> Iterator[None]:
-    """Make ``Module.to``, ``.cuda()``, ``.half()`` and the like work on fake parameters."""
+    """Make ``Module.to``, ``.cuda()``, ``.half()`` and similar methods work on fake parameters."""
     original = nn.Module._apply
 
     def apply(
@@ -60,7 +60,7 @@ def conversion_in_place() -> Iterator[None]:
 
 
 def _convert(parameter: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace the content of a parameter and its gradient with the results of a function."""
+    """Apply a function to a parameter and its gradient, in place."""
     with torch.no_grad():
         converted = fn(parameter)
         gradient = None if parameter.grad is None else fn(parameter.grad)
@@ -75,16 +75,16 @@ def _convert(parameter: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]
 
 
 def _become(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Swap the class, attributes and storage of two tensors.
+    """Give a tensor the content of another one: swap their class, attributes and storage.
 
-    torch's ``swap_tensors`` does the same, but refuses a tensor with weak references, which
-    trackers hold. Hooks stay with the object, as they do when a real parameter changes its device;
-    autograd keeps them with the content.
+    `torch.utils.swap_tensors` does the same, but refuses a tensor that has weak references, and our
+    trackers hold some. The hooks of `target` stay with the object `target`, as they do when a real
+    parameter is moved. A plain swap would move them along with the content.
     """
     hooks = {name: getattr(target, name) for name in _HOOK_ATTRIBUTES}
     target_attributes = dict(vars(target))
     source_attributes = dict(vars(source))
-    # Attributes that only the target has also stay with it.
+    # Attributes that only the target has stay on the target.
     own_attributes = {
         name: value for name, value in target_attributes.items() if name not in source_attributes
     }
@@ -107,8 +107,8 @@ def _become(target: torch.Tensor, source: torch.Tensor) -> None:
 def check_hooks_on_nodes() -> None:
     """Raise H426 if user code holds autograd nodes of moved parameters.
 
-    A real parameter keeps its node when it is moved. A fake one cannot, so hooks on the node would
-    never run.
+    A real parameter keeps its AccumulateGrad node when it is moved. A fake parameter gets a new
+    node, so hooks on the old one would never run.
 
     Raises:
         PolicyError: H426.
@@ -119,8 +119,8 @@ def check_hooks_on_nodes() -> None:
                 "build() holds autograd's AccumulateGrad node of a parameter that was moved to the"
                 " device afterwards",
                 limit=(
-                    "a forecast moves a parameter by replacing it, so hooks on that node would not"
-                    " run"
+                    "a forecast moves a parameter by replacing its content, so hooks on that node"
+                    " would never run"
                 ),
                 fix=(
                     "use parameter.register_post_accumulate_grad_hook(hook), or create the model on"

@@ -1,11 +1,12 @@
 """Make the fake device look like CUDA to user code.
 
 Code that asks for ``"cuda"`` gets the fake device. To code outside torch and holdfast, a tensor on
-the fake device is on ``cuda:0``, so that ``if x.device.type == "cuda"`` takes the same branch as on
-a GPU. Values of fake tensors can be read, calls that save are skipped, and wrappers for several
-devices are refused. Everything is undone at the end.
+the fake device appears to be on ``cuda:0``, so that ``if x.device.type == "cuda"`` takes the same
+branch as on a GPU. Values of fake tensors can be read, calls that save files are skipped, and
+wrappers for several devices are refused. All patches are undone when the context of `installed`
+ends.
 
-``torch.cuda`` itself is in `cuda_module`.
+The replacement of ``torch.cuda`` is in `cuda_module`.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ def redirected(device: Any, fake: torch.device) -> Any:
 
 @contextlib.contextmanager
 def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool) -> Iterator[None]:
-    """Install the stand-ins within the context.
+    """Patch torch within the context, so that the fake device looks like CUDA.
 
     Args:
         fake: The fake device.
         guesses: Collects assumptions.
-        as_cuda: Whether ``"cuda"`` means the fake device; otherwise there is no CUDA.
+        as_cuda: Whether ``"cuda"`` means the fake device. If False, CUDA is unavailable.
     """
     with Patches() as patches:
         _read_fake_values(patches)
         _compile_as_eager(patches, guesses)
-        _leave_out_saving(patches, guesses)
+        _skip_saving(patches, guesses)
         _refuse_several_devices(patches)
         _hide_fake_tensors_from_transformers(patches)
-        # It redraws until all numbers are in range, which fake numbers never are.
+        # torch redraws out-of-range numbers until none is left. With fake numbers this never ends.
         patches.replace(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
         if as_cuda:
             _redirect_tensors(patches, fake)
@@ -67,7 +68,7 @@ def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool) -> Iterato
 
 
 def _read_fake_values(patches: Patches) -> None:
-    """Make ``.numpy()``, ``.tolist()`` and formatting work for fake tensors."""
+    """Make ``.numpy()``, ``.tolist()`` and format specs such as ``f"{loss:.3f}"`` work."""
 
     def numpy(original: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(tensor, FakeTensor):
@@ -93,16 +94,16 @@ def _as_array(tensor: FakeTensor) -> Any:
 def _values(tensor: Any) -> list[Any]:
     flat = tensor.reshape(-1)
     if tensor.numel() > 0 and tensor.fake_mode.known_values.of(tensor).value is None:
-        # All elements are covered by a single question, because each question takes 80
-        # microseconds.
+        # Ask about the first element only and use the answer for all, because each question takes
+        # 80 microseconds.
         return [flat[0].item()] * tensor.numel()
     return [element.item() for element in flat.unbind()]
 
 
 def _hide_fake_tensors_from_transformers(patches: Patches) -> None:
-    """Keep transformers from taking its branches for traced tensors.
+    """Keep the transformers library from taking the branches it has for fake tensors.
 
-    These branches repeat heads and build masks that no real run has.
+    In these branches it repeats attention heads and builds masks, which a real run does not do.
     """
     _when_imported(
         patches,
@@ -111,12 +112,15 @@ def _hide_fake_tensors_from_transformers(patches: Patches) -> None:
     )
 
 
-# --- what is left out or refused ------------------------------------------------------------------
+# --- calls that are skipped or refused ------------------------------------------------------------
 
 
 def _compile_as_eager(patches: Patches, guesses: Guesses) -> None:
     def compile_as_eager(model: Any = None, **_: Any) -> Any:
-        guesses.assume("torch.compile is forecast as eager; a compiled step usually needs less")
+        guesses.assume(
+            "torch.compile was ignored and the step ran eagerly; a compiled step usually needs"
+            " less memory"
+        )
         return model if model is not None else lambda function: function
 
     def compile_module(module: nn.Module, *_: Any, **__: Any) -> None:
@@ -126,11 +130,11 @@ def _compile_as_eager(patches: Patches, guesses: Guesses) -> None:
     patches.replace(nn.Module, "compile", compile_module)
 
 
-def _leave_out_saving(patches: Patches, guesses: Guesses) -> None:
-    """Skip the saves of a step.
+def _skip_saving(patches: Patches, guesses: Guesses) -> None:
+    """Skip ``torch.save`` to files.
 
-    Its tensors have no values, and the file may belong to a real run. Copies in memory are still
-    made.
+    The tensors have no values, and the file may belong to a real run. Saving to a ``BytesIO``,
+    which code uses to copy objects, still works.
     """
 
     def save(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +142,7 @@ def _leave_out_saving(patches: Patches, guesses: Guesses) -> None:
         target = args[1] if len(args) > 1 else kwargs.get("f")
         if isinstance(target, io.BytesIO):
             return original(*args, **kwargs)
-        guesses.assume(f"{name} was left out: nothing was written")
+        guesses.assume(f"{name} was skipped, so no file was written")
         return None
 
     for module in (torch, torch.serialization):
@@ -147,7 +151,7 @@ def _leave_out_saving(patches: Patches, guesses: Guesses) -> None:
 
 
 def _refuse_several_devices(patches: Patches) -> None:
-    """Refuse to wrap a model for several processes or devices: only one of each is traced."""
+    """Refuse wrappers for several processes or devices, because a trace covers only one device."""
 
     def refusing(name: str) -> Callable[..., Any]:
         def refuse(*_: Any, **__: Any) -> Any:
@@ -166,7 +170,7 @@ def _refuse_several_devices(patches: Patches) -> None:
 
 
 def several_devices(what: str) -> PolicyError:
-    """Return the error for a model that is spread over processes or devices (H427)."""
+    """Return the error for a model that is spread over several processes or devices (H427)."""
     return PolicyError(
         what,
         limit=(
@@ -174,15 +178,15 @@ def several_devices(what: str) -> PolicyError:
             " communication buffers are not counted"
         ),
         fix=(
-            "return the bare model from build(), as for one GPU. DistributedDataParallel needs"
-            " another copy of the gradients on each device: keep that much memory free with"
-            " --margin. Savings from sharding are not forecast."
+            "return the unwrapped model from build(), as for training on one GPU."
+            " DistributedDataParallel needs memory for one more copy of the gradients on each"
+            " device: add that much to --margin. Savings from sharding are not forecast."
         ),
         rule="H427",
     )
 
 
-# --- where tensors are ----------------------------------------------------------------------------
+# --- the device of tensors ------------------------------------------------------------------------
 
 
 def _redirect_tensors(patches: Patches, fake: torch.device) -> None:
@@ -224,7 +228,7 @@ def _show_cuda_as_device(patches: Patches, fake: torch.device) -> None:
 
 def _asked_by_torch(frame: FrameType | None) -> bool:
     if frame is None:
-        # Autograd's thread has no Python frames of its own.
+        # Autograd's worker thread has no Python frames, so the caller is torch.
         return True
     name = str(frame.f_globals.get("__name__", ""))
     return name == "torch" or name.startswith(("torch.", "holdfast."))
@@ -240,7 +244,7 @@ def _redirect_autocast(patches: Patches, fake_type: str) -> None:
         original: Any, self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         if device_type == "cuda" and dtype is None:
-            # CUDA's default, whichever default the fake device has.
+            # Use CUDA's default dtype rather than that of the fake device.
             dtype = torch.float16
         original(self, redirect(device_type), dtype, *args, **kwargs)
 
@@ -248,7 +252,7 @@ def _redirect_autocast(patches: Patches, fake_type: str) -> None:
         return original(redirect(device_type))
 
     def set_value(original: Any, *args: Any) -> Any:
-        # Older code calls it without a device type, for CUDA.
+        # Older code calls set_autocast_enabled(enabled) without a device type, which means CUDA.
         if len(args) == 1:
             return original(fake_type, *args)
         return original(redirect(args[0]), args[1])
@@ -269,7 +273,7 @@ def _redirect_autocast(patches: Patches, fake_type: str) -> None:
 
 
 def _when_imported(patches: Patches, name: str, change: Callable[[Any], None]) -> None:
-    """Patch a module now, or when it is imported while the stand-ins are installed."""
+    """Patch a module now, or when user code imports it within the context of `installed`."""
     watch = ImportWatch(_raise)
     watch.when_imported(name, change)
     if watch in sys.meta_path:

@@ -1,8 +1,14 @@
-"""Run a user's ``build()`` and training step on the fake device, in a separate process.
+"""Run the user's ``build()`` and training step on the fake device, in a separate process.
 
-Entry point: `tracing.trace_job` starts the process and returns the traces. It imports no torch.
+Entry point: `tracing.trace_job` starts the process and returns the traces. It does not import
+torch.
 
-Read `tracing` (the parent) with `time_limits`, then `child` (the process that traces), `building`
-(what ``build()`` returns), `training_job` (one training step of any size), `sample_batch` (batches
-of any size) and `user_functions` (which parts of a step the user's code performs itself).
+Read in this order:
+
+1. `tracing` and `time_limits`: the parent process.
+2. `child`: the process that traces the job.
+3. `building`: calling ``build()`` and checking its result.
+4. `training_job`: running a training step with any number of samples.
+5. `sample_batch`: creating batches of any size.
+6. `user_functions`: observing which parts of a step the user's code performs itself.
 """

@@ -1,16 +1,16 @@
-"""Call the user's factory and check its result. Errors name the line of the user's code.
+"""Call the user's factory and check its result. Errors name the line of user code.
 
-A factory returns a dict::
+A factory is a function, usually called ``build``, that returns the job to trace as a dict::
 
     {"model": ..., "optimizer": ..., "loss_fn": f, "batch": ...}   f(batch) or f(model, batch)
                                                                    returns the loss
     {"model": ..., "optimizer": ..., "step": f, "batch": ...}      f(batch), f(model, batch) or
-                                                                   f(guard, batch) is a step
-    {"model": ..., "optimizer": ..., "step": f}                    f(batch_size) is a step
+                                                                   f(guard, batch) runs a step
+    {"model": ..., "optimizer": ..., "step": f}                    f(batch_size) runs a step
 
-Models and optimizers may be dicts of several. The size of the batch is inferred, or given as
-``batch_size``. Other keys, such as ``scheduler``, are ignored. A factory with a parameter
-``micro_batch_size`` or ``batch_size`` is called with it.
+To pass several models or optimizers, use a dict of them. The batch size is inferred unless the key
+``batch_size`` is present. Other keys, such as ``scheduler``, are ignored. If the factory has a
+parameter called ``micro_batch_size`` or ``batch_size``, it receives the micro-batch size.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from torch.optim import Optimizer
 from holdfast.core.errors import HoldfastError, PolicyError
 from holdfast.forecast.trace.attribution import line_of
 
-# Words in errors of code that needs a real GPU.
+# Words in the messages of errors raised by code that needs a real GPU.
 _NEEDS_CUDA = re.compile(
     r"cuda|nvidia|cudnn|libc10_hip|flash[_-]attn|triton|apex|xformers|bitsandbytes", re.IGNORECASE
 )
-# Parameters of a factory that receive the micro-batch size.
+# Names of factory parameters that receive the micro-batch size.
 _SIZE_PARAMETERS = ("micro_batch_size", "batch_size")
 
 Function = Callable[..., Any]
@@ -46,16 +46,17 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltJob:
-    """The checked result of a factory.
+    """The job that a factory returned, after it was checked.
 
     Args:
         models: Models by name.
         optimizers: Optimizers by name.
-        function: The loss function or the step.
-        is_step: Whether it is known to be a step. Otherwise this is observed when it is called.
+        function: The loss function or the step function.
+        is_step: Whether the factory returned `function` as its ``step``. A ``loss_fn`` may turn out
+            to run backward or to step optimizers when it is called.
         batch: The sample batch.
-        has_batch: Whether there is a batch; a step may create its own.
-        batch_size: Samples of the batch, if the factory received or returned this number.
+        has_batch: Whether the factory returned a sample batch. A step may create its own batches.
+        batch_size: Number of samples in the batch, if the factory received or returned it.
     """
 
     models: dict[str, nn.Module]
@@ -77,33 +78,36 @@ def load_factory(name: str) -> Function:
     if not place or not attribute:
         raise _unusable(
             name,
-            "(there is no function after a colon)",
-            "write package.module:build or file.py:build.",
+            "because its name does not end with a colon and a function",
+            "pass the factory as package.module:build or file.py:build.",
         )
-    # A script that parses its arguments must not see ours.
+    # A user's script that parses sys.argv must not see our arguments.
     sys.argv = [place]
     try:
         factory = getattr(_import_place(place), attribute)
     except HoldfastError:
         raise
     except (Exception, SystemExit) as error:
-        # The user's module may do anything when it is imported.
+        # Importing the user's module may raise any exception.
         raise _failed(name, "while it was imported", error) from error
     if not callable(factory):
         raise _unusable(
             name,
-            f"(it is a {type(factory).__name__})",
-            "name a function that returns the job to trace.",
+            f"because it is a {type(factory).__name__}, not a function",
+            "pass the name of a function that returns the job to trace.",
         )
     return factory  # type: ignore[no-any-return]
 
 
 def _import_place(place: str) -> ModuleType:
-    """Import a module by its dotted name, or a file by its path, from the current directory.
+    """Import a module by its dotted name, or a file by its path.
+
+    Modules in the current directory are found too. Any exception that the module itself raises is
+    propagated.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ImportError: If there is no such module; or whatever else the user's code raises.
+        FileNotFoundError: If the file does not exist.
+        ImportError: If the module does not exist.
     """
     if not place.endswith(".py"):
         if "" not in sys.path:
@@ -111,12 +115,12 @@ def _import_place(place: str) -> ModuleType:
         return importlib.import_module(place)
     path = Path(place)
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
+        raise FileNotFoundError(f"no such file: {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Register the module, so that its classes and functions can be pickled for workers.
+    # Register the module, so that data loader workers can unpickle its classes and functions.
     sys.modules[spec.name] = module
     sys.path.insert(0, str(path.resolve().parent))
     spec.loader.exec_module(module)
@@ -127,12 +131,12 @@ def call_factory(name: str, factory: Function, *, size: int) -> BuiltJob:
     """Call a factory and check its result.
 
     Args:
-        name: The name of the factory, for errors.
-        factory: The function.
-        size: The micro-batch size, passed to the factory if it has a parameter for it.
+        name: The name of the factory, for error messages.
+        factory: The factory.
+        size: The micro-batch size. The factory receives it if it has one of `_SIZE_PARAMETERS`.
 
     Raises:
-        PolicyError: H410 or H411 if it raises, H412 if it returns something else.
+        PolicyError: H410 or H411 if the factory raises, H412 if its result is not a job.
     """
     parameters = inspect.signature(factory).parameters
     arguments = {parameter: size for parameter in _SIZE_PARAMETERS if parameter in parameters}
@@ -141,22 +145,22 @@ def call_factory(name: str, factory: Function, *, size: int) -> BuiltJob:
     except HoldfastError:
         raise
     except (Exception, SystemExit) as error:
-        # The user's function may do anything.
+        # The user's function may raise any exception.
         raise _failed(name, "when it was called", error) from error
-    built = _Reader(name, factory).read(returned)
+    built = _ResultChecker(name, factory).check(returned)
     if arguments:
         return dataclasses.replace(built, batch_size=size)
     return built
 
 
-class _Reader:
-    """Check the result of a factory, and refuse parts that a forecast cannot use (H412)."""
+class _ResultChecker:
+    """Checks the result of a factory, and refuses anything that a forecast cannot use (H412)."""
 
     def __init__(self, name: str, factory: Function) -> None:
         self._name = name
         self._factory = factory
 
-    def read(self, returned: Any) -> BuiltJob:
+    def check(self, returned: Any) -> BuiltJob:
         if not isinstance(returned, Mapping):
             raise self._refusal(f"a {type(returned).__name__}")
         needed = ["model", "optimizer"]
@@ -185,16 +189,16 @@ class _Reader:
         return function  # type: ignore[no-any-return]
 
     def _by_name(self, value: Any, key: str, kind: type) -> dict[str, Any]:
-        """Return models or optimizers by name; a single one is named after its key."""
+        """Return models or optimizers by name. A single one gets the name of its key."""
         by_name = dict(value) if isinstance(value, Mapping) else {key: value}
         for part in by_name.values():
             if not isinstance(part, kind):
-                raise self._refusal(_wrong_kind(part, key))
+                raise self._refusal(_describe_wrong_kind(part, key))
         if not by_name:
             raise self._refusal(f"no {key}")
         if any(_has_torchscript(part) for part in by_name.values()):
             raise self._refusal(
-                f"a {key} made by torch.jit, which cannot be traced: return it uncompiled"
+                f"a {key} compiled by torch.jit, which cannot be traced: return it uncompiled"
             )
         return by_name
 
@@ -213,10 +217,10 @@ class _Reader:
         )
 
 
-def _wrong_kind(part: Any, key: str) -> str:
+def _describe_wrong_kind(part: Any, key: str) -> str:
     text = f"a {type(part).__name__} as {key}"
     if isinstance(part, (list, tuple)):
-        text += f"; put several into a dict by name: {{'a': {key}_a, 'b': {key}_b}}"
+        text += f"; to return several, use a dict: {{'a': {key}_a, 'b': {key}_b}}"
     return text
 
 
@@ -244,7 +248,7 @@ def positional_parameters(function: Function) -> list[str]:
 
 
 def place_of(function: Any) -> str:
-    """Return where a function is defined, such as ``" (model.py:12)"``, or an empty string."""
+    """Return where a function is defined, such as ``" (model.py:12)"``; ``""`` if unknown."""
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
     return "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
@@ -272,21 +276,21 @@ def _failed(name: str, when: str, error: BaseException) -> PolicyError:
             ),
             fix=(
                 "import modules that need a real GPU inside the function that uses them, or replace"
-                " them in build() by plain torch modules, which need about as much memory."
+                " them in build() with plain torch modules that need about as much memory."
             ),
             rule="H410",
         )
     return _unusable(
         name,
         reason,
-        "fix this error; if it concerns the values of tensors: a forecast knows only their shapes.",
+        "fix this error. If the code reads the values of tensors: a forecast knows only shapes.",
     )
 
 
 def _unusable(name: str, reason: str, fix: str) -> PolicyError:
     return PolicyError(
         f"factory {name!r} cannot be used {reason}",
-        limit="it must name a function, in a module or a .py file, that returns the job to trace",
+        limit="a factory is a function in a module or a .py file that returns the job to trace",
         fix=fix,
         rule="H411",
     )

@@ -1,8 +1,8 @@
-"""The process that traces a job.
+"""The child process that traces one job, started by `tracing.trace_job`.
 
-It reads its request from a file in a folder, and writes its progress and its answer there. The
-output of user code goes to a file that the parent keeps. The process is killed if its parent dies,
-and is never used twice, because the fake device cannot be unregistered.
+The child reads its request from a file in a folder, and writes its progress and its answer to files
+in the same folder. Output of user code goes to another file there. The kernel kills the child if
+its parent dies. A child traces only one job, because the fake device cannot be unregistered.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from holdfast.forecast.trace.tracer import Tracer
 
 # The option of prctl(2) that sends a signal when the parent dies (linux/prctl.h).
 _PR_SET_PDEATHSIG = 1
-# The share of its peak that a step may leave behind without mention. Small histories of losses are
-# common, and we consider this much irrelevant to a plan.
+# If a step leaves behind more than this fraction of its peak memory, an assumption mentions it.
+# Smaller amounts do not matter for a plan, and are common: many jobs keep a history of losses.
 _UNMENTIONED_GROWTH = 0.01
 
 
 def main(folder: Path) -> None:
-    """Carry out the trace request in a folder, write the answer there, and exit."""
+    """Trace the job requested in a folder, write the answer there, and exit."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     request = TraceRequest(**json.loads((folder / REQUEST_FILE).read_bytes()))
@@ -57,15 +57,15 @@ def main(folder: Path) -> None:
     (folder / ANSWER_FILE).write_text(json.dumps(message))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Do not wait for threads and exit handlers of user code.
+    # Exit without waiting for threads and exit handlers of user code.
     os._exit(0)
 
 
 class _Tracing:
-    """Build a job, run steps of it, and trace them.
+    """Builds a job, and runs and traces its steps.
 
     Args:
-        request: What is to be traced.
+        request: The job to trace.
         folder: The folder for progress and traces.
     """
 
@@ -74,7 +74,7 @@ class _Tracing:
         self._folder = folder
 
     def answer(self) -> dict[str, Any]:
-        """Return the fields of a `TraceResult`, with the names of the files of its traces."""
+        """Return the fields of a `TraceResult`, with file names in place of its traces."""
         request = self._request
         with forecast_device(request.route, request.precision) as device:
             begin = time.perf_counter()
@@ -94,7 +94,7 @@ class _Tracing:
             build_seconds = time.perf_counter() - begin
             with tracer:
                 tracer.watch(models=job.models, optimizers=job.optimizers.values())
-                self._report("making a first step")
+                self._report("running the first step")
                 job.settle(request.sizes[0])
                 traces = []
                 trace_seconds = []
@@ -127,7 +127,7 @@ class _Tracing:
         }
 
     def _report(self, text: str) -> None:
-        """Append a line to the progress that the parent follows."""
+        """Append a line to the progress file, which the parent polls."""
         with (self._folder / PROGRESS_FILE).open("a") as file:
             file.write(f"{text} ({self._request.precision})\n")
 
@@ -139,8 +139,8 @@ class _Tracing:
         return building.call_factory(name, factory, size=self._request.sizes[0])
 
     def _trace(self, job: TrainingJob, device: ForecastDevice, tracer: Tracer, size: int) -> Trace:
-        # The previous step must have the same size, so that it leaves the same memory behind. The
-        # very first step also allocates in a different order.
+        # Run one step of this size before recording: the memory that a step leaves behind depends
+        # on its size, and the very first step allocates in a different order.
         job.step(size)
         with tracer.recording():
             job.step(size)
@@ -154,13 +154,13 @@ class _Tracing:
 
 
 def _with_growth_mentioned(trace: Trace) -> Trace:
-    """Return a trace with an assumption if its step leaves much memory behind."""
+    """Add an assumption to a trace if its step leaves a significant amount of memory behind."""
     if trace.growth_bytes <= live_peak(trace) * _UNMENTIONED_GROWTH:
         return trace
     what = (
-        f"each step of {trace.micro_batch_size} samples leaves {trace.growth_bytes} bytes behind"
-        " that later steps do not free: the plan covers one step, and a run needs more memory with"
-        " each step"
+        f"each step of {trace.micro_batch_size} samples leaves {trace.growth_bytes:,} bytes behind"
+        " that later steps do not free: the plan covers one step, but the memory of a run grows"
+        " with each step"
     )
     return dataclasses.replace(trace, assumptions=(*trace.assumptions, Assumption(what=what)))
 
@@ -168,7 +168,7 @@ def _with_growth_mentioned(trace: Trace) -> Trace:
 def _peak_host_bytes() -> int:
     """Return the peak resident memory of this process.
 
-    ``getrusage`` would start with the memory of the parent process.
+    ``getrusage`` is not used, because its peak includes the parent's memory before the fork.
     """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
@@ -177,6 +177,6 @@ def _peak_host_bytes() -> int:
 
 
 if __name__ == "__main__":
-    # Nothing is computed, but every thread would need memory.
+    # Fake tensors compute nothing, so more threads would only cost memory.
     torch.set_num_threads(1)
     main(Path(sys.argv[1]))

@@ -1,11 +1,12 @@
-"""A sample batch, and batches of other sizes modelled on it.
+"""Create batches of any size from the user's sample batch.
 
-Every sample of a new batch is like the longest one of the sample batch, so that a plan holds for
-the worst batch, and memory grows evenly with the size. The parts that depend on the batch size are
-inferred, and reported as an assumption: dimension 0 of every tensor and array whose size there is
-the batch size, and lists with one plain value per sample, such as names.
+Every sample of a new batch is a copy of the longest sample, so that the plan covers the worst batch
+and memory grows evenly with the batch size. We infer which parts of a batch depend on its size, and
+report this as an assumption. These are all tensors and arrays whose dimension 0 equals the batch
+size, and lists with one plain value per sample, such as file names.
 
-A list with a tensor or a dict per sample is refused, because each length is a different program.
+Lists with a tensor or a dict per sample are refused: user code loops over such a list, so each
+length runs a different sequence of operations.
 """
 
 from __future__ import annotations
@@ -30,29 +31,29 @@ from holdfast.loader.splitting import Split, batch_size, micro_batches
 Values = npt.NDArray[Any]
 
 _PLAIN_TYPES = (str, bytes, bool, int, float, complex, type(None), np.generic)
-# The most parts of a batch named in a message.
+# A message lists at most this many parts of a batch.
 _MOST_NAMED = 4
-# The depth to which objects are searched for tensors. torch_geometric's Data keeps its tensors in a
-# dict of an attribute.
+# The depth to which objects are searched for tensors. For example, torch_geometric's Data keeps its
+# tensors in a dict inside an attribute.
 _SEARCH_DEPTH = 4
 _OWN_BATCH = "write the step as step(batch_size), so that it creates its own batch."
 _NAME_SIZE = (
-    'return {"batch_size": ...} with it, or write build(micro_batch_size=...) so that it creates'
-    " one."
+    'add "batch_size": ... to the dict that build() returns, or give build() a parameter'
+    " micro_batch_size and create a batch of that size."
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ArraySpec:
-    """The description of a tensor or an array in a batch. The tensor itself is not kept.
+    """The description of a tensor or numpy array in a batch.
 
     Args:
-        shape: Its shape.
-        dtype: Its data type, of torch or numpy.
+        shape: The shape.
+        dtype: The torch or numpy dtype.
         device: The device of a tensor; None for an array.
         requires_grad: Whether a tensor requires a gradient.
-        is_floating: Whether it holds floating-point or complex numbers.
-        values: Its values if they are integers or booleans, and known.
+        is_floating: Whether the elements are floating-point or complex numbers.
+        values: The known values of an integer or boolean tensor or array; otherwise None.
     """
 
     shape: tuple[int, ...]
@@ -63,29 +64,29 @@ class ArraySpec:
     values: Values | None
 
 
-# Returns the values of a tensor of integers or booleans, or None if they are unknown.
+# Returns the values of an integer or boolean tensor, or None if they are unknown.
 Read = Callable[[torch.Tensor], Values | None]
-# Returns a new tensor as described.
+# Creates a tensor from its description.
 Make = Callable[[ArraySpec], torch.Tensor]
 
 
 class SampleBatch:
-    """A batch (any nested container) that can be recreated in any size.
+    """The user's sample batch, from which batches of any size can be created.
 
     Args:
-        batch: The batch.
-        read: Reads the values of its tensors.
+        batch: The batch: a tensor or any nested container.
+        read: Reads the values of tensors in the batch.
         make: Creates the tensors of new batches.
-        size: The number of samples. If it is None, or nothing in the batch has that size, it is
-            inferred from the shapes.
+        size: The number of samples. It is inferred from the shapes if it is None, or if no tensor
+            or array in the batch has this size.
 
     Raises:
-        BatchError: H413 if it cannot be resized, or its size cannot be inferred.
+        BatchError: H413 if the batch cannot be resized, or its size cannot be inferred.
     """
 
     def __init__(self, batch: Any, *, read: Read, make: Make, size: int | None = None) -> None:
         self._make = make
-        # The batch with specs in place of its tensors and arrays.
+        # The batch, with each tensor and array replaced by its `ArraySpec`.
         self._batch = _map_leaves(batch, lambda leaf, path: _describe(leaf, path, read))
         nodes = list(_nodes(self._batch))
         self._leaves = [(path, node) for path, node in nodes if _children(node) is None]
@@ -94,30 +95,30 @@ class SampleBatch:
         self.size = size or 0
         if not any(self._is_batched(leaf) for _, leaf in self._leaves):
             self.size = self._find_size()
-        # Paths of lists with one plain value per sample.
+        # The paths of lists with one plain value per sample.
         self._lists = [path for path, node in nodes if self._has_value_per_sample(node)]
         self._longest = self._find_longest()
 
     def resized(self, size: int) -> Any:
-        """Return a new batch of `size` equal samples."""
+        """Return a new batch of `size` identical samples."""
         return self._rebuild(self._batch, "batch", size)
 
     def parts(self, batch: Any, count: int) -> list[Any]:
-        """Split a batch returned by `resized` into equal parts, as `Guard` does.
+        """Split a batch into equal micro-batches, as `Guard` does.
 
         Args:
-            batch: The batch. Its size is a multiple of `count`.
-            count: The number of parts.
+            batch: A batch returned by `resized`. Its size must be a multiple of `count`.
+            count: The number of micro-batches.
         """
         return cut(batch, count, self._how_to_split(self._batch, "batch"))
 
     def assumptions(self) -> Iterator[Assumption]:
-        """Yield the inferred properties of the batch."""
+        """Yield what was inferred about the batch."""
         yield Assumption(
             what=(
                 f"the sample batch was assumed to have {self.size} samples:"
-                f" {_describe_shapes(self._leaves)}; in a batch of another size, every"
-                " sample is like its longest one"
+                f" {_describe_shapes(self._leaves)}; in batches of other sizes, every"
+                " sample is a copy of the longest one"
             )
         )
         fixed = [
@@ -127,13 +128,16 @@ class SampleBatch:
         ]
         if fixed:
             yield Assumption(
-                what=f"these do not depend on the batch size: {_describe_shapes(fixed)}"
+                what=(
+                    "these tensors were assumed not to depend on the batch size:"
+                    f" {_describe_shapes(fixed)}"
+                )
             )
 
     # Infer which parts depend on the batch size.
 
     def _arrays(self) -> list[ArraySpec]:
-        """Return the tensors and arrays that have the dimension of the samples."""
+        """Return all tensors and arrays with at least one dimension."""
         return [leaf for _, leaf in self._leaves if isinstance(leaf, ArraySpec) and leaf.shape]
 
     def _check_not_empty(self) -> None:
@@ -141,14 +145,14 @@ class SampleBatch:
         if arrays and all(spec.shape[0] == 0 for spec in arrays):
             raise _unusable(
                 f"the sample batch is empty: {_describe_shapes(self._leaves)}",
-                "every sample of another batch is a copy of one of its samples",
-                "return a batch of at least one sample.",
+                "all other batches are made of copies of a sample of the sample batch",
+                "return a batch with at least one sample.",
             )
 
     def _find_size(self) -> int:
         """Return the size that most tensors have in dimension 0.
 
-        A size of 1 counts only if there is no other, because it is often a broadcast dimension.
+        A size of 1 counts only if no other size occurs, because it often is a broadcast dimension.
         """
         counts = Counter(int(spec.shape[0]) for spec in self._arrays())
         larger = Counter({size: count for size, count in counts.items() if size != 1})
@@ -170,7 +174,7 @@ class SampleBatch:
         return ranked[0][0]
 
     def _is_batched(self, leaf: Any) -> TypeGuard[ArraySpec]:
-        """Return whether a part of the batch has one slice per sample."""
+        """Return whether a leaf is a tensor or array with one slice per sample."""
         if not isinstance(leaf, ArraySpec) or not leaf.shape:
             return False
         return leaf.shape[0] == self.size
@@ -181,7 +185,10 @@ class SampleBatch:
         return all(isinstance(item, _PLAIN_TYPES) for item in node)
 
     def _find_longest(self) -> int:
-        """Return the position of the longest sample by lengths or a mask, or 0 without these."""
+        """Return the index of the longest sample.
+
+        It is found from a tensor of lengths or a mask in the batch; 0 without these.
+        """
         length = self._find_length()
         for _, leaf in self._leaves:
             if not self._is_batched(leaf) or leaf.values is None or leaf.values.size == 0:
@@ -196,9 +203,10 @@ class SampleBatch:
         return 0
 
     def _find_length(self) -> int | None:
-        """Return the length of the padded samples, which is the size of dimension 1.
+        """Return the length of the padded samples: the size of dimension 1.
 
-        Integer tensors, such as token ids, are more reliable than features.
+        If the batch has integer tensors, such as token ids, floating-point tensors are ignored,
+        because their dimension 1 is often something else.
         """
         of_integers: list[int] = []
         of_floats: list[int] = []
@@ -211,7 +219,12 @@ class SampleBatch:
     # Making and splitting batches.
 
     def _how_to_split(self, node: Any, path: str) -> Any:
-        """Return how the parts of a batch like this one are split; see `Split`."""
+        """Return the argument with which `micro_batches` splits this part of a batch; see `Split`.
+
+        Args:
+            node: The part: a container or a leaf.
+            path: The path of the part in the batch.
+        """
         if path in self._lists:
             return "items"
         children = _children(node)
@@ -222,10 +235,10 @@ class SampleBatch:
         }
 
     def _rebuild(self, node: Any, path: str, size: int) -> Any:
-        """Return a copy of a part of the batch that has `size` samples.
+        """Return a copy of a part of the batch, resized to `size` samples.
 
         Args:
-            node: The part: a container, or a leaf of one.
+            node: The part: a container or a leaf.
             path: The path of the part in the batch.
             size: Number of samples.
         """
@@ -263,12 +276,12 @@ class SampleBatch:
 
 
 def _describe(leaf: Any, path: str, read: Read) -> Any:
-    """Return a part of a batch with a spec in place of a tensor or an array."""
+    """Return the `ArraySpec` of a tensor or array, and any other leaf unchanged."""
     if isinstance(leaf, PackedSequence) or _hides_tensors(leaf):
         raise _unusable(
-            f"the sample batch holds a {type(leaf).__name__} with tensors in it: {path}",
-            "only dicts, lists, tuples and dataclasses can be resized",
-            f"return one of these, or {_OWN_BATCH}",
+            f"the sample batch has a {type(leaf).__name__} that contains tensors, at {path}",
+            "only tensors in dicts, lists, tuples and dataclasses can be resized",
+            f"return one of these containers, or {_OWN_BATCH}",
         )
     if isinstance(leaf, np.ndarray):
         is_floating = bool(np.issubdtype(leaf.dtype, np.inexact))
@@ -289,7 +302,7 @@ def _describe_tensor(tensor: torch.Tensor, read: Read) -> ArraySpec:
     if tensor.layout != torch.strided or tensor.is_nested:
         nested = ", nested" if tensor.is_nested else ""
         raise _unusable(
-            f"the sample batch holds a tensor of layout {tensor.layout}{nested}",
+            f"the sample batch has a tensor of layout {tensor.layout}{nested}",
             "only dense tensors can be resized",
             _OWN_BATCH,
         )
@@ -307,16 +320,19 @@ def _describe_tensor(tensor: torch.Tensor, read: Read) -> ArraySpec:
 def _check_no_list_of_samples(nodes: Sequence[tuple[str, Any]]) -> None:
     """Refuse lists with a tensor or a dict per sample.
 
-    A tuple at the top level is a collated batch of dataset items: its entries are columns.
+    A top-level tuple is allowed: collated dataset items have one entry per column, not per sample.
     """
     for path, node in nodes:
         if path == "batch" and isinstance(node, tuple):
             continue
         if _is_list_of_dicts(node) or _is_list_of_ragged_arrays(node):
             raise _unusable(
-                f"the sample batch holds a list with a tensor or a dict for each sample: {path}",
-                "the step differs with the length of a list, so it cannot be extrapolated",
-                f"let the loader collate the list into one tensor, or {_OWN_BATCH}",
+                f"the sample batch has a list with a tensor or a dict for each sample, at {path}",
+                (
+                    "each length of such a list runs different operations, so the memory of other"
+                    " sizes cannot be extrapolated"
+                ),
+                f"collate the list into one tensor in the data loader, or {_OWN_BATCH}",
             )
 
 
@@ -330,9 +346,9 @@ def _is_list_of_dicts(node: Any) -> bool:
 
 
 def _is_list_of_ragged_arrays(node: Any) -> bool:
-    """Return whether the items of a list are arrays that differ only in their first dimension.
+    """Return whether the items of a list are arrays that differ only in the size of dimension 0.
 
-    Columns of a batch would have the same first dimension.
+    If the items were columns of a batch, dimension 0 would have the same size in all of them.
     """
     if not isinstance(node, (list, tuple)) or len(node) < 2:
         return False
@@ -344,9 +360,9 @@ def _is_list_of_ragged_arrays(node: Any) -> bool:
 
 
 def _hides_tensors(leaf: Any, depth: int = _SEARCH_DEPTH) -> bool:
-    """Return whether an object other than a container holds tensors in its attributes."""
+    """Return whether an object that we cannot resize has tensors in its attributes."""
     if isinstance(leaf, torch.Tensor):
-        # The leaf itself is visible anyway.
+        # At the first level, the tensor is the leaf itself, which is not hidden.
         return depth < _SEARCH_DEPTH
     if depth == 0 or isinstance(leaf, (*_PLAIN_TYPES, np.ndarray, type, nn.Module)):
         return False
@@ -357,7 +373,7 @@ def _hides_tensors(leaf: Any, depth: int = _SEARCH_DEPTH) -> bool:
 
 
 def _describe_shapes(leaves: Sequence[tuple[str, Any]]) -> str:
-    """Return the shapes of a batch's first arrays or, without arrays, the types of its parts."""
+    """Describe the first arrays in a batch by their shapes, or other leaves by their types."""
     arrays = [f"{path} {tuple(leaf.shape)}" for path, leaf in leaves if isinstance(leaf, ArraySpec)]
     others = [
         f"{path} a {type(leaf).__name__}"
@@ -373,16 +389,17 @@ def _describe_shapes(leaves: Sequence[tuple[str, Any]]) -> str:
 
 
 def _children(node: Any) -> dict[Any, Any] | None:
-    """Return the children of a container by key, or None for a leaf."""
+    """Return the children of a container by key, or None if `node` is a leaf."""
     if isinstance(node, (PackedSequence, ArraySpec)):
         return None
     return children_of(node)
 
 
 def _with_children(node: Any, children: dict[Any, Any]) -> Any:
-    """Return a container with other children.
+    """Return a copy of a container with new children.
 
-    A dataclass's own checks are bypassed, because specs would not pass them.
+    A dataclass is rebuilt without running its ``__init__``, whose checks would reject an
+    `ArraySpec` in place of a tensor.
     """
     return rebuild(node, children, checked=False)
 
@@ -398,14 +415,14 @@ def _map_leaves(node: Any, function: Callable[[Any, str], Any], path: str = "bat
 
 
 def _nodes(node: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """Yield all containers and leaves with their paths, the outermost first."""
+    """Yield all containers and leaves with their paths, outermost first."""
     yield path, node
     for key, child in (_children(node) or {}).items():
         yield from _nodes(child, f"{path}[{key!r}]")
 
 
 def cut(batch: Any, count: int, split: Split = 0) -> list[Any]:
-    """Split a batch into equal parts, as views."""
+    """Split a batch into `count` equal parts, which are views of it."""
     size = batch_size(batch, split)
     return [part for part, _ in micro_batches(batch, size, size // count, split)]
 

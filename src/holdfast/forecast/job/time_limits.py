@@ -1,7 +1,7 @@
 """Limit the CPU time and the idle time of the process that traces a model.
 
-Wall-clock time is not limited, since every process is slow on a busy machine. Linux only
-(``/proc``).
+Wall-clock time is not limited, because every process is slow on a busy machine. The times are read
+from ``/proc``, so this works only on Linux.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import os
 import time
 from pathlib import Path
 
-# Twenty times the 29 s of CPU time that our slowest prototype took, a recurrent decoder with 100
-# time steps.
+# Twenty times the 29 s of CPU time that the slowest model among our prototypes took: a recurrent
+# decoder with 100 time steps.
 MOST_CPU_SECONDS = 600.0
-# As many as the limit on CPU time, by choice. A download or a slow disk always uses some CPU time,
-# a deadlock none.
+# Chosen equal to the limit on CPU time. A download or a slow disk always uses some CPU time, but a
+# deadlock uses none.
 MOST_IDLE_SECONDS = 600.0
 
-# A process that uses less than this share of a CPU is idle: 1 s in ten minutes. It is a choice; a
-# thread that only polls a flag uses far less.
+# A process is idle if it uses less than this fraction of a CPU: 1 s in ten minutes. We chose the
+# value so that a thread which only polls a flag, and uses far less, counts as idle.
 _ACTIVE_SHARE = 1 / 600
-# Time between two measurements.
+# The least time between two measurements.
 _INTERVAL_SECONDS = 1.0
-# A longer time between two measurements counts as this much idle time, because this process itself
-# must have been stopped.
+# A longer time between two measurements is counted as this much idle time: it means that this
+# process was itself suspended.
 _LONGEST_INTERVAL_SECONDS = 5.0
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
@@ -33,10 +33,9 @@ class TimeLimits:
 
     Args:
         pid: The process ID of a child that has not been reaped yet.
-        cpu_seconds: The CPU time that it may use. It is exceeded only after the same amount of
-            wall-clock time, so that parallel threads do not shorten it.
-        idle_seconds: The wall-clock time for which the child and all processes that it has started
-            may be idle.
+        cpu_seconds: The CPU time that the child may use. The limit applies only once the same
+            amount of wall-clock time has passed, so that parallel threads do not use it up faster.
+        idle_seconds: The wall-clock time for which the child and all its descendants may be idle.
     """
 
     def __init__(self, pid: int, *, cpu_seconds: float, idle_seconds: float) -> None:
@@ -50,13 +49,13 @@ class TimeLimits:
         self._activity = 0.0
 
     def exceeded(self) -> str | None:
-        """Return which limit was exceeded, as in "took more than 1 s of CPU time", or None."""
+        """Describe the limit that was exceeded, as in "took more than 1 s of CPU time", or None."""
         now = time.monotonic()
         interval = now - self._last_measurement
         if interval < min(_INTERVAL_SECONDS, self._idle_seconds):
             return None
-        # A long interval does not prove an idle child: this process was stopped (Ctrl-Z), or the
-        # machine slept.
+        # A long interval does not mean that the child was idle: this process may have been
+        # suspended with Ctrl-Z, or the machine may have slept.
         self._idle += min(interval, _LONGEST_INTERVAL_SECONDS)
         self._last_measurement = now
 
@@ -67,7 +66,7 @@ class TimeLimits:
         activity = (
             _descendants_cpu_seconds(self._pid) + cpu_seconds + _seconds_ready_to_run(self._pid)
         )
-        # The times of ended threads and processes are missing, so the sum may also decrease.
+        # The sum may also decrease, because it leaves out threads and processes that have exited.
         if abs(activity - self._activity) >= _ACTIVE_SHARE * self._idle_seconds:
             self._activity = activity
             self._idle = 0.0
@@ -77,7 +76,7 @@ class TimeLimits:
 
 
 def _own_cpu_seconds(pid: int) -> float:
-    """Return the CPU time of all threads of a process, in seconds; 0 if it has ended."""
+    """Return the CPU time of all threads of a process, in seconds; 0 if the process has exited."""
     fields = _stat(pid)
     return 0.0 if fields is None else _cpu_seconds(fields)
 
@@ -94,18 +93,19 @@ def _descendants_cpu_seconds(pid: int) -> float:
         children.setdefault(int(fields[1]), []).append(process)
 
     seconds = 0.0
-    waiting = list(children.get(pid, ()))
-    while waiting:
-        descendant = waiting.pop()
+    pending = list(children.get(pid, ()))
+    while pending:
+        descendant = pending.pop()
         seconds += _cpu_seconds(processes[descendant])
-        waiting += children.get(descendant, ())
+        pending += children.get(descendant, ())
     return seconds
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of ``/proc/PID/stat`` from the third (the state) on.
+    """Return the fields of ``/proc/PID/stat``, starting with the third one, the state.
 
-    None if the process has ended.
+    Returns:
+        None if the process has exited.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -114,14 +114,15 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _cpu_seconds(fields: list[str]) -> float:
-    """Return user and system time, in seconds: fields 14 and 15 of proc(5)."""
+    """Return user plus system time, in seconds: fields 14 and 15 in proc(5)."""
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
 
 
 def _seconds_ready_to_run(pid: int) -> float:
     """Return how many seconds the threads of a process have waited for a CPU.
 
-    It is 0 if the kernel does not record it.
+    Returns:
+        0 if the kernel does not record these times.
     """
     nanoseconds = 0
     try:

@@ -1,8 +1,8 @@
-"""Trace a training step in a separate process, and return the traces.
+"""Trace a training step in a child process, and return the traces.
 
-The process is separate because the fake device cannot be unregistered, because it may crash user
-code, and because the calling process may itself be training. torch is not imported here. The
-child's side is in `child`.
+A child process is used for three reasons: the fake device cannot be unregistered, user code may
+crash on it, and the calling process may itself be training. This module does not import torch. The
+code that runs in the child process is in `child`.
 """
 
 from __future__ import annotations
@@ -26,32 +26,35 @@ from holdfast.forecast.trace.events import Assumption, Trace
 
 Route = Literal["privateuse1", "cpu"]
 
-# Files in the folder of a child: the request, its progress line by line, and its answer or error.
+# Files in the folder that parent and child share. The parent writes the request.
 REQUEST_FILE = "request.json"
+# The child appends a line for each stage of its work.
 PROGRESS_FILE = "progress"
+# The child writes its answer, or an error.
 ANSWER_FILE = "answer.json"
-# The output of the child and the user's code.
+# Standard output and standard error of the child, including the output of user code.
 _OUTPUT_FILE = "stderr"
-# Polling interval for the progress of a child. Its end is noticed at once.
+# How often the progress file is polled. The exit of the child is noticed immediately.
 _POLL_SECONDS = 0.2
-# Lines of the child's output in an error.
+# An error message quotes at most this many lines of the child's output.
 _MOST_LAST_LINES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
-    """A job to trace.
+    """A job to trace, and how to run its steps.
 
     Args:
-        factory: ``"module:function"`` or ``"file.py:function"``; see `building` for what it may
-            return.
-        precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` under autocast.
-        sizes: Micro-batch sizes, in samples, at least 1.
+        factory: The factory, as ``"module:function"`` or ``"file.py:function"``. `building`
+            describes what it may return.
+        precision: ``"fp32"`` for no autocast, or ``"bf16"`` or ``"fp16"`` for the dtype of
+            autocast.
+        sizes: Micro-batch sizes to trace, in samples, each at least 1.
         route: The fake device: ``"privateuse1"`` represents a GPU, ``"cpu"`` is the host without
             CUDA, for comparison with real runs.
-        recompute: Paths of the modules whose activations are recomputed, as in `Trace.blocks`.
-        gradient_accumulation_steps: Micro-batches per optimizer step, if the job has a loss
-            function.
+        recompute: The modules whose activations are recomputed; paths from `Trace.blocks`.
+        gradient_accumulation_steps: Micro-batches per optimizer step. Ignored if the batch cannot
+            be split; see `TraceResult.accumulates`.
     """
 
     factory: str
@@ -64,20 +67,20 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceResult:
-    """The traces of a job, and facts about it.
+    """The traces of a job, and facts about the job.
 
     Args:
-        traces: One for each of `TraceRequest.sizes`, in that order.
-        route: The fake device.
-        parameters: Number of parameters, in elements.
-        trainable_parameters: Those that require a gradient.
-        accumulates: Whether a larger batch can be split into micro-batches; not if the step runs
-            backward itself.
-        host_bytes: Peak resident memory of the child.
-        build_seconds: Time to import the factory and to build the job.
-        trace_seconds: Time for each trace.
+        traces: One trace for each size in `TraceRequest.sizes`, in the same order.
+        route: The fake device; see `TraceRequest.route`.
+        parameters: Total number of elements in all parameters.
+        trainable_parameters: Number of elements in parameters that require a gradient.
+        accumulates: Whether a batch can be split into micro-batches. This requires a loss function
+            and a sample batch.
+        host_bytes: Peak resident memory of the child process.
+        build_seconds: Seconds for importing the factory and building the job.
+        trace_seconds: Seconds for each trace.
         assumptions: The assumptions of all traces.
-        casts: Whether the job has an autocast of its own, which overrides the requested precision.
+        casts: Whether the job's own code uses autocast, which overrides the requested precision.
     """
 
     traces: tuple[Trace, ...]
@@ -102,20 +105,18 @@ def trace_job(
     """Trace one training step of a user's job at several sizes.
 
     Args:
-        request: What is to be traced.
+        request: The job to trace.
         on_progress: Called with a description of each stage.
         cpu_seconds: CPU time that the child may use; see `TimeLimits`.
-        idle_seconds: Time for which it may be idle.
+        idle_seconds: Time for which the child may be idle; see `TimeLimits`.
 
     Raises:
-        PolicyError: H410 for a factory that needs CUDA, H411 for one that cannot be imported or
-            run, H412 for one that returns something else, H414 for a step that raises, H415 for a
-            child that died or exceeded its limits, H422 to H427 for code that a forecast cannot
-            trace.
-        BatchError: H413 for a sample batch without a batch dimension; H201 to H203 for a loss that
-            `Guard` does not take.
-        OutOfMemoryError: H415 for a child that was killed, probably because the host ran out of
-            memory.
+        PolicyError: H410 if the factory needs CUDA, H411 if it cannot be imported or called, H412
+            if it returns no valid job, H414 if the step raises, H415 if the child crashed or
+            exceeded its limits, H422 to H427 if a forecast cannot trace the code.
+        BatchError: H413 if the sample batch cannot be resized, H201 to H203 if `Guard` does not
+            support the loss.
+        OutOfMemoryError: H415 if the child was killed, probably because the host ran out of memory.
     """
     with tempfile.TemporaryDirectory(prefix="holdfast-forecast-") as name:
         exchange = _Exchange(Path(name), on_progress)
@@ -123,11 +124,11 @@ def trace_job(
 
 
 class _Exchange:
-    """The exchange of files with one child, in a folder.
+    """Runs one child process and exchanges files with it.
 
     Args:
-        folder: An empty folder.
-        on_progress: Called with each line of progress.
+        folder: An empty folder for the files.
+        on_progress: Called with each line of the progress file.
     """
 
     def __init__(self, folder: Path, on_progress: Callable[[str], object]) -> None:
@@ -142,7 +143,8 @@ class _Exchange:
         """Run a child and return its answer.
 
         Raises:
-            HoldfastError: The error reported by the child, or H415 if it died.
+            HoldfastError: The error that the child reported, or H415 if it exited without an
+                answer.
         """
         (self._folder / REQUEST_FILE).write_text(json.dumps(asdict(request)))
         (self._folder / PROGRESS_FILE).touch()
@@ -167,10 +169,10 @@ class _Exchange:
             raise self._killed()
         if status < 0:
             raise self._died(f"was ended by {signal.Signals(-status).name}")
-        raise self._died(f"ended with exit code {status}")
+        raise self._died(f"exited with code {status}")
 
     def _read_answer(self, answer: dict[str, Any]) -> TraceResult:
-        """Return an answer, in which a child names the files with its traces."""
+        """Convert the child's answer to a result, loading its trace files."""
         traces = tuple(Trace.load(self._folder / file) for file in answer.pop("files"))
         assumptions = [assumption for trace in traces for assumption in trace.assumptions]
         return TraceResult(
@@ -181,7 +183,7 @@ class _Exchange:
         )
 
     def _read_progress(self) -> None:
-        # Text after the last newline belongs to a line that is still being written.
+        # Ignore the text after the last newline: the child is still writing that line.
         lines = (self._folder / PROGRESS_FILE).read_text().split("\n")[:-1]
         for line in lines[self._stages_read :]:
             self._stage = line
@@ -189,13 +191,13 @@ class _Exchange:
         self._stages_read = len(lines)
 
     def _killed(self) -> HoldfastError:
-        """Return the error for a child that was killed.
+        """Return the error for a child that was killed by SIGKILL.
 
-        Either the kernel killed it because memory ran out, or a person did.
+        The kernel sends SIGKILL when the host runs out of memory. A person may have sent it too.
         """
         return OutOfMemoryError(
             f"the tracing process was killed while {self._stage}{self._last_lines()}",
-            limit="it must run until the step is traced",
+            limit="the host must have enough memory for build(), which may load real weights",
             fix=(
                 "free memory on this machine, or let build() create the model from a config instead"
                 " of loading weights."
@@ -206,10 +208,10 @@ class _Exchange:
     def _died(self, how: str) -> HoldfastError:
         return PolicyError(
             f"the tracing process {how} while {self._stage}{self._last_lines()}",
-            limit="it must run until the step is traced",
+            limit="build() and the step must run to their end within the time limits",
             fix=(
-                "read its last lines of output, and run build() and one step in a Python process of"
-                " your own; with PYTHONFAULTHANDLER=1 a crash reports its location."
+                "read the last lines of its output, and run build() and one step in a Python"
+                " process of your own. With PYTHONFAULTHANDLER=1, a crash prints its location."
             ),
             rule="H415",
         )
@@ -224,7 +226,7 @@ class _Exchange:
 
 @contextlib.contextmanager
 def _child(folder: Path, printed: BinaryIO) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a child that finds its request in a folder, and kill it at the end of the context."""
+    """Start a child that reads its request from `folder`. Kill it when the context ends."""
     child = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-m", "holdfast.forecast.job.child", str(folder)],
         stdin=subprocess.DEVNULL,
@@ -240,7 +242,7 @@ def _child(folder: Path, printed: BinaryIO) -> Iterator[subprocess.Popen[bytes]]
 
 
 def _error_of_child(message: dict[str, str]) -> HoldfastError:
-    """Return the error that a child has reported."""
+    """Recreate the error that a child has reported."""
     kind = getattr(errors, message["kind"], PolicyError)
     error = kind(message["what"], limit=message["limit"], fix=message["fix"], rule=message["rule"])
     assert isinstance(error, HoldfastError)

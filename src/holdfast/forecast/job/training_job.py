@@ -1,13 +1,12 @@
-"""A user's training job on the fake device: its models, its optimizers, and one step of any size.
+"""Run steps of the user's training job on the fake device, with any number of samples.
 
-A loss function is called under autocast, and its loss is run backward, scaled for fp16. Gradients
-are set to None before it, and every optimizer steps after it. Clipping is left out because it needs
-hardly any memory. A function that calls backward itself performs its own step, and one call must
-step every optimizer.
+If the job has a loss function, a step clears the gradients, calls the function under autocast, runs
+backward (scaled in fp16), and steps every optimizer. Gradients are not clipped, because clipping
+needs hardly any memory. If the job has a step function, one call of it must do all of this.
 
-Tensors stay where the user's code puts them. If the step fails that way because it names no device,
-the batch is moved to the model's device; if that is not enough, so is everything that the step
-creates.
+Tensors are created on the devices that the user's code chooses. Code that names no device creates
+them on the host, so the step may fail. The step is then retried with the batch on the fake device,
+and finally with every tensor that the step creates there too.
 """
 
 from __future__ import annotations
@@ -48,7 +47,10 @@ from holdfast.numerics.loss import read_loss
 
 
 class _TensorPlacement(enum.Enum):
-    """Where the tensors of a step are placed, in the order in which this is tried."""
+    """Where the tensors of a step are placed. The placements are tried in this order.
+
+    The values are shown to the user, followed by "of the model".
+    """
 
     AS_BUILT = "its tensors where they were built"
     BATCH_ON_DEVICE = "the batch on the device"
@@ -56,27 +58,28 @@ class _TensorPlacement(enum.Enum):
 
 
 class _FunctionKind(enum.Enum):
-    """How much of a training step the user's function performs."""
+    """Which parts of a training step the user's function performs itself."""
 
     RETURNS_LOSS = enum.auto()
-    # It clears no gradients and steps no optimizer.
+    # The function runs backward, but neither clears gradients nor steps optimizers.
     RUNS_BACKWARD = enum.auto()
     MAKES_WHOLE_STEP = enum.auto()
 
 
 class TrainingJob:
-    """One training job on the fake device, whose mode must be active.
+    """A training job whose steps run on the fake device.
 
     Args:
-        built: The result of the user's factory. Its models are moved to the device.
-        device: The fake device.
-        claim_batch: Called with the tensors of each new batch.
+        built: The result of the user's factory. Its models are moved to the fake device.
+        device: The fake device, which must be active.
+        claim_batch: Called with each new batch.
         gradient_accumulation_steps: Micro-batches per step, if the job has a loss function.
         recompute: Names of the `blocks` whose activations are recomputed.
 
     Raises:
-        PolicyError: H413 for a sample batch that cannot be resized, H426 for hooks on
-            nodes of moved parameters, H427 for a model on several devices.
+        BatchError: H413 if the sample batch cannot be resized.
+        PolicyError: H426 if user code holds autograd nodes of moved parameters, H427 if a model is
+            spread over several devices.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class TrainingJob:
         self.optimizers = built.optimizers
         self.blocks = find_blocks(self.models)
         self.assumptions: list[Assumption] = []
-        # Whether the job has its own autocast. Known after `settle`.
+        # Whether the job's own code uses autocast. Set by `settle`.
         self.casts = False
         self._device = device
         self._claim_batch = claim_batch
@@ -116,32 +119,33 @@ class TrainingJob:
         self._uses_guard = takes_guard(built.function)
         guard = GuardStandIn(list(self.optimizers), self._make_guarded_step)
         self._function = called_with_batch(built, guard)
-        # What the factory declared. After the first call it is what was observed.
+        # The kind of function that the factory declared and, after its first call, the kind that
+        # was observed.
         self._kind = _FunctionKind.RETURNS_LOSS
         if built.is_step:
             self._kind = _FunctionKind.MAKES_WHOLE_STEP
         self._kind_is_observed = False
-        # Names of the optimizers that were stepped in the last step.
+        # Names of the optimizers that the last step has stepped.
         self._stepped: set[str] = set()
         self._scaler = torch.amp.GradScaler(device.device.type, enabled=device.precision == "fp16")
 
     @property
     def accumulates(self) -> bool:
-        """Whether its batch can be split into micro-batches. Known after the first step."""
+        """Whether a batch can be split into micro-batches. Valid after the first step."""
         returns_loss = self._kind is _FunctionKind.RETURNS_LOSS
         return self._sample is not None and returns_loss
 
     # The first step.
 
     def settle(self, size: int) -> None:
-        """Run the first step, to find out what the function does and where its tensors must be.
+        """Run the first step, to observe what the function does and where its tensors must be.
 
         Args:
-            size: Samples of a micro-batch.
+            size: Samples per micro-batch.
 
         Raises:
             PolicyError: H412 if an optimizer is not stepped, H414 if the step raises.
-            HoldfastError: H201 to H203 for a loss that `Guard` does not take.
+            HoldfastError: H201 to H203 if `Guard` does not support the loss.
         """
         autocasts: list[torch.autocast] = []
         for placement in _TensorPlacement:
@@ -154,8 +158,8 @@ class TrainingJob:
                 if not self._may_try_next_placement(error):
                     raise
                 failed = error
-            # In torch 2.11 the frames of the error keep the hooks of activation checkpointing
-            # alive, which would then also act on the next step.
+            # In torch 2.11, the error's frames keep the hooks of activation checkpointing alive.
+            # They would still be active in the next step.
             clear_exception_frames(failed)
         missed = self.optimizers.keys() - self._stepped
         if missed:
@@ -166,28 +170,29 @@ class TrainingJob:
         self.assumptions += [Assumption(what=what) for what in self._assumed_in_first_step()]
         if self._sample is not None:
             self.assumptions += self._sample.assumptions()
-        # Free the memory of failed attempts.
+        # Free the tensors of failed attempts.
         gc.collect()
 
     def _may_try_next_placement(self, error: PolicyError) -> bool:
-        """Return whether the step may succeed with more of its tensors on the device.
+        """Return whether the step may succeed if more of its tensors are on the fake device.
 
-        Tensors on two devices fail in many ways, so any error of the step counts: autocast, for
-        example, ignores tensors on the host.
+        Any error of the step counts, because mixed devices cause many different errors. For
+        example, autocast ignores tensors on the host, so dtypes may not match.
         """
         if error.rule != "H414" or self._device.route == "cpu":
             return False
         return self._placement is not _TensorPlacement.ALL_ON_DEVICE
 
     def _step_past_checks(self, size: int) -> None:
-        """Run a step so that the user's checks of values pass.
+        """Run a step, guessing the values of tensors so that the user's own checks pass.
 
-        The values are guessed (see `Guesses`). If the step raises after ``if tensor:`` was
-        answered, that line is most likely a check. So the step is repeated with the other answer
-        to the newest such line, until the step runs or every line has been tried.
+        Each ``if tensor:`` with an unknown value is answered with True (see `Guesses`). If the step
+        then raises, the last line that asked is most likely a check such as ``if bad: raise``. The
+        step is therefore retried with the answer False at that line, until it succeeds or every
+        line that asked has been tried.
 
         Raises:
-            PolicyError: The first error, if no combination of answers makes the step run.
+            PolicyError: The first error, if the step fails with all these answers.
         """
         guesses = self._device.guesses
         first_error: PolicyError | None = None
@@ -206,28 +211,34 @@ class TrainingJob:
             clear_exception_frames(failed)
 
     def _assumed_in_first_step(self) -> Iterator[str]:
-        """Yield the assumptions about how the user's function is run."""
+        """Yield the assumptions about how the user's function was run."""
         precision = self._device.precision
         if self._kind is _FunctionKind.RUNS_BACKWARD:
-            yield "the function runs backward but steps no optimizer: all were stepped after it"
+            yield (
+                "the function runs backward but steps no optimizer, so the forecast stepped all"
+                " optimizers after it"
+            )
         own_precision = self._own_precision()
         if own_precision and precision == "fp32":
             yield (
-                f"no autocast was added: the job has {' and '.join(own_precision)}, which the"
-                " forecast leaves as they are"
+                f"no autocast was added, because the job sets its own precision with"
+                f" {' and '.join(own_precision)}"
             )
         if self._kind is _FunctionKind.MAKES_WHOLE_STEP and precision != "fp32":
             yield (
-                f"the part of the step before backward ran under autocast to {precision}; in"
-                " training, the step must enter autocast itself"
+                f"the part of the step before backward ran under {precision} autocast; in training,"
+                " the step must enter autocast itself"
             )
         if self._placement is not _TensorPlacement.AS_BUILT:
             yield f"the step ran only with {self._placement.value} of the model"
         if not self.accumulates and self._accumulation_steps > 1:
-            yield "the step accumulates gradients itself or not at all"
+            yield (
+                "the step was not split into micro-batches, because it runs backward itself or has"
+                " no sample batch"
+            )
 
     def _own_precision(self) -> list[str]:
-        """Return the ways in which the job sets a precision other than fp32."""
+        """Return the means by which the job sets a precision below fp32, for a message."""
         dtypes = {
             str(parameter.dtype).removeprefix("torch.")
             for parameter in self._parameters()
@@ -244,11 +255,12 @@ class TrainingJob:
         """Run one training step.
 
         Args:
-            size: Samples of a micro-batch.
+            size: Samples per micro-batch.
 
         Raises:
-            PolicyError: H412 if the loss trains no parameter, H413 for a batch that cannot be
-                created, H414 if the user's code raises.
+            PolicyError: H412 if the loss gives no parameter a gradient, H414 if the user's code
+                raises.
+            BatchError: H413 if the batch cannot be created.
         """
         self._stepped = set()
         self._device.guesses.begin_step()
@@ -268,11 +280,14 @@ class TrainingJob:
             except HoldfastError:
                 raise
             except Exception as error:
-                # The user's step may raise anything.
+                # The user's step may raise any exception.
                 raise self._failed(error, size) from error
 
     def _make_batches(self, size: int) -> list[Any]:
-        """Return the micro-batches of a step, or the size if the step creates its own batch."""
+        """Return the arguments with which the function is called in a step.
+
+        These are micro-batches, or the batch size if the step creates its own batch.
+        """
         if self._sample is None:
             return [size]
         count = self._accumulation_steps if self.accumulates else 1
@@ -285,7 +300,13 @@ class TrainingJob:
     def _make_guarded_step(
         self, batch: Any, function: Function, names: Sequence[str]
     ) -> torch.Tensor | None:
-        """Run the step that a ``step(guard, batch)`` requests from its guard."""
+        """Run a step for user code that has called ``guard.step(batch, loss_fn)``.
+
+        Args:
+            batch: The batch passed to the guard.
+            function: The loss function passed to the guard.
+            names: The names of the optimizers to step.
+        """
         if self._accumulation_steps == 1:
             return self._make_step([batch], function, names)
         return self._make_step(cut(batch, self._accumulation_steps), function, names)
@@ -295,9 +316,9 @@ class TrainingJob:
     ) -> torch.Tensor | None:
         """Run one step of the named optimizers.
 
-        Everything that the user's function does not do itself is done here (see `_FunctionKind`):
-        clearing the gradients, backward, and stepping the optimizers. What the function does is
-        known only once it has been called.
+        Clear the gradients, run backward and step the optimizers, except for the parts that the
+        user's function does itself. Which parts those are (see `_FunctionKind`) is known only after
+        the first call.
 
         Returns:
             The last loss, or None if the function runs backward itself.
@@ -326,15 +347,15 @@ class TrainingJob:
         return None if loss is None else loss.detach()
 
     def _note_kind(self, observer: CallObserver) -> _FunctionKind:
-        """Update `_kind` from the newest call of the function, and return it.
+        """Update `_kind` from the latest call of the function, and return it.
 
-        The kind never goes back to `RETURNS_LOSS`: a function that has run backward before may skip
-        it in some calls, and need not return a loss then.
+        The kind never changes back to `RETURNS_LOSS`: a function that has run backward before may
+        skip it in some calls, and need not return a loss then.
         """
-        ran_before = self._kind_is_observed and self._kind is not _FunctionKind.RETURNS_LOSS
+        has_run_backward = self._kind_is_observed and self._kind is not _FunctionKind.RETURNS_LOSS
         if observer.acted and observer.stepped:
             self._kind = _FunctionKind.MAKES_WHOLE_STEP
-        elif not observer.acted and not ran_before:
+        elif not observer.acted and not has_run_backward:
             self._kind = _FunctionKind.RETURNS_LOSS
         elif self._kind is _FunctionKind.RETURNS_LOSS:
             self._kind = _FunctionKind.RUNS_BACKWARD
@@ -344,7 +365,8 @@ class TrainingJob:
     def _check_trained(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         """Refuse a loss that gives no parameter a gradient (H412).
 
-        A hook may have consumed a gradient.
+        A parameter without a gradient but with a hook passes, since the hook may have consumed the
+        gradient.
         """
         if not any(p.grad is not None or is_hooked(p) for p in parameters):
             raise _untrained_optimizer(
@@ -353,7 +375,13 @@ class TrainingJob:
             )
 
     def _step_optimizers(self, names: Sequence[str], *, unscale: bool) -> None:
-        """Step the named optimizers, through the gradient scaler if `unscale` is set."""
+        """Step the named optimizers.
+
+        Args:
+            names: The names of the optimizers.
+            unscale: Whether the gradients come from a scaled loss, if the gradient scaler is
+                enabled.
+        """
         optimizers = [self.optimizers[name] for name in names]
         if not unscale or not self._scaler.is_enabled():
             for optimizer in optimizers:
@@ -375,7 +403,11 @@ class TrainingJob:
         return [parameter for group in groups for parameter in group["params"]]
 
     def _names_of(self, stepped: Sequence[Optimizer]) -> set[str]:
-        """Return the job's optimizers that were stepped, directly or through an inner optimizer."""
+        """Return the names of the job's optimizers that were stepped.
+
+        An optimizer counts as stepped if another one with some of its parameters was, such as the
+        inner optimizer of a wrapper.
+        """
         groups = [group for optimizer in stepped for group in optimizer.param_groups]
         stepped_ids = {id(parameter) for group in groups for parameter in group["params"]}
         return {
@@ -385,10 +417,10 @@ class TrainingJob:
         }
 
     def _inputs(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return the tensors that receive gradients, as in `Guard`.
+        """Return the ``inputs`` argument for backward, as in `Guard`.
 
-        These are the parameters of the chosen optimizers, and those with a hook, which may train
-        them. None if backward reaches no other tensors anyway.
+        Only the parameters of the chosen optimizers receive gradients, and parameters with a hook,
+        because the hook may train them. If these are all trainable parameters, return None.
         """
         chosen = {id(parameter) for parameter in parameters}
         others = [
@@ -404,9 +436,10 @@ class TrainingJob:
     # Tensors of the batch.
 
     def _values_of(self, tensor: torch.Tensor) -> Values | None:
-        """Return the known values of a tensor of the sample batch."""
+        """Return the values of a tensor in the sample batch, or None if they are not known."""
         known_values = self._device.mode.known_values
-        # Values are real tensors, which the fake mode would copy into fake ones.
+        # Leave the fake mode, which would turn the real tensors that hold the values into fake
+        # ones.
         with unset_fake_temporarily():
             if isinstance(tensor, FakeTensor):
                 value = known_values.of(tensor).value
@@ -417,7 +450,7 @@ class TrainingJob:
             return value.cpu().numpy()
 
     def _make_tensor(self, spec: ArraySpec) -> torch.Tensor:
-        """Return a tensor of a batch. Its values are known if those in the sample batch were."""
+        """Create a fake tensor for a batch, and record its values if the spec has them."""
         is_as_built = self._placement is _TensorPlacement.AS_BUILT
         device = spec.device if is_as_built else self._device.device
         tensor = torch.empty(
@@ -430,7 +463,7 @@ class TrainingJob:
         return tensor
 
     def _failed(self, error: Exception, size: int) -> PolicyError:
-        """Return the error for a step in which the user's code has raised."""
+        """Return the error for a step in which the user's code raised an exception (H414)."""
         line = line_of(error)
         where = f", at {line}" if line else self._place_of_function
         assumed = ""
@@ -443,9 +476,9 @@ class TrainingJob:
                 f" values{assumed}"
             ),
             fix=(
-                f"run the step on real tensors with {size} samples, because a forecast needs a step"
-                " that works with any number; if it runs, move code that reads the values of"
-                " tensors out of the step."
+                f"run the step on real tensors with {size} samples. If that fails too, make the"
+                " step work with any number of samples; otherwise, move code that reads the values"
+                " of tensors out of the step."
             ),
             rule="H414",
         )
@@ -463,22 +496,24 @@ def _untrained_optimizer(what: str) -> PolicyError:
     """Return the error for an optimizer that the step does not train with (H412)."""
     return PolicyError(
         what,
-        limit="the forecast would miss its state, and the memory for training its parameters",
+        limit=(
+            "without a step of each optimizer, the forecast would miss the optimizer's state and"
+            " the memory for training its parameters"
+        ),
         fix=(
-            "return only optimizers that the step steps, in a dict by name; optimizers stepped by"
-            " hooks count too. One call of step() must accumulate all gradients and step every"
-            " optimizer; if yours does not, return a loss_fn instead, whose batch can be split into"
-            " micro-batches."
+            "return only optimizers that the step uses, directly or in hooks. One call of step()"
+            " must accumulate all gradients and step every optimizer. If yours does not, return a"
+            " loss_fn instead; its batch can be split into micro-batches."
         ),
         rule="H412",
     )
 
 
 def find_blocks(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Return the modules that could be recomputed, with their paths.
+    """Return the modules whose activations could be recomputed, with their paths.
 
-    These are the repeated blocks, or if there are none, the children of a model that have
-    parameters.
+    These are the repeated blocks of each model, such as transformer layers. For a model without
+    repeated blocks, these are its direct children that have parameters.
     """
     blocks: list[tuple[str, nn.Module]] = []
     for prefix, model in models.items():

@@ -1,6 +1,6 @@
-"""Call the user's loss function or step, and observe which parts of the step it performs.
+"""Call the user's loss function or step, and observe which parts of a step it performs.
 
-It may run backward and step optimizers, directly or through the guard passed to it.
+The function may run backward and step optimizers, directly or through the guard passed to it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from holdfast.forecast.job.building import BuiltJob, Function
 
 
 class CallObserver:
-    """Observe, within the context, whether functions run backward and step optimizers.
+    """Observes whether functions run backward and step optimizers within the context.
 
     Args:
-        autocast: Creates the autocast under which a function is called. It ends when the function
-            runs backward itself.
+        autocast: Creates the autocast context under which a function is called. The context is left
+            while the function runs backward.
     """
 
     def __init__(self, autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         # Whether an observed function itself ran backward or stepped an optimizer.
         self.acted = False
-        # All optimizers that were stepped, including by hooks of a backward pass.
+        # All optimizers that were stepped, also those stepped by hooks during a backward pass.
         self.stepped: list[Optimizer] = []
         self._make_autocast = autocast
-        # The autocast of the function that is being called, if one is.
+        # The autocast of the function call that is running, or None between calls.
         self._current_autocast: contextlib.ExitStack | None = None
         self._cleanup = contextlib.ExitStack()
 
@@ -70,7 +70,7 @@ class CallObserver:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Call the function that is observed in this context. It runs under autocast."""
+        """Observe a function that is called within the context, and run it under autocast."""
         with contextlib.ExitStack() as self._current_autocast:
             self._current_autocast.enter_context(self._make_autocast())
             yield
@@ -79,16 +79,16 @@ class CallObserver:
 
 @contextlib.contextmanager
 def own_autocasts(added: type[torch.autocast]) -> Iterator[list[torch.autocast]]:
-    """Yield a list that collects the job's own autocasts entered within the context.
+    """Collect the autocasts that the job's own code enters within the context, in a list.
 
     Args:
-        added: The class of the autocasts that the forecast adds.
+        added: The class of the autocasts that the forecast adds, which are not collected.
     """
     enter = torch.autocast.__enter__
     autocasts: list[torch.autocast] = []
 
     def note_and_enter(context: torch.autocast) -> Any:
-        # A recomputation re-enters the autocast of the forward pass.
+        # Recomputing activations re-enters the autocast of the forward pass, which is not new.
         is_recomputation = torch._C._current_graph_task_id() != -1
         if context._enabled and not isinstance(context, added) and not is_recomputation:
             autocasts.append(context)
@@ -99,18 +99,18 @@ def own_autocasts(added: type[torch.autocast]) -> Iterator[list[torch.autocast]]
 
 
 def is_hooked(parameter: torch.Tensor) -> bool:
-    """Return whether a hook receives the parameter's gradient, for example to step an optimizer."""
+    """Return whether a parameter's gradient is passed to a hook, which may step an optimizer."""
     return bool(parameter._post_accumulate_grad_hooks or parameter._backward_hooks)
 
 
 class GuardStandIn:
-    """The guard passed to a ``step(guard, batch)``.
+    """Replaces the `Guard` that the user's ``step(guard, batch)`` expects.
 
-    It performs the same steps, but returns no reports.
+    It runs steps on the fake device, and reports each of them as a normal step.
 
     Args:
         optimizers: Names of the job's optimizers.
-        make_step: Performs a step with a batch, a loss function and the named optimizers.
+        make_step: Runs a step, given a batch, a loss function and the names of optimizers.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class GuardStandIn:
         optimizer: Any = None,
         split: Any = None,  # noqa: ARG002 - an argument of Guard.step
     ) -> Any:
-        """Perform one step of one or several optimizers; see `Guard.step`."""
+        """Run one step of one or several optimizers; see `Guard.step`."""
         if optimizer is None:
             names = self._optimizers
         elif isinstance(optimizer, str):
@@ -150,12 +150,12 @@ class GuardStandIn:
 
 
 def takes_guard(function: Function) -> bool:
-    """Return whether a function is a ``step(guard, batch)``."""
+    """Return whether the first parameter of a function is called ``guard``."""
     return building.positional_parameters(function)[:1] == ["guard"]
 
 
 def called_with_batch(built: BuiltJob, guard: GuardStandIn) -> Function:
-    """Return the function of a job as a function of a batch alone, or of its size."""
+    """Return the job's function with all arguments bound except the batch, or its size."""
     function = built.function
     if takes_guard(function):
         return lambda batch: function(guard, batch)

@@ -1,12 +1,13 @@
-"""The kernels that CUDA would choose, and the memory that they keep and need.
+"""The kernels that CUDA would choose for each operator, and the memory that they need.
 
-Two entry points:
+Entry points:
 
-- `emulation.emulated_kernels` registers rules on the fake device for operators that behave
-  differently on an unknown device than on CUDA: `attention`, `recurrent` layers, `sequences`, RMS
-  norm and losses. `autocast_policy` does the same for autocast.
-- `scratch.scratch_of` returns the memory that a CUDA kernel needs only while it runs; `scratch_cpu`
-  measures it for the CPU.
+- `emulation.emulated_kernels` makes operators allocate on the fake device as they would on CUDA. It
+  covers operators that torch runs differently on a device it does not know: attention, recurrent
+  layers, operators on sequences, RMS norm and losses.
+- `autocast_policy.installed` gives the fake device the autocast of CUDA.
+- `scratch.scratch_of` returns the scratch memory that a CUDA kernel needs while it runs.
+  `scratch_cpu.scratch_of` measures the scratch memory of CPU kernels.
 
-Lists of operators are in ``operators.yaml``, read by `operators`.
+``operators.yaml`` has the lists of operators. It is read by `operators`.
 """

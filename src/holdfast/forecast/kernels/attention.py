@@ -1,15 +1,16 @@
 """`scaled_dot_product_attention` on the fake device, with the kernel that CUDA would choose.
 
-A device unknown to torch gets the math path, which keeps two score matrices per layer. CUDA usually
-chooses a fused kernel, which keeps one number per row. The difference is a third of an encoder's
-activations.
+On a device that torch does not know, it takes the math path, which saves two score matrices per
+layer for the backward pass. On CUDA, it usually chooses a fused kernel, which saves one number per
+row. The difference is a third of an encoder's activations.
 
-The order and the conditions of the choice are torch's own, as of torch 2.11 to 2.14:
-aten/src/ATen/native/transformers/attention.cpp, cuda/sdp_utils.cpp and sdp_utils_cpp.h. Docstrings
-here name the functions there. The kernels' meta implementations and autograd formulas do the rest.
+The kernel is chosen by the same conditions, in the same order, as in torch 2.11 to 2.14. See
+aten/src/ATen/native/transformers/attention.cpp, cuda/sdp_utils.cpp and sdp_utils_cpp.h; docstrings
+here name the C++ functions. The chosen operator then runs with torch's own meta kernel and autograd
+formula.
 
-Compute capability 8.0 is assumed for every device. cuDNN's kernel, which torch tries first from 9.0
-on, is not emulated; it keeps as much as the flash kernel.
+Compute capability 8.0 is assumed for every device. From 9.0 on, torch tries a cuDNN kernel first.
+That kernel is not emulated, because it saves as much memory as the flash kernel does.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # in sdp_utils.cpp).
 _TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _EFFICIENT_TAKES_GROUPS = _TORCH_VERSION >= (2, 14)
-# The alignment of head sizes for the efficient kernel, in elements (minimum_gemm_alignment). It
-# supports no other types.
+# The types that the efficient kernel supports, and the number of elements of which the head size
+# must be a multiple (minimum_gemm_alignment).
 _EFFICIENT_ALIGNMENTS = {torch.float16: 8, torch.bfloat16: 8, torch.float32: 4}
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 # The largest head size of the flash kernel (check_head_dim_size_flash).
 _MOST_FLASH_HEAD_SIZE = 256
 
 
-# The kernels that are emulated.
+# The kernels that this module can emulate.
 EMULATED = frozenset({SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH})
 
 
 @dataclass(frozen=True, slots=True)
 class _AttentionCall:
-    """The arguments of `scaled_dot_product_attention`, in the order of the operator."""
+    """The arguments of `scaled_dot_product_attention`, in the operator's order."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -68,7 +69,7 @@ def install_attention(library: torch.library.Library) -> None:
 def _attend(*args: Any, **kwargs: Any) -> torch.Tensor:
     call = _AttentionCall(*args, **kwargs)
     if call.is_causal and call.attn_mask is not None:
-        # torch's composite raises a clear error for this call.
+        # torch's implementation of the math path raises a clear error for this combination.
         return _math(call)
     cuda: Any = torch.backends.cuda
     allowed = {
@@ -104,7 +105,7 @@ def _math(call: _AttentionCall) -> torch.Tensor:
 
 
 def _flash(call: _AttentionCall) -> torch.Tensor:
-    """Run the flash kernel, with heads padded to a multiple of 8, as pad_last_dim does."""
+    """Run the flash kernel. Pad the head size to a multiple of 8, as pad_last_dim does."""
     size = call.query.shape[-1]
     padding = -size % 8
     tensors: Sequence[torch.Tensor] = call.tensors
@@ -120,7 +121,7 @@ def _flash(call: _AttentionCall) -> torch.Tensor:
 
 
 def _efficient(call: _AttentionCall) -> torch.Tensor:
-    """Run the efficient kernel, which keeps one number per row if gradients are needed."""
+    """Run the efficient kernel, which saves one number per row if gradients are needed."""
     mask = _additive_mask(call)
     if mask is not None:
         mask = _aligned(mask).expand(*call.query.shape[:-1], call.key.shape[-2])
@@ -134,9 +135,9 @@ def _efficient(call: _AttentionCall) -> torch.Tensor:
 
 
 def _additive_mask(call: _AttentionCall) -> torch.Tensor | None:
-    """Return the mask in additive form: convert_boolean_attn_mask.
+    """Return the mask in additive form (convert_boolean_attn_mask).
 
-    A boolean mask is converted to the query's dtype, and kept for the backward pass.
+    A boolean mask is converted to the query's dtype. The result is saved for the backward pass.
     """
     mask = call.attn_mask
     if mask is None or mask.dtype is not torch.bool:
@@ -147,14 +148,14 @@ def _additive_mask(call: _AttentionCall) -> torch.Tensor | None:
 
 
 def _aligned(bias: torch.Tensor) -> torch.Tensor:
-    """Return a mask whose rows are aligned to 8 elements: aligned_tensor<8>."""
+    """Return the mask with rows aligned to 8 elements (aligned_tensor<8>)."""
     if bias.stride(-1) == 1 and not any(stride % 8 for stride in bias.stride()[:-1]):
         return bias
     last = bias.shape[-1]
     return functional.pad(bias, (0, 8 - last % 8))[..., :last]
 
 
-# --- the choice -----------------------------------------------------------------------------------
+# --- choosing the kernel --------------------------------------------------------------------------
 
 
 def choose_backend(
@@ -170,13 +171,13 @@ def choose_backend(
     Args:
         tensors: Query, key and value, each of shape ``(batch, heads, length, head size)``.
         mask: The attention mask.
-        causal: Whether later keys are masked.
-        grouped: Whether there may be fewer heads of keys than of queries.
-        enabled: The kernels allowed by the user, with ``torch.nn.attention.sdpa_kernel`` or
-            torch's flags.
+        causal: Whether each query ignores later keys.
+        grouped: Whether keys may have fewer heads than queries.
+        enabled: The kernels that the user allows, through ``torch.nn.attention.sdpa_kernel`` or the
+            flags in ``torch.backends.cuda``.
 
     Raises:
-        RuntimeError: If no allowed kernel is suitable, as on CUDA.
+        RuntimeError: If no allowed kernel is suitable. CUDA raises the same error.
     """
     if _may_be_fused(tensors, mask):
         may_be_flash = mask is None and SDPBackend.FLASH_ATTENTION in enabled
@@ -191,7 +192,7 @@ def choose_backend(
 
 
 def _may_be_fused(tensors: Tensors, mask: torch.Tensor | None) -> bool:
-    """Return whether a call meets the conditions of all fused kernels."""
+    """Return whether a call meets the conditions that all fused kernels share."""
     query, key, _ = tensors
     if any(tensor.dim() != 4 for tensor in tensors):
         return False
@@ -232,7 +233,10 @@ def _efficient_suits(tensors: Tensors, *, grouped: bool) -> bool:
 
 
 def _heads_match(tensors: Tensors, *, grouped: bool) -> bool:
-    """Return whether batch sizes and heads are suitable: check_batch_size_and_num_heads_dense."""
+    """Return whether batch sizes and numbers of heads match.
+
+    The C++ function is check_batch_size_and_num_heads_dense.
+    """
     query, key, value = (tensor.shape for tensor in tensors)
     if not query[0] == key[0] == value[0] or key[1] != value[1]:
         return False

@@ -1,10 +1,11 @@
-"""CUDA's autocast on the fake device: the casts of each operator, and the cache of cast weights.
+"""CUDA's autocast on the fake device: which operators cast their inputs, and the weight cache.
 
-The classes and their members are torch's own, see ``operators.yaml``. A rule is installed for each
-operator that the running torch registers for CUDA, because the lists differ between versions. An
-operator of unknown class is not cast, and this is reported as an assumption.
+torch groups operators into classes, each of which casts in its own way; ``operators.yaml`` lists
+them. Since the lists differ between versions, a kernel is registered for each operator for which
+the running torch registers one on CUDA. If the class of an operator is not known, its inputs are
+not cast, and this is reported as an assumption.
 
-The rules cannot be unregistered, so they are registered once per process.
+The kernels cannot be unregistered, so they are registered once per process.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from holdfast.forecast.kernels.operators import LISTS
 Assume = Callable[[str], None]
 Kernel = Callable[..., Any]
 
-# The classes of operators: sections of operators.yaml.
+# The classes of operators, which are also sections of operators.yaml.
 _CLASSES = ("lower_precision", "fp32", "fp32_set_opt_dtype", "promote", "banned", "left_alone")
-# Overloads for named dimensions, which fake tensors do not have. torch 2.13 has dropped most of
-# them.
+# Matches overloads for named dimensions. Fake tensors do not support names, and torch 2.13 dropped
+# most of these overloads.
 _NAMED_DIMENSIONS = re.compile(r"\.(\w*dimname|names_)", re.IGNORECASE)
 
 _CUDA_KEY = "AutocastCUDA"
@@ -34,17 +35,17 @@ _FAKE_KEY = "AutocastPrivateUse1"
 
 
 class WeightCache:
-    """Casts of leaf weights, which torch keeps until the outermost autocast ends.
+    """Casts of weights to the lower precision, kept until the outermost autocast region ends.
 
-    A recomputation in a backward pass enters autocast again, so the cache is filled and cleared
-    again.
+    Activation checkpointing enters autocast again in the backward pass, so the cache is filled and
+    cleared once more.
     """
 
     def __init__(self) -> None:
         self._casts: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype, lower: torch.dtype) -> torch.Tensor:
-        """Return a tensor in another dtype, from the cache if it is a weight.
+        """Cast a tensor. Casts of weights are cached.
 
         Args:
             tensor: The tensor.
@@ -53,7 +54,7 @@ class WeightCache:
         """
         if tensor.dtype is dtype:
             return tensor
-        # The condition is that of cached_cast in autocast_mode.cpp.
+        # The same condition as in cached_cast in autocast_mode.cpp.
         is_cached = (
             dtype is lower
             and tensor.dtype is torch.float32
@@ -71,7 +72,7 @@ class WeightCache:
         return entry[1]
 
     def clear(self) -> None:
-        """Drop all casts."""
+        """Drop all cached casts."""
         self._casts.clear()
 
 
@@ -92,9 +93,9 @@ def installed(device_name: str, assume: Assume) -> Iterator[None]:
         autocast.cache.clear()
 
     autocast.assume = assume
-    # CUDA's default.
+    # The default dtype of autocast on CUDA.
     torch.set_autocast_dtype(device_name, torch.float16)
-    # autocast calls it when the outermost region ends.
+    # torch.autocast calls this function when the outermost region ends.
     torch.clear_autocast_cache = clear
     try:
         yield
@@ -106,9 +107,9 @@ def installed(device_name: str, assume: Assume) -> Iterator[None]:
 
 
 def registered_for_cuda() -> frozenset[str]:
-    """Return the aten operators that have an autocast kernel for CUDA in this torch.
+    """Return the names of the aten operators for which this torch has a CUDA autocast kernel.
 
-    A build without CUDA registers them too.
+    torch registers these kernels in builds without CUDA, too.
     """
     registrations = torch._C._dispatch_get_registrations_for_dispatch_key(_CUDA_KEY)
     names = {name.removeprefix("aten::") for name in registrations if name.startswith("aten::")}
@@ -116,13 +117,13 @@ def registered_for_cuda() -> frozenset[str]:
 
 
 def classified() -> dict[str, str]:
-    """Return the class of each operator that has one."""
+    """Return the autocast class of each operator in ``operators.yaml``, by name."""
     return {name: policy for policy in _CLASSES for name in LISTS[policy]}
 
 
 @functools.cache
 def _register(device_name: str) -> _CudaAutocast:
-    """Register a kernel for each operator that CUDA's autocast treats, once per process."""
+    """Register an autocast kernel for each operator that has one on CUDA, once per process."""
     make_library: Any = torch.library.Library
     fallthrough = make_library("_", "IMPL", _FAKE_KEY)
     fallthrough.fallback(torch.library.fallthrough_kernel)
@@ -148,7 +149,7 @@ def _register(device_name: str) -> _CudaAutocast:
 
 
 def _without_autocast(kernel: Kernel) -> Kernel:
-    """Return a kernel that dispatches below autocast."""
+    """Return a kernel that runs with autocast excluded from dispatch."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _FAKE_KEY))
@@ -159,30 +160,33 @@ def _without_autocast(kernel: Kernel) -> Kernel:
 
 
 class _CudaAutocast:
-    """CUDA's autocast for one device. For each class of operators a method creates the kernels.
+    """CUDA's autocast for one device. Each class of operators has a method that creates a kernel.
 
     Args:
         device_name: The device type.
-        libraries: The registrations, which last as long as these objects.
+        libraries: The libraries with the registered kernels, which must be kept alive.
     """
 
     def __init__(self, device_name: str, libraries: tuple[torch.library.Library, ...]) -> None:
         self.cache = WeightCache()
-        # Receives the assumptions of the current forecast.
+        # Called with each assumption while a forecast runs; None otherwise.
         self.assume: Assume | None = None
         self._device_name = device_name
         self._libraries = libraries
 
     def lower_precision(self, operator: Any, _: str) -> Kernel:
-        """Cast to the lower precision."""
+        """Return a kernel that casts its inputs to the lower precision."""
         return lambda *args, **kwargs: self._call(operator, args, kwargs, self._lower())
 
     def fp32(self, operator: Any, _: str) -> Kernel:
-        """Cast to fp32."""
+        """Return a kernel that casts its inputs to fp32."""
         return lambda *args, **kwargs: self._call(operator, args, kwargs, torch.float32)
 
     def fp32_set_opt_dtype(self, operator: Any, _: str) -> Kernel:
-        """Request an fp32 result through the operator's dtype argument, without a cast copy."""
+        """Return a kernel that requests an fp32 result through the operator's dtype argument.
+
+        This needs no cast copy of the input.
+        """
         position = [argument.name for argument in operator._schema.arguments].index("dtype")
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -197,7 +201,7 @@ class _CudaAutocast:
         return kernel
 
     def promote(self, operator: Any, name: str) -> Kernel:
-        """Cast to the widest type of the arguments."""
+        """Return a kernel that casts its inputs to the widest dtype among them."""
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             lower = self._lower()
@@ -215,24 +219,24 @@ class _CudaAutocast:
         return kernel
 
     def banned(self, _: Any, name: str) -> Kernel:
-        """Refuse the operator."""
+        """Return a kernel that raises the error that CUDA raises under autocast."""
 
         def kernel(*_args: Any, **_kwargs: Any) -> Any:
             raise RuntimeError(
-                f"{name} (nn.BCELoss) is refused by autocast on CUDA: half precision cannot"
-                " represent its gradients. Use binary_cross_entropy_with_logits"
-                " (nn.BCEWithLogitsLoss), or leave autocast for it."
+                f"{name} (nn.BCELoss) cannot run under autocast on CUDA, because half precision"
+                " cannot represent its gradients. Use binary_cross_entropy_with_logits"
+                " (nn.BCEWithLogitsLoss), or disable autocast around the call."
             )
 
         return kernel
 
     def unknown(self, operator: Any, name: str) -> Kernel:
-        """Run an operator of unknown class without casts, and record the assumption."""
+        """Return a kernel that casts nothing and records an assumption."""
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             if self.assume is not None:
                 self.assume(
-                    f"autocast was assumed not to cast {name}: its class in torch"
+                    f"autocast was assumed not to cast the inputs of {name}: its rule in torch"
                     f" {torch.__version__} is unknown"
                 )
             return operator(*args, **kwargs)
@@ -243,7 +247,7 @@ class _CudaAutocast:
         return torch.get_autocast_dtype(self._device_name)
 
     def _is_eligible(self, value: Any) -> bool:
-        """Return whether autocast casts a value (is_eligible in autocast_mode.h)."""
+        """Return whether autocast may cast a value (is_eligible in autocast_mode.h)."""
         return (
             isinstance(value, torch.Tensor)
             and value.is_floating_point()

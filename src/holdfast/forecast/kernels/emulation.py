@@ -1,10 +1,11 @@
-"""Install all rules that make kernels on the fake device allocate like real ones.
+"""Install the kernels that make operators on the fake device allocate as on the real one.
 
-The rules are registered with torch.library on the device's autograd key, so that they apply to
-every caller: Python, C++ composites, and a recomputation in the backward pass. On the route
-``"cpu"`` torch already makes the choices of the real CPU; only errors of torch's fake kernels are
-corrected. The rules for attention, recurrent layers and sequences are in separate modules; those
-for RMS norm and losses are here.
+The kernels are registered with torch.library under the device's autograd key. They therefore apply
+to every caller: Python code, C++ composite operators, and recomputation in the backward pass.
+
+On the route ``"cpu"``, torch already makes the same choices as on a real CPU, so only mistakes of
+torch's fake kernels are corrected. The kernels for attention, recurrent layers and sequences are in
+modules of their own. This module has those for RMS norm and losses.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ def emulated_kernels(
     """Make the fake device allocate like the real one within the context.
 
     Args:
-        route: ``"privateuse1"`` or ``"cpu"``.
-        value_of: Returns the values of a fake tensor, or None.
+        route: ``"privateuse1"`` or ``"cpu"``; see `forecast_device`.
+        value_of: Returns the values of a fake tensor, or None if they are unknown.
         assume: Called with each assumption.
-        uncalibrated: Collects by how much figures may be too low.
+        uncalibrated: Collects how much more memory kernels may need than was forecast.
 
     Yields:
-        Fake kernels that the fake mode must prefer to torch's own, called as ``kernel(mode,
-        overload, *args)``. They cannot be added to torch's table, because its result cache forgets
-        the size of a storage.
+        Fake kernels by operator overload. The fake mode must use them instead of torch's own, and
+        call them as ``kernel(mode, overload, *args)``. They cannot be added to torch's own table of
+        fake kernels, because torch caches results without the size of their storage.
     """
     stands_for_gpu = route == "privateuse1"
     key = "AutogradPrivateUse1" if stands_for_gpu else "AutogradCPU"
@@ -61,12 +62,12 @@ def emulated_kernels(
 
 
 def _reduced_loss(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the result of a loss whose kernel averages or sums the losses of the elements.
+    """Fake a loss operator, with a storage as large as on real devices.
 
-    These losses are written into a tensor that is then resized to a scalar but keeps its storage,
-    on the CPU and on CUDA (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu; we measured
-    4000 bytes for the mean of 1000 values with torch 2.13.0+cpu). torch's fake kernel makes the
-    storage too small.
+    Both on the CPU and on CUDA, the kernel writes the loss of each element into the result tensor.
+    It then resizes this tensor to a scalar, but the storage keeps its size (see
+    aten/src/ATen/native/Loss.cpp and cuda/Loss.cu). With torch 2.13.0+cpu, the mean of 1000 fp32
+    values has a storage of 4000 bytes. torch's own fake kernel creates a storage for a scalar.
     """
     arguments = named_arguments(func, args, kwargs)
     data = arguments["self"]
@@ -90,11 +91,12 @@ _LOSSES: Mapping[Any, FakeKernel] = dict.fromkeys(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """RMS norm as CUDA's fused kernel runs it: it keeps its input and one number per row.
+    """RMS norm with the allocations of CUDA's fused kernel.
 
-    A device unknown to torch gets a composition of single operations, which keeps three fp32
-    tensors of the input's size. It follows aten/src/ATen/native/cuda/layer_norm_kernel.cu and
-    derivatives.yaml.
+    The fused kernel saves the input, the weight and one number per row for the backward pass. On a
+    device that torch does not know, it runs a sequence of single operations instead, which save
+    three fp32 tensors of the input's size. The allocations follow
+    aten/src/ATen/native/cuda/layer_norm_kernel.cu and derivatives.yaml.
     """
 
     @staticmethod
@@ -115,7 +117,7 @@ class _FusedRmsNorm(torch.autograd.Function):
         dy = gradient.contiguous()
         x = data.contiguous()
         dx = torch.empty_like(x)
-        # The kernel needs these copies only while it runs.
+        # The kernel needs these contiguous copies only while it runs.
         del dy, x
         weight_gradient = None if weight is None else torch.empty_like(weight)
         return dx, weight_gradient, None

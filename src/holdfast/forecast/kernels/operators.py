@@ -1,4 +1,4 @@
-"""Lists of aten operators by name: the sections of ``operators.yaml`` beside this module."""
+"""The lists of aten operators in ``operators.yaml``, as `LISTS`: the names by section."""
 
 from __future__ import annotations
 

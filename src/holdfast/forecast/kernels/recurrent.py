@@ -1,18 +1,20 @@
 """Emulate cuDNN's recurrent layers and torch's fused GRU cell on the fake device.
 
-The sequence of allocations follows aten/src/ATen/native/cudnn/RNN.cpp and, under autocast,
-cudnn/AutocastRNN.cpp: it casts to fp16 whatever the autocast type is, into one flat copy of the
-weights that is kept until the backward pass. The gradients of the weights are views of one buffer.
-If cuDNN is switched off, torch's own steps run instead.
+The sequence of allocations follows aten/src/ATen/native/cudnn/RNN.cpp. Under autocast, it follows
+cudnn/AutocastRNN.cpp: data and weights are always cast to fp16, even if autocast uses bf16. The
+cast weights are one flat buffer that is kept until the backward pass. The gradients of the weights
+are also views of one buffer. If cuDNN is disabled, torch's decomposition into single time steps
+runs instead.
 
-cuDNN documents neither the memory that it keeps for the backward pass (the reserve) nor the memory
-that it needs while it runs (the workspace), and torch's meta kernel reports 0 bytes. Our formulas
-for both were fitted to the requests of 117 layers on an H100 (torch 2.11, cuDNN 9.19), with varied
-sizes, types, numbers of layers, directions and dropout. The tests contain some of them:
+cuDNN needs memory that it saves for the backward pass (the reserve) and memory that it needs only
+while it runs (the workspace). It documents the size of neither, and torch's meta kernel reports 0
+bytes. We fitted formulas to the requests of 117 layers on an H100 (torch 2.11, cuDNN 9.19), in
+which sizes, types, numbers of layers, directions and dropout vary. The tests contain some of these
+layers. The accuracy of the formulas is:
 
-- The reserve is exact in all of these cases. It is also exact in those of pytorch issue 2895 (Tesla
-  P100, 2017), except for the dropout bits and the 256 bytes.
-- The workspace is within 4 % for an LSTM, and at most 9 % too large for the others.
+- The reserve is exact in all 117 cases. It is also exact in the cases of pytorch issue 2895 (Tesla
+  P100, 2017), apart from the dropout bits and the fixed 256 bytes.
+- The workspace is within 4 % for LSTMs, and at most 9 % too large for GRUs and plain RNNs.
 """
 
 from __future__ import annotations
@@ -23,62 +25,63 @@ from typing import Any
 
 import torch
 
-# The random state for dropout, one per device, which is never freed: "Each state is slightly over
+# The random state for dropout. A device has one, which is never freed: "Each state is slightly over
 # 2MB" (get_dropout_state in RNN.cpp).
 _DROPOUT_STATE_BYTES = 2 * 2**20 + 2**18
 
 
-# The figures below are from our measurements. Values are elements for each row (a time step of a
-# sequence) and hidden unit, unless stated otherwise.
+# All figures below come from our measurements. A row is one time step of one sequence. "Values" are
+# elements per row and hidden unit, unless stated otherwise.
 #
-# Values that each layer keeps in the reserve: an LSTM 4 gates and the cell, a GRU 6 values, a plain
-# RNN its output.
+# Values that each layer stores in the reserve: 4 gates and the cell for an LSTM, 6 values for a
+# GRU, and the output for a plain RNN.
 _KEPT_VALUES = {"lstm": 5, "gru": 6, "rnn": 1}
-# Values of the workspace with the standard algorithm.
+# Values in the workspace of the standard algorithm.
 _WORK_VALUES = {"lstm": 5.0, "gru": 4.5, "rnn": 3.75}
-# Values of the workspace with the algorithm for small hidden sizes.
+# Values in the workspace of the algorithm for small hidden sizes.
 _SMALL_WORK_VALUES = {"lstm": 21.0, "gru": 19.5, "rnn": 14.5}
-# The largest hidden sizes for which torch chooses that algorithm (get_algo in RNN.cpp).
+# The largest hidden sizes for which torch chooses the algorithm for small hidden sizes (get_algo in
+# RNN.cpp).
 _LARGEST_SMALL_FORWARD = {"lstm": 192, "gru": 192, "rnn": 384}
 _LARGEST_SMALL_BACKWARD = {"lstm": 128, "gru": 128, "rnn": 256}
-# Bytes of the reserve that do not depend on any size.
+# The constant part of the reserve, in bytes.
 _FIXED_RESERVE_BYTES = 256
-# Additional values of the workspace if sequences are read in both directions.
+# Additional values in the workspace of a bidirectional layer.
 _SECOND_DIRECTION_VALUES = 9.0
-# The same with dropout in one direction.
+# Additional values in the workspace of a unidirectional layer with dropout.
 _DROPOUT_VALUES = 1
-# Values of the workspace per row, for each feature of the input beyond the hidden size.
+# Additional elements in the workspace per row, for each input feature beyond the hidden size.
 _WIDE_INPUT_VALUES = 2.5
-# Values of the workspace per sequence, unit, layer and direction.
+# Elements in the workspace per sequence, hidden unit, layer and direction.
 _STATE_VALUES = 8
-# Bytes of the workspace per layer and direction.
+# Bytes in the workspace per layer and direction.
 _LAYER_BYTES = 8 * 2**20
-# The additional share of the workspace that another cuDNN or GPU may need. It is a guess: the
-# formula is at most 9 % off on one GPU and cuDNN.
+# Another cuDNN version or GPU may need a workspace that is larger by this fraction. It is a guess,
+# based on the error of at most 9 % with the cuDNN version and GPU that we measured.
 _OTHER_VERSIONS = 0.1
 
-# Records a name, and by how many bytes memory kept under it may be larger.
+# Receives the name of a layer, and how many more bytes it may need than was forecast.
 NoteUncertain = Callable[[str, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentSize:
-    """The sizes of a fused recurrent layer, in elements.
+    """The sizes of one call of a cuDNN recurrent module, and the memory that they imply.
 
     Args:
         mode: ``"lstm"``, ``"gru"`` or ``"rnn"``.
-        features: Features of the input.
-        hidden: Hidden units.
-        projection: Size of an LSTM's projection, 0 if there is none.
+        features: Number of input features.
+        hidden: Number of hidden units.
+        projection: Size of an LSTM's projection; 0 without a projection.
         layers: Number of layers.
-        directions: 1 or 2.
+        directions: 2 if bidirectional, otherwise 1.
         batch: Number of sequences.
-        rows: Time steps of all sequences together.
-        weights: All weights, including biases.
-        biases: The biases alone.
-        element_bytes: Bytes of an element.
-        dropout: Probability of dropout between the layers, 0 outside training.
-        may_be_small: Whether type and layout allow the algorithm for small hidden sizes.
+        rows: Total number of time steps in all sequences.
+        weights: Number of elements in all weights and biases.
+        biases: Number of elements in all biases.
+        element_bytes: Bytes per element.
+        dropout: Probability of dropout between the layers; 0 in evaluation mode.
+        may_be_small: Whether dtype and layout allow the algorithm for small hidden sizes.
     """
 
     mode: str
@@ -97,10 +100,10 @@ class RecurrentSize:
 
     @property
     def reserve_bytes(self) -> int:
-        """The bytes that cuDNN keeps from the forward to the backward pass.
+        """The bytes that cuDNN saves for the backward pass.
 
-        These are values per row and unit of each layer, the outputs of all layers but the last, and
-        one bit for each of these outputs if there is dropout.
+        The reserve holds `_KEPT_VALUES` per row and unit of each layer, the outputs of all layers
+        but the last, and, with dropout, one bit for each of these outputs.
         """
         values_per_layer = _KEPT_VALUES[self.mode] * self.hidden
         if self.projection:
@@ -114,10 +117,10 @@ class RecurrentSize:
         return values * self.element_bytes + dropout_bytes + _FIXED_RESERVE_BYTES
 
     def workspace_bytes(self, *, backward: bool = False) -> int:
-        """Return the bytes that a pass through the layers needs while it runs.
+        """Return the bytes that cuDNN needs while it runs a forward or backward pass.
 
-        These are a fixed size per layer, the weights without biases, values per row that do not
-        depend on the number of layers, and the states.
+        The workspace has a fixed part per layer, a copy of the weights without biases, values per
+        row that do not depend on the number of layers, and the hidden states.
         """
         is_small = self._takes_small_algorithm(backward=backward)
         row_values = self._work_values(is_small=is_small) * self.hidden + self.features
@@ -130,14 +133,14 @@ class RecurrentSize:
         return _LAYER_BYTES * self.layers * self.directions + values * self.element_bytes
 
     def _takes_small_algorithm(self, *, backward: bool) -> bool:
-        """Return whether torch uses the algorithm for small hidden sizes: get_algo in RNN.cpp."""
+        """Return whether torch uses the algorithm for small hidden sizes (get_algo in RNN.cpp)."""
         if not self.may_be_small or self.projection:
             return False
         largest = _LARGEST_SMALL_BACKWARD if backward else _LARGEST_SMALL_FORWARD
         return self.hidden <= largest[self.mode]
 
     def _work_values(self, *, is_small: bool) -> float:
-        """Return the values of the workspace per row and unit."""
+        """Return the number of elements in the workspace per row and hidden unit."""
         values = _SMALL_WORK_VALUES[self.mode] if is_small else _WORK_VALUES[self.mode]
         values += _SECOND_DIRECTION_VALUES * (self.directions - 1)
         if self.dropout and self.directions == 1:
@@ -147,12 +150,13 @@ class RecurrentSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LayerLayout:
-    """The layout of one call.
+    """The sizes and options of one call of a cuDNN recurrent module.
 
     Args:
-        size: Its sizes.
-        batch_first: Whether the input is ``(batch, time, features)``, not ``(time, batch, ...)``.
-        training: Whether a reserve is kept.
+        size: The sizes.
+        batch_first: Whether the input has shape ``(batch, time, features)`` instead of ``(time,
+            batch, features)``.
+        training: Whether the module is in training mode, so that the reserve is saved.
     """
 
     size: RecurrentSize
@@ -164,7 +168,7 @@ class _LayerLayout:
 
 
 class _FlatHalf(torch.autograd.Function):
-    """fp16 copies of all weights as views of one buffer: copy_weights_to_flat_buf_views."""
+    """Casts all weights to fp16, as views of one flat buffer (copy_weights_to_flat_buf_views)."""
 
     @staticmethod
     def forward(ctx: Any, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -180,10 +184,10 @@ class _FlatHalf(torch.autograd.Function):
 
 
 class _CudnnLayers(torch.autograd.Function):
-    """One call of cuDNN, with the allocations of cuDNN and torch in their order.
+    """One call of a cuDNN recurrent module, with the allocations that cuDNN and torch make.
 
-    Nothing is computed. The order in which tensors are created and deleted is the point, because it
-    decides the peak: a `del` frees what cuDNN and torch free at that moment.
+    Nothing is computed. Only the order of allocations and frees matters, because it decides the
+    peak. Each `del` stands where cuDNN or torch frees these tensors.
     """
 
     @staticmethod
@@ -197,7 +201,7 @@ class _CudnnLayers(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         size = layout.size
         output_units = size.projection or size.hidden
-        # It is a copy if the batch comes first.
+        # This copies the data if the batch is the first dimension.
         x = layout.time_major(data).contiguous()
         y = data.new_empty((*x.shape[:-1], output_units * size.directions))
         last = hidden.new_empty((size.layers * size.directions, size.batch, output_units))
@@ -225,14 +229,14 @@ class _CudnnLayers(torch.autograd.Function):
             raise RuntimeError("cudnn RNN backward can only be called in training mode")
         data, hidden, cell, y, _reserve, *weights = ctx.saved_tensors
         grad_y = torch.zeros_like(y) if grad_y is None else layout.time_major(grad_y)
-        # Missing gradients of the states are zeros, which are needed only briefly.
+        # If the states have no gradients, torch creates zeros, which cuDNN needs only briefly.
         grad_last = torch.zeros_like(hidden) if grad_last is None else grad_last
         grad_cell = torch.zeros_like(cell) if grad_cell is None and cell is not None else grad_cell
         del grad_last, grad_cell
         input_gradients = _backward_of_input(layout, data, hidden, cell, grad_y)
         weight_gradients: tuple[torch.Tensor | None, ...] = (None,) * len(weights)
         if any(ctx.needs_input_grad[4:]):
-            # _cudnn_rnn_backward_weight.
+            # The allocations of _cudnn_rnn_backward_weight.
             x = layout.time_major(data).contiguous()
             weight_gradients = _flat_views(weights, weights[0].dtype)
             workspace = _bytes_like(data, layout.size.workspace_bytes(backward=True))
@@ -251,9 +255,10 @@ def _backward_of_input(
     cell: torch.Tensor | None,
     grad_y: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of input, hidden state and cell: _cudnn_rnn_backward_input.
+    """Return the gradients of input, hidden state and cell, as _cudnn_rnn_backward_input does.
 
-    It copies input and gradient if they are not contiguous, and needs a workspace.
+    That function copies the input and the output's gradient if they are not contiguous, and needs a
+    workspace.
     """
     x = layout.time_major(data).contiguous()
     dy = grad_y.contiguous()
@@ -266,7 +271,7 @@ def _backward_of_input(
 
 
 def _flat_views(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return tensors with the shapes of weights, as views of one buffer."""
+    """Return tensors with the shapes of the weights, as views of one buffer."""
     sizes = [weight.numel() for weight in weights]
     flat = torch.zeros(sum(sizes), dtype=dtype, device=weights[0].device)
     parts = flat.split(sizes)  # type: ignore[no-untyped-call]
@@ -278,9 +283,9 @@ def _bytes_like(data: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class _FusedGruCell(torch.autograd.Function):
-    """torch's own fused cell, which has no meta kernel.
+    """The allocations of torch's fused GRU cell, for which torch has no meta kernel.
 
-    It follows aten/src/ATen/native/cuda/RNN.cu and derivatives.yaml.
+    They follow aten/src/ATen/native/cuda/RNN.cu and derivatives.yaml.
     """
 
     @staticmethod
@@ -320,10 +325,10 @@ class _FusedGruCell(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _RecurrentArguments:
-    """The arguments of ``aten.lstm`` and the like that follow the data, in their order.
+    """The arguments of ``aten.lstm``, ``aten.gru`` and ``aten.rnn_*`` after the data, in order.
 
-    `states` is one tensor, or an LSTM's hidden state and cell. A packed sequence has no
-    `batch_first`.
+    `states` is a tensor, or a pair of hidden state and cell for an LSTM. The overloads for packed
+    sequences do not have `batch_first`.
     """
 
     states: Any
@@ -337,20 +342,29 @@ class _RecurrentArguments:
 
 
 class _RecurrentLayers:
-    """The fused recurrent layers of one fake device."""
+    """Creates kernels that replace torch's recurrent modules on one fake device.
+
+    Args:
+        note_uncertain: Receives the name of a layer, and how many more bytes it may need.
+    """
 
     def __init__(self, note_uncertain: NoteUncertain) -> None:
         self._note_uncertain = note_uncertain
         self._dropout_state: torch.Tensor | None = None
 
     def kernel(self, operator: str, *, is_packed: bool) -> Callable[..., Any]:
-        """Return the replacement of ``aten.lstm`` or the like, for tensors or packed sequences."""
+        """Return the replacement for a recurrent operator.
+
+        Args:
+            operator: ``"lstm"``, ``"gru"``, ``"rnn_tanh"`` or ``"rnn_relu"``.
+            is_packed: Whether the kernel replaces the overload for packed sequences.
+        """
         overloads = getattr(torch.ops.aten, operator)
         native = overloads.data if is_packed else overloads.input
         mode = operator.partition("_")[0]
 
         def run_layers(data: torch.Tensor, *rest: Any) -> Any:
-            # use_cudnn in RNN.cpp.
+            # The condition is that of use_cudnn in RNN.cpp.
             if not torch.backends.cudnn.enabled or data.numel() == 0:
                 return native.decompose(data, *rest)
             if is_packed:
@@ -366,7 +380,7 @@ class _RecurrentLayers:
     def _run(
         self, mode: str, data: torch.Tensor, arguments: _RecurrentArguments, *, is_packed: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run a layer as cuDNN does: cast for autocast, then allocate in cuDNN's order."""
+        """Cast the tensors under autocast, and then allocate as cuDNN does."""
         weights = arguments.weights
         if isinstance(arguments.states, torch.Tensor):
             hidden = arguments.states
@@ -403,8 +417,8 @@ def _size_of_call(
     *,
     is_packed: bool,
 ) -> RecurrentSize:
-    """Return the sizes of a layer, derived from the tensors of a call."""
-    # With a projection, only the cell has the hidden size.
+    """Derive the sizes of a call from its tensors."""
+    # With a projection, the hidden state has the projected size and only the cell the hidden size.
     units = hidden.shape[-1]
     if cell is not None:
         units = cell.shape[-1]
@@ -428,11 +442,11 @@ def _size_of_call(
 
 
 def install_recurrent(library: torch.library.Library, note_uncertain: NoteUncertain) -> None:
-    """Make recurrent layers on the fake device run as in cuDNN.
+    """Make recurrent layers on the fake device allocate as in cuDNN.
 
     Args:
-        library: Where the rules are registered.
-        note_uncertain: Records a name, and how many more bytes a layer may need.
+        library: The library in which the kernels are registered.
+        note_uncertain: Receives the name of a layer, and how many more bytes it may need.
     """
     layers = _RecurrentLayers(note_uncertain)
     for operator in ("lstm", "gru", "rnn_tanh", "rnn_relu"):

@@ -1,13 +1,13 @@
-"""The memory that a CUDA kernel needs only while it runs, besides its arguments and results.
+"""Scratch memory: what a CUDA kernel allocates while it runs, besides its arguments and results.
 
-It is invisible to dispatch modes, so it comes from tables. Each rule follows the source that it
-names, as of torch 2.11 to 2.13. Where the library is closed (cuDNN, cub), the figure is an
-assumption with an upper bound, and its excess counts as uncalibrated. An operator that is in no
-table counts as 0 bytes, and widens the margin by the size of its tensors: an operator rarely needs
-more than a copy of each.
+Dispatch modes cannot observe scratch memory, so it is computed by a rule for each operator. A rule
+follows the source file that it names, as of torch 2.11 to 2.13. For closed libraries, such as
+cuDNN, a rule returns an estimate and an upper bound. The difference counts as uncalibrated and
+widens the margin. An operator without a rule counts as 0 bytes. Its upper bound is one copy of each
+of its tensors, because operators rarely need more.
 
-Memory that outlives the operator is not counted here: the reserve of a recurrent layer is in
-`recurrent`, and the workspaces of cuBLAS belong to the device.
+Memory that outlives a kernel is not counted here: `recurrent` counts the reserve of recurrent
+layers, and the cuBLAS workspaces belong to the device.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ aten = torch.ops.aten
 _FP32_BYTES = 4
 # Indices are int64.
 _INDEX_BYTES = 8
-# Rows of an embedding's gradient that one thread sums (NROWS_PER_THREAD in
+# How many rows of an embedding's gradient one thread sums (NROWS_PER_THREAD in
 # EmbeddingBackwardKernel.cu).
 _ROWS_PER_THREAD = 10
-# Rows of partial sums of layer norm's parameter gradients (layer_norm_kernel.cu).
+# How many rows of partial sums layer norm keeps for each parameter's gradient
+# (layer_norm_kernel.cu).
 _LAYER_NORM_PARTIAL_ROWS = 32
 
 
@@ -41,9 +42,9 @@ class Scratch:
     """The scratch memory of one call of an operator.
 
     Args:
-        bytes: The bytes counted in the forecast.
-        at_most: The upper bound, which the margin covers. It equals `bytes` if the figure comes
-            from torch's own source or a measurement.
+        bytes: The estimate, which counts in the forecast.
+        at_most: An upper bound, which the margin covers. It equals `bytes` if the estimate comes
+            from torch's source or from a measurement.
     """
 
     bytes: int
@@ -51,18 +52,18 @@ class Scratch:
 
 
 NO_SCRATCH = Scratch(0, 0)
-# The arguments of a call by name.
+# The arguments of a call, by name.
 Arguments = dict[str, Any]
-# Returns the scratch memory from the arguments and the result of a call.
+# Computes the scratch memory of a call from its arguments and its result.
 Rule = Callable[[Arguments, Any], Scratch]
 
 
 @dataclass(slots=True)
 class Uncalibrated:
-    """The uncertain figures in a step: calls per operator, and the bytes that they may add.
+    """Collects by how much the scratch memory in a step may exceed the estimates.
 
     Args:
-        calls: Number of uncertain calls by operator.
+        calls: Number of calls with an uncertain estimate, by operator.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -73,25 +74,30 @@ class Uncalibrated:
     def excess_bytes(self) -> int:
         """The most by which the peak may exceed the forecast.
 
-        Operators run one at a time, so only the largest of them counts; memory that is kept adds
-        up.
+        Operators run one at a time, so only the largest excess of scratch memory counts. The
+        excesses of memory that outlives its operator add up.
         """
         return self._while_running + self._kept
 
     def note(self, name: str, scratch: Scratch) -> None:
-        """Record a call of an operator."""
+        """Record a call of an operator and the scratch memory counted for it."""
         excess = scratch.at_most - scratch.bytes
         if excess:
             self.calls[name] += 1
         self._while_running = max(self._while_running, excess)
 
     def note_kept(self, name: str, excess_bytes: int) -> None:
-        """Record memory that is kept until the backward pass and may be larger."""
+        """Record an estimate of memory that is kept until the backward pass.
+
+        Args:
+            name: The operator.
+            excess_bytes: How much larger the memory may be.
+        """
         self.calls[name] += 1
         self._kept += excess_bytes
 
     def clear(self) -> None:
-        """Forget everything, because a new step begins."""
+        """Reset all records before a new step."""
         self.calls.clear()
         self._while_running = 0
         self._kept = 0
@@ -102,9 +108,9 @@ def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 
     Args:
         op: The operator's overload.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        out: Its result.
+        args: The positional arguments of the call.
+        kwargs: The keyword arguments of the call.
+        out: The result of the call.
 
     Returns:
         None if the operator is known to need no scratch memory.
@@ -115,7 +121,7 @@ def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 
 @functools.cache
 def _find_rule(op: Any) -> Rule | None:
-    """Return the rule for an operator, None if it is known to need no scratch memory."""
+    """Return the rule for an operator, or None if it is known to need no scratch memory."""
     if not isinstance(op, torch._ops.OpOverload):
         return _unknown
     rule = RULES.get(name_of(op)) if op.namespace == "aten" else None
@@ -126,14 +132,14 @@ def _find_rule(op: Any) -> Rule | None:
         try:
             return rule(arguments, out)
         except (KeyError, AttributeError, TypeError, IndexError, RuntimeError):
-            # Another torch version may have a different signature.
+            # In another version of torch, the operator may have a different signature.
             return _unknown(arguments, out)
 
     return checked
 
 
 def _unknown(arguments: Arguments, out: Any) -> Scratch:
-    """Allow a copy of each tensor for an operator that is in no table."""
+    """Return 0 bytes for an operator without a rule, with a copy of each tensor as upper bound."""
     tensors = [
         leaf
         for leaf in pytree.tree_leaves((arguments, out))
@@ -143,7 +149,7 @@ def _unknown(arguments: Arguments, out: Any) -> Scratch:
 
 
 def named_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-    """Return the arguments of a call by name, with defaults."""
+    """Return the arguments of a call by name, including default values."""
     if not isinstance(op, torch._ops.OpOverload):
         # A higher-order operator has no schema.
         return {"args": args, **kwargs}
@@ -156,7 +162,7 @@ def named_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return arguments
 
 
-# --- operators that need none ---------------------------------------------------------------------
+# --- operators that need no scratch memory --------------------------------------------------------
 
 
 def name_of(op: Any) -> str:
@@ -165,7 +171,10 @@ def name_of(op: Any) -> str:
 
 
 def needs_no_scratch(op: Any) -> bool:
-    """Return whether an operator is known to need no memory besides its results, on any device."""
+    """Return whether an operator is known to need no scratch memory on a GPU.
+
+    A few of these operators do need some on a CPU; see ``more_on_cpu`` in ``operators.yaml``.
+    """
     if op.namespace in ("prim", "prims", "profiler"):
         return True
     if torch.Tag.pointwise in op.tags or op.is_view:
@@ -181,7 +190,7 @@ def needs_no_scratch(op: Any) -> bool:
 
 
 def _is_pointwise_gradient(name: str) -> bool:
-    """Return whether an operator is the gradient of a pointwise function, which has no tag."""
+    """Return whether an operator is the backward of a pointwise one. torch does not tag these."""
     if not name.endswith("_backward"):
         return False
     packet = getattr(aten, name.removesuffix("_backward"), None)
@@ -204,20 +213,20 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def _copy_unless_contiguous(tensor: torch.Tensor) -> int:
-    """Return the bytes of ``tensor.contiguous()``."""
+    """Return the bytes that ``tensor.contiguous()`` allocates."""
     return 0 if tensor.is_contiguous() else tensor.nbytes
 
 
 def _copy_with_heads_last(tensor: torch.Tensor) -> int:
-    """Return the bytes of ``tensor.transpose(1, 2).contiguous()``."""
+    """Return the bytes that ``tensor.transpose(1, 2).contiguous()`` allocates."""
     return _copy_unless_contiguous(tensor.transpose(1, 2))
 
 
 def _flash_backward(arguments: Arguments, _out: Any) -> Scratch:
-    """Follow mha_bwd in flash_attn/flash_api.cpp.
+    """Return the scratch memory of mha_bwd in flash_attn/flash_api.cpp.
 
-    It needs the query's gradient and row sums in fp32, and the gradients of keys and values for
-    each head of the query.
+    It has the query's gradient and the row sums in fp32. If keys have fewer heads than queries, it
+    also has the gradients of keys and values for each head of the query.
     """
     query = arguments["query"]
     key = arguments["key"]
@@ -233,9 +242,10 @@ def _flash_backward(arguments: Arguments, _out: Any) -> Scratch:
 
 
 def _efficient_backward(arguments: Arguments, _out: Any) -> Scratch:
-    """Follow workspace_size() in mem_eff_attention/kernel_backward.h, and attention_backward.cu.
+    """Return the scratch memory of the efficient kernel's backward pass.
 
-    The latter computes the row sums.
+    The workspace follows workspace_size() in mem_eff_attention/kernel_backward.h. The row sums are
+    computed in attention_backward.cu.
     """
     query = arguments["query"]
     value = arguments["value"]
@@ -243,7 +253,8 @@ def _efficient_backward(arguments: Arguments, _out: Any) -> Scratch:
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     row_sums = batch * heads * length * _FP32_BYTES
     if not is_half:
-        # In fp32 they are a product of two tensors, which is transposed and copied.
+        # In fp32, the row sums come from an elementwise product of two tensors. They are then
+        # transposed and copied.
         row_sums = 2 * row_sums + batch * heads * length * value.shape[-1] * _FP32_BYTES
     workspace = batch * heads * _efficient_workspace_per_head(query, value, is_half=is_half)
     copies = _copy_with_heads_last(arguments["grad_out_"])
@@ -261,7 +272,7 @@ def _efficient_workspace_per_head(
     keys = value.shape[2]
     value_size = value.shape[-1]
     largest_size = max(size, value_size)
-    # cutlassB.h, sm80: tiles of 64 x 64, and of 128 x 64 for half precision with larger heads.
+    # Tiles are 64 x 64, or 128 x 64 in half precision with heads larger than 64 (cutlassB.h, sm80).
     tile = 128 if is_half and largest_size > 64 else 64
     length_tiles = -(-length // tile)
     size_tiles = -(-size // 64)
@@ -270,39 +281,57 @@ def _efficient_workspace_per_head(
     if not is_half or largest_size <= tile:
         # The gradients of keys and values are kept in registers.
         return query_gradient
-    # kScratchsAccumGradK and kScratchsAccumGradV.
+    # Gradients of keys and values are accumulated in memory (kNeedsAccumGradK, kNeedsAccumGradV).
     splits = max(1, min(-(-keys // 64), 200 // (batch * heads)))
     row_size = _round_up(size, tile) + _round_up(value_size, tile)
     return query_gradient + splits * _round_up(keys, 64) * row_size * _FP32_BYTES
 
 
 def _convolution(arguments: Arguments, out: Any) -> Scratch:
-    return _reordered((arguments["input"], arguments["weight"], out), arguments["groups"])
+    tensors = (arguments["input"], arguments["weight"], out)
+    return _cudnn_call(tensors, groups=arguments["groups"])
 
 
 def _convolution_backward(arguments: Arguments, _out: Any) -> Scratch:
-    """One gradient is computed after the other; each reads two of three tensors and writes one."""
-    weight = arguments["weight"]
-    reordered = _reordered(
-        (arguments["grad_output"], weight, arguments["input"]), arguments["groups"]
-    )
-    if weight.element_size() >= _FP32_BYTES:
-        return reordered
-    # The gradient of the weight is summed in fp32.
-    sums = weight.numel() * _FP32_BYTES
-    return Scratch(reordered.bytes + sums, reordered.at_most + sums)
+    """Return the scratch memory of the two cuDNN calls in a convolution's backward pass.
 
+    - The first call reads the output's gradient and the weight, and writes the input's gradient.
+    - The second call reads the output's gradient and the input, and writes the weight's gradient.
 
-def _reordered(tensors: Sequence[torch.Tensor], groups: int) -> Scratch:
-    """Return the scratch memory of a convolution in cuDNN, which is closed.
-
-    Its tensor core kernels require channels last, and copy tensors in other layouts
-    (nchwToNhwcKernel in profiles). How much more its heuristics use is unknown (pytorch issue 49207
-    saw gigabytes); we allow twice the tensors, by choice.
+    A gradient is as large as its tensor, so both calls work on tensors of the same three sizes: the
+    output's gradient, the weight and the input. The second call starts after the scratch memory of
+    the first one is freed, so it is counted only once.
     """
-    total = sum(tensor.nbytes for tensor in tensors)
-    copies = 0 if _is_channels_last(tensors[0]) or groups > 1 else total
-    return Scratch(copies, copies + 2 * total)
+    weight = arguments["weight"]
+    tensors = (arguments["grad_output"], weight, arguments["input"])
+    scratch = _cudnn_call(tensors, groups=arguments["groups"])
+    is_half_precision = weight.element_size() < _FP32_BYTES
+    if not is_half_precision:
+        return scratch
+    # The second call sums the weight's gradient in an fp32 buffer.
+    fp32_gradient_bytes = weight.numel() * _FP32_BYTES
+    return Scratch(
+        bytes=scratch.bytes + fp32_gradient_bytes,
+        at_most=scratch.at_most + fp32_gradient_bytes,
+    )
+
+
+def _cudnn_call(tensors: Sequence[torch.Tensor], *, groups: int) -> Scratch:
+    """Estimate the scratch memory of one cuDNN call, which reads or writes the given tensors.
+
+    cuDNN's tensor core kernels require the channels-last layout, so tensors in another layout are
+    copied (nchwToNhwcKernel in profiles). The algorithm that cuDNN chooses may need more, which is
+    not documented (gigabytes in pytorch issue 49207). Our upper bound is twice the tensors on top
+    of the copies; this is a choice.
+
+    Args:
+        tensors: Inputs and output of the call. The layout of the first one decides.
+        groups: The groups of the convolution. Grouped convolutions make no copies.
+    """
+    tensor_bytes = sum(tensor.nbytes for tensor in tensors)
+    is_copied = groups == 1 and not _is_channels_last(tensors[0])
+    copied_bytes = tensor_bytes if is_copied else 0
+    return Scratch(bytes=copied_bytes, at_most=copied_bytes + 2 * tensor_bytes)
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
@@ -312,11 +341,12 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _embedding_backward(arguments: Arguments, out: Any) -> Scratch:
-    """Follow Embedding.cu and EmbeddingBackwardKernel.cu.
+    """Return the scratch memory of the kernels in Embedding.cu and EmbeddingBackwardKernel.cu.
 
-    Indices are sorted, and rows are summed for each piece of a segment of equal indices. Up to 3072
-    indices, torch uses a kernel without scratch memory. The sorting kernel is counted nevertheless,
-    because forecasts for large batches are extrapolated from traces of small ones.
+    The kernels sort the indices, so that equal ones form a segment. They split each segment into
+    pieces, and sum the rows of each piece. For up to 3072 indices, torch uses another kernel, which
+    needs no scratch memory. The sorting kernels are counted for these sizes too, because forecasts
+    for large batches are extrapolated from traces of small ones.
     """
     indices = arguments["indices"].numel()
     rows, size = out.shape
@@ -329,9 +359,10 @@ def _embedding_backward(arguments: Arguments, out: Any) -> Scratch:
 
 
 def _index_put(arguments: Arguments, _out: Any) -> Scratch:
-    """Follow index_put_with_sort_kernel in Indexing.cu.
+    """Return the scratch memory of index_put_with_sort_kernel in Indexing.cu.
 
-    It needs linear, sorted and original indices, and buffers of cub, which are not public.
+    The kernel needs linear, sorted and original indices. The sort in cub needs buffers of its own,
+    whose size is not documented.
     """
     if not arguments.get("accumulate"):
         return NO_SCRATCH
@@ -343,24 +374,24 @@ def _index_put(arguments: Arguments, _out: Any) -> Scratch:
 
 
 def _layer_norm_backward(arguments: Arguments, _out: Any) -> Scratch:
-    """Count partial sums of both parameters' gradients, in fp32 (layer_norm_kernel.cu)."""
+    """Return the size of fp32 partial sums for both parameters (layer_norm_kernel.cu)."""
     elements = math.prod(arguments["normalized_shape"])
     return _exactly(2 * _LAYER_NORM_PARTIAL_ROWS * elements * _FP32_BYTES)
 
 
 def _group_norm_backward(arguments: Arguments, _out: Any) -> Scratch:
-    """Count two sums per sample and channel, in fp32 (group_norm_kernel.cu)."""
+    """Return the size of two fp32 sums per sample and channel (group_norm_kernel.cu)."""
     return _exactly(2 * arguments["N"] * arguments["C"] * _FP32_BYTES)
 
 
 def _reduced_loss(arguments: Arguments, _out: Any) -> Scratch:
-    """Count the losses of the elements, which are then averaged or summed."""
+    """Return the size of the losses of all elements, if they are then averaged or summed."""
     is_reduced = arguments["reduction"] != 0
     return _exactly(arguments["self"].nbytes) if is_reduced else NO_SCRATCH
 
 
 def _logits_loss(arguments: Arguments, out: Any) -> Scratch:
-    """Count two temporary tensors, one of which becomes the result if nothing is reduced."""
+    """Return the size of two temporary tensors. Without a reduction, one of them is the result."""
     is_reduced = arguments["reduction"] != 0
     temporary = 2 * arguments["self"].nbytes
     if not is_reduced:
@@ -373,7 +404,7 @@ def _logsumexp(arguments: Arguments, out: Any) -> Scratch:
 
 
 def _safe_softmax(arguments: Arguments, out: Any) -> Scratch:
-    """Count boolean masks of the elements that are -Inf, and of rows that are entirely -Inf."""
+    """Return the size of two boolean masks: elements that are -Inf, and rows that are all -Inf."""
     row_length = max(1, out.shape[arguments["dim"]])
     return _exactly(out.numel() + out.numel() // row_length)
 
@@ -389,7 +420,8 @@ RULES: dict[str, Rule] = {
     "_index_put_impl_": _index_put,
     "native_layer_norm_backward": _layer_norm_backward,
     "native_group_norm_backward": _group_norm_backward,
-    # The rest is composed of other operators inside one dispatch, on every device alike.
+    # The operators below call other operators within one dispatch, which hides their temporary
+    # tensors. They do so on every device.
     "mse_loss": _reduced_loss,
     "smooth_l1_loss": _reduced_loss,
     "huber_loss": _reduced_loss,

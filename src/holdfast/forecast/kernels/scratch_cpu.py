@@ -1,7 +1,7 @@
-"""The scratch memory of operators on the CPU, for forecasts that are compared with real runs.
+"""Measure the scratch memory of CPU kernels, for forecasts that are compared with real CPU runs.
 
-Each operator is run once, on zeros of the same shapes and strides, and torch's profiler reports the
-allocations. So the figures are specific to this machine's kernels and number of threads.
+Each operator runs once on zeros with the same shapes and strides, and torch's profiler records the
+allocations. The results are specific to this machine's kernels and number of threads.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ from torch.utils import _pytree as pytree
 from holdfast.forecast.kernels.operators import LISTS
 from holdfast.forecast.kernels.scratch import Scratch, name_of, needs_no_scratch
 
-# The most elements used in a measurement, so that a forecast takes only seconds: 256 MiB of fp32.
+# Calls with more elements than this (256 MiB in fp32) are not measured, so that a forecast takes
+# only seconds.
 _MOST_ELEMENTS = 2**26
 
-# Measurements by operator and shapes.
+# Cached measurements, by operator and the properties of its arguments.
 _measured: dict[Any, Scratch] = {}
 
 
 def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Scratch | None:
-    """Return the scratch memory of a call on this CPU, None if it runs no kernel, like a view."""
+    """Return the scratch memory of a call on this CPU. The arguments are those in `scratch`.
+
+    Returns:
+        None if the operator is known to need no scratch memory.
+    """
     del out
     if not isinstance(op, torch._ops.OpOverload):
         return None
@@ -39,7 +44,7 @@ def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 
 
 def _describe(leaf: Any) -> Any:
-    """Return the properties of an argument on which scratch memory may depend."""
+    """Return a cache key with the properties of an argument that may affect scratch memory."""
     if not isinstance(leaf, torch.Tensor):
         return str(leaf)
     if leaf.layout is not torch.strided:
@@ -55,7 +60,7 @@ def _measure(op: Any, leaves: Sequence[Any], structure: Any) -> Scratch:
     try:
         peak, kept = _run(op, leaves, structure)
     except (RuntimeError, NotImplementedError, IndexError, ValueError):
-        # The operator cannot run on zeros.
+        # Some operators reject zeros, for example as lengths.
         return unmeasured
     needed = max(0, peak - kept)
     return Scratch(needed, needed)
@@ -64,10 +69,10 @@ def _measure(op: Any, leaves: Sequence[Any], structure: Any) -> Scratch:
 def _run(op: Any, leaves: Sequence[Any], structure: Any) -> tuple[int, int]:
     """Run an operator on zeros.
 
-    Grad mode is not changed, because oneDNN's LSTM keeps more when gradients are enabled.
+    Grad mode is left as it is, because oneDNN's LSTM keeps more memory if gradients are enabled.
 
     Returns:
-        The most bytes allocated at once, and the bytes that were not freed.
+        The peak of allocated bytes, and the bytes that the operator did not free.
     """
     with unset_fake_temporarily():
         args, kwargs = pytree.tree_unflatten([_zeros_like(leaf) for leaf in leaves], structure)
@@ -98,7 +103,10 @@ def _zeros_like(leaf: Any) -> Any:
 
 
 def lstm(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace the fake kernel of `aten.mkldnn_rnn_layer`, which gives its workspace 0 bytes."""
+    """Fake `aten.mkldnn_rnn_layer` by running it on zeros.
+
+    torch's own fake kernel returns a workspace of 0 bytes.
+    """
     with unset_fake_temporarily():
         real_args, real_kwargs = pytree.tree_map(_zeros_like, (args, kwargs))
         results = func(*real_args, **real_kwargs)

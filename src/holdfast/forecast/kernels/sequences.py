@@ -1,9 +1,9 @@
-"""Packing, padding and the CTC loss on fake tensors, which may not know their lengths.
+"""Packing, padding and the CTC loss for fake tensors.
 
-Known lengths are used. Unknown lengths are assumed to be the longest possible, because a plan must
-hold for them, and this is reported as an assumption. The allocations follow
-aten/src/ATen/native/PackedSequence.cpp, LossCTC.cpp and cuda/LossCTC.cu. cuDNN's CTC loss, which
-torch takes only for int32 targets on the host, is not emulated.
+These operators need the lengths of sequences. If the lengths are not known, all sequences are
+assumed to have the longest possible length, which is the worst case, and this is reported as an
+assumption. The allocations follow aten/src/ATen/native/PackedSequence.cpp, LossCTC.cpp and
+cuda/LossCTC.cu. cuDNN's CTC loss is not emulated; torch uses it only for int32 targets on the host.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def install_sequences(library: torch.library.Library, value_of: ValueOf, assume:
     """Make packing, padding and the CTC loss work on fake tensors.
 
     Args:
-        library: Where the rules are registered.
-        value_of: Returns the values of a fake tensor, or None.
+        library: The library in which the kernels are registered.
+        value_of: Returns the values of a fake tensor, or None if they are unknown.
         assume: Called with each assumption.
     """
     sequences = _Sequences(value_of, assume)
@@ -44,12 +44,12 @@ def install_sequences(library: torch.library.Library, value_of: ValueOf, assume:
 
 
 def _for_fake_tensors(native: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel that applies a rule to fake tensors, and runs torch's own on real ones."""
+    """Return a kernel that calls `rule` for fake tensors, and torch's own kernel for real ones."""
 
     def kernel(*args: Any) -> Any:
         if isinstance(args[0], FakeTensor):
             return rule(*args)
-        # Real tensors are data, which need no gradients.
+        # Real tensors are input data, which need no gradients.
         with torch._C._AutoDispatchBelowAutograd():
             return native(*args)
 
@@ -57,7 +57,7 @@ def _for_fake_tensors(native: Any, rule: Callable[..., Any]) -> Callable[..., An
 
 
 class _Sequences:
-    """The rules for one fake device, with the signatures of the operators."""
+    """The replacements on one fake device. Each method has the signature of its operator."""
 
     def __init__(self, value_of: ValueOf, assume: Assume) -> None:
         self._value_of = value_of
@@ -82,7 +82,7 @@ class _Sequences:
         padding_value: float,
         total_length: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replace `_pad_packed_sequence`: the result is filled with padding, then written over."""
+        """Replace `_pad_packed_sequence`, which fills its result with padding and then copies."""
         steps = batch_sizes.shape[0]
         sizes = self._value_of(batch_sizes)
         batch = -(-data.shape[0] // steps) if sizes is None else int(sizes[0])
@@ -91,7 +91,7 @@ class _Sequences:
         if data.shape[0] == steps * batch:
             padded[:steps].copy_(data.view(steps, batch, *features))
         else:
-            # torch writes it in pieces, one per length. A single write keeps the same memory alive.
+            # torch copies the data in several pieces. A single copy has the same effect on memory.
             padded.view(-1, *features)[: data.shape[0]].copy_(data)
         lengths = torch.empty(batch, dtype=torch.int64, device=batch_sizes.device)
         if sizes is not None:
@@ -108,9 +108,9 @@ class _Sequences:
         target_lengths: Any,
         *options: Any,
     ) -> Any:
-        """Replace `ctc_loss` with tensors or lists of lengths.
+        """Replace `ctc_loss`, both for lengths in a tensor and for lengths in a list.
 
-        `options` holds the arguments blank, reduction and zero_infinity, as far as they are passed.
+        `options` holds the arguments blank, reduction and zero_infinity, if they were passed.
         """
         if isinstance(target_lengths, torch.Tensor):
             batch = max(1, target_lengths.numel())
@@ -129,7 +129,7 @@ class _Sequences:
         return losses
 
     def _known_lengths(self, lengths: torch.Tensor, longest: int, operator: str) -> list[int]:
-        """Return the lengths. Unknown lengths are assumed to be the longest possible."""
+        """Return the lengths as integers. Unknown lengths are assumed to be `longest`."""
         values = self._value_of(lengths) if isinstance(lengths, FakeTensor) else lengths
         if values is not None:
             return [int(value) for value in values.reshape(-1).tolist()]
@@ -138,9 +138,9 @@ class _Sequences:
 
 
 def _learn(tensor: Any, values: list[int]) -> None:
-    """Tell the fake mode the values of a fake tensor.
+    """Record the values of a fake tensor in its fake mode.
 
-    A recurrent layer, for example, asks for the first batch size.
+    They are needed later: a recurrent layer, for example, reads the first batch size.
     """
     with unset_fake_temporarily():
         value = torch.tensor(values, dtype=torch.int64)

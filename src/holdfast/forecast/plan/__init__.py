@@ -1,6 +1,9 @@
-"""Choose settings that fit a device.
+"""Choose precision, recomputation and micro-batch size so that a step fits a device.
 
-`forecasting.make_forecast` answers a whole request; `planning` finds the largest micro-batch of
-each plan; `fit` checks with the simulated allocator whether a step fits. Read `fit`, `planning`,
-`forecasting`.
+Read in this order:
+
+1. `fit`: check with the simulated allocator whether a step fits.
+2. `planning`: find the largest micro-batch of each plan, and rank the plans.
+3. `forecasting`: trace the job, plan for each device, and verify the recommended plans. Its
+   `make_forecast` is the entry point.
 """

@@ -1,7 +1,7 @@
-"""Decide whether a trace fits a device.
+"""Decide whether a traced step fits a device, and how much memory to keep free as a margin.
 
-A trace fits if the simulated allocator (`allocator`) can replay it within the memory that the
-driver can provide, less a margin. The margins are here, with their sources.
+A trace fits if the simulated allocator can replay it within the device's available memory minus the
+margin.
 """
 
 from __future__ import annotations
@@ -12,38 +12,39 @@ import numpy as np
 
 from holdfast.forecast.allocator.replay import Events, ReplayResult, Sizes, replay
 from holdfast.forecast.devices.catalogue import Device
+from holdfast.forecast.trace.events import allocation_of
 
 _MIB = 1 << 20
-# Share of the usable memory kept free on devices on which forecasts were measured. It covers
-# the scratch memory of kernels and the growth of the context. It is twice 4.9 %, the median by
-# which forecasts of 15 published peaks were too low.
+# The fraction of usable memory that is kept free on devices on which forecasts were compared with
+# real runs. It covers scratch memory of kernels and growth of the context. It is twice 4.9 %, the
+# median error of our forecasts for 15 published peaks, which were too low.
 MARGIN_SHARE = 0.10
-# The same share on all other devices, where it also covers the context of other drivers and builds,
-# cuDNN, and an allocator that fragments more. Of ten published peaks, measured with other people's
-# software, 8 were above their forecast, by at most 21 % of the peak (BERT-large in fp32, 512
-# tokens, on a V100 with an older torch; the next were 17 % and 11 %).
+# The same fraction for all other devices. It also covers larger contexts of other drivers and
+# builds, cuDNN, and more fragmentation. We forecast ten published peaks, measured with other
+# people's software. 8 of the peaks were above the forecast, by at most 21 % of the peak (BERT-large
+# in fp32, 512 tokens, on a V100 with an older torch; the next were 17 % and 11 %).
 UNMEASURED_MARGIN_SHARE = 0.22
-# The least margin. On a small device it covers the spread of the context between builds (287 to 667
-# MB, pytorch PR 86509).
+# The smallest margin. On a small device, it covers the different sizes of the context in different
+# builds (287 to 667 MB, pytorch PR 86509).
 LEAST_MARGIN_BYTES = 512 * _MIB
-# Before CUDA 11.7 all kernels were loaded into the context (pytorch#107667). It took 1644 MiB less
-# a tensor of 156 MiB on an RTX 3090 with CUDA 11.0 (pytorch#49877).
+# The size of the context before CUDA 11.7, which loaded all kernels into it (pytorch#107667). With
+# CUDA 11.0 on an RTX 3090, a process used 1644 MiB, 156 MiB of them for a tensor (pytorch#49877).
 OLD_CONTEXT_BYTES = 1488 * _MIB
-# Compute capability of Ada, the first architecture that needs CUDA 11.8 or later, so that it never
-# has the old context.
+# The compute capability of Ada. Since Ada requires CUDA 11.8 or later, devices from Ada on never
+# have the old, large context.
 _FIRST_CAPABILITY_WITHOUT_OLD_CUDA = (8, 9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Whether a trace fits a device, and how.
+    """The result of checking whether a trace fits a device.
 
     Args:
         margin_bytes: Memory kept free for everything that the forecast does not cover.
-        replay: The result of the replay within the device's memory, less the context and the
+        replay: The result of replaying the trace within the device's available memory minus the
             margin.
-        process_bytes: Memory that the process is expected to take: the peak of the allocator's
-            reserved memory, and the context.
+        process_bytes: Expected device memory of the whole process: the allocator's peak of reserved
+            memory plus the CUDA context.
     """
 
     margin_bytes: int
@@ -52,17 +53,17 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether there was memory for every allocation of the trace."""
+        """Whether every allocation in the replay succeeded."""
         return self.replay.failed_at is None
 
 
 def default_margin_bytes(device: Device, *, uncalibrated_scratch_bytes: int = 0) -> int:
-    """Return how much memory to keep free on a device if the user names no margin.
+    """Return how much memory to keep free on a device if the user passes no margin.
 
     Args:
         device: The device.
-        uncalibrated_scratch_bytes: Scratch memory that kernels of the step may need but that is in
-            no table. It is added to the margin.
+        uncalibrated_scratch_bytes: Scratch memory that the step's kernels may need beyond the
+            forecast. It is added to the margin.
     """
     margin = max(LEAST_MARGIN_BYTES, int(MARGIN_SHARE * device.usable_bytes))
     if device.capability < _FIRST_CAPABILITY_WITHOUT_OLD_CUDA:
@@ -75,15 +76,15 @@ def default_margin_bytes(device: Device, *, uncalibrated_scratch_bytes: int = 0)
 def with_workspaces(
     events: Events, sizes: Sizes, device: Device, products: tuple[int, int] = (0, 0)
 ) -> tuple[Events, Sizes]:
-    """Return a trace with the allocations of the device's cuBLAS workspaces, which are never freed.
+    """Add the allocations of two cuBLAS workspaces to a trace. They are never freed.
 
-    There are two. A workspace is kept for each handle and stream, and each thread has its own
-    handle (thread_local PoolWindow in CublasHandlePool.cpp): the thread that runs forward, and
-    autograd's.
+    torch keeps a workspace for each pair of cuBLAS handle and stream, and each thread has its own
+    handle (thread_local PoolWindow in CublasHandlePool.cpp). Two threads run a step: the one that
+    runs the forward pass, and autograd's thread for the backward pass.
 
-    The position matters. The workspace of the backward pass takes a part of the memory that the
-    forward pass has just freed: a contrastive loss of 15.8 GB reserved 20.2 GB of an H200, and 15.9
-    GB with both workspaces allocated first.
+    The positions of the allocations matter, because the workspace of the backward pass takes part
+    of the memory that the forward pass has just freed. For a contrastive loss with 15.8 GB of live
+    tensors, an H200 reserved 20.2 GB. With both workspaces allocated first, it reserved 15.9 GB.
 
     Args:
         events: Allocations and frees, as in `Trace.events`.
@@ -91,11 +92,17 @@ def with_workspaces(
         device: The device whose workspaces are added.
         products: Number of events before the first matrix product of the forward and of the
             backward pass; see `first_products`.
+
+    Returns:
+        The events and sizes with the workspaces.
     """
-    # The workspaces get the last ids, so that no other id changes.
-    ids = np.array([len(sizes) + 1, len(sizes) + 2], dtype=np.int32)
-    workspaces = np.full(2, device.cublas_workspace_bytes, dtype=np.int64)
-    return np.insert(events, products, ids), np.concatenate([sizes, workspaces])
+    # The workspaces are the last two storages, so that the numbers of all others stay the same.
+    workspaces = np.array([len(sizes), len(sizes) + 1], dtype=np.int32)
+    workspace_sizes = np.full(2, device.cublas_workspace_bytes, dtype=np.int64)
+    return (
+        np.insert(events, products, allocation_of(workspaces)),
+        np.concatenate([sizes, workspace_sizes]),
+    )
 
 
 def check_fit(
@@ -106,11 +113,11 @@ def check_fit(
     products: tuple[int, int] = (0, 0),
     margin_bytes: int | None = None,
 ) -> Fit:
-    """Replay a trace with the allocator of a device.
+    """Check whether a trace fits a device, by replaying it with the simulated allocator.
 
     Args:
-        events: Allocations and frees of several steps, since the first step is not always the peak.
-        sizes: Bytes of each storage, without cuBLAS workspaces, which are added here.
+        events: Allocations and frees of several steps, because the peak may be in a later step.
+        sizes: Bytes of each storage, without cuBLAS workspaces. This function adds them.
         device: The device.
         products: Where the workspaces are allocated; see `with_workspaces`.
         margin_bytes: Memory to keep free, or None for `default_margin_bytes`.

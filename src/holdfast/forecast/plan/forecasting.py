@@ -1,7 +1,8 @@
 """Make a complete forecast: trace a job, plan for each device, and verify the recommended plan.
 
-A job is traced in each requested precision. If a recommended plan does not fit when it is traced,
-the margin is raised and the planning is repeated. No user code runs in this process.
+The job is traced in each requested precision. The recommended plan is then verified by tracing the
+job with the plan's settings. If that trace does not fit the device, the margin is raised and
+planning is repeated. User code runs only in child processes.
 """
 
 from __future__ import annotations
@@ -34,29 +35,31 @@ from holdfast.forecast.trace.extrapolation import (
 
 OnProgress = Callable[[str], object]
 
-# The most recommended plans that are traced until one fits.
+# At most this many plans are verified per device. Planning stops at the first one that fits.
 _MOST_VERIFICATIONS = 3
-# Multiples of `FITTED_SIZES` that are traced until two traces agree. Some code changes its path at
-# a certain size, so larger batches may agree although small ones do not.
+# The job is traced at these multiples of `FITTED_SIZES` until the traces of two sizes have the same
+# events. Some code takes another path below a certain batch size, so larger sizes may match even if
+# small ones do not.
 _SIZE_MULTIPLES = (1, 2, 4)
 _OWN_PRECISION = (
-    "this job sets its own precision with autocast: only that precision is planned for, and"
-    ' "fp32" means that no autocast was added'
+    "this job sets its own precision with autocast, so plans use only that precision;"
+    ' "fp32" means that the forecast added no autocast'
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastRequest:
-    """A job and devices to forecast.
+    """The job to forecast, and the devices to plan for.
 
     Args:
-        factory: ``"module:function"`` or ``"file.py:function"``; see `job.building` for what it may
-            return.
+        factory: The factory, as ``"module:function"`` or ``"file.py:function"``. `job.building`
+            describes what it may return.
         devices: The devices to plan for.
-        precisions: Each ``"fp32"``, ``"bf16"`` or ``"fp16"``; the first is what the job uses now.
-        global_batch_size: Samples per optimizer step; None for as many as fit at once.
-        margin_bytes: Memory to keep free; None for the device's default.
-        verify: Whether the recommended plan is traced once more with its own settings.
+        precisions: The precisions to try: ``"fp32"``, ``"bf16"`` or ``"fp16"``. The first one
+            should be what the job uses now, because equally fast plans prefer earlier precisions.
+        global_batch_size: Samples per optimizer step, or None for one micro-batch per step.
+        margin_bytes: Memory to keep free, or None for the device's default.
+        verify: Whether to trace each recommended plan with its own settings.
     """
 
     factory: str
@@ -77,12 +80,12 @@ class ForecastRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """A recommended plan, traced once more with its own settings.
+    """The result of tracing a recommended plan with its own settings.
 
     Args:
-        live_bytes: Peak of the live bytes in that trace.
-        forecast_bytes: The forecast for the same step.
-        fits: Whether that trace fits the device.
+        live_bytes: Peak of the live bytes in this trace.
+        forecast_bytes: Peak of the live bytes that was forecast for the same step.
+        fits: Whether this trace fits the device.
     """
 
     live_bytes: int
@@ -97,16 +100,17 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceForecast:
-    """What fits one device.
+    """The plans for one device.
 
     Args:
-        target: What was planned for.
+        target: The device and the settings to plan for.
         rows: All plans.
-        best: The recommended plan; None if none fits.
-        shown: The plan whose memory is shown: the best, or the one that misses by least.
-        trace: The step of the plan that is shown.
-        verification: The verification of the best plan, or of the last plan that was tried and did
-            not fit.
+        best: The recommended plan, or None if no plan fits.
+        shown: The plan whose memory is shown in detail: `best`, or else the plan that lacks the
+            least memory.
+        trace: The step of the plan in `shown`.
+        verification: The verification of the recommended plan. If no plan passed, that of the last
+            plan that was verified. None if no plan was verified.
     """
 
     target: Target
@@ -123,9 +127,9 @@ class Forecast:
 
     Args:
         request: The request.
-        traced: The result of tracing, by precision.
+        traced: The results of tracing the job, by precision.
         plans: The plans for each device, in the order of `ForecastRequest.devices`.
-        assumptions: The assumptions of the forecast.
+        assumptions: All assumptions behind the forecast.
     """
 
     request: ForecastRequest
@@ -136,9 +140,11 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TracedJob:
-    """A job in one precision: what the child reported, and the step at any size."""
+    """The result of tracing a job in one precision."""
 
+    # The answer of the child process.
     result: TraceResult
+    # The step, which can be scaled to any micro-batch size.
     step: ScaledTrace
 
 
@@ -150,15 +156,19 @@ def make_forecast(request: ForecastRequest, on_progress: OnProgress = lambda _: 
         on_progress: Called with a description of each stage.
 
     Raises:
-        HoldfastError: Whatever `trace_job` raises.
+        HoldfastError: Any error of `trace_job`, or H425 if traces of different sizes differ.
     """
     return Forecaster(request, on_progress).forecast()
 
 
 def plan_target(target: Target, steps: Mapping[str, TracedStep]) -> DeviceForecast:
-    """Return the plans for a device, from the job's step in each precision.
+    """Find the plans for a device.
 
-    Only precisions that the device computes in are planned for, or all if it computes in none.
+    On a device without bf16 units, bf16 is ignored unless it is the only precision.
+
+    Args:
+        target: The device and the settings to plan for.
+        steps: The job's step in each precision.
     """
     if not target.device.has_bf16:
         without_bf16 = {name: step for name, step in steps.items() if name != "bf16"}
@@ -177,10 +187,10 @@ def plan_target(target: Target, steps: Mapping[str, TracedStep]) -> DeviceForeca
 
 
 def _step_in_memory(plan: MemoryPlan, step: TracedStep, global_batch_size: int | None) -> Trace:
-    """Return the step of a plan as the allocator sees it.
+    """Return a plan's step as the allocator sees it.
 
-    If the global batch is larger than the micro-batch, gradients of earlier micro-batches are
-    alive.
+    If the global batch is larger than the micro-batch, the step includes the accumulated gradients
+    of earlier micro-batches.
     """
     trace = step.with_recompute(plan.modules).at(max(1, plan.micro_batch_size))
     if global_batch_size is None or not step.plain.accumulates:
@@ -189,14 +199,14 @@ def _step_in_memory(plan: MemoryPlan, step: TracedStep, global_batch_size: int |
 
 
 class Forecaster:
-    """Answers one request.
+    """Makes one forecast; see `make_forecast`.
 
     Args:
         request: The job and the devices.
         on_progress: Called with a description of each stage.
 
     Attributes:
-        assumptions: Collects the assumptions of the answer.
+        assumptions: The assumptions collected so far.
     """
 
     def __init__(self, request: ForecastRequest, on_progress: OnProgress) -> None:
@@ -205,7 +215,7 @@ class Forecaster:
         self._on_progress = on_progress
 
     def forecast(self) -> Forecast:
-        """Return the answer. See `make_forecast`."""
+        """Trace the job and plan for each device; see `make_forecast`."""
         jobs = self._trace_precisions()
         steps = {
             precision: TracedStep(
@@ -245,14 +255,14 @@ class Forecaster:
     # Tracing.
 
     def _trace_precisions(self) -> dict[str, _TracedJob]:
-        """Return the job in each precision in which its step runs.
+        """Trace the job in each precision. Precisions in which the step fails are left out.
 
         Raises:
-            HoldfastError: If the step runs in no precision; the error of the first one.
+            HoldfastError: If the step fails in every precision: the error in the first one.
         """
         jobs: dict[str, _TracedJob] = {}
         errors: dict[str, HoldfastError] = {}
-        # They are traced one after another, because build() may open a port or write a file.
+        # Trace one precision at a time: two processes might open the same port or file in build().
         for precision in self._request.precisions:
             try:
                 jobs[precision] = self._trace(precision)
@@ -260,8 +270,8 @@ class Forecaster:
                 errors[precision] = error
                 continue
             if jobs[precision].result.casts:
-                # The job's own autocast overrides any precision that we add, so all plans would be
-                # the same run.
+                # The job's own autocast overrides any autocast that we add, so all precisions would
+                # run the same step.
                 self._assume(_OWN_PRECISION)
                 if "fp32" in jobs:
                     return {"fp32": jobs["fp32"]}
@@ -270,12 +280,17 @@ class Forecaster:
             _raise_first(errors)
         for precision, reason in errors.items():
             self._assume(
-                f"{precision} was left out because the step fails in it: {_on_one_line(reason)}"
+                f"{precision} was left out because the step fails in {precision}:"
+                f" {_on_one_line(reason)}"
             )
         return jobs
 
     def _trace_recomputed(self, precision: str, plain: ScaledTrace) -> ScaledTrace | None:
-        """Return the step with all blocks recomputed; None if there are none, or it fails."""
+        """Trace the step with all blocks recomputed.
+
+        Returns:
+            None if the model has no blocks, or if the step fails with recomputation.
+        """
         blocks = plain.template.blocks
         if not blocks:
             return None
@@ -283,19 +298,23 @@ class Forecaster:
             job = self._trace(precision, recompute=blocks)
         except HoldfastError as error:
             self._assume(
-                f"no plan in {precision} recomputes blocks: with recomputation,"
-                f" {_on_one_line(error)}"
+                f"no plan in {precision} recomputes activations, because tracing failed with"
+                f" recomputation: {_on_one_line(error)}"
             )
             return None
         self.assumptions += job.result.assumptions
         return job.step
 
     def _trace(self, precision: str, recompute: tuple[str, ...] = ()) -> _TracedJob:
-        """Trace a job at two sizes, and return its step at any size.
+        """Trace the job at two sizes, from which the step at any size can be computed.
+
+        Args:
+            precision: The precision.
+            recompute: Paths of the modules whose activations are recomputed.
 
         Raises:
-            NotAlignedError: If its traces differ at all sizes that are tried; the first difference.
-            HoldfastError: Whatever `trace_job` raises.
+            NotAlignedError: If the traces differ at every pair of sizes: the first difference.
+            HoldfastError: Any error of `trace_job`.
         """
         differences: list[NotAlignedError] = []
         for multiple in _SIZE_MULTIPLES:
@@ -318,15 +337,15 @@ class Forecaster:
             if differences:
                 names = " and ".join(map(str, sizes))
                 what = (
-                    f"the forecast is extrapolated from {names} samples and not from fewer:"
-                    f" {differences[-1].what}"
+                    f"the forecast is extrapolated from {names} samples, because smaller batches"
+                    f" could not be compared: {differences[-1].what}"
                 )
                 assumed.append(Assumption(what=what))
             if self._request.global_batch_size is not None and not result.accumulates:
                 what = (
-                    "the step calls backward itself, so it receives the global batch of"
-                    f" {self._request.global_batch_size} samples unsplit: gradients of earlier"
-                    " micro-batches are not counted"
+                    "the step calls backward itself, so its batch was not split into"
+                    f" micro-batches: the global batch of {self._request.global_batch_size} samples"
+                    " is passed to it whole, and no accumulated gradients are counted"
                 )
                 assumed.append(Assumption(what=what))
             return _TracedJob(
@@ -338,22 +357,29 @@ class Forecaster:
     # Verification.
 
     def verify_plan(self, plan: DeviceForecast, steps: Mapping[str, TracedStep]) -> DeviceForecast:
-        """Trace the recommended plan with its own settings, and return the plan with the result.
+        """Verify the recommended plan by tracing it with its own settings.
 
-        If it does not fit, plan again with a larger margin, a few times. Rejected plans are added
-        to the assumptions.
+        If the trace does not fit, the margin is raised and the next recommended plan is verified,
+        up to `_MOST_VERIFICATIONS` times. Each rejected plan is recorded as an assumption.
+
+        Args:
+            plan: The plans for a device.
+            steps: The job's step in each precision.
+
+        Returns:
+            The plans with the verification. Their `best` is None if no plan passed.
 
         Raises:
-            HoldfastError: If the step does not run with the settings of the plan.
+            HoldfastError: If the step fails with the plan's settings.
         """
-        # Each trace has to fit with the user's margin, not with the raised one.
+        # A trace must fit with the user's margin. The raised margin is only used for planning.
         target = plan.target
         for _ in range(_MOST_VERIFICATIONS):
             best = plan.best
             if best is None:
                 return plan
             self._on_progress(
-                f"tracing the plan for {target.device.name} with micro-batches of"
+                f"verifying the plan for {target.device.name} with micro-batches of"
                 f" {best.micro_batch_size}"
             )
             step = steps[best.precision]
@@ -378,7 +404,7 @@ class Forecaster:
         total = target.global_batch_size
         micro_batches = 1
         if step.plain.accumulates and total is not None and total > plan.micro_batch_size:
-            # All micro-batches after the first are alike, so two represent any number.
+            # All micro-batches after the first need the same memory, so two stand for any number.
             micro_batches = 2
         result = trace_job(
             TraceRequest(
@@ -399,9 +425,10 @@ class Forecaster:
 
 
 def _raised_margin(plan: MemoryPlan, verification: Verification, device: Device) -> int:
-    """Return a margin that covers the share by which the forecast was too low.
+    """Return a margin that is raised by as much as the forecast was too low, at least doubled.
 
-    If the forecast was right and only the layout in memory differs, the margin is doubled.
+    Doubling helps if the forecast was right, but the real order of allocations fragments memory
+    more.
     """
     too_low = 1 - verification.forecast_bytes / verification.live_bytes
     missing_bytes = int(too_low * (device.available_bytes - plan.margin_bytes))
@@ -413,13 +440,13 @@ def _why_refused(plan: MemoryPlan, margin_bytes: int, device: Device) -> str:
     if plan.modules:
         settings += f" with {len(plan.modules)} modules recomputed"
     return (
-        f"left out for {device.name}: {settings} did not fit when traced, so the margin was raised"
-        f" to {margin_bytes / GIB:.2f} GiB"
+        f"a plan for {device.name} was rejected: {settings} did not fit when traced, so the margin"
+        f" was raised to {margin_bytes / GIB:.2f} GiB"
     )
 
 
 def _raise_first(errors: Mapping[str, HoldfastError]) -> None:
-    """Raise the first error, with the precision that was added if any."""
+    """Raise the first error. If the forecast added autocast, mention it in the message."""
     precision, error = next(iter(errors.items()))
     if precision == "fp32":
         raise error

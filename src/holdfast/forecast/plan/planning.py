@@ -1,11 +1,11 @@
-"""Find the plans for one device: what fits, how fast it is, and which plan to choose.
+"""Find the plans for one device, and recommend the fastest one.
 
-A plan is a precision, and either no or all repeated blocks recomputed. The largest micro-batch of
-each plan is found by replaying the step with the simulated allocator in the device's memory.
-Plans are ranked by their time per sample. The sum of live bytes, which is quick to compute, bounds
-the search from above.
+A plan is a combination of a precision, the recomputation of no or all repeated blocks, and the
+largest micro-batch that then fits. The micro-batch is found by replaying the step with the
+simulated allocator. Sizes whose live bytes alone exceed the device's memory, which is quick to
+compute, are skipped. Plans are ranked by their estimated time per sample.
 
-Tracing is done elsewhere (`forecasting`); the margin is in `fit`.
+The job is traced in `forecasting`. The margin is defined in `fit`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from holdfast.forecast.trace.extrapolation import ScaledTrace
 
 Recompute = Literal["none", "all"]
 
-# Number of steps to replay. The first starts with all resident storages in a row, the second with
-# the memory layout left by a step.
+# Number of steps to replay. The first step starts with all resident storages next to each other,
+# the second with the memory layout that a step leaves behind.
 _STEPS = 2
-# Number of steps to replay if the allocator had to release its cache. Its layout then changes from
-# step to step: 3 steps failed where 2 had fitted (an encoder with adapters under 8 GiB, in one of
-# our runs). A plan counts only if these steps cause no further retries.
+# Number of steps to replay if the allocator had to release its cache. The layout then changes from
+# step to step, so a later step may fail: in one of our runs (an encoder with adapters in 8 GiB), 2
+# steps fitted but 3 did not. A plan is accepted only if these steps cause no further retries.
 _STEPS_TO_SETTLE = 6
-# The largest micro-batch tried without a global batch size. Larger ones gain less than 1 % per
-# sample in the roofline of `devices.timing`.
+# The largest micro-batch to try if the user sets no global batch size. By the estimates of
+# `devices.timing`, larger ones are less than 1 % faster per sample.
 MOST_SAMPLES = 4096
-# Plans whose time per sample differs by less than this share count as equally fast. It is our
-# judgement of how precise a roofline is.
+# Plans count as equally fast if their times per sample differ by less than this fraction. We chose
+# it by judging how precise a roofline model is.
 _TIE = 0.02
 # torch.cuda.max_memory_allocated counts in blocks of this size (kMinBlockSize in
 # c10/core/AllocatorConfig.h).
@@ -56,16 +56,17 @@ class MemoryPlan:
     Args:
         device: Name of the device.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        recompute: Whether the activations of no or of all blocks are recomputed.
+        recompute: ``"all"`` if the activations of all blocks are recomputed, otherwise ``"none"``.
         modules: Paths of the recomputed blocks.
-        micro_batch_size: The largest that fits, in samples; 0 if not even one sample does.
-        live_bytes: Peak of the tensors' memory, as counted by ``max_memory_allocated``, without
-            cuBLAS workspaces.
-        process_bytes: Device memory used by the process, including the context.
-        margin_bytes: Memory kept free beyond that, for everything that a forecast cannot know.
-        missing_bytes: How much memory is missing for one sample; 0 if it fits.
+        micro_batch_size: The largest micro-batch that fits, in samples; 0 if not even one sample
+            fits.
+        live_bytes: Peak memory of tensors, as reported by `torch.cuda.max_memory_allocated`, but
+            without cuBLAS workspaces.
+        process_bytes: Device memory of the whole process, including the CUDA context.
+        margin_bytes: Memory kept free in addition, for everything that a forecast cannot know.
+        missing_bytes: How much more memory one sample would need; 0 if one sample fits.
         retries: How often the allocator had to release its cache.
-        sample_seconds: Time per sample.
+        sample_seconds: Estimated time per sample, in seconds.
     """
 
     device: str
@@ -86,11 +87,11 @@ class MemoryPlan:
         return self.micro_batch_size > 0
 
     def policy(self) -> dict[str, Any]:
-        """Return the fields of a `Policy` that implement this plan."""
+        """Return the `Policy` fields that put this plan into effect."""
         recompute: list[str] | bool = list(self.modules)
         if not self.modules:
-            # If no blocks are recomputed from the start, recompute remains a remedy in case the
-            # forecast is too low.
+            # Nothing is recomputed from the start, but `Guard` may do so if it runs out of memory
+            # because the forecast was too low.
             recompute = True
         return {
             "precision": self.precision,
@@ -102,12 +103,12 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A device to plan for.
+    """A device to plan for, with the user's settings.
 
     Args:
         device: The device.
-        global_batch_size: Samples per optimizer step; None for as many as fit at once.
-        margin_bytes: Memory to keep free; None for the default of the device.
+        global_batch_size: Samples per optimizer step, or None for one micro-batch per step.
+        margin_bytes: Memory to keep free, or None for the device's default.
     """
 
     device: Device
@@ -116,11 +117,11 @@ class Target:
 
     @property
     def most_samples(self) -> int:
-        """The largest micro-batch size that makes sense."""
+        """The largest micro-batch size to try."""
         return self.global_batch_size or MOST_SAMPLES
 
     def margin(self, trace: Trace) -> int:
-        """Return how many bytes to keep free for a step."""
+        """Return how many bytes to keep free when a step runs."""
         if self.margin_bytes is not None:
             return self.margin_bytes
         return default_margin_bytes(
@@ -130,27 +131,31 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
-    """A job's step in one precision, at any size.
+    """A job's step in one precision, with and without recomputation.
 
     Args:
         plain: The step without recomputation.
-        recomputed: Traces the step with all blocks recomputed (`Trace.blocks`); returns None if the
-            model has no blocks. It is slow, so it is called only if the whole batch does not fit
-            without recomputation.
+        recomputed: Traces the step with all of `Trace.blocks` recomputed. Returns None if the model
+            has no blocks or the step fails. It is slow, so it is called only if the whole batch
+            does not fit without recomputation.
     """
 
     plain: ScaledTrace
     recomputed: Callable[[], ScaledTrace | None]
 
     def with_recompute(self, modules: tuple[str, ...]) -> ScaledTrace:
-        """Return the step in which these modules, none or all blocks, are recomputed."""
+        """Return the step in which modules are recomputed.
+
+        Args:
+            modules: The paths of all blocks, or nothing.
+        """
         if not modules:
             return self.plain
         return self.recomputed() or self.plain
 
 
 def find_plans(steps: Mapping[str, TracedStep], target: Target) -> list[MemoryPlan]:
-    """Return all plans for a device, by precision, each without and then with recomputation."""
+    """Return all plans for a device: for each precision, without and then with recomputation."""
     plans: list[MemoryPlan] = []
     for precision, step in steps.items():
         plans += _PlanSearch(step, precision, target).plans()
@@ -158,10 +163,11 @@ def find_plans(steps: Mapping[str, TracedStep], target: Target) -> list[MemoryPl
 
 
 def recommend(plans: Sequence[MemoryPlan]) -> MemoryPlan | None:
-    """Return the fastest plan that fits, or None.
+    """Return the fastest plan that fits, or None if no plan fits.
 
-    Among equally fast plans, the one with the smallest change is chosen. A precision earlier in the
-    list counts as a smaller change.
+    Among plans that are about equally fast (`_TIE`), choose the one that changes the least. In this
+    order, prefer: fewer recomputed modules, no allocator retries, an earlier precision in the list,
+    a larger micro-batch.
     """
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
@@ -170,7 +176,7 @@ def recommend(plans: Sequence[MemoryPlan]) -> MemoryPlan | None:
     fastest = [plan for plan in fitting if plan.sample_seconds <= best_seconds * (1 + _TIE)]
     precisions = list(dict.fromkeys(plan.precision for plan in plans))
 
-    def changes(plan: MemoryPlan) -> tuple[int, ...]:
+    def cost_of_change(plan: MemoryPlan) -> tuple[int, ...]:
         return (
             len(plan.modules),
             plan.retries > 0,
@@ -178,17 +184,17 @@ def recommend(plans: Sequence[MemoryPlan]) -> MemoryPlan | None:
             -plan.micro_batch_size,
         )
 
-    return min(fastest, key=changes)
+    return min(fastest, key=cost_of_change)
 
 
 def nearest_miss(plans: Iterable[MemoryPlan]) -> MemoryPlan | None:
-    """Return the plan that needs the least memory of those that do not fit."""
+    """Return the plan that lacks the least memory, among those that do not fit."""
     misses = [plan for plan in plans if not plan.fits]
     return min(misses, key=lambda plan: plan.missing_bytes, default=None)
 
 
 def with_relative_times(plans: Sequence[MemoryPlan]) -> list[tuple[MemoryPlan, float]]:
-    """Return each plan with its time per sample as a multiple of the fastest plan that fits."""
+    """Return each plan with its time per sample, relative to the fastest plan that fits."""
     best_seconds = min((plan.sample_seconds for plan in plans if plan.fits), default=None)
     if not best_seconds:
         return [(plan, 1.0) for plan in plans]
@@ -196,7 +202,7 @@ def with_relative_times(plans: Sequence[MemoryPlan]) -> list[tuple[MemoryPlan, f
 
 
 def check_trace(trace: Trace, target: Target, steps: int = _STEPS) -> Fit:
-    """Return whether a step fits when it is repeated several times."""
+    """Check whether a step fits a device if it is repeated several times."""
     events, sizes = repeat_steps(trace, steps)
     return check_fit(
         events,
@@ -210,20 +216,23 @@ def check_trace(trace: Trace, target: Target, steps: int = _STEPS) -> Fit:
 class _PlanSearch:
     """Finds the largest micro-batch of each plan in one precision.
 
-    `_plan` is the search: the live bytes give an upper bound quickly, and the simulated allocator
-    then decides by bisection.
+    `_plan` does the search. The live bytes quickly give an upper bound, below which the simulated
+    allocator finds the micro-batch by bisection.
     """
 
     def __init__(self, step: TracedStep, precision: str, target: Target) -> None:
         self._step = step
         self._precision = precision
         self._target = target
-        # The search needs the same sizes several times: for live bytes, for the replay and for the
-        # time.
+        # Cached, because the search needs each size several times: for the live bytes, the replay
+        # and the estimated time.
         self._trace = functools.lru_cache(maxsize=128)(self._scale)
 
     def plans(self) -> Iterator[MemoryPlan]:
-        """Yield the plan without recomputation and, if the batch does not fit, the one with it."""
+        """Yield the plan without recomputation and, if needed and possible, the one with it.
+
+        Recomputation is needed if the whole batch does not fit without it.
+        """
         plain = self._plan(())
         yield plain
         if plain.micro_batch_size >= self._target.most_samples:
@@ -244,7 +253,7 @@ class _PlanSearch:
                 fits[samples] = fit
             return fit is not None
 
-        # A replay is slow, so sizes whose live bytes do not fit are ruled out first.
+        # Replays are slow, so first rule out sizes whose live bytes alone do not fit.
         bound = _largest_that(
             lambda samples: self._may_fit(self._trace(samples, modules)),
             at_most=self._target.most_samples,
@@ -276,13 +285,13 @@ class _PlanSearch:
             sample_seconds=self._sample_seconds(traced_samples, modules),
         )
 
-    # The step at some size.
+    # The step at a given size.
 
     def _scale(self, samples: int, modules: tuple[str, ...]) -> Trace:
         return self._step.with_recompute(modules).at(samples)
 
     def _in_memory(self, trace: Trace) -> Trace:
-        """Return the step as the allocator sees it, with gradients of earlier micro-batches."""
+        """Return the step as the allocator sees it, including accumulated gradients."""
         total = self._target.global_batch_size
         if total is None or not self._step.plain.accumulates:
             return trace
@@ -295,14 +304,14 @@ class _PlanSearch:
     # Does it fit?
 
     def _may_fit(self, trace: Trace) -> bool:
-        """Return whether the live bytes alone fit, which needs no replay."""
+        """Return whether the live bytes alone fit. This is necessary but not sufficient."""
         trace = self._in_memory(trace)
         cap_bytes = self._target.device.available_bytes - self._target.margin(trace)
         events, sizes = self._with_workspaces(trace, 1)
         return int(live_bytes(events, sizes, GRANULE_BYTES).max(initial=0)) <= cap_bytes
 
     def _find_fit(self, trace: Trace) -> Fit | None:
-        """Return how a step fits, or None if it does not."""
+        """Replay a step and return its fit, or None if the step does not fit."""
         if not self._may_fit(trace):
             return None
         fit = self._replay(trace)
@@ -313,11 +322,11 @@ class _PlanSearch:
         return fit
 
     def _fit_without_more_retries(self, trace: Trace, fit: Fit) -> Fit | None:
-        """Return how a step fits after more steps, or None if the cache has to be released again.
+        """Replay more steps and return their fit, or None if they release the cache again.
 
         Args:
             trace: The step.
-            fit: The fit after fewer steps, in which the cache was released.
+            fit: The fit of the first steps, in which the cache was released.
         """
         later = self._replay(trace, _STEPS_TO_SETTLE)
         if later.fits and later.replay.retries == fit.replay.retries:
@@ -336,17 +345,20 @@ class _PlanSearch:
     # How fast is it?
 
     def _sample_seconds(self, samples: int, modules: tuple[str, ...]) -> float:
-        """Return the time per sample.
+        """Return the estimated seconds per sample.
 
-        The last micro-batch of a global batch may be smaller than the others.
+        Args:
+            samples: The micro-batch size. If it does not divide the global batch size, the last
+                micro-batch is smaller.
+            modules: The recomputed modules.
         """
         device = self._target.device
         total = self._target.global_batch_size or samples
         full, rest = divmod(total, samples)
         seconds = step_seconds(self._trace(samples, modules), device, micro_steps=full)
         if rest:
-            # The difference between two and one micro-batches is one micro-batch without the
-            # optimizer's step, which is counted above.
+            # Add the last micro-batch without the optimizer's update, which is counted above: the
+            # difference between a step with two micro-batches and a step with one.
             last = self._trace(rest, modules)
             seconds += step_seconds(last, device, micro_steps=2) - step_seconds(
                 last, device, micro_steps=1
@@ -355,10 +367,10 @@ class _PlanSearch:
 
 
 def _largest_that(holds: Callable[[int], bool], *, at_most: int) -> int:
-    """Return the largest number up to `at_most` for which a predicate holds, 0 if there is none.
+    """Return the largest number from 1 to `at_most` for which a predicate holds, or 0.
 
-    `at_most` is tried first; if it does not hold, the number is found by bisection. So the
-    predicate must hold for all smaller numbers as well.
+    `at_most` itself is tried first. If it fails, the number is found by bisection. This assumes
+    that the predicate also holds for all smaller numbers.
     """
     low = 0
     high = at_most + 1

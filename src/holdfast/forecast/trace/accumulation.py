@@ -1,15 +1,15 @@
-"""Compute the memory of a step whose batch is split into micro-batches with accumulated gradients.
+"""Compute the memory of a step that accumulates the gradients of several micro-batches.
 
-The events of a trace with one micro-batch are edited; nothing is traced again. The edited step has
-two passes:
+The computation edits the events of a trace with one micro-batch, so nothing has to be traced again.
+The edited step has two passes, each over one micro-batch:
 
-- The first pass is the step up to the end of its backward pass, without the optimizers.
-  Its gradients stay.
-- The second pass is the step itself. Each of its gradients is added to that of the first pass as
-  soon as it is computed, and then freed. Everything else that the first pass left behind is freed
-  when the second backward pass is done. The optimizers step at the end.
+- The first pass is the original step up to the end of its backward pass, without the optimizers.
+  Its gradients stay alive.
+- The second pass is the whole original step. Each gradient is added to the gradient of the first
+  pass as soon as it is computed, and is then freed. All other memory that the first pass leaves
+  behind is freed when the second backward pass ends. The optimizers step at the end.
 
-All later micro-batches are like the second one, so two passes represent any number of them.
+Further micro-batches would need the same memory as the second one, so two passes are enough.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from holdfast.forecast.trace.events import OWNERS, PHASES, Trace
+from holdfast.forecast.trace.events import (
+    OWNERS,
+    PHASES,
+    Trace,
+    allocation_of,
+    free_of,
+    is_allocation,
+    storage_of,
+)
 from holdfast.forecast.trace.extrapolation import largest_size
 
 _BACKWARD = PHASES.index("backward")
@@ -29,14 +37,14 @@ _BATCH = OWNERS.index("batch")
 
 
 def with_accumulation(trace: Trace, global_batch_size: int) -> Trace:
-    """Return the step that accumulates the gradients of several micro-batches.
+    """Return the trace of a step that accumulates the gradients of several micro-batches.
 
-    The whole batch is assumed to be on the device during the step. The result is valid for memory
-    only: its operations are those of one micro-batch.
+    We assume that the whole batch is on the device during the step. Only the memory in the result
+    is correct: the list of operations still covers only one micro-batch.
 
     Args:
-        trace: A step with one micro-batch. It is returned unchanged if that is the whole batch, or
-            if the step has no backward pass.
+        trace: A step with one micro-batch. It is returned unchanged if the micro-batch is the whole
+            batch, or if the step has no backward pass.
         global_batch_size: Samples per optimizer step.
     """
     has_backward = bool((trace.event_phase == _BACKWARD).any())
@@ -44,10 +52,12 @@ def with_accumulation(trace: Trace, global_batch_size: int) -> Trace:
         return trace
     first = _FirstPass(trace)
     second = _SecondPass(trace, first)
-    # For each storage of both passes, the storage of the step that it copies.
+    # For each storage in the result, the original storage from which it takes size and owner. The
+    # original storages come first. They are followed by the additional storages of the first pass
+    # and the additional gradients of the second pass.
     sources = [*range(len(trace.size_bytes)), *first.others, *first.gradients]
     sizes = trace.size_bytes[sources]
-    for storage in first.left:
+    for storage in first.left_behind:
         if trace.owner[storage] == _BATCH:
             sizes[first.number[storage]] = _bytes_of_other_micro_batches(
                 trace, storage, global_batch_size, most=largest_size(len(sizes))
@@ -68,24 +78,20 @@ def with_accumulation(trace: Trace, global_batch_size: int) -> Trace:
     )
 
 
-def _allocation_of(storage: int) -> int:
-    """Return the event that allocates a storage, as in `Trace.events`."""
-    return storage + 1
-
-
-def _free_of(storage: int) -> int:
-    """Return the event that frees a storage, as in `Trace.events`."""
-    return -(storage + 1)
-
-
 def _bytes_of_other_micro_batches(
     trace: Trace, storage: int, global_batch_size: int, *, most: int
 ) -> int:
-    """Return the size of a batch tensor in the first pass, which stands for all other passes.
+    """Return the size of a batch tensor that the first pass leaves behind.
 
-    The whole batch is on the device, so it is the size of all other micro-batches. A batch that
-    the loss function itself moves to the device is freed in the backward pass, so it is not one of
-    these tensors.
+    Since the whole batch is on the device, this tensor stands for all micro-batches but the last.
+    (A micro-batch that the loss function itself moves to the device is freed by the end of the
+    backward pass, so the first pass does not leave it behind.)
+
+    Args:
+        trace: The original step.
+        storage: The batch tensor in the original step.
+        global_batch_size: Samples per optimizer step.
+        most: An upper limit for the result.
     """
     size_bytes = int(trace.size_bytes[storage])
     other_samples = global_batch_size - trace.micro_batch_size
@@ -93,20 +99,25 @@ def _bytes_of_other_micro_batches(
 
 
 class _FirstPass:
-    """The pass of an earlier micro-batch: forward and backward without the optimizers.
+    """The first pass: forward and backward over an earlier micro-batch, without the optimizers.
 
-    It is a copy of the first part of the step. A storage that the step allocates exists twice then,
-    once for each pass, and needs two numbers. In this pass, gradients keep the number that they
-    have in the step, because they stay until the optimizers step. All others get a new number.
+    The events are copied from the original step. Each storage that the original step allocates
+    exists twice in the result, once per pass, so one of the two needs a new number. Gradients of
+    the first pass keep their original number, because they live until the optimizers step. All
+    other storages of the first pass get new numbers.
+
+    Args:
+        trace: The original step.
 
     Attributes:
-        end: The position after the last backward event of the step, where this pass ends.
-        positions: The positions of its events in the step.
-        gradients: Storages of the step with the gradients that the pass computes and keeps.
-        others: All other storages of the step that the pass allocates.
-        left: Those of `others` that the pass does not free.
+        end: The position in the original step at which this pass ends: after the last event of the
+            backward pass.
+        positions: The positions in the original step of the copied events.
+        gradients: Gradients that the pass allocates and does not free, by their original numbers.
+        others: All other storages that the pass allocates, by their original numbers.
+        left_behind: The storages in `others` that the pass does not free.
         number: The new number of each storage in `others`.
-        events: As in `Trace.events`.
+        events: The events of this pass, as in `Trace.events`.
         phases: The phase of each event.
     """
 
@@ -119,101 +130,111 @@ class _FirstPass:
             in_optimizer.update(range(begin, end))
         # Hooks may step optimizers during the backward pass.
         self.positions = [position for position in range(self.end) if position not in in_optimizer]
-        allocated = [events[position] - 1 for position in self.positions if events[position] > 0]
-        freed = {-events[position] - 1 for position in self.positions if events[position] < 0}
-        freed_until_end = {-event - 1 for event in events[: self.end] if event < 0}
+        copied = [events[position] for position in self.positions]
+        allocated = [storage_of(event) for event in copied if is_allocation(event)]
+        freed = {storage_of(event) for event in copied if not is_allocation(event)}
+        # This also includes storages that an optimizer frees during the backward pass.
+        freed_until_end = {
+            storage_of(event) for event in events[: self.end] if not is_allocation(event)
+        }
         self.gradients = [
             storage
             for storage in allocated
             if trace.owner[storage] == _GRADIENTS and storage not in freed_until_end
         ]
-        kept = set(self.gradients)
-        self.others = [storage for storage in allocated if storage not in kept]
-        self.left = [storage for storage in self.others if storage not in freed]
+        gradients = set(self.gradients)
+        self.others = [storage for storage in allocated if storage not in gradients]
+        self.left_behind = [storage for storage in self.others if storage not in freed]
         first_number = len(trace.size_bytes)
         self.number = {
             storage: number for number, storage in enumerate(self.others, start=first_number)
         }
-        self.events = [self._renamed(events[position]) for position in self.positions]
+        self.events = [self._renumber(event) for event in copied]
         self.phases = [phases[position] for position in self.positions]
 
-    def _renamed(self, event: int) -> int:
-        storage = abs(event) - 1
+    def _renumber(self, event: int) -> int:
+        """Return an event of the original step with the number that its storage has here."""
+        storage = storage_of(event)
         number = self.number.get(storage, storage)
-        if event < 0:
-            return _free_of(number)
-        return _allocation_of(number)
+        if is_allocation(event):
+            return allocation_of(number)
+        return free_of(number)
 
 
 class _SecondPass:
-    """The pass of the last micro-batch: the step itself, edited where the first pass matters.
+    """The second pass: the original step over the last micro-batch, changed by the first pass.
 
-    Here it is the gradients that get new numbers; everything else keeps the number that it has in
-    the step.
+    In this pass, gradients get new numbers. All other storages keep their original number.
+
+    Args:
+        trace: The original step.
+        first: The first pass.
 
     Attributes:
-        events: As in `Trace.events`.
+        events: The events of this pass, as in `Trace.events`.
         phases: The phase of each event.
-        optimizer_steps: As in `Trace.optimizer_steps`.
+        optimizer_steps: Where the optimizers step in this pass, as in `Trace.optimizer_steps`.
     """
 
     def __init__(self, trace: Trace, first: _FirstPass) -> None:
         self._trace = trace
         self._first = first
-        # The events of the step, with None where it no longer has one.
+        # The events by their position in the original step; None where an event was removed.
         self._edited: list[int | None] = trace.events.tolist()
-        # Frees to insert, by the position in the step before which they happen.
+        # The frees to insert before each position in the original step.
         self._inserted: dict[int, list[int]] = defaultdict(list)
-        left = self._free_replacements()
+        left_behind = self._free_replacements()
         self._add_gradients()
-        self._release(left)
+        self._free_at_end(left_behind)
         self._assemble()
 
     def _free_replacements(self) -> list[int]:
-        """Free the replacements that the first pass left, as the next step would.
+        """Free the replacements of resident storages that the first pass allocated.
 
-        The storages that the step originally finds and frees were already freed by the first pass.
+        The original step frees some resident storages and leaves replacements behind (see
+        `Trace.carried`). In the result, the first pass has already freed these residents. At the
+        same positions, this pass frees their replacements instead, as the next step would.
 
         Returns:
-            The storages that the first pass left behind and this pass still does not free.
+            The storages that the first pass left behind and that are still not freed.
         """
-        replacement_of = {found: left for left, found in self._trace.carried}
-        left = dict.fromkeys(self._first.left)
+        replacement_of = {resident: new for new, resident in self._trace.carried}
+        left_behind = dict.fromkeys(self._first.left_behind)
         resident_count = len(self._trace.resident)
         for position in self._first.positions:
             event = int(self._trace.events[position])
-            storage = -event - 1
-            if event > 0 or storage >= resident_count:
+            storage = storage_of(event)
+            if is_allocation(event) or storage >= resident_count:
                 continue
             self._edited[position] = None
             replacement = replacement_of.get(storage)
-            if replacement in left:
-                self._edited[position] = _free_of(self._first.number[replacement])
-                del left[replacement]
-        return list(left)
+            if replacement in left_behind:
+                self._edited[position] = free_of(self._first.number[replacement])
+                del left_behind[replacement]
+        return list(left_behind)
 
     def _add_gradients(self) -> None:
-        """Give each gradient of this pass a storage of its own, and free it once it is added.
+        """Give each gradient of this pass a storage of its own, and free it once it was added.
 
         One operation may compute several gradients, for example of a weight and a bias, before any
-        of them is added. So a gradient counts as added at the next allocation by an operation that
-        computes no gradient.
+        of them is added. We assume that a gradient is added just before the next allocation by an
+        operation that computes no gradient.
         """
         events = self._trace.events.tolist()
         gradients = set(self._first.gradients)
         operation_events = self._trace.operation_event.tolist()
-        # The operation of each allocation until the backward pass ends, by the allocation's
-        # position.
+        # The operation that makes each allocation before the end of the backward pass, by the
+        # allocation's position.
         operation_at = {
             position: bisect_right(operation_events, position)
             for position in range(self._first.end)
-            if events[position] > 0
+            if is_allocation(events[position])
         }
         gradient_positions = [
-            position for position in operation_at if events[position] - 1 in gradients
+            position for position in operation_at if storage_of(events[position]) in gradients
         ]
         gradient_operations = {operation_at[position] for position in gradient_positions}
-        # Where all gradients that were computed before are freed, in ascending order.
+        # The positions before which all earlier gradients are freed, in ascending order.
         free_positions = [
             position
             for position, operation in operation_at.items()
@@ -223,35 +244,35 @@ class _SecondPass:
         # The new numbers follow those of the first pass.
         number = len(self._trace.size_bytes) + len(self._first.others)
         for position in gradient_positions:
-            self._edited[position] = _allocation_of(number)
+            self._edited[position] = allocation_of(number)
             free_position = free_positions[bisect_right(free_positions, position)]
-            self._inserted[free_position].append(_free_of(number))
+            self._inserted[free_position].append(free_of(number))
             number += 1
 
-    def _release(self, left: list[int]) -> None:
-        """Free what the first pass left behind.
+    def _free_at_end(self, left_behind: list[int]) -> None:
+        """Free the storages that the first pass left behind.
 
-        The batch is held until the step no longer needs it, the rest only until this backward pass
-        ends.
+        Batch tensors are freed where the original step frees them, at the earliest after the
+        backward pass. All other storages are freed when the backward pass ends.
         """
         event_count = len(self._trace.events)
         freed_at = {
-            -event - 1: position
+            storage_of(event): position
             for position, event in enumerate(self._trace.events.tolist())
-            if event < 0
+            if not is_allocation(event)
         }
-        for storage in left:
+        for storage in left_behind:
             position = self._first.end
             if self._trace.owner[storage] == _BATCH:
                 position = max(position, freed_at.get(storage, event_count))
-            self._inserted[position].append(_free_of(self._first.number[storage]))
+            self._inserted[position].append(free_of(self._first.number[storage]))
 
     def _assemble(self) -> None:
-        """Put the edited and the inserted events together."""
+        """Merge the edited and the inserted events."""
         self.events: list[int] = []
         self.phases: list[int] = []
-        # For each position in the step, the number of events before and after those inserted there,
-        # which belong to no optimizer step.
+        # For each position in the original step, the number of events before the inserted ones, and
+        # the number of events including them. Inserted events belong to no optimizer step.
         before_inserted = []
         after_inserted = []
         phases = self._trace.event_phase.tolist()

@@ -1,8 +1,9 @@
-"""Attribute an operation to the module that runs it and to the line of user code that led to it.
+"""Attribute each operation to the module that runs it and to the line of user code that called it.
 
-In a forward pass both are on the stack. In a backward pass they are those of the forward operation
-whose autograd node runs, found by the sequence number that autograd gave to that node. A
-recomputation has its own stack again.
+In a forward pass, module and line are found on the call stack. An operation in a backward pass
+belongs to an autograd node, and gets the module and line of the forward operation that created the
+node. The node's sequence number identifies this operation. Recomputed operations run with a call
+stack of their own.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from torch import nn
 
 
 class _CodeOwner(enum.Enum):
-    """The owner of the code that a frame runs."""
+    """Who owns the code that a stack frame runs."""
 
-    # torch, holdfast and the standard library.
+    # Code of torch, holdfast and the standard library.
     PLUMBING = enum.auto()
     USER = enum.auto()
     INSTALLED_PACKAGE = enum.auto()
-    # torch's Python function that enters autograd's engine.
+    # The Python function in torch that enters autograd's engine.
     AUTOGRAD_ENGINE = enum.auto()
 
 
@@ -41,7 +42,7 @@ _PLUMBING_FOLDERS = (
 )
 _STANDARD_LIBRARY = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 _PACKAGE_FOLDERS = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
-# Methods of dispatch modes, from any source: they surround every operation.
+# Methods of dispatch modes, in any package. They are on the stack of every operation.
 _DISPATCH_METHODS = ("__torch_dispatch__", "__torch_function__")
 
 
@@ -64,10 +65,10 @@ def _describe_line(code: CodeType, line: int) -> str:
 
 
 def running_line() -> str:
-    """Return the user's line that is running, such as ``"model.py:31 in forward"``.
+    """Return the running line of user code, such as ``"model.py:31 in forward"``.
 
-    If it called into an installed package, the package's line comes first, and the user's follows
-    after "from". Empty if neither user code nor a package is running.
+    If user code has called an installed package, the result is the line of the package, followed by
+    "from" and the line of user code. It is empty if neither of them is on the stack.
     """
     frame: FrameType | None = sys._getframe(1)
     frames = []
@@ -78,13 +79,17 @@ def running_line() -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the user's line that led to an error, in the form of `running_line`."""
+    """Return the line of user code that led to an error, in the format of `running_line`."""
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return _user_line(reversed(frames))
 
 
 def _user_line(frames: Iterable[tuple[CodeType, int]]) -> str:
-    """Return the user's line among frames with their lines, the innermost frame first."""
+    """Return the innermost line of user code, in the format of `running_line`.
+
+    Args:
+        frames: The code and line number of each frame, innermost first.
+    """
     package_line = ""
     for code, line in frames:
         owner = _owner_of(code)
@@ -97,19 +102,22 @@ def _user_line(frames: Iterable[tuple[CodeType, int]]) -> str:
 
 
 class UserLines:
-    """Numbers of code lines outside torch, holdfast and the standard library."""
+    """Numbers the lines of code in user files and installed packages that run operations."""
 
     def __init__(self) -> None:
-        # The lines by number. Number 0 stands for an unknown line.
+        # The text of each line, by its number. Number 0 stands for an unknown line.
         self.texts = [""]
         self._numbers: dict[tuple[CodeType, int], int] = {}
         self._number_of_text = {"": 0}
 
     def find(self, frame: FrameType | None) -> int:
-        """Return the number of the innermost such line; 0 if there is none.
+        """Return the number of the innermost line outside torch, holdfast and the standard library.
 
         Frames beyond autograd's engine are ignored: they called backward, and are unrelated to the
-        operation that runs in it.
+        operation that runs in the engine.
+
+        Returns:
+            0 if there is no such line.
         """
         while frame is not None:
             owner = _owner_of(frame.f_code)
@@ -132,25 +140,28 @@ class UserLines:
 
 
 class Location(NamedTuple):
-    """Where an operation belongs: numbers of its module and line, 0 if unknown."""
+    """The module and the line of an operation, as numbers in a `Locator`; 0 means unknown."""
 
     module: int
     line: int
 
 
 class Locator:
-    """Find the location of each operation."""
+    """Finds the location of each operation in a step."""
 
     def __init__(self) -> None:
-        # The paths of modules by number. Number 0 stands for no module.
+        # The path of each module, by its number. Number 0 stands for no module.
         self.modules = [""]
         self.lines = UserLines()
-        # Keeps the modules alive, so that their ids in `_number_of` are not used again.
+        # Keeps the modules alive, so that no other object gets an id that is in `_number_of`.
         self._models: list[nn.Module] = []
+        # The number of each module, by the module's id.
         self._number_of: dict[int, int] = {}
-        # Id and number of each module whose forward pass runs, the outermost first.
+        # The id and number of each module whose forward pass is running, outermost first.
         self._running: list[tuple[int, int]] = []
+        # The location of forward operations, by the sequence number of their autograd node.
         self._by_sequence: dict[int, Location] = {}
+        # The location of the last autograd node that was found in `_by_sequence`.
         self._last = Location(0, 0)
 
     @property
@@ -159,7 +170,7 @@ class Locator:
         return bool(self._running)
 
     def name_modules(self, models: Mapping[str, nn.Module]) -> None:
-        """Give every module its path. A shared module keeps its first path."""
+        """Number the modules of the models. A shared module keeps its first path."""
         for name, model in models.items():
             self._models.append(model)
             for path, module in model.named_modules():
@@ -172,37 +183,37 @@ class Locator:
         return self._number_of.get(id(module), 0)
 
     def enter(self, module: nn.Module) -> None:
-        """Note that the forward pass of a module begins. Without a path it has its caller's."""
+        """Record that a module's forward pass begins. An unnumbered module counts as its caller."""
         caller = self._running_module()
         self._running.append((id(module), self._number_of.get(id(module), caller)))
 
     def leave(self, module: nn.Module) -> None:
-        """Note the end of a module's forward pass, and of inner ones that an error ended."""
+        """Record that the forward pass of a module, and of all modules in it, has ended."""
         for position in reversed(range(len(self._running))):
             if self._running[position][0] == id(module):
                 del self._running[position:]
                 return
 
     def forget(self) -> None:
-        """Forget what runs, as between two steps."""
+        """Forget running modules and recorded locations before a new step."""
         self._running.clear()
         self._by_sequence.clear()
 
     def locate(self, frame: FrameType | None, *, in_backward: bool, records: bool) -> Location:
-        """Return the location of the operation that was just dispatched.
+        """Return the location of the operation that is being dispatched.
 
         Args:
-            frame: The frame that dispatched it.
-            in_backward: Whether autograd's engine runs.
-            records: Whether autograd records the operation. In a backward pass this is True in a
-                recomputation, and if the graph of the gradients is kept.
+            frame: The frame that dispatches the operation.
+            in_backward: Whether autograd's engine is running.
+            records: Whether autograd records the operation. In a backward pass, this is the case
+                during recomputation and under ``create_graph=True``.
         """
         line = self.lines.find(frame)
         is_recomputed = records and self.in_module
         if not in_backward or is_recomputed:
             location = Location(self._running_module(), line)
-            # The node is created right before its operation is dispatched, so a new sequence number
-            # belongs to the operation that is being dispatched.
+            # Autograd creates the node right before it dispatches the operation. The newest
+            # sequence number therefore belongs to this operation.
             sequence = torch._C._autograd._get_sequence_nr() - 1
             self._by_sequence.setdefault(sequence, location)
             return location

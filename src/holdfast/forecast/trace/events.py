@@ -1,12 +1,13 @@
-"""The effect of a training step on device memory: allocations and frees, with their owners.
+"""`Trace`: the allocations and frees of a training step on a device, and who owns the memory.
 
-A `Trace` describes one *steady* step, which can be repeated any number of times. It consists of the
-storages that are resident when the step begins, and of the step's events. A step may also replace
-resident storages: the gradients of this step, for example, take the place of those of the previous
-one, and the next step finds them there (`Trace.carried`).
+A trace describes one *steady* step, which can be repeated any number of times. It lists the
+storages that are resident when the step begins, and the step's events: allocations and frees of
+storages. A step may replace resident storages. For example, it frees the gradients of the previous
+step and leaves its own gradients behind, which the next step finds instead (`Trace.carried`).
 
-Sizes are the requested ones in bytes; the allocator rounds them. `tracer` records traces, and
-`extrapolation` scales them to other sizes.
+An event is an integer that encodes a storage and whether it is allocated or freed; see
+`allocation_of`. Sizes are requested bytes, before the allocator rounds them. `tracer` records
+traces, and `extrapolation` scales them to other batch sizes.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 PHASES = ("forward", "backward", "optimizer", "other")
-# If a storage has several owners, the first of these counts.
+# If a storage has several owners, the first one in this list counts.
 OWNERS = (
     "parameters",
     "buffers",
@@ -36,23 +37,26 @@ OWNERS = (
 )
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp64", "other")
 
-# The operators that call cuBLAS and allocate its workspace at their first call.
+# The operators that call cuBLAS. The first call allocates its workspace.
 _MATRIX_PRODUCTS = frozenset(
     f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 )
-# The index of a layer in a module's path: "layers.3.fc1".
+# Matches the index of a layer in the path of a module, such as the 3 in "layers.3.fc1".
 _LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
-# The most modules and lines that are named.
+# How many modules and lines are listed by `shares_of`.
 _MOST_NAMED = 6
+# The number of a storage that was freed and not replaced.
+_GONE = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumption:
-    """An assumption of the forecast.
+    """An assumption behind a forecast, which is shown to the user.
 
     Args:
-        what: The assumption, a sentence without a full stop.
-        line: The line of user code that it concerns, ``"model.py:31 in forward"``, or "".
+        what: The assumption, as a sentence without a period.
+        line: The line of user code that caused it, such as ``"model.py:31 in forward"``. Empty if
+            the assumption does not concern a particular line.
     """
 
     what: str
@@ -64,35 +68,39 @@ class Trace:
     """One steady training step.
 
     Args:
-        events: Shape ``(events,)``, int32: ``s + 1`` allocates storage ``s``, ``-(s + 1)`` frees
-            it.
+        events: Shape ``(events,)``, int32: allocations and frees in order, encoded by
+            `allocation_of` and `free_of`.
         event_phase: Shape ``(events,)``, int8, index into `PHASES`.
-        size_bytes: Shape ``(storages,)``, int64.
+        size_bytes: Shape ``(storages,)``, int64: requested bytes.
         owner: Shape ``(storages,)``, int8, index into `OWNERS`.
-        module: Shape ``(storages,)``, int32, index into `modules`: the module that was running.
-        line: Shape ``(storages,)``, int32, index into `lines`: the user's line that was running.
+        module: Shape ``(storages,)``, int32, index into `modules`: the module that allocated the
+            storage.
+        line: Shape ``(storages,)``, int32, index into `lines`: the line that allocated the storage.
         operation_name: Shape ``(operations,)``, int32, index into `names`.
-        operation_event: Shape ``(operations,)``, int32: number of events before the operation,
-            which is the position of its first own event.
+        operation_event: Shape ``(operations,)``, int32: number of events before the operation. This
+            is also the position of the first event of the operation, if it has any.
         operation_phase: Shape ``(operations,)``, int8, index into `PHASES`.
-        flops: Shape ``(operations,)``, int64, floating-point operations.
-        moved_bytes: Shape ``(operations,)``, int64: bytes that it reads and writes.
-        dtype: Shape ``(operations,)``, int8, index into `DTYPES`: the type it computes in.
-        modules: Paths such as ``"model.encoder.layers.0"``; the first is empty.
-        lines: Such as ``"model.py:31 in forward"``; the first is empty.
+        flops: Shape ``(operations,)``, int64: floating-point operations.
+        moved_bytes: Shape ``(operations,)``, int64: bytes that are read and written.
+        dtype: Shape ``(operations,)``, int8, index into `DTYPES`: the type of the arithmetic.
+        modules: Paths such as ``"model.encoder.layers.0"``. The first is empty, for no module.
+        lines: Lines of user code such as ``"model.py:31 in forward"``. The first is empty, for an
+            unknown line.
         names: Names of operations, such as ``"aten.mm"``.
         resident: Storages that are alive when the step begins, in the order of their allocation.
-            They come before all storages that the step allocates.
-        carried: Pairs of storages (new, old): the step leaves the new one behind, and it takes the
-            place of the old one, which was resident, when the next step begins.
-        growth_bytes: Bytes that a step leaves behind in addition: a leak, or a history that the
-            user keeps.
-        blocks: Paths of the modules that could be recomputed.
-        optimizer_steps: For each optimizer step, its first event and the one after its last.
+            Their numbers are lower than those of all storages that the step allocates.
+        carried: Pairs of storages (new, old). The old storage is resident, and the step frees it.
+            The step allocates the new storage and leaves it behind, so that the next step finds it
+            in place of the old one.
+        growth_bytes: By how many bytes the memory in use grows in each step, because of a leak or a
+            history that user code keeps.
+        blocks: Paths of the modules whose activations could be recomputed.
+        optimizer_steps: For each optimizer step, the position of its first event and the position
+            after its last event.
         micro_batch_size: Samples in the traced batch.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        route: The fake device on which it was traced, ``"privateuse1"`` or ``"cpu"``.
-        assumptions: The assumptions.
+        route: The fake device on which the step ran, ``"privateuse1"`` or ``"cpu"``.
+        assumptions: The assumptions behind the trace.
         uncalibrated_bytes: How much higher the peak may be, because the scratch memory of some
             kernels is not known exactly.
     """
@@ -135,7 +143,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path) -> Trace:
-        """Return the trace that `save` wrote."""
+        """Load a trace from a file written by `save`."""
         with np.load(path, allow_pickle=False) as file:
             fields: dict[str, Any] = {name: file[name] for name in file.files}
         rest = json.loads(str(fields.pop("rest")))
@@ -147,46 +155,79 @@ class Trace:
 
 
 def _with_tuples(value: Any) -> Any:
-    """Return JSON lists as tuples, all the way down."""
+    """Convert lists from JSON, and lists nested in them, to tuples."""
     if isinstance(value, list):
         return tuple(_with_tuples(item) for item in value)
     return value
 
 
-def repeat_steps(trace: Trace, steps: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Return the events of several steps in a row, after allocating the resident storages.
+# --- the encoding of events -----------------------------------------------------------------------
+#
+# An event is a signed integer: positive for an allocation, negative for a free. Its magnitude is
+# the storage's number plus 1, because 0 has no sign. All four functions accept an integer or an
+# array of integers.
 
-    Storages that a step leaves behind replace those that it found, by `Trace.carried`. Storages
-    that it found and freed without a replacement are gone in later steps, and storages that it left
-    without replacing any stay.
+_Integers = TypeVar("_Integers", int, npt.NDArray[Any])
+
+
+def allocation_of(storage: _Integers) -> _Integers:
+    """Return the event that allocates a storage."""
+    return storage + 1
+
+
+def free_of(storage: _Integers) -> _Integers:
+    """Return the event that frees a storage."""
+    return -(storage + 1)
+
+
+def storage_of(event: _Integers) -> _Integers:
+    """Return the number of the storage that an event allocates or frees."""
+    return abs(event) - 1
+
+
+def is_allocation(event: Any) -> Any:
+    """Return whether an event is an allocation; otherwise it is a free."""
+    return event > 0
+
+
+# --- computations on events -----------------------------------------------------------------------
+
+
+def repeat_steps(trace: Trace, steps: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Return the events of several consecutive steps, which begin by allocating the residents.
+
+    A storage that a step leaves behind replaces the resident storage with which it is paired in
+    `Trace.carried`. If it is not paired, it stays alive forever. A resident storage that a step
+    frees without a replacement does not exist in later steps.
 
     Returns:
-        Events as in `Trace.events`, with new storages in each step, and the sizes of all storages
-        in bytes.
+        The events, in which each step allocates storages with new numbers, and the sizes of all
+        storages in bytes.
     """
     resident_count = len(trace.resident)
     allocated_count = len(trace.size_bytes) - resident_count
-    storage = np.abs(trace.events) - 1
-    is_free = trace.events < 0
+    storage = storage_of(trace.events)
+    is_free = ~is_allocation(trace.events)
     frees_resident = is_free & (storage < resident_count)
     # Two columns: the new storages, and the resident ones that they replace.
     carried = np.array(trace.carried, dtype=np.int32).reshape(-1, 2)
-    # For each resident storage of the trace, the storage that is in its place when the next step
-    # begins; -1 if it was freed and not replaced.
+    # For each resident storage of the trace, the number of the storage that is in its place when
+    # the next step begins, or _GONE.
     current = np.arange(resident_count, dtype=np.int32)
-    parts = [current + 1]
+    parts = [allocation_of(current)]
     for step in range(steps):
-        # The storages that this step allocates get numbers of their own.
+        # The storages that this step allocates get new numbers.
         begin = resident_count + step * allocated_count
         allocated = np.arange(begin, begin + allocated_count, dtype=np.int32)
-        # The number in this step of each storage of the trace.
-        renamed = np.concatenate([current, allocated])
-        ids = renamed[storage] + 1
-        # An id of 0 belongs to a storage that no longer exists, so its event is left out.
-        parts.append(np.where(is_free, -ids, ids)[ids > 0])
+        # For each storage of the trace, its number in this step.
+        renumbered = np.concatenate([current, allocated])
+        numbers = renumbered[storage]
+        events = np.where(is_free, free_of(numbers), allocation_of(numbers))
+        # A storage that no longer exists cannot be freed again.
+        parts.append(events[numbers != _GONE])
         current = current.copy()
-        current[storage[frees_resident]] = -1
-        current[carried[:, 1]] = renamed[carried[:, 0]]
+        current[storage[frees_resident]] = _GONE
+        current[carried[:, 1]] = renumbered[carried[:, 0]]
     resident_sizes = trace.size_bytes[:resident_count]
     allocated_sizes = trace.size_bytes[resident_count:]
     sizes = np.concatenate([resident_sizes, *[allocated_sizes] * steps])
@@ -194,44 +235,49 @@ def repeat_steps(trace: Trace, steps: int) -> tuple[npt.NDArray[np.int32], npt.N
 
 
 def first_products(trace: Trace) -> tuple[int, int]:
-    """Return the positions of the first matrix products of the forward and the backward pass.
+    """Return where the forward and the backward pass run their first matrix product.
 
     Returns:
-        For each, the number of events of `repeat_steps` until the result of the product is
-        allocated; 0 if the pass has no product.
+        For each pass, the number of events in the result of `repeat_steps` up to the allocation of
+        the first product's result; 0 if the pass has no matrix product.
     """
     return _first_product(trace, "forward"), _first_product(trace, "backward")
 
 
 def _first_product(trace: Trace, phase: str) -> int:
-    """Return the number of events until the first matrix product of a phase; 0 for none."""
+    """Return the number of events up to the first matrix product in a phase; see above."""
     is_product = np.array([name in _MATRIX_PRODUCTS for name in trace.names], dtype=bool)
     in_phase = trace.operation_phase == PHASES.index(phase)
     events = trace.operation_event[is_product[trace.operation_name] & in_phase]
     if not len(events):
         return 0
-    # `repeat_steps` allocates the resident storages first. The next event after those before the
-    # product is the allocation of its result.
+    # `repeat_steps` begins with an event for each resident storage. The 1 stands for the allocation
+    # of the product's result.
     return len(trace.resident) + int(events[0]) + 1
 
 
 def live_bytes(
     events: npt.NDArray[np.int32], size_bytes: npt.NDArray[np.int64], granule_bytes: int = 1
 ) -> npt.NDArray[np.int64]:
-    """Return how many bytes are alive after each event of `repeat_steps`.
+    """Return how many bytes are alive after each event.
 
     Args:
-        events: Allocations and frees.
+        events: Allocations and frees, starting with no live storage, as in `repeat_steps`.
         size_bytes: Bytes of each storage.
-        granule_bytes: Sizes are rounded up to a multiple of this. CUDA's caching allocator counts
-            in granules of 512 bytes.
+        granule_bytes: Sizes are rounded up to a multiple of this. torch's caching allocator for
+            CUDA rounds to 512 bytes.
     """
     rounded = -(-size_bytes // granule_bytes) * granule_bytes
-    return np.cumsum(np.sign(events) * rounded[np.abs(events) - 1], dtype=np.int64)
+    return np.cumsum(_signs(events) * rounded[storage_of(events)], dtype=np.int64)
+
+
+def _signs(events: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Return 1 for each allocation and -1 for each free."""
+    return np.where(is_allocation(events), 1, -1)
 
 
 def live_peak(trace: Trace, granule_bytes: int = 1) -> int:
-    """Return the most bytes that are alive at once in a step, including what is resident."""
+    """Return the most bytes that are alive at once in a step, including resident storages."""
     events, sizes = repeat_steps(trace, 1)
     return int(live_bytes(events, sizes, granule_bytes).max(initial=0))
 
@@ -239,11 +285,11 @@ def live_peak(trace: Trace, granule_bytes: int = 1) -> int:
 def owners_at_peak(
     trace: Trace, by: Literal["owner", "module", "line"] = "owner"
 ) -> Mapping[str, int]:
-    """Return the owners of the bytes that are alive when `live_peak` is first reached.
+    """Return who owns the bytes that are alive when `live_peak` is first reached.
 
     Returns:
-        Bytes by owner, module or line, largest first. They add up to the peak. Bytes whose module
-        or line is not known are under the empty name.
+        Bytes by owner, module or line, largest first. They add up to the peak. The key is empty for
+        bytes whose module or line is unknown.
     """
     names: tuple[str, ...]
     index: npt.NDArray[np.integer[Any]]
@@ -262,7 +308,7 @@ def owners_at_peak(
     peak = int(live_bytes(events, sizes).argmax())
     until_peak = events[: peak + 1]
     is_live = np.zeros(len(sizes), dtype=np.int64)
-    np.add.at(is_live, np.abs(until_peak) - 1, np.sign(until_peak))
+    np.add.at(is_live, storage_of(until_peak), _signs(until_peak))
     totals = np.zeros(len(names), dtype=np.int64)
     np.add.at(totals, index, is_live * sizes)
     return {
@@ -273,9 +319,13 @@ def owners_at_peak(
 
 
 def shares_of(trace: Trace) -> dict[str, Mapping[str, int]]:
-    """Return the bytes at the live peak by owners, modules and the user's lines, largest first.
+    """Return the bytes that are alive at the peak, by owner, module and line of user code.
 
-    The layers of a stack count as one module: their index is ``*``.
+    Layers that differ only in their index are combined, with ``*`` in place of the index.
+
+    Returns:
+        The keys are ``"owners"``, ``"modules"`` and ``"lines"``. The entries of each are sorted,
+        largest first, and at most `_MOST_NAMED` modules and lines are returned.
     """
     modules: dict[str, int] = {}
     for path, size_bytes in owners_at_peak(trace, "module").items():

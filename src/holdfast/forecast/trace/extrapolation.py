@@ -1,12 +1,12 @@
-"""Compute a trace of any micro-batch size from traces of two small sizes, without running anything.
+"""Compute the trace at any micro-batch size from traces at two small sizes.
 
-A storage grows by a fixed number of bytes per sample, so two traces give its size at any
-micro-batch. The *peak* is the largest of many such sums and does not grow linearly: a line through
-two peaks errs on the low side (by up to 52 %, measured on a loop decoder). So every storage is
-extrapolated, and the events are replayed.
+Each storage grows by a fixed number of bytes per sample, so two traces give its size at any
+micro-batch size. The *peak* does not grow linearly, because different storages are alive at the
+peak of different sizes. A line through two peaks is too low, by up to 52 % for a decoder with a
+loop over time. Therefore every single storage is extrapolated, and the events are then replayed.
 
-A list of samples, a loop over them or a branch on their number cannot be extrapolated: such a step
-is a different program at each size, and is refused.
+A step that loops over a list of samples, or branches on their number, runs different operations at
+each size. It cannot be extrapolated, and is refused.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.errors import BatchError
-from holdfast.forecast.trace.events import OWNERS, Assumption, Trace
+from holdfast.forecast.trace.events import OWNERS, Assumption, Trace, is_allocation, storage_of
 
-# A single sample may take other paths, because a dimension of 1 is contiguous in any order. It did
-# in 3 of the 7 models that we tried.
+# A single sample is not traced, because it may take other code paths: tensors with a dimension of
+# size 1 can be contiguous in several layouts. It did so in 3 of 7 models that we tried.
 LEAST_MICRO_BATCH_SIZE = 2
 FITTED_SIZES = (LEAST_MICRO_BATCH_SIZE, 2 * LEAST_MICRO_BATCH_SIZE)
 
@@ -32,30 +32,33 @@ _BATCH_INDEPENDENT = [
 ]
 # Fields of `Trace` that must be the same at both sizes.
 _COMPARED_FIELDS = ("blocks", "resident", "carried", "optimizer_steps", "precision", "route")
-# Sums of sizes stay below this, so that they are 64-bit integers. It is far above any device.
+# The sum of all sizes is kept below this limit, so that it fits in a 64-bit integer. No device has
+# nearly as much memory.
 _MOST_TOTAL_BYTES = 1 << 60
-# Products of sizes and samples stay below this while they are computed as 64-bit integers.
+# Products of sizes and samples are computed with 64-bit integers only if they are below this limit.
 _MOST_PRODUCT = 1 << 62
 
 
 class NotAlignedError(BatchError):
-    """Two traces of one step differ in their events or the order of these."""
+    """Traces of a step at two sizes differ in more than the sizes of storages (H425)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScaledTrace:
-    """A step at any micro-batch size, from traces at two sizes.
+    """A step that can be scaled to any micro-batch size. It is made from traces at two sizes.
+
+    The two rows of each array belong to the two traces.
 
     Args:
-        template: The first trace. Both traces are the same except for sizes and work.
-        micro_batch_sizes: The two traced sizes, the smaller first.
-        size_bytes: Shape ``(2, storages)``.
-        flops: Shape ``(2, operations)``.
-        moved_bytes: Shape ``(2, operations)``.
-        growth_bytes: Shape ``(2, 1)``, as in `Trace.growth_bytes`.
-        uncalibrated_bytes: Shape ``(2, 1)``, as in `Trace.uncalibrated_bytes`.
-        accumulates: Whether a global batch is split into micro-batches whose gradients are added
-            up, as `Guard` does.
+        template: The first trace. The second one differs from it only in the values below.
+        micro_batch_sizes: The two traced micro-batch sizes, the smaller one first.
+        size_bytes: Shape ``(2, storages)``; see `Trace.size_bytes`.
+        flops: Shape ``(2, operations)``; see `Trace.flops`.
+        moved_bytes: Shape ``(2, operations)``; see `Trace.moved_bytes`.
+        growth_bytes: Shape ``(2, 1)``; see `Trace.growth_bytes`.
+        uncalibrated_bytes: Shape ``(2, 1)``; see `Trace.uncalibrated_bytes`.
+        accumulates: Whether a larger batch can be split into micro-batches whose gradients are
+            accumulated, as `Guard` does.
     """
 
     template: Trace
@@ -68,10 +71,10 @@ class ScaledTrace:
     accumulates: bool = False
 
     def at(self, micro_batch_size: int) -> Trace:
-        """Return the step with this many samples, at least 1.
+        """Return the trace at a micro-batch size of at least 1.
 
-        Sizes are exact if they grow by an integer number of bytes per sample. Others are rounded
-        up, which is added to the assumptions.
+        The size of a storage is exact if it grows by an integer number of bytes per sample. All
+        other sizes are rounded up, and this is reported as an assumption.
         """
         assert micro_batch_size >= 1
         sizes = self._extrapolate(self.size_bytes, micro_batch_size)
@@ -91,14 +94,14 @@ class ScaledTrace:
     def _extrapolate(
         self, values: npt.NDArray[np.int64], micro_batch_size: int
     ) -> npt.NDArray[np.int64]:
-        """Extrapolate each column linearly from two rows to some size.
+        """Extrapolate each column linearly from the two traced sizes to another size.
 
-        The results are integers, rounded up, from 0 to `largest_size`.
+        The results are rounded up to integers and limited to the range from 0 to `largest_size`.
         """
         low, high = self.micro_batch_sizes
         largest = int(np.abs(values).max(initial=1))
         if largest * (high + low + 2 * micro_batch_size) >= _MOST_PRODUCT:
-            # Computed with Python's integers, which cannot overflow.
+            # Use Python's integers, which cannot overflow.
             values = values.astype(object)
         weighted = (high - micro_batch_size) * values[0] + (micro_batch_size - low) * values[1]
         rounded_up = -(-weighted // (high - low))
@@ -114,26 +117,27 @@ class ScaledTrace:
         low, high = self.micro_batch_sizes
         if micro_batch_size < LEAST_MICRO_BATCH_SIZE:
             what = (
-                f"a step of {micro_batch_size} sample is extrapolated from steps of {low} and"
-                f" {high}, and may take another path through the model"
+                f"a step of {micro_batch_size} sample was extrapolated from steps of {low} and"
+                f" {high} samples; in reality, it may take another path through the model"
             )
             assumptions.append(Assumption(what=what))
         is_uneven = (self.size_bytes[1] - self.size_bytes[0]) % (high - low) != 0
         if is_uneven.any():
             percent = 100 * int(sizes[is_uneven].sum()) / max(1, int(sizes.sum()))
             what = (
-                f"{int(is_uneven.sum())} storages ({percent:.1f} % of all bytes) do not grow by"
-                " whole bytes per sample; they were rounded up"
+                f"{int(is_uneven.sum())} storages ({percent:.1f} % of all bytes) do not grow by a"
+                " whole number of bytes per sample, so their sizes were rounded up"
             )
             assumptions.append(Assumption(what=what))
         return tuple(assumptions)
 
 
 def extrapolate(traces: Sequence[Trace]) -> ScaledTrace:
-    """Return the step at any size, from traces of a job at two micro-batch sizes of at least 2.
+    """Combine traces of a job at two micro-batch sizes, each at least `LEAST_MICRO_BATCH_SIZE`.
 
     Raises:
-        NotAlignedError: If the traces differ in their events; the error names the first difference.
+        NotAlignedError: If the traces differ in more than sizes. The error describes the first
+            difference.
     """
     first, second = sorted(traces, key=lambda trace: trace.micro_batch_size)
     assert LEAST_MICRO_BATCH_SIZE <= first.micro_batch_size < second.micro_batch_size
@@ -143,13 +147,12 @@ def extrapolate(traces: Sequence[Trace]) -> ScaledTrace:
             f"the step behaves differently with {second.micro_batch_size} samples than with"
             f" {first.micro_batch_size} samples: {difference}",
             limit=(
-                "sizes can be extrapolated only if every batch takes the same path through the"
-                " model"
+                "memory can be extrapolated only if the step runs the same operations at every"
+                " batch size"
             ),
             fix=(
-                "remove branches that depend on the batch, and state kept between steps; let the"
-                " loader collate a list of samples into one tensor, because the step is a different"
-                " program for each length of a list"
+                "remove branches that depend on the batch, and state kept between steps. If the"
+                " batch is a list of samples, let the data loader collate it into one tensor."
             ),
             rule="H425",
         )
@@ -168,18 +171,16 @@ def extrapolate(traces: Sequence[Trace]) -> ScaledTrace:
 
 
 def largest_size(count: int) -> int:
-    """Return the largest size that each of `count` storages may have.
-
-    Their sum then fits in an int64. It is far above any device.
-    """
+    """Return the largest size of each of `count` storages with which their sum fits in int64."""
     return _MOST_TOTAL_BYTES // max(1, count)
 
 
 def _with_even_scratch(first: Trace, second: Trace) -> npt.NDArray[np.int64]:
-    """Return the sizes of storages, shape ``(2, storages)``.
+    """Return the sizes of storages in both traces, shape ``(2, storages)``.
 
-    Some kernels use scratch memory only above a certain batch size. If one trace has none, it gets
-    as much per sample as the other, to err on the side of too much.
+    Some kernels use scratch memory only above a certain batch size. If a kernel uses none in one
+    trace, we assume as much per sample as in the other one, so that the forecast is too high rather
+    than too low.
     """
     sizes = np.stack([first.size_bytes, second.size_bytes])
     samples = np.array([[first.micro_batch_size], [second.micro_batch_size]])
@@ -192,7 +193,7 @@ def _with_even_scratch(first: Trace, second: Trace) -> npt.NDArray[np.int64]:
 
 
 def _find_difference(first: Trace, other: Trace) -> str | None:
-    """Return the first difference between two traces in words, or None if they are alike."""
+    """Describe the first difference between two traces, other than sizes; None if there is none."""
     operation = _first_different_operation(first, other)
     if operation is not None:
         return (
@@ -200,15 +201,15 @@ def _find_difference(first: Trace, other: Trace) -> str | None:
             f" {_describe_operation(first, operation)}"
         )
     if _resident_sizes(first) != _resident_sizes(other):
-        return "parameters or optimizer states that exist before the step differ"
+        return "the parameters, gradients or optimizer states before the step differ"
     for field in _COMPARED_FIELDS:
         if getattr(first, field) != getattr(other, field):
-            return f"their {field.replace('_', ' ')} differ"
+            return f"the {field.replace('_', ' ')} of the traces differ"
     return None
 
 
 def _first_different_operation(first: Trace, other: Trace) -> int | None:
-    """Return the first operation that differs in its name, its events or its place among them."""
+    """Return the number of the first operation with a different name or different events."""
     numbers = {name: number for number, name in enumerate(first.names)}
     in_first = np.array([numbers.get(name, -1) for name in other.names], dtype=np.int32)
     by_name = _first_unequal(first.operation_name, in_first[other.operation_name])
@@ -223,7 +224,7 @@ def _first_different_operation(first: Trace, other: Trace) -> int | None:
 
 
 def _resident_sizes(trace: Trace) -> list[tuple[int, int, int]]:
-    """Return owner, module and size of each resident storage that no batch size changes."""
+    """Return the owner, module and size of each resident storage that is independent of batches."""
     resident = np.array(trace.resident, dtype=np.int64)
     resident = resident[np.isin(trace.owner[resident], _BATCH_INDEPENDENT)]
     columns = (trace.owner, trace.module, trace.size_bytes)
@@ -231,7 +232,7 @@ def _resident_sizes(trace: Trace) -> list[tuple[int, int, int]]:
 
 
 def _first_unequal(first: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int | None:
-    """Return the first index at which two arrays differ or one of them ends."""
+    """Return the first index at which two arrays differ, or None. A longer array also differs."""
     shared = min(len(first), len(other))
     unequal = np.flatnonzero(first[:shared] != other[:shared])
     if len(unequal):
@@ -240,17 +241,21 @@ def _first_unequal(first: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -
 
 
 def _describe_operation(trace: Trace, number: int) -> str:
-    """Return an operation's name, and the last known line of user code up to it."""
+    """Return an operation's name, with the last line of user code that allocated memory before it.
+
+    Returns:
+        ``"missing"`` if the trace has no operation with this number.
+    """
     if number >= len(trace.operation_name):
         return "missing"
     name = trace.names[int(trace.operation_name[number])]
-    # The lines of all storages that were allocated until the operation had ended.
+    # Find the lines of all storages that were allocated before the end of the operation.
     is_last = number + 1 == len(trace.operation_event)
     end = len(trace.events) if is_last else trace.operation_event[number + 1]
     events = trace.events[:end]
-    allocated_storages = events[events > 0] - 1
+    allocated_storages = storage_of(events[is_allocation(events)])
     lines = trace.line[allocated_storages]
-    # Line 0 stands for an unknown one.
+    # Line 0 stands for an unknown line.
     known_lines = lines[lines > 0]
     if not len(known_lines):
         return name

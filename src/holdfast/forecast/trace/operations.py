@@ -1,6 +1,6 @@
-"""Measure the cost of an operation: floating-point operations, memory traffic, and data type.
+"""Compute the cost of an operation: floating-point operations, memory traffic, and data type.
 
-`devices.timing` computes how long that takes on a device.
+`devices.timing` estimates from these costs how long an operation takes on a device.
 """
 
 from __future__ import annotations
@@ -27,34 +27,36 @@ _WITHOUT_KERNEL_NAMES = """
     new_empty_strided resize_ set_
 """
 _WITHOUT_KERNEL = frozenset(f"aten.{name}" for name in _WITHOUT_KERNEL_NAMES.split())
-# Operators that read only as many bytes of their first argument as they write.
+# Operators that read only a part of their first argument, as large as their result.
 _GATHERING = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_select"})
 
 
 class Cost(NamedTuple):
-    """What an operation costs.
+    """The cost of one operation."""
 
-    `name` is an index into `Operations.names`. `flops` follows torch's own formulas, 0 if there is
-    none. `moved_bytes` is what the operation reads and writes. `dtype` is an index into `DTYPES`.
-    """
-
+    # An index into `Operations.names`.
     name: int
+    # Floating-point operations by torch's formula for the operator; 0 without a formula.
     flops: int
+    # Bytes that the operation reads and writes.
     moved_bytes: int
+    # The type of the arithmetic, as an index into `DTYPES`.
     dtype: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Operator:
-    """Properties that all calls of an operator share.
+    """Properties that all calls of an operator have in common.
 
     Args:
         name: Index into `Operations.names`.
-        launches_kernel: Whether it runs on the device at all.
-        gathers: Whether it reads only as many bytes of its first argument as it writes.
-        flop_formula: torch's formula for its floating-point operations.
-        single_dtype: The type that it computes in if its tensors are fp32: TF32 where allowed.
-        written_arguments: Positions of arguments that it writes and does not return.
+        launches_kernel: Whether the operator launches a kernel on the device.
+        gathers: Whether it reads only a part of its first argument, as large as its result.
+        flop_formula: torch's formula for the number of floating-point operations, if any.
+        single_dtype: The type of the arithmetic if the tensors are fp32, which may be TF32. An
+            index into `DTYPES`.
+        written_arguments: Positions of the arguments that the operator writes to but does not
+            return.
     """
 
     name: int
@@ -66,7 +68,7 @@ class _Operator:
 
 
 class Operations:
-    """Measure operations. Settings such as TF32 are those at the time this is constructed."""
+    """Computes the cost of operations. TF32 settings are read once, at an operator's first call."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -75,13 +77,13 @@ class Operations:
     def measure(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Cost | None:
-        """Return the cost of an operation, or None if it runs no kernel, like a view.
+        """Return the cost of an operation, or None if it launches no kernel, like a view.
 
         Args:
             func: The operator's overload.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            out: Its result.
+            args: The operation's positional arguments.
+            kwargs: The operation's keyword arguments.
+            out: The operation's result.
         """
         operator = self._operators.get(func)
         if operator is None:
@@ -132,7 +134,7 @@ def _launches_kernel(func: Any, name: str) -> bool:
 
 
 def _written_arguments(func: Any) -> tuple[int, ...]:
-    """Return the positions of the arguments that an operator without results writes to."""
+    """Return the positions of the arguments that an operator writes to, if it returns nothing."""
     schema = getattr(func, "_schema", None)
     if schema is None or schema.returns:
         return ()
@@ -144,7 +146,10 @@ def _written_arguments(func: Any) -> tuple[int, ...]:
 
 
 def _dense_bytes(tensors: list[torch.Tensor]) -> int:
-    """Return the sizes of dense tensors. Operations on the parts of sparse ones count these."""
+    """Return the total bytes of the dense tensors.
+
+    Sparse tensors are skipped: the operations on their indices and values count these.
+    """
     return sum([tensor.nbytes for tensor in tensors if tensor.layout is torch.strided])
 
 
@@ -156,12 +161,15 @@ def _evaluate_formula(
     try:
         return int(formula(*args, **kwargs, out_val=out))
     except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError):
-        # A formula that an extension has registered may not fit the call.
+        # A formula registered by an extension may not support these arguments.
         return 0
 
 
 def _compute_dtype(single_dtype: int, tensors: list[torch.Tensor]) -> int:
-    """Return the type of the first floating-point tensor, as an index into `DTYPES`."""
+    """Return the type of the arithmetic, as an index into `DTYPES`.
+
+    It is the type of the first floating-point tensor, or `single_dtype` if that is fp32.
+    """
     for tensor in tensors:
         if tensor.is_floating_point():
             name = _DTYPE_NAMES.get(tensor.dtype, "other")
@@ -170,9 +178,9 @@ def _compute_dtype(single_dtype: int, tensors: list[torch.Tensor]) -> int:
 
 
 def _may_take_tf32(name: str) -> bool:
-    """Return whether CUDA may compute this fp32 operation in TF32, by torch's settings.
+    """Return whether torch's settings allow CUDA to run an fp32 operation in TF32.
 
-    By default that is off for matrix products and on for convolutions (docs.pytorch.org, "CUDA
+    By default, TF32 is off for matrix products and on for convolutions (docs.pytorch.org, "CUDA
     semantics", TensorFloat-32).
     """
     try:
@@ -180,5 +188,5 @@ def _may_take_tf32(name: str) -> bool:
             return bool(torch.backends.cudnn.allow_tf32)
         return torch.get_float32_matmul_precision() != "highest" and "attention" not in name
     except RuntimeError:
-        # The old settings cannot be read once the new ones have been used.
+        # torch raises if the old TF32 settings are read after the new ones were changed.
         return False

@@ -1,7 +1,7 @@
-"""The raw record of one step, written by the tracer, and its conversion to a `Trace`.
+"""The raw record of one step, which the tracer writes, and its conversion to a `Trace`.
 
-The tracer gives storages numbers that are never reused while it exists. A trace numbers its own
-storages from 0.
+The tracer numbers all storages that it sees, and never reuses a number. A trace contains only the
+storages of one step, numbered from 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdfast.forecast.trace.events import OWNERS, PHASES, Assumption, Trace
+from holdfast.forecast.trace.events import (
+    OWNERS,
+    PHASES,
+    Assumption,
+    Trace,
+    allocation_of,
+    free_of,
+    is_allocation,
+    storage_of,
+)
 from holdfast.forecast.trace.operations import Cost
 
 FORWARD, BACKWARD, OPTIMIZER, OTHER = range(len(PHASES))
@@ -23,14 +32,15 @@ _UNOWNED = OWNERS.index("other")
 
 
 class StorageTable:
-    """Facts about each storage, by its number."""
+    """Facts about all storages that the tracer has seen, by their number."""
 
     def __init__(self) -> None:
         self.size_bytes: list[int] = []
         self.module: list[int] = []
         self.line: list[int] = []
-        # The phase in which it was allocated. A recomputation counts as forward.
+        # The phase in which the storage was allocated. Recomputation counts as forward.
         self.born: list[int] = []
+        # The known owners, as indices into `OWNERS`.
         self.owner: dict[int, int] = {}
 
     def add(self, size_bytes: int, module: int, line: int, born: int) -> int:
@@ -42,39 +52,41 @@ class StorageTable:
         return len(self.born) - 1
 
     def own(self, number: int, owner: str, module: int = 0) -> None:
-        """Note who owns a storage. Of several owners, the first in `OWNERS` counts."""
+        """Record an owner of a storage. If a storage has several, the first in `OWNERS` counts."""
         index = OWNERS.index(owner)
         if index <= self.owner.get(number, index):
             self.owner[number] = index
             self.module[number] = module or self.module[number]
 
     def total_bytes(self, numbers: Iterable[int]) -> int:
-        """Return the size of several storages together."""
+        """Return the total size of several storages."""
         return sum(self.size_bytes[number] for number in numbers)
 
 
 class OperationRecord(NamedTuple):
-    """An operation that ran, in a phase, after a number of events."""
+    """An operation that ran in a step."""
 
     cost: Cost
+    # An index into `PHASES`.
     phase: int
+    # The number of events before the operation.
     events_before: int
 
 
 @dataclass(slots=True, kw_only=True)
 class RawStep:
-    """The events of a step. Storages are identified by their numbers in the table.
+    """The raw record of a step. Storages have their numbers in the `StorageTable`.
 
     Args:
         resident: Storages that are alive when the step begins.
-        survivors: Storages that are alive when it ends.
-        events: As in `Trace.events`.
-        event_phase: The phase of each event.
-        operations: The operations that ran a kernel.
+        survivors: Storages that are alive when the step ends.
+        events: The allocations and frees; see `Trace.events`.
+        event_phase: The phase of each event, as an index into `PHASES`.
+        operations: The operations that launched a kernel.
         backward_starts: For each backward pass, the number of events before it.
-        optimizer_steps: As in `Trace.optimizer_steps`.
-        assumptions: The assumptions.
-        uncalibrated_bytes: As in `Trace.uncalibrated_bytes`.
+        optimizer_steps: See `Trace.optimizer_steps`.
+        assumptions: Assumptions made while the step was recorded.
+        uncalibrated_bytes: See `Trace.uncalibrated_bytes`.
     """
 
     resident: list[int]
@@ -89,30 +101,32 @@ class RawStep:
 
     def allocate(self, number: int, phase: int) -> None:
         """Record that a storage is allocated."""
-        self.events.append(number + 1)
+        self.events.append(allocation_of(number))
         self.event_phase.append(phase)
 
     def free(self, number: int, phase: int) -> None:
         """Record that a storage is freed."""
-        self.events.append(-number - 1)
+        self.events.append(free_of(number))
         self.event_phase.append(phase)
 
 
 def as_trace(step: RawStep, table: StorageTable, **fields: Any) -> Trace:
-    """Return the trace of a recorded step.
+    """Convert the raw record of a step to a trace.
 
     Args:
-        step: The step.
-        table: Facts about its storages.
-        fields: The other fields of `Trace`, such as names of modules by number.
+        step: The raw record.
+        table: Facts about the storages in the record.
+        fields: The remaining fields of `Trace`, such as `modules` and `lines`.
     """
-    allocated = [event - 1 for event in step.events if event > 0]
+    allocated = [storage_of(event) for event in step.events if is_allocation(event)]
+    # The numbers of the step's storages in the table. Their positions in this list become their
+    # numbers in the trace.
     numbers = [*sorted(step.resident), *allocated]
     position = {number: position for position, number in enumerate(numbers)}
     events = []
     for event in step.events:
-        number = position[abs(event) - 1] + 1
-        events.append(number if event > 0 else -number)
+        storage = position[storage_of(event)]
+        events.append(allocation_of(storage) if is_allocation(event) else free_of(storage))
     _sort_simultaneous_frees(events, step)
     left_behind = sorted(step.survivors - set(step.resident))
     freed_residents = sorted(set(step.resident) - step.survivors)
@@ -146,10 +160,10 @@ def as_trace(step: RawStep, table: StorageTable, **fields: Any) -> Trace:
 
 
 def _sort_simultaneous_frees(events: list[int], step: RawStep) -> None:
-    """Sort frees by storage if nothing happens between them.
+    """Sort consecutive frees by their storage, in place, if nothing happens between them.
 
-    Storages freed at once, such as autocast's cache of weights, come in the order of a hash table
-    of addresses, which differs from run to run without any effect.
+    Storages that are freed together, such as autocast's weight cache, are freed in the order of a
+    hash table of addresses. This order differs from run to run, but does not matter.
     """
     boundaries = {operation.events_before for operation in step.operations}
     boundaries.update(step.backward_starts)
@@ -161,19 +175,19 @@ def _sort_simultaneous_frees(events: list[int], step: RawStep) -> None:
         continues = (
             end < len(events)
             and end not in boundaries
-            and events[begin] < 0
-            and events[end] < 0
+            and not is_allocation(events[begin])
+            and not is_allocation(events[end])
             and phase[end] == phase[begin]
         )
         if not continues:
-            events[begin:end] = sorted(events[begin:end], reverse=True)
+            events[begin:end] = sorted(events[begin:end], key=storage_of)
             begin = end
 
 
 def _match_by_size(
     left_behind: Iterable[int], freed: Iterable[int], table: StorageTable
 ) -> Iterator[tuple[int, int]]:
-    """Pair the storages that a step leaves behind with those that it found and freed.
+    """Pair storages that a step leaves behind with resident storages that it has freed.
 
     Storages of the same size are paired, in the order in which they were allocated.
     """
@@ -199,14 +213,17 @@ def _owners(step: RawStep, table: StorageTable, numbers: Sequence[int]) -> list[
 
 
 def _activations(step: RawStep, table: StorageTable) -> set[int]:
-    """Return the storages of a forward pass that live until a backward pass begins."""
+    """Return the storages that a forward pass allocates and that outlive it.
+
+    They are still alive when the next backward pass begins.
+    """
     allocated_at = {}
     freed_at = {}
     for position, event in enumerate(step.events):
-        if event > 0:
-            allocated_at[event - 1] = position
+        if is_allocation(event):
+            allocated_at[storage_of(event)] = position
         else:
-            freed_at[-event - 1] = position
+            freed_at[storage_of(event)] = position
     starts = step.backward_starts
     activations = set()
     for number, position in allocated_at.items():

@@ -1,8 +1,8 @@
-"""Track the live storages of a device and their owners.
+"""Track the live storages on a device and their owners.
 
-Storages are watched by weak references. Owners are found by looking where training code keeps its
-tensors: in modules, in gradients and in optimizer state. Activations have no owner there;
-`recording` recognizes them by their lifetime.
+Storages are watched through weak references. To find owners, we search the places where training
+code keeps its tensors: modules, gradients and optimizer state. Activations are in none of these
+places, so `recording` recognizes them by their lifetime.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from holdfast.forecast.trace.attribution import Location, Locator
 from holdfast.forecast.trace.recording import OTHER, RawStep, StorageTable
 from holdfast.memory.tensors import tensors_of
 
-# The number of a watched storage that has no memory.
+# The number of every watched storage of 0 bytes.
 _EMPTY = -1
 
 
 class _WatchedStorage(weakref.ref[torch.UntypedStorage]):
-    """A storage that is watched, with its number in the table."""
+    """A weak reference to a watched storage, with the storage's number in the table."""
 
     __slots__ = ("key", "number", "size_bytes")
     key: int
@@ -39,12 +39,12 @@ class Storages:
 
     Args:
         device_type: The type of the device, such as ``"cuda"``.
-        phase: Returns the phase that is running.
+        phase: Returns the current phase of the step, as an index into `PHASES`.
     """
 
     def __init__(self, device_type: str, phase: Callable[[], int]) -> None:
         self.table = StorageTable()
-        # The step that is recorded, if any.
+        # The record of the current step, or None if no step is being recorded.
         self.record: RawStep | None = None
         # The module and line of the running operation.
         self.location = Location(0, 0)
@@ -53,11 +53,11 @@ class Storages:
         self._live: dict[int, _WatchedStorage] = {}
 
     def living(self) -> list[int]:
-        """Return the numbers of the storages that are alive, in the order of allocation."""
+        """Return the numbers of all live storages, in the order in which they were allocated."""
         return sorted(storage.number for storage in self._live.values() if storage.number != _EMPTY)
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of a tensor's storage, or None if it is empty or not watched."""
+        """Return the number of a tensor's storage, or None if the storage is empty or unwatched."""
         storage = _storage_of(tensor)
         watched = None if storage is None else self._live.get(storage._cdata)
         if watched is None or watched.number == _EMPTY:
@@ -65,19 +65,23 @@ class Storages:
         return watched.number
 
     def is_here(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is on the device."""
+        """Return whether a tensor is on the watched device."""
         if isinstance(tensor, FakeTensor):
-            # Its `device` is a property that depends on the caller (`fake.stand_ins`).
+            # The result of `device` depends on the caller; see `fake.stand_ins`.
             device: torch.device = tensor.fake_device
         else:
             device = tensor.device
         return device.type == self._device_type
 
     def watch_result(self, out: Any, born: int) -> bool | None:
-        """Watch the tensors that an operation returned.
+        """Watch the tensors that an operation has returned.
+
+        Args:
+            out: The result of the operation.
+            born: The phase in which new storages were allocated.
 
         Returns:
-            Whether one of them is on the device; None if it returned no tensors.
+            Whether any of these tensors is on the watched device; None if there are no tensors.
         """
         if isinstance(out, torch.Tensor):
             return self.watch(out, born)
@@ -92,10 +96,10 @@ class Storages:
 
         Args:
             tensor: The tensor, on any device.
-            born: The phase in which its storage was allocated, if it is new.
+            born: The phase in which the storage was allocated, if it is new.
 
         Returns:
-            Whether the tensor is on the device.
+            Whether the tensor is on the watched device.
         """
         if not self.is_here(tensor):
             return False
@@ -114,13 +118,13 @@ class Storages:
         return True
 
     def watch_existing(self) -> None:
-        """Watch all existing tensors that Python can find.
+        """Watch all existing tensors that Python's garbage collector tracks.
 
-        In a fake mode these are the fake tensors, otherwise the real ones.
+        While a fake mode is active, only fake tensors are watched; otherwise, only real ones.
         """
         wants_fake = active_fake_mode() is not None
         for candidate in gc.get_objects():
-            # Not isinstance: it reads an attribute of some objects, which may run code.
+            # Do not use isinstance: it reads `__class__`, which runs code in some objects.
             kind = type(candidate)
             if issubclass(kind, torch.Tensor) and issubclass(kind, FakeTensor) == wants_fake:
                 self.watch(candidate, OTHER)
@@ -134,7 +138,10 @@ class Storages:
         self.record.free(number, phase)
 
     def _resize(self, watched: _WatchedStorage, size_bytes: int, born: int) -> None:
-        """Record that a storage was resized: the new memory is allocated, the old freed."""
+        """Record that a storage was resized, as an allocation followed by a free of the old memory.
+
+        A storage that is new counts as resized from 0 bytes.
+        """
         old = watched.number
         watched.size_bytes = size_bytes
         watched.number = _EMPTY
@@ -159,7 +166,7 @@ class Storages:
 
 
 class Owners:
-    """Find the owners of storages, and note them in the table."""
+    """Finds the owners of storages, and records them in the table."""
 
     def __init__(self, storages: Storages, locator: Locator) -> None:
         self._storages = storages
@@ -168,17 +175,23 @@ class Owners:
         self._optimizers: list[torch.optim.Optimizer] = []
 
     def add_models(self, models: Mapping[str, nn.Module]) -> None:
-        """Add models, by name, that own tensors."""
+        """Add models whose parameters and buffers are to be found, by name."""
         self._locator.name_modules(models)
         self._models += models.values()
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add an optimizer that owns tensors, unless it was added before."""
-        if all(optimizer is not known for known in self._optimizers):
+        """Add an optimizer whose state is to be found, unless it was added before."""
+        if all(optimizer is not other for other in self._optimizers):
             self._optimizers.append(optimizer)
 
     def claim(self, tensors: Any, owner: str, module: int = 0) -> None:
-        """Note who owns tensors, in nested lists, tuples and mappings."""
+        """Record the owner of tensors.
+
+        Args:
+            tensors: A tensor, or a nested container of tensors.
+            owner: One of `OWNERS`.
+            module: The number of the module to which the tensors belong; 0 to leave it unchanged.
+        """
         for tensor in tensors_of(tensors):
             if self._storages.watch(tensor, OTHER):
                 number = self._storages.number_of(tensor)
@@ -186,9 +199,10 @@ class Owners:
                     self._storages.table.own(number, owner, module)
 
     def find_all(self) -> None:
-        """Note the owners of parameters, buffers, gradients and optimizer state.
+        """Record the owners of parameters, buffers, gradients and optimizer state.
 
-        New storages are numbered in the order in which ``Module.to`` moves them to a device.
+        Parameters and buffers are visited in the order in which ``Module.to`` allocates them, so
+        that new storages are numbered in this order.
         """
         for model in self._models:
             for module in model.modules():
@@ -201,14 +215,14 @@ class Owners:
             self.find_state(optimizer)
 
     def find_gradients(self) -> None:
-        """Note the gradients of all parameters."""
+        """Record the gradients of all parameters."""
         parameters = [parameter for model in self._models for parameter in model.parameters()]
         for parameter in (*parameters, *self._optimized_parameters()):
             if parameter.is_leaf and parameter.grad is not None:
                 self.claim(parameter.grad, "gradients", self._module_of(parameter))
 
     def find_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the state of an optimizer."""
+        """Record the state of an optimizer."""
         for parameter, state in optimizer.state.items():
             module = self._module_of(parameter) if isinstance(parameter, torch.Tensor) else 0
             self.claim(state, "optimizer state", module)
@@ -224,7 +238,10 @@ class Owners:
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor; None if it is sparse, because its parts are watched."""
+    """Return a tensor's storage, or None if the tensor is sparse.
+
+    The indices and values of a sparse tensor are tensors of their own, which are watched.
+    """
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError, ValueError):

@@ -1,10 +1,10 @@
-"""Track the device memory of a training step, tensor by tensor, in a torch dispatch mode.
+"""Record all allocations and frees of a training step, with a torch dispatch mode.
 
-It works on tensors without data and on real ones. A storage is alive from the operation that
-returns it until the last reference to it is gone, which is when the device's allocator gets its
-memory back.
+The tracer works with fake and with real tensors. A storage counts as allocated by the operation
+that returns it. It counts as freed when the last reference to it is gone, which is also when torch
+returns the memory to the device's allocator.
 
-The tracer only observes. The device without memory is in `fake`, the scratch memory of kernels in
+The tracer only observes. The fake device is in `fake`, and the scratch memory of kernels comes from
 `kernels.scratch`.
 """
 
@@ -45,20 +45,22 @@ from holdfast.memory.tensors import tensors_of
 
 _DEVICE_QUERY = torch.ops.prim.device.default
 _DROPOUT = torch.ops.aten.native_dropout.default
-# Returns the scratch memory of an operation: its overload, arguments, keyword arguments, result.
+# Returns the scratch memory of an operation, given its overload, positional arguments, keyword
+# arguments and result.
 ScratchOf = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Scratch | None]
 
 
 class Tracer(TorchDispatchMode):
     """Watches the allocations on a device within the context. `recording` records one step.
 
-    It must be the innermost mode, entered before the tensors of the job are created. Existing
-    tensors are included if Python can find them.
+    Enter the tracer after all other dispatch modes, so that it is the innermost one, and before the
+    job creates its tensors. Tensors that already exist are watched if Python's garbage collector
+    can find them.
 
     Args:
         device: The device to watch.
         scratch: Returns the scratch memory of an operation.
-        uncalibrated: Collects by how much these figures may be too low.
+        uncalibrated: Collects by how much the scratch memory may be larger.
     """
 
     supports_higher_order_operators = True
@@ -79,24 +81,24 @@ class Tracer(TorchDispatchMode):
         self._uncalibrated = uncalibrated or Uncalibrated()
         self._recorded: RawStep | None = None
         self._cleanup = contextlib.ExitStack()
-        # The phase when autograd's engine does not run.
+        # The phase whenever autograd's engine is not running.
         self._outer_phase = FORWARD
-        # Whether autograd's engine ran at the last operation.
+        # Whether autograd's engine was running at the last operation.
         self._backward_was_running = False
-        # Whether the last operation computed gradients: it ran in a backward pass, and not in a
+        # Whether the last operation computed gradients: it ran in a backward pass, but not in a
         # recomputation within that pass.
         self._gradients_were_running = False
-        # For each optimizer step that is running, the number of events before it.
+        # For each running optimizer step, the number of events before it. Steps may be nested.
         self._begun_steps: list[int] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch's wrapper around each dispatch would take longer than our own work.
+        # With True, torch would wrap each dispatch, which takes longer than our own work.
         return False
 
     def __enter__(self) -> Self:
         gc.collect()
-        # Existing objects are not scanned again, which makes later collections fast.
+        # Exclude existing objects from later collections, which makes these fast.
         gc.freeze()
         self._cleanup.callback(gc.unfreeze)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -119,11 +121,11 @@ class Tracer(TorchDispatchMode):
         models: Mapping[str, nn.Module] | None = None,
         optimizers: Iterable[torch.optim.Optimizer] = (),
     ) -> None:
-        """Attribute memory to models and optimizers.
+        """Attribute memory to the modules of models and to optimizer state.
 
         Args:
-            models: Models by name. The paths of their modules begin with it.
-            optimizers: Optimizers, whose state is attributed.
+            models: Models by name. The paths of their modules begin with this name.
+            optimizers: The optimizers.
         """
         self._owners.add_models(models or {})
         for optimizer in optimizers:
@@ -131,18 +133,20 @@ class Tracer(TorchDispatchMode):
         self._owners.find_all()
 
     def claim(self, tensors: Any, owner: str = "batch") -> None:
-        """Note who owns tensors, in nested lists, tuples and mappings.
+        """Record the owner of tensors. Tensors on other devices are ignored.
 
-        Tensors on other devices are ignored.
+        Args:
+            tensors: A tensor, or a nested container of tensors.
+            owner: One of `OWNERS`.
         """
         self._owners.claim(tensors, owner)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what happens within the context as one step.
+        """Record all events within the context as one step.
 
-        The garbage collector is off, because it might run at any allocation. So reference cycles
-        are kept until the end of the step.
+        The garbage collector is disabled, because it could otherwise run at any time and make the
+        record random. Tensors in reference cycles are therefore freed at the end of the step.
         """
         gc.collect()
         self._reset()
@@ -170,8 +174,8 @@ class Tracer(TorchDispatchMode):
         blocks: tuple[str, ...] = (),
         assumptions: tuple[Assumption, ...] = (),
     ) -> Trace:
-        """Return the last recorded step. The arguments are fields of `Trace`."""
-        assert self._recorded is not None, "nothing was recorded"
+        """Return the trace of the last recorded step. The arguments are fields of `Trace`."""
+        assert self._recorded is not None, "no step was recorded"
         return as_trace(
             self._recorded,
             self._storages.table,
@@ -186,7 +190,7 @@ class Tracer(TorchDispatchMode):
         )
 
     def _reset(self) -> None:
-        """Prepare for the recording of a step."""
+        """Reset the tracer before a step is recorded."""
         self._locator.forget()
         self._begun_steps.clear()
         self._owners.find_all()
@@ -204,10 +208,13 @@ class Tracer(TorchDispatchMode):
         calls = self._uncalibrated.calls
         if calls:
             names = ", ".join(sorted(calls))
-            what = f"the scratch memory of {names} is not calibrated ({calls.total()} calls)"
+            what = (
+                f"the scratch memory of {names} ({calls.total()} calls) is an estimate, which may"
+                " be too low"
+            )
             step.assumptions.append(Assumption(what=what))
 
-    # What torch calls.
+    # Operations.
 
     def __torch_dispatch__(
         self,
@@ -221,7 +228,8 @@ class Tracer(TorchDispatchMode):
             and isinstance(args[0], FakeTensor)
             and not args[0].fake_mode.in_kernel_invocation
         ):
-            # torch asks this before most operations. The fake mode gives the same answer slowly.
+            # torch queries the device before most operations. The fake mode would return the same
+            # result, but slowly.
             return args[0].fake_device
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
@@ -236,10 +244,10 @@ class Tracer(TorchDispatchMode):
         out: Any,
         frame: FrameType | None,
     ) -> None:
-        """Watch the results of an operation that has run, and record it."""
+        """Record an operation that has run, and watch its results."""
         phase = self._update_phase()
         in_backward = phase == BACKWARD
-        # In a backward pass, autograd records only the operations of a recomputation.
+        # In a backward pass, grad mode is enabled only during recomputation.
         records = torch.is_grad_enabled()
         is_recomputation = in_backward and records
         self._storages.location = self._locator.locate(
@@ -248,9 +256,10 @@ class Tracer(TorchDispatchMode):
         self._note_backward_start(computes_gradients=in_backward and not records)
         step = self._storages.record
         events_before = 0 if step is None else len(step.events)
-        # The kernel of dropout allocates the mask first (Dropout.cu).
+        # native_dropout returns (output, mask), but its kernel allocates the mask first
+        # (Dropout.cu).
         results = out[::-1] if func is _DROPOUT else out
-        # Recomputed activations count as those of the forward pass.
+        # Recomputed activations count as activations of the forward pass.
         born = FORWARD if is_recomputation else phase
         is_here = self._storages.watch_result(results, born)
         if is_here is None:
@@ -260,7 +269,8 @@ class Tracer(TorchDispatchMode):
         if step is not None:
             scratch = self._scratch(func, args, kwargs, out)
             if scratch is not None:
-                # Recorded even if it is 0 bytes, because other batch sizes may need some.
+                # Record it even if it has 0 bytes, because it may be larger at other batch sizes,
+                # and traces of all sizes must have the same events.
                 self._storages.use_scratch(scratch.bytes, phase)
                 self._uncalibrated.note(str(getattr(func, "overloadpacket", func)), scratch)
             cost = self._operations.measure(func, args, kwargs, out)
@@ -270,14 +280,14 @@ class Tracer(TorchDispatchMode):
             self._claim_moved_batch(args, out)
 
     def _note_backward_start(self, *, computes_gradients: bool) -> None:
-        """Record where the computation of gradients begins, or continues after a recomputation."""
+        """Record where the computation of gradients begins, or resumes after a recomputation."""
         step = self._storages.record
         if step is not None and computes_gradients and not self._gradients_were_running:
             step.backward_starts.append(len(step.events))
         self._gradients_were_running = computes_gradients
 
     def _claim_moved_batch(self, args: tuple[Any, ...], out: Any) -> None:
-        """Treat tensors that come from another device, outside of all modules, as batch data."""
+        """Treat a tensor that is copied from another device, outside of any module, as batch."""
         source = args[0] if args else None
         if isinstance(source, torch.Tensor) and not self._storages.is_here(source):
             self._owners.claim(out, "batch")
@@ -285,7 +295,7 @@ class Tracer(TorchDispatchMode):
     # The phase of the step.
 
     def _update_phase(self) -> int:
-        """Return the phase that is running. Find the gradients once a backward pass has ended."""
+        """Return the current phase. At the end of a backward pass, also find the gradients."""
         if torch._C._current_graph_task_id() != -1:
             self._backward_was_running = True
             return BACKWARD
@@ -296,7 +306,7 @@ class Tracer(TorchDispatchMode):
         return self._outer_phase
 
     def _current_phase(self) -> int:
-        """Return the running phase without changing anything."""
+        """Return the current phase without any side effect."""
         if torch._C._current_graph_task_id() != -1:
             return BACKWARD
         return self._outer_phase

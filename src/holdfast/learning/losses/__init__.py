@@ -1,6 +1,6 @@
-"""Observe losses: the calls of loss functions, their arguments and their targets.
+"""Observe calls of loss functions, with their arguments and targets.
 
-``function_mode`` intercepts every call of a loss function. It checks the arguments (``arguments``,
-``sources``) and the targets (``targets``), and records the results for the place in the script
-where the loss is computed (``sites``).
+``function_mode`` intercepts every call of a loss function, and checks its arguments (``arguments``,
+``sources``) and targets (``targets``). ``sites`` stores the results for each place in the script
+where a loss is computed.
 """

@@ -1,6 +1,6 @@
-"""Check the arguments of loss functions: a table of checks, each of which may raise a flag.
+"""Check the arguments of loss functions with a table of checks, each of which may raise a flag.
 
-A check sees a single call; the rules decide how often a flag must be raised to matter.
+A check examines a single call. The rules decide how often a flag must be raised to be reported.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from holdfast.learning.losses.loss_functions import (
 )
 from holdfast.learning.losses.sources import SourceOperation, source_of
 
-# How many rows of the scores are examined: enough for a decision, at a small share of the cost of
-# the loss.
+# Number of rows of the scores to examine: enough for a decision, but cheap compared to the loss.
 MAX_ROWS = 256
-# The minimum number of values between 0 and 1 that cannot be a coincidence.
+# Minimum number of values for a check: it cannot be a coincidence if so many are between 0 and 1.
 MIN_VALUES = 16
-# How far a sum of probabilities may be from 1 through rounding alone.
+# Rounding error allowed in a sum of probabilities, which should be 1.
 SUM_TOLERANCE = 1e-4
-# The same for the logarithm of such a sum.
+# Rounding error allowed in the logarithm of a sum of probabilities, which should be 0.
 LOG_SUM_TOLERANCE = 1e-2
-# Log-probabilities are never above 0, except through rounding.
+# Rounding error allowed in log-probabilities, which should not be above 0.
 LOG_TOLERANCE = 1e-4
-# If more than this share of the scores is at the limits of a clamp, too much of the gradient is
+# If more than this share of the scores is at the bounds of a clamp, too much of the gradient is
 # lost.
 MAX_AT_BOUNDS = 0.2
-# If more than this share of the targets is outside the range of an activation, it cannot fit them.
+# If more than this share of the targets is outside the range of an activation, the model cannot fit
+# the targets.
 MAX_BEYOND = 0.25
-# The range of each activation, by the name of its operation.
+# The output range of each activation, by operation name.
 RANGES = {
     "Tanh": (-1.0, 1.0),
     "Sigmoid": (0.0, 1.0),
@@ -47,19 +47,19 @@ RANGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossArguments:
-    """What is known about the scores and targets of one call of a loss function.
+    """Measurements of the scores and targets in one call of a loss function.
 
     Args:
         source: The operation that computed the scores.
         classes: Number of classes.
-        elements: Number of scores examined.
+        elements: Number of examined scores.
         lowest: The lowest score.
         highest: The highest score.
-        sum_error: Largest distance of any row's sum from 1.
-        log_sum_error: Largest magnitude of any row's logsumexp.
-        share_at_bounds: Share of scores that equal the lowest or the highest one.
-        target_lowest: The lowest target, 0 if targets are labels.
-        target_highest: The highest target, 0 if targets are labels.
+        sum_error: Largest difference between a row's sum and 1.
+        log_sum_error: Largest absolute logsumexp of a row.
+        share_at_bounds: Share of scores that are equal to the lowest or the highest score.
+        target_lowest: The lowest target, or 0 if targets are labels.
+        target_highest: The highest target, or 0 if targets are labels.
     """
 
     source: SourceOperation
@@ -75,7 +75,7 @@ class LossArguments:
 
 
 def raised_flags(function: str, scores: Tensor, target: Tensor) -> list[str]:
-    """Return the flags that a call of a loss function raises; one host sync."""
+    """Return the flags raised by a call of a loss function. Synchronizes with the device once."""
     if function in REGRESSION_LOSSES:
         return flags_beyond_range(scores, target)
     arguments = measure_arguments(scores, target)
@@ -87,7 +87,7 @@ def raised_flags(function: str, scores: Tensor, target: Tensor) -> list[str]:
 
 
 def measure_arguments(scores: Tensor, target: Tensor) -> LossArguments:
-    """Measure the scores and targets of a call; one host sync."""
+    """Measure the scores and targets of a call. Synchronizes with the device once."""
     rows = rows_of(scores).float()
     lowest, highest = rows.aminmax()
     target_lowest = rows.new_zeros(())
@@ -113,7 +113,10 @@ def measure_arguments(scores: Tensor, target: Tensor) -> LossArguments:
 
 
 def rows_of(scores: Tensor) -> Tensor:
-    """Return the first rows of scores, shape ``(rows, classes)``; classes are on axis 1."""
+    """Return the first rows of scores with shape ``(rows, classes)``.
+
+    In `scores`, the classes are on axis 1.
+    """
     scores = scores.detach()
     if scores.dim() < 2:
         return scores.reshape(1, -1)
@@ -124,7 +127,7 @@ def rows_of(scores: Tensor) -> Tensor:
 
 
 def flags_beyond_range(predicted: Tensor, target: Tensor) -> list[str]:
-    """Return flags such as "beyond_tanh": targets outside the range of the last activation."""
+    """Flag targets outside the range of the last activation, for example as "beyond_tanh"."""
     operation = source_of(predicted).name
     if operation not in RANGES:
         return []
@@ -135,7 +138,7 @@ def flags_beyond_range(predicted: Tensor, target: Tensor) -> list[str]:
 
 
 def pairs_all_with_all(predicted: torch.Size, target: torch.Size) -> bool:
-    """Return whether broadcasting yields more elements than either argument has."""
+    """Return whether broadcasting yields more elements than either shape has."""
     if predicted == target:
         return False
     pairs = math.prod(torch.broadcast_shapes(predicted, target))  # type: ignore[no-untyped-call]
@@ -146,7 +149,7 @@ def pairs_all_with_all(predicted: torch.Size, target: torch.Size) -> bool:
 
 
 def is_given_probabilities(arguments: LossArguments) -> bool:
-    """The scores are probabilities from a softmax, or look exactly like them."""
+    """The scores are probabilities, from a softmax or judging by their values."""
     if arguments.source.name == "Softmax":
         return True
     if arguments.classes < 2 or arguments.elements < MIN_VALUES:
@@ -171,7 +174,7 @@ def comes_from_relu(arguments: LossArguments) -> bool:
 
 
 def is_normalized_over_batch(arguments: LossArguments) -> bool:
-    """The softmax before the loss ran over the samples instead of the classes."""
+    """The softmax before the loss was computed over the samples instead of the classes."""
     return arguments.source.is_softmax_over_batch
 
 
@@ -188,7 +191,7 @@ def is_not_normalized(arguments: LossArguments) -> bool:
 
 
 def is_clamped_into_range(arguments: LossArguments) -> bool:
-    """Unbounded scores were clamped to [0, 1], and many were cut off."""
+    """Unbounded scores were clamped to [0, 1], which changed many of them."""
     source = arguments.source
     if not source.clamped or source.name in ("Sigmoid", "Softmax", ""):
         return False
@@ -196,13 +199,13 @@ def is_clamped_into_range(arguments: LossArguments) -> bool:
 
 
 def has_targets_outside_unit_range(arguments: LossArguments) -> bool:
-    """At least one target of a binary loss lies outside [0, 1]."""
+    """At least one target of a binary loss is outside [0, 1]."""
     return arguments.target_lowest < 0 or arguments.target_highest > 1
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentCheck:
-    """A check of the arguments of certain loss functions."""
+    """A check of loss arguments, the functions it applies to, and the flag that it raises."""
 
     flag: str
     functions: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""`FunctionMode`: observes calls of loss functions, layers, clipping and ``backward``.
+"""`FunctionMode`: observes calls of loss functions, layers, gradient clipping and ``backward``.
 
-It draws no random numbers, and every function returns what it would return without the mode.
-`LossSites` stores what is observed about losses; the rules judge it.
+The mode draws no random numbers and does not change the result of any function. Observations about
+losses are stored in `LossSites` and interpreted by the rules.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ LAYERS = frozenset(
 SOFTMAXES = ("softmax", "log_softmax")
 DIFFERENCES = frozenset({"sub", "rsub", "__sub__", "__rsub__", "subtract"})
 CLIPPING_FUNCTIONS = frozenset({"clip_grad_norm_", "clip_grad_value_"})
-# A mode sees the read of ``parameter.grad`` as a call of this getter. torch's clipping functions
-# make such a read.
+# In a function mode, reading ``parameter.grad`` appears as a call of this getter. torch's clipping
+# functions read it.
 _GRADIENT: Any = torch.Tensor.grad
 GRADIENT_GETTER = _GRADIENT.__get__
 
-# The first set is observed in every sampled step, the second only in examined ones.
+# OBSERVED_FUNCTIONS are observed in every sampled step, EXAMINED_FUNCTIONS only in examined steps.
 OBSERVED_FUNCTIONS = frozenset({*TARGET_LOSSES, "backward"})
 EXAMINED_FUNCTIONS = OBSERVED_FUNCTIONS.union(
     LAYERS,
@@ -64,12 +64,12 @@ EXAMINED_FUNCTIONS = OBSERVED_FUNCTIONS.union(
 
 
 class FunctionMode(TorchFunctionMode):
-    """Observes function calls while it is entered.
+    """Observes function calls while the mode is active.
 
     Args:
-        sites: Collects what is observed about losses.
+        sites: Stores the observations about losses.
         on_backward: Called with each loss before its backward pass.
-        on_weight: Called with each parameter that a layer computes with while a graph is built.
+        on_weight: Called with each parameter that a layer uses while autograd records a graph.
     """
 
     def __init__(
@@ -82,18 +82,21 @@ class FunctionMode(TorchFunctionMode):
         self._sites = sites
         self._on_backward = on_backward
         self._on_weight = on_weight
-        # False in steps that record only the values and targets of losses.
+        # False in steps in which only the values and targets of losses are recorded.
         self.examine = True
         self.in_backward = False
         self._clips_and_backwards: list[Literal["clip", "backward"]] = []
 
     def begin_step(self, *, examine: bool) -> None:
-        """Start a step that is either examined or only sampled."""
+        """Start a sampled step, which may also be examined."""
         self.examine = examine
         self._clips_and_backwards.clear()
 
     def clipped_too_early(self) -> bool | None:
-        """Return whether this step clipped only before backward; None if it did not clip."""
+        """Return whether this step clipped gradients only before backward.
+
+        Returns None if it did not clip.
+        """
         calls = self._clips_and_backwards
         if "clip" not in calls:
             return None
@@ -102,7 +105,7 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function, and examine its arguments and result if it is one we observe."""
+        """Call a function, and examine its arguments and result if it is an observed function."""
         del types
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -124,14 +127,14 @@ class FunctionMode(TorchFunctionMode):
     def _note_clipping(self, reader: FrameType) -> None:
         """Record a clipping call if one of torch's clipping functions reads a gradient."""
         callers = {reader.f_code.co_name}
-        # Before Python 3.12 a list comprehension has a frame of its own.
+        # Before Python 3.12, a list comprehension has its own frame.
         if reader.f_code.co_name == "<listcomp>" and reader.f_back is not None:
             callers.add(reader.f_back.f_code.co_name)
         if not CLIPPING_FUNCTIONS.isdisjoint(callers):
             self._clips_and_backwards.append("clip")
 
     def _run_backward(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call ``backward``, and note when it runs."""
+        """Call ``backward``, and record the call."""
         self._on_backward(args[0])
         self._clips_and_backwards.append("backward")
         self.in_backward = True
@@ -143,7 +146,7 @@ class FunctionMode(TorchFunctionMode):
     def _observe_call(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
     ) -> None:
-        """Record what one call shows, by the kind of function that was called."""
+        """Pass a call to the method that observes this kind of function."""
         if name in TARGET_LOSSES:
             self._observe_loss(name, args, kwargs, result)
         elif name in LAYERS:
@@ -164,7 +167,7 @@ class FunctionMode(TorchFunctionMode):
     def _observe_loss(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
     ) -> None:
-        """Record flags, targets, value and sign of one call of a loss function."""
+        """Record the flags, targets, value and sign of a call of a loss function."""
         scores = _argument(args, kwargs, 0, "input")
         target = _argument(args, kwargs, 1, "target")
         if not _are_filled_tensors(scores, target):
@@ -177,13 +180,13 @@ class FunctionMode(TorchFunctionMode):
             value = _mean_loss(name, scores, target, result, kwargs.get("reduction", "mean"))
             site.note_value(value, comparable=_is_unweighted(args, kwargs))
         if self.examine and name != "kl_div" and result.dim() == 0:
-            # In backward, this hook receives the derivative of the minimised objective with respect
+            # In backward, this hook receives the derivative of the minimized objective with respect
             # to this loss.
             note_sign = partial(_note_sign, site)
             result.register_hook(note_sign)  # type: ignore[no-untyped-call]
 
     def _examine_arguments(self, site: LossSite, name: str, scores: Tensor, target: Tensor) -> None:
-        """Flag scores that the loss does not accept, and shapes that are broadcast by accident."""
+        """Flag scores that the loss does not accept, and shapes that are accidentally broadcast."""
         if scores.requires_grad and scores.is_floating_point():
             site.note_flags(raised_flags(name, scores, target))
         if name in REGRESSION_LOSSES and pairs_all_with_all(scores.shape, target.shape):
@@ -192,26 +195,26 @@ class FunctionMode(TorchFunctionMode):
     def _observe_signed_target(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Flag targets other than 1 and -1 of a loss that accepts only these."""
+        """Flag targets other than 1 and -1 in a loss that accepts no others."""
         target = _argument(args, kwargs, SIGNED_TARGET_LOSSES[name], "target")
         site = self._sites.enter(name)
         if isinstance(target, Tensor) and bool((target.detach().abs() != 1).any()):
             site.note_flags(["target_out_of_range"])
 
     def _observe_softmax(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Flag a softmax whose input is already a softmax or, before a loss, a ReLU."""
+        """Flag a softmax whose input comes from another softmax or, before a loss, from a ReLU."""
         scores = _argument(args, kwargs, 0, "input")
         if not isinstance(scores, Tensor):
             return
         operation = source_of(scores).name
         if operation == "Softmax":
             self._sites.enter(name).note_flags(["softmax_input"])
-        # A softmax inside a model, as in attention, may legitimately follow a ReLU.
+        # A softmax inside a model, such as in attention, may legitimately follow a ReLU.
         if operation == "Relu" and name == "log_softmax":
             self._sites.enter(name).note_flags(["relu_source"])
 
     def _observe_log(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Flag a hand-written log-softmax that runs over the samples instead of the classes."""
+        """Flag a hand-written log-softmax over the samples instead of the classes."""
         probabilities = _argument(args, kwargs, 0, "input")
         if not isinstance(probabilities, Tensor):
             return
@@ -226,7 +229,7 @@ class FunctionMode(TorchFunctionMode):
             site.note_flags(["positive"])
 
     def _observe_difference(self, args: Sequence[Any]) -> None:
-        """Examine a hand-written loss, based on the difference between a prediction and data."""
+        """Examine the difference between a prediction and data, as in a hand-written loss."""
         if len(args) < 2 or not (isinstance(args[0], Tensor) and isinstance(args[1], Tensor)):
             return
         first, second = args[:2]
@@ -255,7 +258,7 @@ def _are_filled_tensors(*values: Any) -> bool:
 
 
 def _mean_loss(name: str, scores: Tensor, target: Tensor, result: Tensor, reduction: str) -> float:
-    """Return the loss per element; one host sync."""
+    """Return the loss per element. Synchronizes with the device once."""
     losses = result.detach()
     value = float(losses) if losses.dim() == 0 else float(losses.float().mean())
     if reduction != "sum":
@@ -265,12 +268,15 @@ def _mean_loss(name: str, scores: Tensor, target: Tensor, result: Tensor, reduct
 
 
 def _is_unweighted(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a loss is unweighted and unsmoothed, hence comparable with a constant's."""
+    """Return whether a loss has no weights and no label smoothing.
+
+    Only then can it be compared with the loss of a constant prediction.
+    """
     weight = _argument(args, kwargs, 2, "weight")
     return weight is None and kwargs.get("pos_weight") is None and not kwargs.get("label_smoothing")
 
 
 def _is_column_against_row(predicted: Tensor, data: Tensor) -> bool:
-    """Return whether ``(N, 1)`` and ``(N,)`` are broadcast to ``(N, N)``, in either order."""
+    """Return whether shapes ``(N, 1)`` and ``(N,)``, in any order, are broadcast to ``(N, N)``."""
     row, column = sorted((tuple(predicted.shape), tuple(data.shape)), key=len)
     return len(row) == 1 and row[0] > 1 and column == (*row, 1)

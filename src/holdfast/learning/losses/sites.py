@@ -1,4 +1,4 @@
-"""Record what is observed at each place in the script where a loss is computed."""
+"""Store observations for each place in the script where a loss is computed."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from holdfast.learning.losses.targets import (
 from holdfast.learning.measures import append_newest
 from holdfast.learning.observations import ObservedLoss
 
-# How many calls of one function in a pass get a site of their own. Later calls share the last site,
-# so that a loss over a varying number of parts does not create ever more sites.
+# Maximum number of sites per function. Further calls in a pass share the last site, so that a loss
+# over a varying number of parts does not create more and more sites.
 MAX_SITES = 8
 
 
 class LossSite:
-    """The observations of one loss site: a call of a loss function that recurs in every step."""
+    """The observations at one loss site: a call of a loss function that recurs in every step."""
 
     def __init__(self, function: str) -> None:
         self.observed = ObservedLoss(function=function)
         self._constant = best_constant_for(function)
-        # False once a call was weighted or smoothed: a constant prediction's loss is then not
-        # comparable.
+        # False once a call used weights or label smoothing. The loss then cannot be compared with
+        # the loss of a constant prediction.
         self._comparable = True
-        # Loss of the best constant prediction on the newest call's targets.
+        # Loss of the best constant prediction on the targets of the last call.
         self._constant_now: float | None = None
         self._labels = LabelMix()
 
     def note_flags(self, flags: Iterable[str]) -> None:
-        """Count the flags that a call raised."""
+        """Count the flags raised by a call."""
         for flag in flags:
             self.observed.flags[flag] = self.observed.flags.get(flag, 0) + 1
 
     def note_broadcast(self, left: Tensor, right: Tensor) -> None:
-        """Count a call in which broadcasting compared every prediction with every target."""
+        """Count a call in which broadcasting pairs every prediction with every target."""
         self.note_flags(["broadcast"])
         self.observed.shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
 
     def note_sign(self, gradient: float) -> None:
-        """Record the derivative of the minimised objective with respect to this loss."""
+        """Record the sign of the objective's derivative with respect to this loss."""
         if math.isfinite(gradient) and gradient != 0:
             append_newest(self.observed.signs, 1 if gradient > 0 else -1)
 
     def note_value(self, value: float, *, comparable: bool) -> None:
-        """Add the mean loss of a call.
+        """Record the mean loss of a call.
 
         Args:
             value: The mean loss.
-            comparable: Whether it can be compared with the loss of a constant prediction.
+            comparable: Whether the loss can be compared with the loss of a constant prediction.
         """
         self._comparable = self._comparable and comparable
         if not math.isfinite(value):
@@ -70,7 +70,7 @@ class LossSite:
             append_newest(self.observed.gains, self._constant_now - value)
 
     def note_targets(self, target: Tensor, *, ignore_index: int) -> None:
-        """Add the targets of a call."""
+        """Record the targets of a call."""
         constant = self._constant
         if constant is None or target.is_complex():
             self._comparable = False
@@ -84,7 +84,7 @@ class LossSite:
     def _note_class_labels(
         self, constant: ConstantClassShares, target: Tensor, ignore_index: int
     ) -> None:
-        # The best constant for targets that are probabilities of classes is not known.
+        # For targets that are class probabilities, the best constant prediction is not implemented.
         if target.is_floating_point():
             self._comparable = False
             return
@@ -100,7 +100,7 @@ class LossSite:
             self._labels.add(labels)
 
     def observations(self) -> ObservedLoss:
-        """Return what was observed, with all statistics up to date."""
+        """Return all observations, with updated statistics."""
         self.observed.baseline = None
         if self._constant is not None and self._comparable:
             self.observed.baseline = self._constant.loss()
@@ -113,9 +113,10 @@ class LossSite:
 
 
 class LossSites:
-    """All loss sites of one run.
+    """The loss sites of one run.
 
-    A site is identified by its function and its position among that function's calls in a pass.
+    A site is identified by its loss function and by its number among that function's calls in a
+    pass.
     """
 
     def __init__(self) -> None:
@@ -123,11 +124,11 @@ class LossSites:
         self._calls_in_pass: Counter[str] = Counter()
 
     def begin_pass(self) -> None:
-        """Start a new pass: number its calls from 0."""
+        """Start a new pass, and restart the numbering of calls."""
         self._calls_in_pass.clear()
 
     def enter(self, function: str, *, examine: bool = True) -> LossSite:
-        """Return the loss site of this call, and count the call."""
+        """Return the loss site of the current call, and count the call."""
         self._calls_in_pass[function] += 1
         position = min(self._calls_in_pass[function], MAX_SITES)
         site = self._sites.setdefault(f"{function}#{position}", LossSite(function))

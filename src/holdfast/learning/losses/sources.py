@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-# Operations that move values without changing them; the operation before them is the source.
+# Operations that only move values. The search continues with the operation before them.
 MOVES = frozenset(
     {
         "View",
@@ -23,14 +23,14 @@ MOVES = frozenset(
         "Slice",
     }
 )
-# Operations that reorder axes, so that a dimension index means something else.
+# Operations that reorder axes, which changes the meaning of a dimension index.
 TURNS = frozenset({"Transpose", "Permute", "T"})
-# Operations that select values, and operations that clamp them.
+# Operations that select or clamp values.
 PICKS = frozenset({"Index", "Gather", "Clamp", "ClampMin"})
 # All operations that the search passes through.
 PASSED = MOVES | TURNS | PICKS
 SOFTMAXES = ("Softmax", "LogSoftmax")
-# How many consecutive operations the search passes through.
+# Maximum number of operations that the search passes through.
 MAX_NODES = 8
 
 
@@ -39,8 +39,9 @@ class SourceOperation:
     """The operation that computed a tensor.
 
     Args:
-        name: Such as ``"Softmax"`` or ``"Relu"``; ``""`` for a tensor without a graph.
-        dim: The dimension of a softmax; None if the axes were reordered afterwards.
+        name: Name of the operation, such as ``"Softmax"`` or ``"Relu"``. Empty for a tensor without
+            an autograd graph.
+        dim: Dimension of a softmax. None if the axes were reordered afterwards.
         shape: Shape of the softmax's output.
         clamped: Whether the values were clamped afterwards.
     """
@@ -54,8 +55,8 @@ class SourceOperation:
     def is_softmax_over_batch(self) -> bool:
         """Whether this is a softmax over the samples of a ``(samples, classes)`` tensor.
 
-        A square matrix does not count: it may hold the scores of pairs, as in CLIP, where both axes
-        are valid.
+        A square tensor is not counted, because it may contain the scores of pairs, as in CLIP,
+        where both axes are valid.
         """
         if self.name not in SOFTMAXES or self.dim not in (0, -2) or len(self.shape) != 2:
             return False
@@ -64,12 +65,12 @@ class SourceOperation:
 
 
 def source_of(tensor: Tensor, *, behind_sums: bool = False) -> SourceOperation:
-    """Return the operation that computed a tensor, passing through views, selections and clamps.
+    """Return the operation that computed a tensor, skipping views, selections and clamps.
 
     Args:
         tensor: Any tensor.
-        behind_sums: Whether to pass through a sum with a constant too, such as the epsilon that
-            keeps a logarithm finite.
+        behind_sums: Whether to also skip the addition of a constant, such as an epsilon that keeps
+            a logarithm finite.
     """
     node: Any = tensor.grad_fn
     turned = False
@@ -93,13 +94,13 @@ def source_of(tensor: Tensor, *, behind_sums: bool = False) -> SourceOperation:
 
 
 def _operation_of(node: Any) -> str:
-    """Return ``"Softmax"`` for a node called ``SoftmaxBackward0``."""
+    """Return the operation of an autograd node: ``"Softmax"`` for ``SoftmaxBackward0``."""
     name: str = node.name()
     return name.removesuffix("0").removesuffix("1").removesuffix("Backward")
 
 
 def _adds_a_number(node: Any) -> bool:
-    """Return whether only one of the two terms has an autograd graph."""
+    """Return whether only one of two summands has an autograd graph."""
     parents = [parent for parent, _ in node.next_functions if parent is not None]
     return len(parents) == 1
 
@@ -117,12 +118,13 @@ def _softmax_dim(node: Any, operation: str) -> int | None:
 def _softmax_shape(node: Any, operation: str) -> tuple[int, ...]:
     if operation not in SOFTMAXES:
         return ()
-    # A backward node's input is the gradient of the result, which has the shape of the result.
+    # The input of a backward node is the gradient of the operation's result, so it has the shape of
+    # the result.
     return tuple(node._input_metadata[0].shape)
 
 
 def unscaled(loss: Tensor) -> float:
-    """Return a one-element loss without the gradient scaler's factor; one host sync."""
+    """Return a one-element loss without the gradient scaler's factor. Synchronizes once."""
     value = float(loss.detach())
     node = loss.grad_fn
     if node is None or node.name() != "MulBackward0":

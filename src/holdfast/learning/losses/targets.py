@@ -1,6 +1,6 @@
-"""Measure the targets of a loss: the best loss of a constant prediction, and the mix of labels.
+"""Measure the targets of a loss: the loss of the best constant prediction, and the mix of labels.
 
-A model that is no better than the best constant prediction has learnt nothing from its inputs.
+A model that is no better than the best constant prediction has learned nothing from its inputs.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import Tensor
 from holdfast.learning.losses.loss_functions import BINARY_LOSSES, CLASS_LOSSES
 from holdfast.learning.measures import append_newest, median
 
-# How many labels of a batch are counted.
+# Maximum number of labels counted per batch.
 MAX_LABELS = 65_536
-# Targets with more columns than this share one mean; otherwise each column has its own.
+# Maximum number of columns with a mean of their own. With more columns, all targets share one mean.
 MAX_COLUMNS = 4096
-# Keeps the logarithm of a mean target finite.
+# Lower bound that keeps the logarithm of a mean target finite.
 EPSILON = 1e-12
-# How many batches are needed to trust the mean deviation from the batch's median.
+# Minimum number of batches for the mean deviation from the batch median to be reliable.
 MIN_DEVIATIONS = 10
 
 
 class ConstantClassShares:
-    """For class labels: predict the share of each class. Its loss is the entropy of the labels."""
+    """The best constant for class labels: the share of each class. Its loss is their entropy."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
 
     def add(self, labels: list[int]) -> float | None:
-        """Count the labels of a batch; return their loss under the shares counted so far."""
+        """Add the labels of a batch, and return the loss of predicting the current shares."""
         counts = Counter(labels)
         if not counts:
             return None
@@ -45,7 +45,7 @@ class ConstantClassShares:
         return -log_likelihood / counts.total()
 
     def loss(self) -> float | None:
-        """Return the entropy of all labels."""
+        """Return the loss on all labels, which is their entropy."""
         total = self._counts.total()
         if total == 0:
             return None
@@ -54,9 +54,9 @@ class ConstantClassShares:
 
 
 class ConstantMean:
-    """For squared errors and binary targets: predict the mean of each column.
+    """The best constant for squared errors and binary targets: the mean of each column.
 
-    Both losses follow from the mean and the mean square of the targets alone.
+    Both losses can be computed from the mean and the mean square of the targets.
 
     Args:
         loss_of: `squared_error` or `binary_cross_entropy`.
@@ -64,15 +64,18 @@ class ConstantMean:
 
     def __init__(self, loss_of: MeanLoss) -> None:
         self._loss_of = loss_of
-        # By column; empty before the first batch.
+        # Sums by column. Empty before the first batch.
         self._sum = torch.zeros(0)
         self._sum_of_squares = torch.zeros(0)
         self._rows = 0
-        # False once a batch had another number of columns.
+        # False once a batch had a different number of columns.
         self._has_one_width = True
 
     def add(self, target: Tensor) -> float | None:
-        """Add targets; return their loss under the mean so far, or None if the width changed."""
+        """Add the targets of a batch, and return the loss of predicting the current mean for them.
+
+        Returns None if the number of columns has changed.
+        """
         columns = columns_of(target)
         if self._rows == 0:
             self._sum = torch.zeros_like(columns[0])
@@ -87,7 +90,7 @@ class ConstantMean:
         return float(self._loss_of(prediction, columns.mean(0), columns.square().mean(0)).mean())
 
     def loss(self) -> float | None:
-        """Return the loss on all targets."""
+        """Return the loss on all targets, or None if it is unknown."""
         if not self._is_known:
             return None
         mean = self._sum / self._rows
@@ -95,7 +98,7 @@ class ConstantMean:
         return float(self._loss_of(mean, mean, mean_square).mean())
 
     def mean_square(self) -> float | None:
-        """Return the mean square of all targets: the squared error of predicting 0."""
+        """Return the mean square of all targets, which is the squared error of predicting 0."""
         if not self._is_known:
             return None
         return float((self._sum_of_squares / self._rows).mean())
@@ -105,36 +108,35 @@ class ConstantMean:
         return self._has_one_width and self._rows >= 2
 
 
-# Returns the loss of predicting a constant for each column, given that constant and the columns'
-# means and mean squares.
+# Given a constant prediction, means and mean squares by column, returns the loss of each column.
 MeanLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def squared_error(prediction: Tensor, mean: Tensor, mean_square: Tensor) -> Tensor:
-    """Return the mean of ``(target - prediction)**2``, by column."""
+    """Return the mean of ``(target - prediction)**2`` for each column."""
     return mean_square - 2 * prediction * mean + prediction.square()
 
 
 def binary_cross_entropy(prediction: Tensor, mean: Tensor, mean_square: Tensor) -> Tensor:
-    """Return the mean binary cross entropy, which is linear in the targets, by column."""
+    """Return the mean binary cross entropy for each column. It is linear in the targets."""
     del mean_square
     probability = prediction.clamp(EPSILON, 1 - EPSILON)
     return -(mean * probability.log() + (1 - mean) * (1 - probability).log())
 
 
 class ConstantMedian:
-    """For absolute errors: predict the median of each batch, by column."""
+    """The best constant for absolute errors: the median of each column, taken per batch."""
 
     def __init__(self) -> None:
         self._deviations: list[float] = []
 
     def add(self, target: Tensor) -> None:
-        """Add the mean deviation of a batch from its own median, which no constant could beat."""
+        """Add the mean deviation of a batch from its own median, the best loss of any constant."""
         columns = columns_of(target)
         self._deviations.append(float((columns - columns.median(0).values).abs().mean()))
 
     def loss(self) -> float | None:
-        """Return the mean deviation over all batches."""
+        """Return the mean deviation over all batches, or None if there are too few batches."""
         if len(self._deviations) < MIN_DEVIATIONS:
             return None
         return sum(self._deviations) / len(self._deviations)
@@ -144,7 +146,7 @@ BestConstant: TypeAlias = ConstantClassShares | ConstantMean | ConstantMedian
 
 
 def best_constant_for(function: str) -> BestConstant | None:
-    """Return the best-constant estimator for a loss function, or None if none is known."""
+    """Return an estimator of the best constant for a loss function, or None if there is none."""
     if function in CLASS_LOSSES:
         return ConstantClassShares()
     if function in BINARY_LOSSES:
@@ -157,7 +159,7 @@ def best_constant_for(function: str) -> BestConstant | None:
 
 
 class LabelMix:
-    """How many distinct labels batches hold, and how many shuffled data would give."""
+    """Compares the number of distinct labels per batch with the number for shuffled data."""
 
     def __init__(self) -> None:
         self._counts: Counter[float] = Counter()
@@ -172,17 +174,17 @@ class LabelMix:
 
     @property
     def batches(self) -> int:
-        """How many batches are remembered."""
+        """Number of remembered batches."""
         return len(self._sizes)
 
     def mean_different(self) -> float | None:
-        """Return the mean number of distinct labels in a batch."""
+        """Return the mean number of distinct labels per batch."""
         if not self._different:
             return None
         return sum(self._different) / len(self._different)
 
     def expected_different(self) -> float | None:
-        """Return the expected number of distinct labels in a shuffled batch of the usual size."""
+        """Return the expected number of distinct labels in a shuffled batch of median size."""
         total = self._counts.total()
         if total == 0:
             return None
@@ -192,13 +194,13 @@ class LabelMix:
 
 
 def labels_in(target: Tensor, ignore_index: int) -> list[int]:
-    """Return the class labels of a batch, without those that the loss ignores; one host sync."""
+    """Return the class labels of a batch, except ignored ones. Synchronizes once."""
     labels: list[int] = target.detach().reshape(-1)[:MAX_LABELS].tolist()
     return [label for label in labels if label != ignore_index]
 
 
 def binary_labels_in(target: Tensor) -> list[float] | None:
-    """Return targets as labels, or None if any is neither 0 nor 1; one host sync."""
+    """Return binary targets as labels, or None if any target is not 0 or 1. Synchronizes once."""
     labels: list[float] = target.detach().reshape(-1)[:MAX_LABELS].tolist()
     if all(label in (0, 1) for label in labels):
         return labels
@@ -208,7 +210,7 @@ def binary_labels_in(target: Tensor) -> list[float] | None:
 def columns_of(target: Tensor) -> Tensor:
     """Return targets as float64 on the CPU, shape ``(rows, columns)``.
 
-    Targets with more than `MAX_COLUMNS` columns become a single column.
+    Targets with more than `MAX_COLUMNS` columns are flattened to a single column.
     """
     values = target.detach().double().cpu()
     rows = values.shape[0] if values.dim() else 1

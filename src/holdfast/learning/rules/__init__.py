@@ -1,5 +1,5 @@
-"""The rules about learning: pure functions from observations to findings, one module per subject.
+"""The learning rules: pure functions from observations to findings, one module per subject.
 
-Start with `registry`, which defines what a rule is and the two tiers: contracts are judged from the
-first steps on, windows at intervals and at the end. `judge` applies all rules.
+Start with `registry`, which defines rules and their two tiers: contract rules are applied from the
+first steps on, window rules at intervals and at the end. `judge` applies all rules.
 """

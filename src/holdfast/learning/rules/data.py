@@ -1,4 +1,4 @@
-"""Window rules about data: inputs that are not scaled, and labels that are not shuffled."""
+"""Window rules about data: unscaled inputs and labels that are not shuffled."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from holdfast.learning.observations import Observations, ObservedInput, Observed
 from holdfast.learning.rules.loss_progress import measure_progress
 from holdfast.learning.rules.registry import LearningRule, rule
 
-# Inputs are off the scale that weight initialisation assumes if their largest magnitude lies
-# outside these bounds, or their mean exceeds this multiple of their standard deviation.
+# Inputs do not have the scale that weight initialization assumes if their largest absolute value is
+# outside these bounds, or if their mean exceeds this multiple of their standard deviation.
 LARGE_INPUT = 100
 SMALL_INPUT = 1e-3
 LARGE_OFFSET = 20
-# The minimum number of batches with labels to judge how well they are shuffled.
+# Minimum number of batches with labels to evaluate how well labels are shuffled.
 MIN_BATCHES = 12
-# Shuffling is judged only if at least this many distinct labels are expected in a batch; fewer than
-# this share of them is too few.
+# Shuffling is only evaluated if at least this many distinct labels are expected per batch. If the
+# actual number is below this share of the expected number, there are too few.
 MIN_EXPECTED_LABELS = 1.8
 FEW_LABELS = 0.6
 
@@ -30,18 +30,18 @@ def unscaled_inputs(run: Observations, rule: LearningRule) -> Iterator[Finding]:
             continue
         suffers = run.had_nonfinite or measure_progress(run).is_poor
         yield rule.finding(
-            f"the inputs are not scaled: they reach {inputs.largest:.3g}",
-            "scale the inputs to mean 0 and variance 1, with the statistics of the training set.",
+            f"the inputs are not scaled: values reach {inputs.largest:.3g}",
+            "scale the inputs to mean 0 and variance 1, using the statistics of the training set.",
             name,
             severity="advice" if suffers else "note",
         )
 
 
 def is_far_from_unit_scale(inputs: ObservedInput) -> bool:
-    """Return whether inputs are far from the scale that weight initialisation assumes."""
+    """Return whether inputs are far from the scale that weight initialization assumes."""
     if inputs.largest is None or inputs.offset is None:
         return False
-    # A batch that holds a single value has no scale.
+    # A batch in which all elements are equal has no scale.
     if inputs.flat > 0.5 * inputs.examined:
         return False
     if inputs.offset > LARGE_OFFSET:
@@ -51,21 +51,21 @@ def is_far_from_unit_scale(inputs: ObservedInput) -> bool:
 
 @rule("H843", tier="window", severity="advice", kind="cause", confidence=0.85)
 def labels_not_mixed(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Batches hold far fewer distinct labels than shuffled data would give."""
+    """Batches contain far fewer distinct labels than shuffled data would."""
     if not run.minimizes_one_loss:
         return
     for name, loss in run.losses.items():
         if has_few_labels(loss):
             yield rule.finding(
-                f"a batch holds {loss.distinct_labels:.1f} distinct labels on average; shuffled"
-                f" data would give {loss.expected_labels:.1f}",
-                "shuffle: DataLoader(..., shuffle=True).",
+                f"batches contain {loss.distinct_labels:.1f} distinct labels on average, but"
+                f" shuffled batches would contain {loss.expected_labels:.1f}",
+                "shuffle the data with DataLoader(..., shuffle=True).",
                 name,
             )
 
 
 def has_few_labels(loss: ObservedLoss) -> bool:
-    """Return whether batches hold clearly fewer distinct labels than random draws would."""
+    """Return whether batches contain clearly fewer distinct labels than random draws would."""
     if loss.labelled_calls < MIN_BATCHES:
         return False
     if not loss.distinct_labels or not loss.expected_labels:

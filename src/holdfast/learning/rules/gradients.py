@@ -13,27 +13,28 @@ from holdfast.learning.rules.data import is_far_from_unit_scale
 from holdfast.learning.rules.loss_progress import measure_progress
 from holdfast.learning.rules.registry import LearningRule, rule
 
-# Rule H811 reports after this many consecutive steps with leaked gradients. Two steps could be
-# intentional accumulation; a forgotten zero_grad affects every step.
+# H811 reports after this many consecutive steps with leaked gradients. Two steps could be
+# intentional accumulation, but a forgotten zero_grad affects every step.
 LEAKED_STEPS = 3
-# A missing or zero gradient is reported after this many consecutive observed steps; a shorter
-# streak could be due to a bad batch.
+# Missing or zero gradients are reported after this many consecutive observed steps. A shorter
+# streak could be caused by bad batches.
 STEPS_IN_A_ROW = 10
-# A gradient that is reversed, set to zero or clipped too early is reported after this many steps.
+# Gradients that are reversed, set to zero or clipped too early are reported after this many steps.
 HABIT_STEPS = 6
-# A missing optimizer step is reported after this many backward passes; with fewer, the loop may be
-# accumulating gradients by hand. At the end of a run fewer are enough, since no step can follow.
+# A missing optimizer step is reported after this many backward passes. With fewer, the loop may be
+# accumulating gradients by hand. At the end of a run, fewer are enough, because no step can follow.
 BACKWARDS_WITHOUT_STEP = 200
 BACKWARDS_WITHOUT_STEP_AT_END = 10
-# Gradients vanish or explode if those of the first layer, relative to those of the last one, are
-# below or above these ratios. AutoTrainer uses 1e-3 for vanishing gradients.
+# Gradients vanish or explode if the ratio of the first layer's to the last layer's gradients is
+# below or above these limits. AutoTrainer uses 1e-3 for vanishing gradients.
 VANISHING_RATIO = 1e-3
 EXPLODING_RATIO = 1e4
-# A signal explodes if the first loss, or the largest gradient norm, exceeds the usual one by this
+# A signal explodes if the first loss or the largest gradient norm exceeds the usual value by this
 # factor.
 EXPLODING_LOSS = 10
 EXPLODING_NORM = 1e3
-# The minimum number of layers in a chain, and of gradient norms, to judge them.
+# Minimum number of layers and of gradient norms to evaluate them, and the number of first norms
+# whose median counts as usual.
 MIN_LAYERS = 3
 MIN_NORMS = 5
 FIRST_NORMS = 10
@@ -45,8 +46,8 @@ def gradients_never_reset(run: Observations, rule: LearningRule) -> Iterator[Fin
     for name, optimizer in run.optimizers.items():
         if optimizer.leaks >= LEAKED_STEPS and not optimizer.uses_closure:
             yield rule.finding(
-                f"in {optimizer.leaks} consecutive steps, gradients were added to those of the step"
-                " before",
+                f"in {optimizer.leaks} consecutive steps, gradients were added to the gradients of"
+                " the previous step",
                 "call optimizer.zero_grad() before the first backward pass of each step.",
                 name,
             )
@@ -60,14 +61,14 @@ def backward_without_step(run: Observations, rule: LearningRule) -> Iterator[Fin
         return
     if any(model.changed for model in run.models.values()):
         yield rule.finding(
-            f"{run.backwards} backward passes without optimizer.step(); something else changes the"
-            " weights",
-            "none needed if you update the weights yourself.",
+            f"{run.backwards} backward passes without optimizer.step(), but the weights change",
+            "do nothing if you update the weights yourself.",
             severity="note",
         )
     else:
         yield rule.finding(
-            f"{run.backwards} backward passes and no optimizer step; the weights have not changed",
+            f"{run.backwards} backward passes without an optimizer step, and the weights have not"
+            " changed",
             "call optimizer.step() after backward.",
         )
 
@@ -76,14 +77,14 @@ def backward_without_step(run: Observations, rule: LearningRule) -> Iterator[Fin
 def step_without_gradients(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """An optimizer steps although none of its parameters has a gradient."""
     for name, optimizer in run.optimizers.items():
-        # An optimizer that has had gradients may just be idle in this phase of training.
+        # An optimizer that had gradients before may just be idle in this phase of training.
         if optimizer.uses_closure or optimizer.with_gradient_steps:
             continue
         if optimizer.no_gradient_steps >= STEPS_IN_A_ROW:
             yield rule.finding(
-                f"in {optimizer.no_gradient_steps} consecutive steps no tensor of the optimizer"
-                " had a gradient",
-                "call backward before step, without zero_grad in between; the loss must depend on"
+                f"in {optimizer.no_gradient_steps} consecutive steps, none of the optimizer's"
+                " parameters had a gradient",
+                "call backward before step, without zero_grad in between. The loss must depend on"
                 " these weights without .detach(), .item() or no_grad.",
                 name,
             )
@@ -95,12 +96,12 @@ def all_gradients_zero(run: Observations, rule: LearningRule) -> Iterator[Findin
     for name, optimizer in run.optimizers.items():
         if optimizer.zero_gradient_steps < STEPS_IN_A_ROW or optimizer.zeroed:
             continue
-        # A satisfied hinge loss is 0, and so is its gradient.
+        # When a hinge loss is satisfied, the loss and its gradient are 0.
         satisfied = bool(optimizer.losses) and optimizer.losses[-1][1] == 0
         yield rule.finding(
             f"all gradients were exactly 0 in {optimizer.zero_gradient_steps} consecutive observed"
             " steps",
-            "look for a saturated or clamped output, dead units, a loss multiplied by 0, or a"
+            "look for saturated or clamped outputs, dead units, a loss multiplied by 0, or a"
             " masked batch.",
             name,
             severity="note" if satisfied else "advice",
@@ -115,8 +116,8 @@ def gradient_reversed(run: Observations, rule: LearningRule) -> Iterator[Finding
         for change, count in changes.items():
             if count >= HABIT_STEPS and count > optimizer.checked / 2:
                 yield rule.finding(
-                    f"between backward and step the gradient was {change} in {count} observed"
-                    " steps",
+                    f"in {count} observed steps, the gradient was {change} between backward and"
+                    " step",
                     "check that the clipping limit is above 0, and that nothing calls zero_grad"
                     " between backward and step.",
                     name,
@@ -126,11 +127,12 @@ def gradient_reversed(run: Observations, rule: LearningRule) -> Iterator[Finding
 @rule("H859", tier="contract", severity="advice", kind="cause", confidence=0.9)
 def clipped_before_backward(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """Gradients are clipped before backward computes them."""
-    # With several optimizers, one may clip gradients left by another's backward pass.
+    # With several optimizers, clipping for one may also affect gradients from another's backward
+    # pass.
     if run.early_clips >= HABIT_STEPS and len(run.optimizers) == 1:
         yield rule.finding(
-            f"in {run.early_clips} observed steps gradients were clipped before backward computed"
-            " them, and not afterwards",
+            f"in {run.early_clips} observed steps, gradients were clipped before backward computed"
+            " them, but not afterwards",
             "clip after backward (with a gradient scaler, after unscale_) and before"
             " optimizer.step().",
         )
@@ -141,7 +143,7 @@ def clipped_before_backward(run: Observations, rule: LearningRule) -> Iterator[F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostSignal:
-    """Where a signal vanishes or explodes, and what was measured."""
+    """Describes where a signal vanishes or explodes, with the measured values."""
 
     description: str
     where: str
@@ -152,11 +154,11 @@ def signal_vanishes_or_explodes(run: Observations, rule: LearningRule) -> Iterat
     """Signals vanish or explode in a run that makes no progress."""
     failing = measure_progress(run).is_failing
     fix = (
-        "use ReLU-like activations or gates with a matching initialisation, normalisation, or"
-        " residual paths; clip the gradient of recurrent networks."
+        "use ReLU-like activations or gates with a matching initialization, normalization layers,"
+        " or residual connections. Clip the gradients of recurrent networks."
     )
-    # Explosion is the more certain cause: gradients may also vanish because the learning rate is
-    # too high.
+    # Exploding signals are checked first, because they are the more certain cause. Gradients can
+    # also vanish because the learning rate is too high.
     exploding = find_exploding(run) if failing or run.had_nonfinite else None
     if exploding is not None:
         yield rule.finding(
@@ -171,17 +173,17 @@ def signal_vanishes_or_explodes(run: Observations, rule: LearningRule) -> Iterat
 
 
 def find_exploding(run: Observations) -> LostSignal | None:
-    """Return where a signal explodes, judged by the first loss and the gradient norms."""
+    """Return where a signal explodes, based on the first loss and the gradient norms, or None."""
     if any(is_far_from_unit_scale(inputs) for inputs in run.inputs.values()):
-        # The scale of the inputs already explains large losses and gradients.
+        # The scale of the inputs explains large losses and gradients.
         return None
     for name, loss in run.losses.items():
         usual = usual_first_loss(loss)
         if loss.first is not None and usual and loss.first > EXPLODING_LOSS * usual:
             return LostSignal(
                 description=(
-                    "signals explode on the way forward: the first loss,"
-                    f" {loss.first:.3g}, is far above {usual:.3g}"
+                    f"signals explode in the forward pass: the first loss is {loss.first:.3g}, far"
+                    f" above the expected {usual:.3g}"
                 ),
                 where=name,
             )
@@ -192,7 +194,8 @@ def find_exploding(run: Observations) -> LostSignal | None:
         if max(norms) > EXPLODING_NORM * max(1.0, median(norms[:FIRST_NORMS])):
             return LostSignal(
                 description=(
-                    f"the gradient norm reached {max(norms):.2g}, a thousand times the usual"
+                    f"the gradient norm reached {max(norms):.2g}, more than a thousand times the"
+                    " usual norm"
                 ),
                 where=name,
             )
@@ -200,7 +203,7 @@ def find_exploding(run: Observations) -> LostSignal | None:
 
 
 def usual_first_loss(loss: ObservedLoss) -> float | None:
-    """Return the loss of predicting 0 or the best constant; a first loss should be close to it."""
+    """Return the loss of predicting 0 or the best constant, a good estimate of a first loss."""
     if loss.target_scale:
         return loss.target_scale
     if loss.function == "mse_loss":
@@ -209,9 +212,10 @@ def usual_first_loss(loss: ObservedLoss) -> float | None:
 
 
 def find_uneven_gradients(run: Observations) -> LostSignal | None:
-    """Return where gradients vanish or explode between the last layer and the first one."""
+    """Return where gradients vanish or explode between the last and the first layer, or None."""
     for model in run.models:
-        # Compare layers only within a model: those of several models do not form a chain.
+        # Only compare layers within a model, because layers of different models do not form a
+        # chain.
         prefix = f"{model}." if len(run.models) > 1 else ""
         signal = _find_uneven_gradients_within(run, prefix)
         if signal is not None:
@@ -220,9 +224,9 @@ def find_uneven_gradients(run: Observations) -> LostSignal | None:
 
 
 def _find_uneven_gradients_within(run: Observations, prefix: str) -> LostSignal | None:
-    """Return where gradients vanish or explode in one model, named by its prefix.
+    """Return where gradients vanish or explode in the model with this name prefix, or None.
 
-    Compares the gradient size of the first matrix with that of the last one.
+    Compares the size of the gradients of the first and the last matrix.
     """
     sizes = {
         name: layer.gradient_rms
@@ -240,7 +244,7 @@ def _find_uneven_gradients_within(run: Observations, prefix: str) -> LostSignal 
     verb = "vanish" if ratio < 1 else "explode"
     return LostSignal(
         description=(
-            f"gradients {verb} towards the input: {sizes[first]:.1e} in {first},"
+            f"gradients {verb} toward the input: {sizes[first]:.1e} in {first},"
             f" {sizes[last]:.1e} in {last}"
         ),
         where=first,

@@ -18,7 +18,7 @@ from holdfast.learning.rules import (
 )
 from holdfast.learning.rules.registry import REGISTERED, LearningRule, Tier
 
-# Importing these registers their rules.
+# Importing these modules registers their rules.
 MODULES = (
     nonfinite,
     models,
@@ -32,12 +32,12 @@ MODULES = (
 
 
 def learning_rules() -> Mapping[str, LearningRule]:
-    """Return all rules by id, sorted by id."""
+    """Return all rules by id, in sorted order."""
     return dict(sorted(REGISTERED.items()))
 
 
 def judge(run: Observations, tier: Tier, ignore: Collection[str] = ()) -> list[Finding]:
-    """Return the findings of all rules of a tier, except ignored rules."""
+    """Apply all rules of a tier, except ignored ones, and return their findings."""
     return [
         finding
         for rule in learning_rules().values()
@@ -46,29 +46,29 @@ def judge(run: Observations, tier: Tier, ignore: Collection[str] = ()) -> list[F
     ]
 
 
-# A finding is known by its rule and the place that it concerns.
+# A finding is identified by its rule and place.
 _Key = tuple[str, str]
 
 
 class Findings:
-    """The findings of a run so far, and which of them have been reported.
+    """Collects the findings of a run, and remembers which of them were reported.
 
     Args:
-        ignore: Ids of rules that are not applied.
+        ignore: Ids of rules to skip.
     """
 
     def __init__(self, ignore: Collection[str] = ()) -> None:
         self._ignore = ignore
-        # A contract that has been violated once stays violated.
+        # Once a contract has been violated, its finding is kept.
         self._contracts: dict[_Key, Finding] = {}
-        # Only the newest findings of window rules count, because a slow start may have looked like
-        # a fault.
+        # Only the most recent findings of window rules are kept, because earlier ones may have been
+        # due to a slow start.
         self._windows: list[Finding] = []
-        # The findings that `take_fresh` has returned, here or in an earlier attempt.
+        # The findings that `take_fresh` has returned, in this or an earlier attempt.
         self._reported: set[_Key] = set()
 
     def judge(self, run: Observations, *, windows: bool) -> None:
-        """Apply the contract rules to a run and, if `windows` is true, the window rules too."""
+        """Apply the contract rules and, if `windows` is True, the window rules to a run."""
         for finding in judge(run, "contract", self._ignore):
             self._contracts.setdefault(_key(finding), finding)
         if windows:
@@ -79,21 +79,21 @@ class Findings:
         return in_order([*self._contracts.values(), *self._windows])
 
     def reported(self) -> list[Finding]:
-        """Return the findings, except those of rules that are reported only on request."""
+        """Return the findings, except those of rules that are only reported on request."""
         return [finding for finding in self.all() if not REGISTERED[finding.rule].on_request]
 
     def take_fresh(self) -> list[Finding]:
-        """Return the findings that this method has not returned before."""
+        """Return the findings that this method has not yet returned."""
         fresh = [finding for finding in self.reported() if _key(finding) not in self._reported]
         self._reported.update(_key(finding) for finding in fresh)
         return fresh
 
     def reported_keys(self) -> list[list[str]]:
-        """Return rule and place of every finding that `take_fresh` has returned, as plain data."""
+        """Return the rule and place of each finding returned by `take_fresh`, as plain data."""
         return sorted(list(key) for key in self._reported)
 
     def load_reported_keys(self, keys: Iterable[Iterable[str]]) -> None:
-        """Treat findings that an earlier process has reported as already returned."""
+        """Mark findings that were reported by an earlier process as returned."""
         self._reported = {(rule, where) for rule, where in keys}
 
 

@@ -1,8 +1,9 @@
-"""`LossProgress`: judge from the losses of a run whether it makes progress.
+"""`LossProgress`: determine from a run's losses whether the run makes progress.
 
-The level of a loss means something only where the objective is to minimise one loss; otherwise the
-answer is ``"unknown"``. Thresholds alone fire on healthy runs (all but one of the published ones
-did, tested on 23 runs), so a rule names a cause only if the run makes no progress.
+The level of a loss is only meaningful if the objective is to minimize one loss. Otherwise, the
+progress is ``"unknown"``. Thresholds alone produce false alarms on healthy runs: in a test on 23
+runs, all but one of the published thresholds did. Many rules therefore report a cause only if the
+run makes no progress.
 """
 
 from __future__ import annotations
@@ -18,43 +19,45 @@ from holdfast.learning.observations import Observations, ObservedLoss
 
 ProgressState = Literal["unknown", "learning", "flat", "constant", "diverged"]
 
-# The minimum number of losses to judge a run.
+# Minimum number of losses to evaluate a run.
 MIN_LOSSES = 24
-# A run whose loss is at least this share of the best constant prediction's has learnt nothing from
-# its inputs. For regression, 0.9 of the variance has been proposed, but healthy runs of tasks with
-# little to learn reach only 0.95.
+# A run has learned nothing from its inputs if its loss is at least this share of the best constant
+# prediction's loss. For regression, 0.9 of the variance has been proposed, but on tasks with little
+# to learn, healthy runs only reach 0.95.
 NO_BETTER_THAN_CONSTANT = 0.97
 # The same threshold for a run whose loss is still falling.
 NO_BETTER_ALTHOUGH_FALLING = 0.995
-# A run whose loss is at least this share of the best constant prediction's has learnt little.
+# A run has learned little if its loss is at least this share of the best constant prediction's
+# loss.
 LITTLE_LEARNT = 0.85
-# A run has diverged if its loss at the end is this multiple of the loss at the start.
+# A run has diverged if its loss at the end is more than this multiple of the loss at the start.
 DIVERGED_RATIO = 1.5
-# A loss is flat if it changes by less than this, relative to the start.
+# A loss is flat if it changes by less than this share of its initial value.
 FLAT_CHANGE = 0.02
-# Converts a median absolute deviation into the standard deviation of a normal distribution.
+# Converts a median absolute deviation to the standard deviation of a normal distribution.
 DEVIATION_OF_NORMAL = 1.4826
-# The smallest gain over the constant prediction that counts, as a share of the constant's loss; and
-# as a multiple of the gain's standard error.
+# Minimum significant gain over the constant prediction: as a share of the constant's loss, and as a
+# multiple of the gain's standard error.
 MIN_GAIN = 0.005
 GAIN_IN_ERRORS = 3
-# The minimum number of gains to estimate their standard error.
+# Minimum number of gains to estimate their standard error.
 MIN_GAINS = 10
-# If the loss of the best constant prediction is below this, there is nothing to learn.
+# If the loss of the best constant prediction is lower than this, there is nothing to learn.
 MIN_BASELINE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossProgress:
-    """How the loss developed.
+    """How the loss of a run has developed.
 
     Args:
-        state: ``"constant"``: no better than the best constant prediction. ``"flat"``: no better
-            than at the start, if the best constant is unknown.
-        start: Median loss of the first tenth.
-        end: Median loss of the last quarter.
+        state: ``"constant"`` means that the loss is no better than that of the best constant
+            prediction. ``"flat"`` means that the best constant is unknown and the loss is no better
+            than at the start.
+        start: Median of the first tenth of the losses.
+        end: Median of the last quarter of the losses.
         baseline: Loss of the best constant prediction, at the loss site that beats it most clearly.
-        best: Loss at that site.
+        best: The model's loss at that site.
     """
 
     state: ProgressState
@@ -70,7 +73,7 @@ class LossProgress:
 
     @property
     def is_poor(self) -> bool:
-        """Whether the run makes no progress, or has learnt little."""
+        """Whether the run makes no progress or has learned little."""
         if self.is_failing:
             return True
         if self.best is None or self.baseline is None:
@@ -80,21 +83,21 @@ class LossProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgainstConstant:
-    """The loss at one site, next to the loss of the best constant prediction."""
+    """The model's loss at a site, and the loss of the best constant prediction there."""
 
     loss: float
     baseline: float
 
 
 def measure_progress(run: Observations) -> LossProgress:
-    """Return how the loss of a run has developed."""
+    """Determine how the loss of a run has developed."""
     losses = driving_losses(run)
     if len(losses) < MIN_LOSSES:
         return LossProgress(state="unknown")
     tail = newest_quarter(losses)
     start = median(losses[: max(5, len(losses) // 10)])
     end = median(tail)
-    # Robust estimate of the loss's standard deviation at the end: single outliers do not affect it.
+    # Robust estimate of the standard deviation at the end, which single outliers do not affect.
     noise = DEVIATION_OF_NORMAL * median([abs(loss - end) for loss in tail])
     has_diverged = start > 0 and end > DIVERGED_RATIO * start and end - start > 2 * noise
     is_flat = abs(start - end) < max(FLAT_CHANGE * abs(start), 0.5 * noise)
@@ -115,23 +118,23 @@ def measure_progress(run: Observations) -> LossProgress:
 
 
 def driving_losses(run: Observations) -> list[float]:
-    """Return the values of the one loss that drives the run; empty if there is none."""
+    """Return the values of the loss that all optimizers share, or an empty list."""
     histories = [optimizer.losses for optimizer in run.optimizers.values() if optimizer.losses]
     if run.objective != "minimize" or not histories:
         return []
-    # Optimizers that share one loss have the same history; adversaries each have their own.
+    # Optimizers that share a loss have equal histories. Adversaries have different ones.
     if any(history != histories[0] for history in histories):
         return []
     return [loss for _, loss in histories[0]]
 
 
 def newest_quarter(values: Sequence[float]) -> Sequence[float]:
-    """Return the last quarter of the values, but at least ten."""
+    """Return the last quarter of the values, but at least the last ten."""
     return values[-max(10, len(values) // 4) :]
 
 
 def best_against_constant(run: Observations) -> AgainstConstant | None:
-    """Return the loss site that beats its constant prediction by most, or None if none is known."""
+    """Return the result at the loss site that beats its best constant most clearly, or None."""
     sites = [
         AgainstConstant(loss=median(newest_quarter(loss.values)), baseline=loss.baseline)
         for loss in run.losses.values()
@@ -155,7 +158,7 @@ def has_learnt(
 
 
 def still_falls(losses: list[float], noise: float) -> bool:
-    """Return whether the loss fell over its last half by more than its standard error."""
+    """Return whether the loss fell by more than its standard error in the last half of the run."""
     last_half = losses[len(losses) // 2 :]
     size = len(last_half) // 2
     before = statistics.fmean(last_half[:size])
@@ -164,11 +167,11 @@ def still_falls(losses: list[float], noise: float) -> bool:
 
 
 def gains_over_constant(loss: ObservedLoss, min_gain: float) -> bool:
-    """Return whether the last half of the losses beats the constant on the same batches.
+    """Return whether the model beats the constant on the same batches in the last half of the run.
 
     Args:
         loss: The observations of one loss site.
-        min_gain: The smallest mean gain that counts.
+        min_gain: Minimum mean gain that is significant.
     """
     last_half = loss.gains[len(loss.gains) // 2 :]
     if len(last_half) < MIN_GAINS:

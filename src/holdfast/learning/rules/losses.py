@@ -1,4 +1,4 @@
-"""Contract rules about losses: their arguments, and the direction in which they are optimized."""
+"""Contract rules about losses: their arguments, and whether they are minimized or maximized."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SIGMOID_LOSS = "binary_cross_entropy_with_logits"
 
 @rule("H831", tier="contract", severity="error", kind="cause", confidence=0.85)
 def optimizer_climbs(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """The optimizer maximises a loss that should be minimised."""
+    """The optimizer maximizes a loss that should be minimized."""
     minimized = [loss for loss in run.losses.values() if _is_minimized(loss)]
     if not run.minimizes_one_loss or not minimized:
         return
     for name, optimizer in run.optimizers.items():
         if optimizer.maximize:
             yield rule.finding(
-                f"the optimizer has maximize=True, so it makes {minimized[0].function} larger",
+                f"the optimizer has maximize=True, so it increases {minimized[0].function}",
                 "remove maximize=True.",
                 name,
             )
@@ -32,9 +32,9 @@ def _is_minimized(loss: ObservedLoss) -> bool:
 
 @rule("H840", tier="contract", severity="error", kind="cause", confidence=0.9)
 def loss_with_a_minus_sign(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """A loss enters the minimised objective with a minus sign."""
+    """A loss enters the minimized objective with a minus sign."""
     if not run.minimizes_one_loss:
-        # Adversaries maximise each other's losses.
+        # Adversaries maximize each other's losses.
         return
     signed = {name: loss for name, loss in run.losses.items() if loss.signs}
     if any(1 in loss.signs for loss in signed.values()):
@@ -42,7 +42,7 @@ def loss_with_a_minus_sign(run: Observations, rule: LearningRule) -> Iterator[Fi
     if sum(len(loss.signs) for loss in signed.values()) >= MIN_CALLS:
         name, loss = next(iter(signed.items()))
         yield rule.finding(
-            f"{loss.function} enters the objective with a minus sign, so training makes it larger",
+            f"{loss.function} enters the objective with a minus sign, so training increases it",
             "remove the minus sign.",
             name,
         )
@@ -67,11 +67,11 @@ def rectified_scores(run: Observations, rule: LearningRule) -> Iterator[Finding]
     """The model ends in a ReLU, so its scores cannot be negative."""
     for name, loss in run.losses.items():
         if loss.always("relu_source"):
-            message = f"the scores passed to {loss.function} come from a ReLU, so none is below 0"
+            message = f"the scores passed to {loss.function} come from a ReLU, so none are negative"
         elif loss.always("beyond_relu"):
             message = (
                 f"the predictions passed to {loss.function} come from a ReLU, but many targets are"
-                " below 0"
+                " negative"
             )
         else:
             continue
@@ -102,8 +102,7 @@ def activation_before_scores(run: Observations, rule: LearningRule) -> Iterator[
 def not_log_probabilities(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     """A loss that expects log-probabilities receives something else."""
     for name, loss in run.losses.items():
-        # A softmax over the wrong axis does not sum to 1 over the class axis either; H842 reports
-        # it.
+        # With a softmax over the wrong axis, rows do not sum to 1 either. H842 reports this case.
         if loss.function not in ("nll_loss", "ctc_loss") or loss.always("batch_axis"):
             continue
         if loss.mostly("positive"):
@@ -126,14 +125,14 @@ def not_log_probabilities(run: Observations, rule: LearningRule) -> Iterator[Fin
 
 @rule("H841", tier="contract", severity="error", kind="cause", confidence=0.95)
 def broadcast_targets(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Broadcasting compares each prediction with every target."""
+    """Broadcasting pairs each prediction with every target."""
     for name, loss in run.losses.items():
         if not loss.always("broadcast"):
             continue
         by_hand = loss.function == "difference"
         yield rule.finding(
-            f"shapes {loss.shapes} are broadcast: each prediction is compared with every target",
-            "give both the same shape, for instance with prediction.squeeze(-1).",
+            f"shapes {loss.shapes} are broadcast, so each prediction is compared with every target",
+            "give both the same shape, for example with prediction.squeeze(-1).",
             name,
             severity="advice" if by_hand else "error",
             confidence=0.8 if by_hand else None,
@@ -142,44 +141,44 @@ def broadcast_targets(run: Observations, rule: LearningRule) -> Iterator[Finding
 
 @rule("H842", tier="contract", severity="error", kind="cause", confidence=0.9)
 def softmax_over_batch(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """The softmax before the loss runs over the samples."""
+    """The softmax before the loss is computed over the samples."""
     for name, loss in run.losses.items():
         if loss.always("batch_axis"):
             yield rule.finding(
-                "the softmax before the loss runs over the batch axis, so samples compete with"
-                " each other",
-                "use dim=1 (or -1), the class axis.",
+                "the softmax before the loss is computed over the batch axis, so samples compete"
+                " with each other",
+                "apply the softmax over the class axis, dim=1 or dim=-1.",
                 name,
             )
 
 
 @rule("H855", tier="contract", severity="error", kind="cause", confidence=0.85)
 def values_out_of_range(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Targets, predictions or scores lie outside the range that a loss accepts."""
+    """Targets, predictions or scores are outside the range that a loss accepts."""
     for name, loss in run.losses.items():
         if loss.mostly("target_out_of_range"):
             binary = loss.function.startswith("binary")
-            range_ = "lie outside 0 to 1" if binary else "are not all 1 or -1"
+            range_ = "are outside 0 to 1" if binary else "are not all 1 or -1"
             yield rule.finding(
                 f"targets of {loss.function} {range_}",
-                "use targets as its documentation requires; for other numbers, use a regression"
-                " loss.",
+                "use targets as the loss's documentation requires. For other values, use a"
+                " regression loss.",
                 name,
             )
         for activation in ("tanh", "sigmoid", "softmax"):
             if loss.always(f"beyond_{activation}"):
                 yield rule.finding(
                     f"the predictions come from a {activation}, but many targets of"
-                    f" {loss.function} lie outside its range",
+                    f" {loss.function} are outside its range",
                     f"remove the {activation} after the last layer, or scale the targets into its"
                     " range.",
                     name,
                 )
         if loss.always("clamped_scores"):
             yield rule.finding(
-                f"scores are clamped to the range of {loss.function}; no gradient passes where they"
-                " are cut off",
-                "use binary_cross_entropy_with_logits on the scores, or a sigmoid instead of"
+                f"scores are clamped to the range of {loss.function}, so clamped scores get no"
+                " gradient",
+                "pass the scores to binary_cross_entropy_with_logits, or use a sigmoid instead of"
                 " clamp.",
                 name,
             )
@@ -187,7 +186,7 @@ def values_out_of_range(run: Observations, rule: LearningRule) -> Iterator[Findi
             yield rule.finding(
                 "kl_div expects log-probabilities as its first argument, but receives values above"
                 " 0",
-                "pass log_softmax(...) first; the target holds probabilities unless"
-                " log_target=True.",
+                "pass log_softmax(...) as the first argument. The target must contain probabilities"
+                " unless log_target=True.",
                 name,
             )

@@ -1,4 +1,4 @@
-"""Contract rules about models: which parameters learn, how they start, and the training mode."""
+"""Contract rules about models: which parameters learn, their initial values, the training mode."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations, ObservedModel, ObservedOptimizer
 from holdfast.learning.rules.registry import LearningRule, rule
 
-# Missing gradients are reported after this many steps.
+# Number of steps after which missing gradients are reported.
 SETTLED_STEPS = 3
-# H813 reports after this many consecutive sampled steps without any gradient.
+# H813 reports after this many consecutive sampled steps without any gradients.
 NO_GRADIENT_STEPS = 10
-# Equal units are reported after this many steps, of which this many sampled ones changed weights.
+# Identical units are reported after this many steps, if at least this many sampled steps changed
+# weights.
 SYMMETRIC_AFTER_STEPS = 20
 SYMMETRIC_AFTER_MOVES = 5
-# Training in evaluation mode is reported from this many observed steps, if they are this share.
+# Training in evaluation mode is reported if at least this many observed steps, and more than this
+# share of them, were in evaluation mode.
 EVAL_STEPS = 5
 EVAL_SHARE = 0.1
-# The minimum number of evaluations to judge the mode in which they run.
+# Minimum number of evaluations to report that they run in training mode.
 MIN_VALIDATIONS = 2
 
 
 @rule("H808", tier="contract", severity="note", kind="cause", confidence=0.8)
 def parameters_in_no_optimizer(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Trainable parameters are in no optimizer."""
+    """Trainable parameters are not in any optimizer."""
     if run.steps < SETTLED_STEPS:
         return
     if run.strays:
         parameters = counted(run.strays, "trainable parameter")
         yield rule.finding(
-            f"the forward pass uses {parameters} outside of the modules of the model and of all"
-            " optimizers",
-            "put layers into nn.ModuleList or nn.ModuleDict instead of a list or a dict.",
+            f"the forward pass uses {parameters} that belong to neither the model's modules nor an"
+            " optimizer",
+            "put layers into an nn.ModuleList or nn.ModuleDict instead of a list or a dict.",
             severity="advice",
         )
     for name, model in run.models.items():
@@ -42,7 +44,7 @@ def parameters_in_no_optimizer(run: Observations, rule: LearningRule) -> Iterato
         share = model.outside_weights / max(1, model.weights)
         parameters = counted(model.outside_count, "trainable parameter")
         yield rule.finding(
-            f"no optimizer holds {parameters}, {share:.0%} of the weights:"
+            f"no optimizer contains {parameters} ({share:.0%} of the weights):"
             f" {', '.join(model.outside)}",
             "pass them to the optimizer, or call requires_grad_(False) on them if they should stay"
             " frozen.",
@@ -52,10 +54,10 @@ def parameters_in_no_optimizer(run: Observations, rule: LearningRule) -> Iterato
 
 
 def _is_forgotten(model: ObservedModel) -> bool:
-    """Return whether parameters outside every optimizer get gradients that nobody uses.
+    """Return whether parameters that are not in any optimizer get gradients that are not used.
 
-    If all parameters are outside, or any of them has changed, an optimizer that we do not observe
-    may be training them.
+    If no parameter is in an optimizer, or any of these parameters has changed, an unobserved
+    optimizer may be training them.
     """
     if model.outside_weights >= model.weights or model.outside_changed:
         return False
@@ -64,24 +66,25 @@ def _is_forgotten(model: ObservedModel) -> bool:
 
 @rule("H809", tier="contract", severity="error", kind="cause", confidence=0.95)
 def optimizer_of_other_parameters(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """The optimizer holds parameters that the model does not have."""
+    """The optimizer has parameters that the model does not have."""
     for name, optimizer in run.optimizers.items():
-        # Parameters that left the model are proof; foreign ones may belong to an unobserved model.
+        # Parameters that were removed from the model are proof. Other foreign parameters may belong
+        # to an unobserved model.
         if not (optimizer.replaced or _foreign_get_no_gradient(run, optimizer)):
             continue
         is_certain = optimizer.replaced or optimizer.foreign == optimizer.tensors
         yield rule.finding(
-            f"the optimizer holds {optimizer.foreign} of {optimizer.tensors} tensors that the model"
-            " does not have (or no longer has) and that get no gradient",
-            "create the optimizer once the model has its final form: after .to(), deepcopy and any"
-            " replacement of layers.",
+            f"{optimizer.foreign} of the optimizer's {optimizer.tensors} parameters are not (or no"
+            " longer) in the model and get no gradient",
+            "create the optimizer after all changes to the model, such as .to(), deepcopy or"
+            " replacing layers.",
             name,
             severity="error" if is_certain else "advice",
         )
 
 
 def _foreign_get_no_gradient(run: Observations, optimizer: ObservedOptimizer) -> bool:
-    """Return whether the optimizer holds foreign parameters, none of which gets a gradient."""
+    """Return whether the optimizer has foreign parameters and none of them gets a gradient."""
     if optimizer.observed < SETTLED_STEPS or run.backwards < SETTLED_STEPS:
         return False
     return optimizer.foreign > 0 and optimizer.foreign_with_gradient == 0
@@ -95,14 +98,16 @@ def only_frozen_parameters(run: Observations, rule: LearningRule) -> Iterator[Fi
             continue
         if _has_never_learnt(optimizer, run):
             yield rule.finding(
-                f"all {optimizer.tensors} tensors of the optimizer have requires_grad=False",
-                "call requires_grad_(True) on what should learn before creating the optimizer.",
+                f"all {optimizer.tensors} parameters of the optimizer have requires_grad=False",
+                "call requires_grad_(True) on the parameters that should learn, before creating the"
+                " optimizer.",
                 name,
             )
 
 
 def _has_never_learnt(optimizer: ObservedOptimizer, run: Observations) -> bool:
-    # Freezing one network for a phase is healthy, so report only if it never had a gradient.
+    # Freezing one network for a while is fine, so only report an optimizer that never had a
+    # gradient.
     if optimizer.with_gradient_steps:
         return False
     return optimizer.observed >= SETTLED_STEPS or run.ended
@@ -110,24 +115,25 @@ def _has_never_learnt(optimizer: ObservedOptimizer, run: Observations) -> bool:
 
 @rule("H814", tier="contract", severity="note", kind="cause", confidence=0.4)
 def parameters_without_gradient(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Some parameters of the optimizer never get a gradient."""
+    """Some of the optimizer's parameters never get a gradient."""
     if any(
         optimizer.no_gradient_steps >= NO_GRADIENT_STEPS for optimizer in run.optimizers.values()
     ):
-        # Rule H813 reports that no parameter gets a gradient.
+        # H813 already reports that no parameter gets a gradient.
         return
     for name, model in run.models.items():
         if not model.never_gradient_count:
             continue
         share = model.never_gradient_weights / max(1, model.weights)
-        # An unused expert or head leaves the first layer intact; a cut in the graph does not.
+        # If the graph is cut, the first layer gets no gradient. With an unused expert or head, it
+        # still does.
         cut = model.never_gradient_first or share > 0.5
         parameters = counted(model.never_gradient_count, "parameter")
         yield rule.finding(
-            f"{parameters}, {share:.0%} of the weights, got no gradient in any observed step:"
+            f"{parameters} ({share:.0%} of the weights) got no gradient in any observed step:"
             f" {', '.join(model.never_gradient)}",
-            "look for .detach(), .item(), argmax, no_grad or a new tensor between them and the"
-            " loss; or pass frozen= if they should not learn.",
+            "look for .detach(), .item(), argmax, no_grad or a new tensor between these parameters"
+            " and the loss. If they should not learn, pass frozen=.",
             name,
             severity="advice" if cut else "note",
             confidence=0.8 if cut else None,
@@ -136,17 +142,17 @@ def parameters_without_gradient(run: Observations, rule: LearningRule) -> Iterat
 
 @rule("H822", tier="contract", severity="error", kind="cause", confidence=0.95)
 def identical_units(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """All units of a layer are equal and stay equal."""
+    """All units of a layer are identical and stay identical."""
     moved = any(optimizer.moved >= SYMMETRIC_AFTER_MOVES for optimizer in run.optimizers.values())
     if not moved or run.steps < SYMMETRIC_AFTER_STEPS:
         return
     for name, model in run.models.items():
         if model.symmetric:
             yield rule.finding(
-                f"after {run.steps} steps all units of {', '.join(model.symmetric)} are still"
+                f"after {run.steps} steps, all units of {', '.join(model.symmetric)} are still"
                 " identical",
-                "start from random weights: with zeros or one constant every unit gets the same"
-                " gradient forever.",
+                "initialize the weights randomly. If all weights have the same value, every unit"
+                " always gets the same gradient.",
                 name,
             )
 

@@ -9,7 +9,7 @@ from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations
 from holdfast.learning.rules.registry import LearningRule, rule
 
-# How many names a finding lists.
+# Maximum number of names listed in a finding.
 MAX_NAMES = 5
 
 
@@ -21,7 +21,8 @@ def nonfinite_loss(run: Observations, rule: LearningRule) -> Iterator[Finding]:
             steps = counted(optimizer.nonfinite_losses, "observed step")
             yield rule.finding(
                 f"the loss was NaN or Inf in {steps}",
-                "look for log(0), a division by 0, an overflow, or too high a learning rate.",
+                "look for log(0), a division by 0, an overflow, or a learning rate that is too"
+                " high.",
                 name,
                 severity="note" if optimizer.gradient_failed_first else "error",
             )
@@ -34,12 +35,12 @@ def nonfinite_gradient(run: Observations, rule: LearningRule) -> Iterator[Findin
         if not optimizer.nonfinite_gradients:
             continue
         steps = counted(optimizer.nonfinite_gradients, "observed step")
-        message = f"{steps} used NaN or Inf as a gradient"
+        message = f"{steps} used a gradient with NaN or Inf"
         if optimizer.nonfinite_names:
             message += f", first in {', '.join(optimizer.nonfinite_names)}"
         yield rule.finding(
             message,
-            "skip such steps (holdfast.Guard does), and find the operation that causes them.",
+            "skip such steps, as holdfast.Guard does, and find the operation that causes them.",
             name,
             severity="error" if optimizer.gradient_failed_first else "note",
         )
@@ -47,27 +48,29 @@ def nonfinite_gradient(run: Observations, rule: LearningRule) -> Iterator[Findin
 
 @rule("H804", tier="contract", severity="error", kind="symptom", confidence=0.95)
 def nonfinite_weights(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Weights or running statistics hold NaN or Inf."""
+    """Weights or running statistics contain NaN or Inf."""
     names = [name for name, layer in run.layers.items() if layer.nonfinite]
     for model in run.models.values():
         names += model.nonfinite_buffers
     if names:
         yield rule.finding(
             f"NaN or Inf in {', '.join(names[:MAX_NAMES])}",
-            "return to the last good checkpoint; the earliest of these findings is the cause.",
+            "resume from the last good checkpoint. The earliest finding about NaN or Inf shows the"
+            " cause.",
         )
 
 
 @rule("H806", tier="contract", severity="error", kind="cause", confidence=0.9)
 def nonfinite_input(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """A batch held NaN or Inf."""
+    """A batch contained NaN or Inf."""
     for name, inputs in run.inputs.items():
         if inputs.nonfinite:
             yield rule.finding(
-                f"{counted(inputs.nonfinite, 'observed batch')} given to the model held NaN or Inf",
-                "find and drop these samples; with Policy(drop_nonfinite_samples=True) a guard"
-                " makes the steps without them.",
+                f"{counted(inputs.nonfinite, 'observed batch')} passed to the model contained NaN"
+                " or Inf",
+                "find and drop the affected samples. With Policy(drop_nonfinite_samples=True), a"
+                " guard drops them from the batch.",
                 name,
-                # The model may impute missing values itself.
+                # The model may handle missing values itself.
                 severity="error" if run.had_nonfinite else "note",
             )

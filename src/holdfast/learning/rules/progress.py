@@ -1,4 +1,4 @@
-"""Window rules about progress: nothing learnt, divergence, overfitting, attention, adversaries."""
+"""Window rules about progress: nothing learned, divergence, overfitting, attention, adversaries."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from holdfast.learning.observations import Observations, ObservedOptimizer
 from holdfast.learning.rules.loss_progress import measure_progress
 from holdfast.learning.rules.registry import LearningRule, rule
 
-# The minimum number of steps after which a run can be said to learn nothing.
+# Minimum number of steps before reporting that a run learns nothing.
 MIN_STEPS = 200
-# Overfitting is reported after at least this many evaluations, if this many after the best one are
-# all worse.
+# Overfitting is reported after at least this many evaluations, if the last ones are all worse than
+# the best one.
 MIN_VALIDATIONS = 4
 WORSE_VALIDATIONS = 3
-# The minimum rise of the validation loss, relative to the best one.
+# Minimum increase of the validation loss relative to the best one.
 MIN_RISE = 0.05
-# Thresholds for acceptable attention, see `alignment.alignment_facts`.
+# Thresholds for acceptable attention (see `alignment.alignment_facts`).
 MIN_UTTERANCES = 8
 MIN_DIAGONALITY = 0.5
 MIN_SHARPNESS = 0.2
 MAX_AT_DECODER_LIMIT = 0.2
-# The minimum number of losses and gradient norms of each adversary, and how many of the first and
-# the newest ones are compared.
+# Minimum number of losses and gradient norms of each adversary, and how many of the first and the
+# last ones are compared.
 MIN_PLAYED = 30
 FIRST_PLAYED = 8
 NEWEST_PLAYED = 15
-# The winner's loss is at most this, and was at least this at the start.
+# The winner's loss is below WON_LOSS, and was at least OPENING_LOSS at the start.
 WON_LOSS = 0.02
 OPENING_LOSS = 0.1
-# The loser's gradient has shrunk to at most this share, or its loss has risen by this factor.
+# The loser's gradient has shrunk to less than this share, or its loss has risen by this factor.
 LOST_GRADIENT = 0.05
 LOST_RISE = 3
 
@@ -43,10 +43,10 @@ def no_better_than_constant(run: Observations, rule: LearningRule) -> Iterator[F
     progress = measure_progress(run)
     if progress.state == "constant" and run.steps >= MIN_STEPS:
         yield rule.finding(
-            f"after {run.steps} steps the loss is {progress.best:.4g}; a constant"
-            f" prediction reaches {progress.baseline:.4g}",
-            "check whether a fresh Adam can overfit eight samples, and whether the loss changes"
-            " when their inputs are swapped.",
+            f"after {run.steps} steps, the loss is {progress.best:.4g}, but a constant prediction"
+            f" reaches {progress.baseline:.4g}",
+            "check whether a new Adam optimizer can overfit eight samples, and whether the loss"
+            " changes if their inputs are swapped.",
         )
 
 
@@ -57,7 +57,7 @@ def loss_rose(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     if progress.state == "diverged":
         yield rule.finding(
             f"the loss rose from {progress.start:.4g} to {progress.end:.4g}",
-            "lower the learning rate or clip the gradient; look for a sign error.",
+            "lower the learning rate or clip the gradient, and look for a sign error.",
         )
 
 
@@ -77,7 +77,7 @@ def overfitting(run: Observations, rule: LearningRule) -> Iterator[Finding]:
     yield rule.finding(
         f"the validation loss rose from {losses[best]:.4g} to {losses[-1]:.4g} while the training"
         f" loss went from {training_then:.4g} to {training_now:.4g}",
-        f"keep the weights of step {best_step}; use more data, augmentation, or a smaller model.",
+        f"keep the weights of step {best_step}. Use more data, augmentation or a smaller model.",
     )
 
 
@@ -92,7 +92,7 @@ def _rises_after(best: int, losses: list[float]) -> bool:
 
 @rule("H852", tier="window", severity="advice", kind="symptom", confidence=0.8)
 def attention_not_aligned(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """The attention of a speech synthesiser is not aligned."""
+    """The attention of a speech synthesis model is not aligned."""
     alignment = run.alignment
     if alignment is None or alignment["utterances"] < MIN_UTTERANCES:
         return
@@ -104,9 +104,10 @@ def attention_not_aligned(run: Observations, rule: LearningRule) -> Iterator[Fin
     ):
         yield rule.finding(
             f"the attention is not aligned: diagonality {alignment['diagonality']:.2f}, sharpness"
-            f" {alignment['sharpness']:.2f}, {at_limit:.0%} of the utterances end at the decoder's"
-            " limit",
-            "use a guided attention loss, trim silence, or give the stop token's loss more weight.",
+            f" {alignment['sharpness']:.2f}, and {at_limit:.0%} of the utterances reach the"
+            " decoder's limit",
+            "use a guided attention loss, trim silence, or increase the weight of the stop token's"
+            " loss.",
         )
 
 
@@ -125,10 +126,10 @@ def player_has_won(run: Observations, rule: LearningRule) -> Iterator[Finding]:
             yield rule.finding(
                 f"{winner} has won (loss {median(_losses_of(won)[-NEWEST_PLAYED:]):.2g}):"
                 f" {loser}'s loss went from {median(losses[:FIRST_PLAYED]):.2g} to"
-                f" {median(losses[-NEWEST_PLAYED:]):.2g}, its gradient to"
-                f" {_remaining_gradient(lost):.1%}",
-                "make the winner weaker or slower: lower learning rate, R1 penalty, label"
-                " smoothing.",
+                f" {median(losses[-NEWEST_PLAYED:]):.2g}, and its gradient norm to"
+                f" {_remaining_gradient(lost):.1%} of its initial value",
+                "make the winner weaker or slower, with a lower learning rate, an R1 penalty or"
+                " label smoothing.",
                 winner,
             )
 
@@ -138,7 +139,7 @@ def _losses_of(optimizer: ObservedOptimizer) -> list[float]:
 
 
 def _has_won(player: ObservedOptimizer) -> bool:
-    """Return whether the loss of an adversary has dropped to nearly 0."""
+    """Return whether an adversary's loss has dropped to almost 0."""
     losses = _losses_of(player)
     if len(losses) < MIN_PLAYED or losses[0] < OPENING_LOSS:
         return False
@@ -146,18 +147,19 @@ def _has_won(player: ObservedOptimizer) -> bool:
 
 
 def _has_lost(player: ObservedOptimizer) -> bool:
-    """Return whether the gradient of an adversary has vanished, or its loss has risen far."""
+    """Return whether an adversary's gradient has vanished or its loss has risen a lot."""
     losses = _losses_of(player)
     if min(len(losses), len(player.gradient_norms)) < MIN_PLAYED:
         return False
     if _remaining_gradient(player) < LOST_GRADIENT:
         return True
-    # With the non-saturating loss, the loser's gradient does not shrink, but its loss keeps rising.
+    # With the non-saturating GAN loss, the loser's gradient does not shrink, but its loss keeps
+    # rising.
     first = median(losses[:FIRST_PLAYED])
     return median(losses[-NEWEST_PLAYED:]) > LOST_RISE * abs(first)
 
 
 def _remaining_gradient(player: ObservedOptimizer) -> float:
-    """Return the newest gradient norms relative to the first ones."""
+    """Return the median of the last gradient norms relative to the first ones."""
     first = median(player.gradient_norms[:FIRST_PLAYED])
     return median(player.gradient_norms[-NEWEST_PLAYED:]) / first if first else 1.0

@@ -1,13 +1,14 @@
-"""`LearningRule` and `rule`: how a rule about learning is registered.
+"""`LearningRule`, and the decorator `rule` that registers one.
 
-A rule is a pure function from `Observations` to findings. *Contracts* are exact: a run violates
-them or not. They are judged from the first steps on. *Windows* are statistical; they are judged at
-long intervals, and at the end (see `sampling`). A rule reports nothing about what was not observed.
-``explain/learning_rules.md`` explains what each rule means.
+A rule is a pure function from `Observations` to findings. *Contract* rules are exact, because a run
+either violates a contract or does not. They are applied from the first steps on. *Window* rules are
+statistical. They are applied at long intervals and at the end of the run (see `sampling`). A rule
+reports nothing if its measurements are missing. ``explain/learning_rules.md`` has a page about each
+rule.
 
-A rule is kept if it states a contract, or if 95 % of its reports were right on programs that were
-not used to develop it. A rule that states no contract and was wrong about a healthy program is
-reported only on request (`Guard.diagnose`, `Watch.diagnose`).
+A rule is kept if it checks a contract, or if 95% of its reports were correct for programs that were
+not used to develop the rule. A window rule that reported a healthy program is only reported on
+request (`Guard.diagnose`, `Watch.diagnose`).
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from holdfast.learning.observations import Observations
 
 Tier = Literal["contract", "window"]
 
-# Ids of removed rules. They are never reused, so that the recordings of old runs keep their
-# meaning.
+# Ids of removed rules. They are never reused, so that recordings of old runs keep their meaning.
 RETIRED = frozenset(
     {
         *("H803", "H805", "H807", "H816", "H818", "H821", "H823", "H827", "H829", "H830", "H832"),
@@ -33,16 +33,16 @@ RETIRED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRule:
-    """One rule: when it is judged, how it reports, and its check.
+    """A rule: when it is applied, how its findings are reported, and its check.
 
     Args:
-        id: Such as ``"H811"``.
-        tier: Whether it is a contract or a window, which decides when it is judged.
+        id: Id of the rule, such as ``"H811"``.
+        tier: ``"contract"`` or ``"window"``, which determines when the rule is applied.
         severity: Default severity of its findings.
-        kind: Whether it names a cause or a symptom.
+        kind: Whether the rule reports a cause or a symptom.
         confidence: Default confidence of its findings.
-        on_request: Whether its findings are reported only by `Guard.diagnose` and `Watch.diagnose`.
-        check: Yields the findings for a run.
+        on_request: Whether its findings are only reported by `Guard.diagnose` and `Watch.diagnose`.
+        check: The function that yields the findings for a run.
     """
 
     id: str
@@ -62,7 +62,7 @@ class LearningRule:
         severity: Severity | None = None,
         confidence: float | None = None,
     ) -> Finding:
-        """Return a finding with this rule's id and defaults."""
+        """Create a finding with this rule's id and defaults."""
         return Finding(
             rule=self.id,
             severity=severity or self.severity,
@@ -80,7 +80,7 @@ REGISTERED: dict[str, LearningRule] = {}
 
 
 def rule(
-    id: str,  # noqa: A002 - what it is called everywhere
+    id: str,  # noqa: A002 - the usual name
     *,
     tier: Tier,
     severity: Severity,
@@ -88,7 +88,7 @@ def rule(
     confidence: float,
     on_request: bool = False,
 ) -> Callable[[Check], Check]:
-    """Register a function as the check of a rule; the arguments are those of `LearningRule`."""
+    """Register a function as the check of a rule. For the arguments, see `LearningRule`."""
     assert id not in RETIRED
     assert id not in REGISTERED
 

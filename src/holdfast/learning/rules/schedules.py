@@ -1,4 +1,4 @@
-"""Rules about learning-rate schedules: out of step, fed with batch losses, or over too soon."""
+"""Rules about learning rate schedules: stepped at the wrong times, or over too soon."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations, ObservedOptimizer, ObservedScheduler
 from holdfast.learning.rules.registry import LearningRule, rule
 
-# The minimum number of steps to judge how a scheduler is stepped.
+# Minimum number of steps to evaluate how a scheduler is stepped.
 MIN_STEPS = 20
-# A schedule as a whole is judged only in runs with at least this many steps.
+# Minimum number of steps in a run to evaluate the schedule as a whole.
 MIN_STEPS_OF_A_RUN = 50
-# After this share of the planned steps, a learning rate of 0 is intended.
+# After this share of the planned steps, a learning rate of 0 is considered intended.
 INTENDED_END = 0.9
-# Before that point, this many consecutive steps at a learning rate of 0 are too many.
+# Before that point, this many consecutive steps with a learning rate of 0 are too many.
 STEPS_WITHOUT_RATE = 10
-# The largest shares of a run's steps, at its end, that may have a learning rate of 0, and one below
-# a thousandth of the largest.
+# Maximum share of steps at the end of a run with a learning rate of 0, and with a low rate (less
+# than a thousandth of the largest rate).
 LOST_WITHOUT_RATE = 0.15
 LOST_WITH_LOW_RATE = 0.5
-# The same limit for low rates, if the period of the scheduler explains them.
+# Maximum share of steps with a low rate, if the scheduler's period explains the low rate.
 LOST_BY_PERIOD = 0.2
-# A scheduler that passes through this many periods in a run is stepped in the wrong unit.
+# A scheduler that completes more than this many periods in a run is stepped in the wrong unit.
 MAX_PERIODS = 3
-# With this many optimizer steps for which it was advanced exactly once, a scheduler is known to be
+# After this many optimizer steps with exactly one scheduler step each, the scheduler is known to be
 # stepped once per optimizer step.
 MIN_ADVANCES = 3
 
@@ -37,8 +37,8 @@ def learning_rate_gone(run: Observations, rule: LearningRule) -> Iterator[Findin
             continue
         lost = max(optimizer.zero_lr_steps, optimizer.low_lr_steps)
         yield rule.finding(
-            f"the learning rate fell to {optimizer.lr:.2g} of {optimizer.largest_lr:.2g} and stayed"
-            f" there for {lost} of {optimizer.steps} steps",
+            f"the learning rate fell from {optimizer.largest_lr:.2g} to {optimizer.lr:.2g} and"
+            f" stayed low for {lost} of {optimizer.steps} steps",
             "set the schedule's length to the full run, in the unit in which the scheduler is"
             " stepped (steps or epochs).",
             name,
@@ -46,14 +46,14 @@ def learning_rate_gone(run: Observations, rule: LearningRule) -> Iterator[Findin
 
 
 def _is_gone_early(run: Observations, optimizer: ObservedOptimizer) -> bool:
-    """Return whether the rate is 0 although much of the planned length is left."""
+    """Return whether the learning rate is 0 long before the planned end of the run."""
     if run.total_steps is None or optimizer.steps >= INTENDED_END * run.total_steps:
         return False
     return optimizer.zero_lr_steps >= STEPS_WITHOUT_RATE
 
 
 def _was_gone_at_end(run: Observations, optimizer: ObservedOptimizer) -> bool:
-    """Return whether a run has ended after a large share of it was spent at a rate near 0."""
+    """Return whether a run that has ended spent a large share of its steps at a rate near 0."""
     steps = optimizer.steps
     if not run.ended or steps < MIN_STEPS_OF_A_RUN:
         return False
@@ -68,20 +68,20 @@ def scheduler_out_of_step(run: Observations, rule: LearningRule) -> Iterator[Fin
     """A scheduler is stepped at the wrong times."""
     for name, scheduler in run.schedulers.items():
         if scheduler.kind == "ReduceLROnPlateau":
-            # Rule H854 covers this scheduler.
+            # H854 covers this scheduler.
             continue
         fault = find_scheduler_fault(run, scheduler)
         if fault is not None:
             yield rule.finding(
-                f"the {scheduler.kind} is out of step: {fault}",
-                "call scheduler.step() after optimizer.step(), once per step or once per epoch as"
-                " its arguments assume.",
+                f"the {scheduler.kind} is stepped at the wrong times: {fault}",
+                "call scheduler.step() after optimizer.step(), once per step or once per epoch,"
+                " depending on the unit of the scheduler's arguments.",
                 name,
             )
 
 
 def find_scheduler_fault(run: Observations, scheduler: ObservedScheduler) -> str | None:
-    """Return how a scheduler is stepped at the wrong times, or None if it is not."""
+    """Describe how a scheduler is stepped at the wrong times, or return None if it is not."""
     if scheduler.before_first > 0 and scheduler.advanced_once >= MIN_ADVANCES:
         return (
             "it is stepped before the first optimizer step, so the first learning rate is never"
@@ -90,7 +90,8 @@ def find_scheduler_fault(run: Observations, scheduler: ObservedScheduler) -> str
     steps = scheduler.optimizer_steps
     if steps >= MIN_STEPS and scheduler.advanced_several > 0.5 * steps:
         return "it is stepped several times per optimizer step"
-    # The rate of a cosine rises again, so it does not show that the period is too short.
+    # A cosine schedule rises again, so its learning rate does not show that the period is too
+    # short.
     lost_rate = scheduler.kind == "CosineAnnealingLR" or _has_faded(run)
     if lost_rate and _passes_many_periods(scheduler):
         return (
@@ -101,7 +102,7 @@ def find_scheduler_fault(run: Observations, scheduler: ObservedScheduler) -> str
 
 
 def _passes_many_periods(scheduler: ObservedScheduler) -> bool:
-    """Return whether a scheduler is stepped once per step with a period meant for epochs."""
+    """Return whether a scheduler is stepped once per step, but its period is meant for epochs."""
     steps = scheduler.optimizer_steps
     if steps < MIN_STEPS_OF_A_RUN or scheduler.advanced_once <= 0.5 * steps:
         return False
@@ -109,7 +110,7 @@ def _passes_many_periods(scheduler: ObservedScheduler) -> bool:
 
 
 def _has_faded(run: Observations) -> bool:
-    """Return whether an optimizer spent a large share of its steps at a low rate."""
+    """Return whether an optimizer spent a large share of its steps at a low learning rate."""
     return any(
         optimizer.low_lr_steps > LOST_BY_PERIOD * optimizer.steps
         for optimizer in run.optimizers.values()
@@ -125,8 +126,8 @@ def plateau_on_batch_losses(run: Observations, rule: LearningRule) -> Iterator[F
             continue
         if advanced > 0.5 * scheduler.optimizer_steps:
             yield rule.finding(
-                f"ReduceLROnPlateau (patience {scheduler.patience}) received the loss of single"
-                f" batches {advanced} times; their noise looks like a plateau",
-                "call it once per epoch, with a validation loss or the mean loss of the epoch.",
+                f"ReduceLROnPlateau (patience {scheduler.patience}) was stepped {advanced} times"
+                " with the loss of a single batch, whose noise looks like a plateau",
+                "step it once per epoch, with a validation loss or the mean loss of the epoch.",
                 name,
             )

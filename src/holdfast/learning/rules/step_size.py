@@ -10,34 +10,34 @@ from holdfast.learning.observations import Observations
 from holdfast.learning.rules.loss_progress import LossProgress, driving_losses, measure_progress
 from holdfast.learning.rules.registry import LearningRule, rule
 
-# A run seldom recovers from an update that is larger than this, relative to the weights. It is the
-# upper limit of TheDeepChecker.
+# A run rarely recovers from an update larger than this, relative to the weights. This is the upper
+# limit used by TheDeepChecker.
 LARGE_STEP = 0.1
-# An update larger than this explains NaN or Inf.
+# An update larger than this, relative to the weights, explains NaN or Inf.
 DESTRUCTIVE_STEP = 1.0
-# A loss has blown up if it reaches this multiple of its first value within this many losses.
+# A loss has blown up if it exceeds this multiple of its first value within the first losses.
 BLOWN_UP = 10
 EARLY_LOSSES = 30
-# A run whose loss has blown up has recovered once its loss is below this share of the best constant
-# prediction's.
+# A run whose loss has blown up has recovered if its loss is below this share of the best constant
+# prediction's loss.
 RECOVERED = 0.3
-# A loss is worse than the best constant prediction's if it is above this multiple of it; smaller
-# differences may be noise.
+# A loss is worse than the best constant prediction if it exceeds this multiple of the constant's
+# loss. Smaller differences may be noise.
 WORSE_THAN_CONSTANT = 1.02
-# The minimum number of steps after which a learning rate can be called too low.
+# Minimum number of steps before reporting that a learning rate is too low.
 MIN_STEPS = 100
-# A learning rate is too low if all steps together cannot move the weights by this share of their
-# norm. The sum of the steps is an upper bound, since they rarely point in the same direction.
+# A learning rate is too low if all steps together cannot change the weights by this share of their
+# norm. The sum of all steps is an upper bound, because steps rarely point in the same direction.
 MIN_PATH = 1e-2
-# Weight decay that removes this share of the weights in one step is suspicious.
+# Weight decay is suspicious if it removes more than this share of the weights per step.
 LARGE_DECAY = 0.02
-# Weights that have shrunk to this share of their initial size were destroyed by the decay.
+# Weight decay has destroyed the weights if they have shrunk below this share of their initial size.
 SHRUNKEN = 0.2
 
 
 @rule("H825", tier="window", severity="advice", kind="cause", confidence=0.8)
 def learning_rate_too_high(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Steps were so large that the loss blew up."""
+    """Updates were so large that the loss blew up."""
     # The largest early update of each matrix, relative to the norm of the matrix.
     update_ratios = [
         layer.largest_ratio
@@ -51,15 +51,15 @@ def learning_rate_too_high(run: Observations, rule: LearningRule) -> Iterator[Fi
     destroyed = run.had_nonfinite and largest > DESTRUCTIVE_STEP and not has_bad_data
     if destroyed or has_blown_up(run, measure_progress(run)):
         yield rule.finding(
-            f"in the first steps the weights moved by up to {largest:.2g} of their norm at once,"
-            " and the loss blew up",
-            "lower the learning rate, by a factor of 10 at first; a momentum near 1 multiplies it"
-            " too.",
+            f"in the first steps, single updates changed the weights by up to {largest:.2g} of"
+            " their norm, and the loss blew up",
+            "lower the learning rate, first by a factor of 10. A momentum close to 1 also increases"
+            " the updates.",
         )
 
 
 def has_blown_up(run: Observations, progress: LossProgress) -> bool:
-    """Return whether the loss rose far and has not recovered."""
+    """Return whether the loss rose by a large factor and has not recovered."""
     if progress.state == "diverged" or is_worse_than_constant(progress):
         return True
     early = driving_losses(run)[:EARLY_LOSSES]
@@ -71,10 +71,10 @@ def has_blown_up(run: Observations, progress: LossProgress) -> bool:
 
 
 def is_worse_than_constant(progress: LossProgress) -> bool:
-    """Return whether the loss is above that of the best constant prediction.
+    """Return whether the loss is higher than that of the best constant prediction.
 
-    A model that cannot learn a task ends up predicting the constant; only one whose steps are too
-    large does worse.
+    A model that cannot learn a task ends up predicting the constant. A model only does worse than
+    that if its updates are too large.
     """
     if progress.baseline is None or progress.best is None:
         return False
@@ -83,11 +83,11 @@ def is_worse_than_constant(progress: LossProgress) -> bool:
 
 @rule("H824", tier="window", severity="advice", kind="cause", confidence=0.8)
 def learning_rate_too_low(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Even all steps together cannot move the weights far enough to learn anything."""
+    """Even all steps together cannot change the weights enough to learn anything."""
     if run.steps < MIN_STEPS or measure_progress(run).state not in ("flat", "constant"):
         return
     if not all_matrices_have_gradients(run):
-        # Then missing gradients are to blame, not the learning rate.
+        # The cause is missing gradients, not the learning rate.
         return
     step = longest_step(run)
     if step is None or all(optimizer.largest_lr == 0 for optimizer in run.optimizers.values()):
@@ -96,15 +96,15 @@ def learning_rate_too_low(run: Observations, rule: LearningRule) -> Iterator[Fin
     path = step * planned
     if path < MIN_PATH:
         yield rule.finding(
-            f"all {planned} steps together can move the weights by at most {path:.1e} of their"
+            f"all {planned} steps together can change the weights by at most {path:.1e} of their"
             " norm",
-            "raise the learning rate, by a factor of 10 to 100; look for a clipping limit or a"
-            " scheduler that makes it tiny.",
+            "raise the learning rate by a factor of 10 to 100, and look for a clipping limit or a"
+            " scheduler that makes updates tiny.",
         )
 
 
 def longest_step(run: Observations) -> float | None:
-    """Return the largest update of any matrix relative to its norm; None if none is known."""
+    """Return the largest update of any matrix relative to the matrix's norm, or None if unknown."""
     ratios = [
         ratio
         for layer in run.layers.values()
@@ -130,15 +130,15 @@ def weights_decay_away(run: Observations, rule: LearningRule) -> Iterator[Findin
     remaining = remaining_share(run)
     for name, optimizer in run.optimizers.items():
         decay = optimizer.weight_decay
-        # The share of the weights that one step removes. It is unknown for Adam, which also divides
-        # the decay by the size of the gradient.
+        # The share of the weights that the decay removes per step. It is unknown for Adam, which
+        # also divides the decay by the size of the gradient.
         taken = 0.0
         if optimizer.kind in ("AdamW", "SGD"):
             taken = decay * optimizer.largest_lr
         shrunken = decay > 0 and remaining < SHRUNKEN
         if taken > LARGE_DECAY or (shrunken and measure_progress(run).is_poor):
             yield rule.finding(
-                f"a weight decay of {decay:g} removes {taken:.1%} of the weights per step; it has"
+                f"a weight decay of {decay:g} removes {taken:.1%} of the weights per step and has"
                 f" shrunk them to {remaining:.0%} of their initial size",
                 "use a weight decay of 0.0001 to 0.1.",
                 name,
@@ -146,7 +146,7 @@ def weights_decay_away(run: Observations, rule: LearningRule) -> Iterator[Findin
 
 
 def remaining_share(run: Observations) -> float:
-    """Return the median size of the matrices relative to their initial size."""
+    """Return the size of the matrices relative to their initial size (median over matrices)."""
     shares = [
         layer.last_weight_rms / layer.first_weight_rms
         for layer in run.layers.values()

@@ -1,6 +1,6 @@
-"""Loaders of other libraries, such as torch's own ``DataLoader``.
+"""Support for other libraries' loaders, such as torch's own ``DataLoader``.
 
-- `promises`: what a resume can promise for such a loader.
-- `carried_state`: what it carries from epoch to epoch, so that a checkpoint can hold it.
-- `torch_workers`: how torch's persistent workers change the order of an epoch.
+- `promises`: whether a run that resumes with such a loader gets exactly the same batches.
+- `carried_state`: finds the state that a loader carries from epoch to epoch, for checkpoints.
+- `torch_workers`: restores the order of an epoch, which torch's persistent workers affect.
 """

@@ -1,14 +1,14 @@
-"""Find the state that a loader of another library carries from epoch to epoch, for checkpoints.
+"""Find the state that another library's loader carries from epoch to epoch, for checkpoints.
 
-Mostly these are random generators. A dataset usually holds its generator itself, or in a transform;
-some take it from a global variable of their module. So there are two searches, both of limited
-depth:
+This state mostly consists of random generators. A dataset usually has its generator in an attribute
+or in a transform, but some datasets use a generator in a global variable of their module. Two
+searches of limited depth find both kinds:
 
-1. `_reachable`: through attributes and containers, starting from the parts of the loader.
-2. `_generators_in_globals`: through the functions that the first search finds, such as the methods
-   of the dataset's class, to the global variables that their code uses.
+1. `_reachable` starts from the parts of the loader and follows attributes and containers.
+2. `_generators_in_globals` takes the functions found by the first search, such as the methods of
+   the dataset's class, and looks up the global variables that their code uses.
 
-A generator that both searches miss is not restored by a resume.
+If both searches miss a generator, a resume does not restore it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from holdfast.loader.order.sampler_state import fingerprint
 from holdfast.loader.random_state import GENERATOR_TYPES
 from holdfast.loader.samplers import has_no_state, is_stateful, samplers_of, torch_loader_of
 
-# Limits of the search. Anything nested deeper, or in longer containers, is assumed to be data.
-_MOST_LEVELS = 6
-_LONGEST_CONTAINER = 64
-_MOST_OBJECTS = 2000
+# Limits of the search. Objects nested more deeply, or in longer containers, are assumed to be data.
+_MAX_LEVELS = 6
+_MAX_CONTAINER_LENGTH = 64
+_MAX_OBJECTS = 2000
 
-# Modules whose global variables hold no generator that a user's dataset could draw from.
+# Libraries that are not searched, because a user's dataset does not draw from generators in their
+# global variables.
 _LIBRARIES = (
     "builtins",
     "collections",
@@ -44,10 +45,9 @@ _LIBRARIES = (
 
 
 def sources_of_state(loader: object) -> list[Any]:
-    """Return the objects with random or other state that a loader uses: generators, and samplers
-    with a ``state_dict``.
+    """Return the stateful objects that a loader uses: generators, and samplers with a state_dict.
 
-    Two loaders that were built in the same way return them in the same order.
+    For two loaders that were created in the same way, the objects are in the same order.
     """
     holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     sources = _generators_among([value for holder in holders for value in _attributes(holder)])
@@ -58,22 +58,23 @@ def sources_of_state(loader: object) -> list[Any]:
         sources += _generators_among(_reachable([torch_loader.generator, *parts]))
         sources += [sampler for sampler in samplers if is_stateful(sampler)]
         sources += _generators_in_globals(_reachable(parts))
-    # Each object only once.
+    # Remove duplicates.
     return list({id(source): source for source in sources}.values())
 
 
 def digest_order(loader: object) -> bytes | None:
-    """Return a digest of whatever determines the order of an epoch and only the script can change.
+    """Return a digest of the script's own inputs to the order of an epoch.
 
-    This is a list of batches, or what torch's own samplers were given, such as weights. What
-    ``set_epoch`` changes is left out. Returns None if the loader has nothing of this kind.
+    The inputs are a list of batches, or the arguments of torch's own samplers, such as weights.
+    Samplers that have a ``set_epoch`` or any other state are excluded. Returns None if there is
+    nothing to digest.
     """
     if isinstance(loader, (list, tuple)):
         return repr([id(entry) for entry in loader]).encode()
     torch_loader = torch_loader_of(loader)
     if torch_loader is None:
         return None
-    # A BatchSampler is covered by the sampler inside it.
+    # A BatchSampler's order is determined by the sampler inside it.
     samplers = [
         sampler for sampler in samplers_of(torch_loader) if type(sampler) is not BatchSampler
     ]
@@ -86,15 +87,15 @@ def digest_order(loader: object) -> bytes | None:
 
 
 def _generators_in_globals(values: Iterable[Any]) -> list[Any]:
-    """Return the random generators in the global variables that functions use.
+    """Return the random generators in global variables that are used by functions.
 
-    The functions searched are those among the values, the methods of the values, and the functions
-    that these in turn call through a global name.
+    The search covers functions among the values, the values' methods, and all functions that these
+    call through a global name.
     """
     waiting = [function for value in values for function in _functions_of(value)]
     searched: set[int] = set()
     generators: list[Any] = []
-    while waiting and len(searched) < _MOST_OBJECTS:
+    while waiting and len(searched) < _MAX_OBJECTS:
         function = waiting.pop()
         if id(function) in searched or _is_of_library(function.__module__):
             continue
@@ -112,18 +113,18 @@ def _generators_among(values: Iterable[Any]) -> list[Any]:
     return [value for value in values if isinstance(value, GENERATOR_TYPES)]
 
 
-# --- objects that hold others ---------------------------------------------------------------------
+# --- attributes and containers --------------------------------------------------------------------
 
 
 def _reachable(values: Iterable[Any]) -> list[Any]:
-    """Return values and the objects reachable from them, nearest first, to a limited depth."""
+    """Return values and the objects reachable from them, up to a limited depth, nearest first."""
     reached: dict[int, Any] = {}
     level = list(values)
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         next_level: list[Any] = []
         new_values = [value for value in level if id(value) not in reached]
-        for value in new_values[: _MOST_OBJECTS - len(reached)]:
-            # The same object may occur twice in a level.
+        for value in new_values[: _MAX_OBJECTS - len(reached)]:
+            # The same object can occur twice in a level.
             if id(value) not in reached:
                 reached[id(value)] = value
                 next_level += _parts_of(value)
@@ -132,14 +133,14 @@ def _reachable(values: Iterable[Any]) -> list[Any]:
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
-    """Return the objects that an object holds.
+    """Return the objects that an object refers to.
 
-    Long containers and arrays hold data, so nothing is returned for them.
+    Long containers and arrays are assumed to contain data, so their contents are not returned.
     """
     if isinstance(value, Mapping):
-        return list(value.values()) if len(value) <= _LONGEST_CONTAINER else ()
+        return list(value.values()) if len(value) <= _MAX_CONTAINER_LENGTH else ()
     if isinstance(value, (list, tuple)):
-        return value if len(value) <= _LONGEST_CONTAINER else ()
+        return value if len(value) <= _MAX_CONTAINER_LENGTH else ()
     if isinstance(value, MethodType):
         return (value.__self__,)
     if isinstance(value, FunctionType):
@@ -148,20 +149,20 @@ def _parts_of(value: Any) -> Iterable[Any]:
 
 
 def _attributes(value: Any) -> list[Any]:
-    """Return the values of an object's attributes; none for arrays, classes and modules."""
+    """Return the values of an object's attributes, or none for arrays, classes and modules."""
     if isinstance(value, (torch.Tensor, np.ndarray, type, ModuleType)):
         return []
     return list(getattr(value, "__dict__", {}).values())
 
 
 def _closure_of(function: FunctionType) -> list[Any]:
-    """Return the values that a function captures from the functions around it."""
+    """Return the values that a function captures from enclosing functions."""
     values = []
     for cell in function.__closure__ or ():
         try:
             values.append(cell.cell_contents)
         except ValueError:
-            # The variable has no value yet.
+            # The captured variable has not been assigned yet.
             continue
     return values
 
@@ -170,7 +171,7 @@ def _closure_of(function: FunctionType) -> list[Any]:
 
 
 def _functions_of(value: Any) -> list[FunctionType]:
-    """Return a function itself, or the methods that an object has from the user's own classes."""
+    """Return a function itself, or an object's methods that are defined in the user's classes."""
     if isinstance(value, FunctionType):
         return [value]
     functions = []
@@ -187,7 +188,7 @@ def _is_of_library(module: str | None) -> bool:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Return the global names used in a function's code, including that of nested functions."""
+    """Return the global names used in a function's code, including nested functions."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,7 +1,7 @@
-"""What a resume can promise for a loader of another library.
+"""State how exactly a run can resume with another library's loader.
 
-The promise is "bit-exact", "none, because ..." or "not known, because ...": a sentence that tells a
-user what to do.
+The promise is "bit-exact", "none, because ..." or "not known, because ...". The last two explain
+the reason and tell the user what to do.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ EXACT = "bit-exact"
 
 
 def resume_promise(loader: object) -> str:
-    """Return what a resume can promise for a loader. The first condition that applies decides."""
+    """Return how exactly a run can resume with a loader. The first matching condition decides."""
     if isinstance(loader, Iterator):
         return (
-            "none, because an iterator cannot be restarted: a resume can only drop as many batches"
-            " of a new one. Pass the iterable that it was made from"
+            "none, because an iterator cannot be restarted. A resume can only drop batches of a new"
+            " iterator up to the position. Pass the iterable that the iterator was created from"
         )
     if is_stateful(loader):
         return (
-            "not known, because the loader's own state_dict and load_state_dict decide it; "
-            "holdfast.testing.check_resumable tries them"
+            "not known, because it depends on the loader's own state_dict and load_state_dict."
+            " Test them with holdfast.testing.check_resumable"
         )
     if isinstance(loader, (list, tuple)) and any(
         isinstance(entry, (DataLoader, Iterator)) for entry in loader
     ):
         return (
-            "none, because this is a list of loaders, and no checkpoint holds the positions in"
-            " them. Pass one as loader=, and the others as holdfast.DataLoader in"
+            "none, because this is a list of loaders, and a checkpoint does not contain their"
+            " positions. Pass one of them as loader=, and the others as holdfast.DataLoader in"
             ' state={"labelled": loader}'
         )
     if isinstance(loader, PLAIN_SEQUENCES):
@@ -49,10 +49,10 @@ def resume_promise(loader: object) -> str:
     if torch_loader is not None:
         return _promise_for_torch_loader(torch_loader)
     return (
-        f"not known, because {type(loader).__name__} makes its batches in its own way. A resume"
-        " reads and drops batches up to the position, which is exact if each is made only when it"
-        " is requested, from global random numbers or generators that are attributes of the"
-        " loader. Otherwise give it state_dict and load_state_dict"
+        f"not known, because holdfast does not know how {type(loader).__name__} makes its batches."
+        " A resume reads and drops batches up to the position. This is exact if the loader makes"
+        " each batch only when requested, using global random numbers or generators in its"
+        " attributes. Otherwise add state_dict and load_state_dict to the loader"
     )
 
 
@@ -63,40 +63,38 @@ def _promise_for_torch_loader(loader: DataLoader[Any]) -> str:
         )
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
         return (
-            "none, because in_order=False returns batches in the order in which workers finish"
+            "none, because with in_order=False batches arrive in the order in which workers finish"
             " them, which differs from run to run"
         )
     if isinstance(loader.dataset, IterableDataset):
         return (
             "not known, because the samples come from an IterableDataset"
-            f" ({type(loader.dataset).__name__}), which may carry a position or random numbers from"
-            " epoch to epoch. A resume reads and drops batches up to the position;"
+            f" ({type(loader.dataset).__name__}), which may carry a position or a random state from"
+            " epoch to epoch. A resume reads and drops batches up to the position."
             " holdfast.DataLoader saves the dataset's state_dict instead"
         )
     for sampler in samplers_of(loader):
         name = type(sampler).__name__
         if is_stateful(sampler):
             return (
-                f"not known, because the order comes from {name}: its state_dict is saved, which is"
-                " exact unless it draws from torch's global random numbers during training"
+                f"not known, because {name} determines the order. Its state_dict is saved, which is"
+                " exact unless the sampler draws from torch's global generator during training"
             )
         if not has_no_state(sampler):
             return (
-                f"not known, because {name} may carry state from epoch to epoch, and has no"
-                " state_dict and load_state_dict for a checkpoint"
+                f"not known, because {name} may carry state from epoch to epoch, but has no"
+                " state_dict and load_state_dict with which to save it"
             )
     if keeps_workers(loader):
         return (
-            "not known, because with persistent_workers=True the workers carry random numbers from"
-            " epoch to epoch, and no checkpoint holds them: after a resume beyond the first epoch"
-            " the order is exact, but random augmentation in the workers is not."
+            "not known, because with persistent_workers=True the workers carry their random state"
+            " from epoch to epoch, and a checkpoint does not contain it. After a resume beyond the"
+            " first epoch, the order is exact, but random augmentation in the workers is not."
             " holdfast.DataLoader restores both"
         )
     return EXACT
 
 
 def keeps_by_state_dict(loader: object) -> bool:
-    """Return whether a loader or its sampler has a ``state_dict``, so that its author has
-    provided for a resume.
-    """
+    """Return whether a loader, or one of its samplers, can save and load its own state."""
     return is_stateful(loader) or any(is_stateful(sampler) for sampler in samplers_of(loader))

@@ -1,10 +1,10 @@
 """Let torch's ``DataLoader`` with ``persistent_workers=True`` resume in the original order.
 
-The first epoch starts the workers, and draws a seed for them before the sampler draws its own.
-Later epochs reuse the workers and draw only the sampler's seed. A process that resumes in a later
-epoch has no workers yet. If it began the epoch like that, it would draw one extra random number,
-and the sampler would return a different order. Therefore the workers are started before the epoch
-begins.
+In the first epoch, torch starts the workers and draws a seed for them before the sampler draws its
+own seed. Later epochs reuse the workers and only draw the sampler's seed. A process that resumes in
+a later epoch has no workers yet. If it simply began the epoch, torch would draw one extra random
+number, and the sampler would return a different order. The workers are therefore started before the
+epoch begins.
 """
 
 from __future__ import annotations
@@ -27,28 +27,27 @@ def has_workers(loader: DataLoader[Any]) -> bool:
 
 
 def match_workers(loader: DataLoader[Any], *, started: bool) -> None:
-    """Start or end the persistent workers, so that they exist exactly if they did in the original
-    run.
+    """Start or end the persistent workers to match the original run.
 
     The global random state does not change, but starting workers may draw from the loader's own
     ``generator``.
 
     Args:
-        loader: The loader, before the epoch begins. One without persistent workers is left
-            unchanged.
-        started: Whether the workers had been started at this point of the original run.
+        loader: The loader, before the epoch begins. A loader without persistent workers is not
+            changed.
+        started: Whether the original run had workers at this point.
     """
     if not keeps_workers(loader) or has_workers(loader) == started:
         return
     if started:
         _start_idle_workers(loader)
     else:
-        # The iterator owns the workers, and ends them when it is garbage-collected.
+        # The iterator owns the workers and ends them when it is garbage-collected.
         loader._iterator = None
 
 
 def _start_idle_workers(loader: DataLoader[Any]) -> None:
-    """Start the workers by beginning an epoch of an empty sampler, so that they load nothing."""
+    """Start the workers without loading data, by beginning an epoch with an empty sampler."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(loader, name)
     # torch's `__setattr__` refuses to change the sampler after construction.

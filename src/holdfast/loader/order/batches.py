@@ -1,6 +1,6 @@
-"""Cut an order into batches and divide them among ranks, starting at any position of an epoch.
+"""Group an order into batches and divide them among ranks, from any position of an epoch.
 
-A position counts samples of all ranks, or batches if a batch sampler makes them.
+A position counts the samples of all ranks, or batches if the user passed a batch sampler.
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ from holdfast.loader.order.ranks import rank_positions, steps_left
 from holdfast.loader.order.sampler_order import SamplerOrder
 from holdfast.loader.quarantine import key_of
 
-# The number of samples that may replace the bad ones of a batch. If even more are bad in a row, the
-# samples are not the problem: a folder is missing.
+# Number of samples available to replace bad ones in a batch. If even more samples in a row are bad,
+# the problem is not single samples but, for example, a missing folder.
 SPARES = 16
 
-# The number of positions to look up at once for spares. With quarantined samples, more than
+# Number of positions looked up at once to find spares. If some samples are quarantined, more than
 # `SPARES` positions may be needed.
 _LOOKAHEAD = 64
 
-# If positions count batches, the number of bits of a position used for the place within a batch.
+# If positions count batches: the number of low bits that hold the place within a batch.
 _PLACE_BITS = 20
 
 
 class BatchRequest(NamedTuple):
-    """The information from which a worker makes one batch.
+    """A request to a worker for one batch.
 
     Args:
-        number: The number of the batch, counted from the position at which the epoch continues.
-        epoch: The epoch, on which seeds depend.
-        indices: Dataset indices, in the order of the batch.
-        spares: The indices that follow in the epoch's order, as replacements for samples that
-            cannot be read.
-        bad: Those of `indices` and `spares` that are quarantined already.
-        first_position: Position of the first sample if an index may come more than once in an
-            epoch: its random numbers then depend on its position too. None otherwise.
-        is_single_sample: Whether this is a sample without a batch dimension (``batch_size=None``).
-        control_place: Place among the `candidates` of the control sample, which a new worker reads
-            first to show that it works.
+        number: Number of the batch, counted from the position at which the epoch was started or
+            resumed.
+        epoch: The epoch, which determines the samples' seeds.
+        indices: Dataset indices of the samples, in the order of the batch.
+        spares: The next indices in the epoch's order, used to replace samples that cannot be read.
+        bad: The indices and spares that are already quarantined.
+        first_position: Position of the first sample, if an index may occur more than once in an
+            epoch. The random numbers of a sample then also depend on its position. None otherwise.
+        is_single_sample: Whether the batch is a single sample without a batch dimension
+            (``batch_size=None``).
+        control_place: Index into `candidates` of the control sample, which a new worker reads first
+            to show that it works. None for no control sample.
     """
 
     number: int
@@ -55,24 +56,24 @@ class BatchRequest(NamedTuple):
 
     @property
     def candidates(self) -> tuple[Any, ...]:
-        """The indices and the spares. Places beyond the batch are those of spares."""
+        """The indices, followed by the spares."""
         return (*self.indices, *self.spares)
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochBatches:
-    """Which samples are in which batch of this rank.
+    """Groups the samples of an epoch into this rank's batches.
 
     Args:
-        order: The order of an epoch. A sampler of the user already yields only the part of this
-            rank.
-        seed: Seed of the order.
-        batch_size: Samples in a batch; None for single samples without a batch dimension.
+        order: The order of an epoch. If it comes from the user's sampler, it already contains only
+            this rank's samples.
+        seed: Seed of the loader, on which the order depends.
+        batch_size: Samples per batch, or None for single samples without a batch dimension.
         drop_last: Whether an incomplete last batch is dropped.
         rank: This rank.
         world_size: The number of ranks that share the order.
-        counts_batches: Whether `order` yields whole batches, which are used unchanged.
+        counts_batches: Whether `order` consists of whole batches, which are used unchanged.
     """
 
     order: Order | SamplerOrder
@@ -86,12 +87,13 @@ class EpochBatches:
     def requests(
         self, epoch: int, start: int, bad_keys: Collection[Any]
     ) -> Iterator[tuple[BatchRequest, int]]:
-        """Yield requests from a position on, each with the position after it.
+        """Yield the requests for the rest of the epoch, each with the position after it.
 
         Args:
             epoch: Number of the epoch.
-            start: The position.
-            bad_keys: Keys of the quarantined indices. The set may change between requests.
+            start: The position to start from.
+            bad_keys: The keys (see `key_of`) of quarantined indices. The set may change between
+                requests.
         """
         length = self.order.count(epoch)
         step = (self.batch_size or 1) * self.world_size
@@ -125,9 +127,9 @@ class EpochBatches:
             yield request, position
 
     def is_repeated(self, epoch: int, position: int) -> bool:
-        """Return whether this rank's batch at a position is also one of another rank.
+        """Return whether another rank gets the same batch as this rank at a position.
 
-        This happens if fewer samples are left than there are ranks.
+        This happens when fewer samples are left than there are ranks.
         """
         return 0 < self.order.count(epoch) - position <= self.rank
 
@@ -147,9 +149,10 @@ class EpochBatches:
     def _spares_after(
         self, epoch: int, stop: int, length: int, bad_keys: Collection[Any]
     ) -> tuple[Any, ...]:
-        """Return the indices after a batch, up to and including `SPARES` good samples.
+        """Return the indices that follow a batch, enough to contain `SPARES` good samples.
 
-        The bad samples between them are included, so that places do not shift.
+        Bad samples in between are included, so that the place of a spare does not change when a
+        sample is quarantined.
         """
         if not bad_keys:
             return tuple(islice(self._following(epoch, stop, length, SPARES), SPARES))
@@ -164,14 +167,14 @@ class EpochBatches:
         return tuple(spares)
 
     def _following(self, epoch: int, stop: int, length: int, lookahead: int) -> Iterator[Any]:
-        """Yield the indices from a position to the end of the epoch, then those from its start."""
+        """Yield the indices from a position to the end of the epoch, then from its beginning."""
         positions_at_once = 1 if self.counts_batches else lookahead
         for begin, end in ((stop, length), (0, length)):
             for first in range(begin, end, positions_at_once):
                 yield from self._indices_at(epoch, first, min(first + positions_at_once, end))
 
     def steps_after(self, position: int) -> int:
-        """Return how many batches follow after a position, according to the order's length."""
+        """Return how many batches of this rank follow a position, based on the order's length."""
         return steps_left(
             position,
             len(self.order),
@@ -183,7 +186,7 @@ class EpochBatches:
     def for_rank(self, rank: int, world_size: int) -> EpochBatches:
         """Return the same batches for another rank or another number of ranks.
 
-        A position counts samples of all ranks, so it keeps its meaning.
+        Positions remain valid, because they count the samples of all ranks.
         """
         if self.sampler is not None:
             return self
@@ -195,6 +198,6 @@ class EpochBatches:
         return self.order if isinstance(self.order, SamplerOrder) else None
 
     def identity(self) -> dict[str, Any]:
-        """Return the JSON values that must be equal for a position to mean the same sample."""
+        """Return the properties that must be equal for a position to refer to the same sample."""
         counts = "batches" if self.counts_batches else "samples"
         return {"counts": counts, **self.order.identity()}

@@ -1,9 +1,10 @@
-"""The epoch numbers of a loader's host, if it sets them as for torch's ``DistributedSampler``.
+"""Translate the epoch numbers that a loader's host sets with ``set_epoch``.
 
-The host is the framework or the loop around the loader. A position after the last batch of an epoch
-is ambiguous: the host may resume within that epoch, of which nothing is left, as torchdata's
-``StatefulDataLoader`` does, or it may count that epoch as done and iterate the next one, as
-Lightning does. The epoch number that the host sets tells the two apart.
+The host is the framework or training loop that iterates over the loader. A resume from a position
+after the last batch of an epoch is ambiguous. The host may want to continue that epoch, which has
+no batches left (as torchdata's ``StatefulDataLoader`` does), or it may count the epoch as done and
+want the next one (as Lightning does). The epoch number that the host sets distinguishes the two
+cases.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from holdfast.loader.weak_calls import WeakCall
 
 
 class HostEpochs:
-    """Translates the host's epoch numbers to those of a loader.
+    """Translates the host's epoch numbers to a loader's epoch numbers.
 
-    The loader may count differently: if a short dataset is repeated, one epoch of the host spans
-    several epochs of the loader.
+    The two can differ: if a short dataset is repeated, one epoch of the host spans several epochs
+    of the loader.
 
     Args:
-        loader: The loader. Samplers without a ``set_epoch`` get one that calls the loader's.
+        loader: The loader. Samplers that have no ``set_epoch`` are given one that calls the
+            loader's ``set_epoch``.
     """
 
     def __init__(self, loader: Any) -> None:
-        # The host's number of the loader's current epoch, or None if unknown.
+        # The host's number for the loader's current epoch, or None if unknown.
         self.current: int | None = None
-        # The number that the host has set for the next epoch, or None.
+        # The number that the host has set for the next epoch, or None if it has not set one.
         self.named: int | None = None
         # Whether the host has set the number of the current epoch.
         self.is_named = False
@@ -41,15 +43,15 @@ class HostEpochs:
                     sampler.set_epoch = WeakCall(loader, "set_epoch")
 
     def note_position(self, current: int) -> None:
-        """Note that the loader was moved to the epoch with this number of the host.
+        """Record that the loader was moved to the epoch that has this number in the host.
 
-        Any number that was set before no longer counts.
+        Discards a number that the host set before.
         """
         self.current = current
         self.named = None
 
     def note_move(self, epochs: int) -> None:
-        """Note that the loader has advanced by a number of epochs."""
+        """Record that the loader has advanced by a number of epochs."""
         if self.current is not None:
             self.current += epochs
 
@@ -61,18 +63,17 @@ class HostEpochs:
         *,
         begun: bool,
     ) -> int:
-        """Return the epoch to iterate, as the loader numbers it.
+        """Return the epoch to iterate over next, in the loader's numbering.
 
         Args:
-            epoch: The loader's next epoch.
-            epoch_on_sampler: The epoch that was set on the user's sampler since the last call, or
-                None.
-            emit: Called with an event if that moves the loader back.
-            begun: Whether batches of this epoch were handed out before a restart. If so, only a
-                later epoch is accepted.
+            epoch: The loader's next epoch, unless the host has set another one.
+            epoch_on_sampler: The epoch set on the user's sampler since the last call, or None.
+            emit: Called with an event if `epoch_on_sampler` moves the loader back.
+            begun: Whether batches of this epoch were returned before a restart. If so, only a later
+                epoch is accepted.
         """
         if epoch_on_sampler is not None and begun:
-            # Treated like an epoch that the host has set on the loader itself.
+            # Treat it like an epoch that the host has set on the loader itself.
             self.named = epoch_on_sampler
         elif epoch_on_sampler is not None:
             if epoch_on_sampler < epoch:
@@ -88,11 +89,11 @@ class HostEpochs:
         return self._go_to_named_epoch(epoch, named)
 
     def _go_to_named_epoch(self, epoch: int, named: int) -> int:
-        """Return the loader's number of the epoch to which the host gives the number `named`."""
+        """Return the loader's number for the epoch that the host numbers `named`."""
         current = self.current
         self.current = named
         if current is None:
-            # Nothing is known yet about the host's numbers, so they are assumed to equal the
+            # Nothing is known about the host's numbering yet, so assume that it equals the
             # loader's.
             return named
         # The loader advances by as many epochs as the host, and never goes back.
@@ -100,6 +101,6 @@ class HostEpochs:
 
 
 def sets_epoch(sampler: Any) -> bool:
-    """Return whether a sampler has its own ``set_epoch``, not one that `HostEpochs` has added."""
+    """Return whether a sampler has a ``set_epoch`` of its own, not one added by `HostEpochs`."""
     set_epoch = getattr(sampler, "set_epoch", None)
     return set_epoch is not None and not isinstance(set_epoch, WeakCall)

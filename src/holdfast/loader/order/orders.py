@@ -1,11 +1,11 @@
-"""Orders: which sample is at which position of an epoch.
+"""Orders, which determine the sample at each position of an epoch.
 
-An order is a function of (seed, epoch). It can return the indices for any range of positions, and
-computes only the blocks that overlap the range. A run therefore resumes instantly in the middle of
-any dataset, with any number of workers or ranks and any batch size.
+An order is a function of (seed, epoch). It can return the indices for any range of positions and
+computes only the blocks that overlap the range. A run can therefore resume instantly in the middle
+of any dataset, with any batch size and number of workers or ranks.
 
-Saved positions rely on what an order returns for a seed, so any change to it needs a new version in
-`Order.identity`.
+Saved positions are only valid for the order in which they were saved. If you change the indices
+that an order returns for a seed, increase the version in `Order.identity`.
 """
 
 from __future__ import annotations
@@ -23,35 +23,36 @@ from numpy.typing import ArrayLike, NDArray
 from holdfast.core.errors import LoaderError
 from holdfast.loader.seeds import derive_seed, random_bits
 
-# Positions that are computed together. With this many, the fixed cost of a call is negligible.
+# Number of positions computed at a time. It is large enough that the fixed cost of a call is
+# negligible.
 _BLOCK_POSITIONS = 4096
 
-# Largest sizes that `LengthBucketed` chooses. They were measured with 100,000 log-normal lengths
-# (speech of 0.5 to 17 s, sigma 0.6). In batches of 32, 0.6 % is padding, and in batches of 48,
-# which span groups, 5 %; after plain shuffling it is 62 %. With a window of 4096 it is 1.1 % and
-# 5 %. With groups of 128, batches of 48 have 9 %; with groups of 512 they have 3 %, but lengths
-# then rise over twice as many batches.
+# Largest default sizes for `LengthBucketed`. They were chosen by measuring the padding for 100,000
+# log-normal lengths (speech of 0.5 to 17 s, sigma 0.6). Plain shuffling leads to 62% padding. With
+# these sizes, it is 0.6% in batches of 32, and 5% in batches of 48, which span groups. With a
+# window of 4096, it is 1.1% and 5%. For batches of 48, groups of 128 lead to 9% and groups of 512
+# to 3%, but with groups of 512, lengths rise over twice as many batches.
 _LARGEST_GROUP = 256
 _LARGEST_WINDOW = 8192
 
-# With a single window for all samples, the same samples would be neighbours in each epoch.
-_FEWEST_WINDOWS = 4
+# With a single window for all samples, the same samples would be neighbors in every epoch.
+_MIN_WINDOWS = 4
 
-# How many numbers are digested at a time, so that they are never copied all at once.
+# Number of values digested at a time, so that the whole array is never copied at once.
 _DIGEST_CHUNK = 2**20
 
 
 class Order(ABC):
-    """Which sample is at which position of an epoch.
+    """Determines the sample at each position of an epoch.
 
     Args:
-        length: Positions of an epoch.
+        length: Number of positions in an epoch.
     """
 
     _kind: ClassVar[str]
     _block_size: int = _BLOCK_POSITIONS
-    # The last two blocks that were computed, with their arguments. Two are kept because a batch may
-    # have its spares in the next block, while the next batch is still in this one.
+    # The last two computed blocks, with their arguments. Two are cached, because the spares of a
+    # batch may be in the next block while the next batch is still in the current block.
     _newest_blocks: tuple[tuple[tuple[int, int, int], NDArray[np.int64]], ...] = ()
 
     def __init__(self, length: int) -> None:
@@ -68,14 +69,14 @@ class Order(ABC):
         return len(self)
 
     def identity(self) -> dict[str, Any]:
-        """Return the JSON values that must be equal for a position to mean the same sample.
+        """Return the properties that must be equal for a position to refer to the same sample.
 
-        The seed and the batch size are not part of it.
+        The seed and the batch size are not included.
         """
         return {"kind": self._kind, "version": 1, "length": len(self)}
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the indices of epoch 0 with seed 0, for loaders that use this as a sampler."""
+        """Yield the indices of epoch 0 with seed 0, for loaders that use the order as a sampler."""
         for first in range(0, len(self), self._block_size):
             yield from self.indices(0, 0, first, first + self._block_size)
 
@@ -86,15 +87,16 @@ class Order(ABC):
         Args:
             seed: Seed of the loader.
             epoch: Number of the epoch.
-            positions: All positions between two multiples of the block's size; int64, 1-D.
+            positions: All positions of the block, int64, 1-D. A block begins at a multiple of the
+                block size.
         """
 
     @final
     def indices(self, seed: int, epoch: int, start: int, stop: int) -> list[int]:
-        """Return the dataset indices at the positions from `start` to `stop` of an epoch.
+        """Return the dataset indices at the positions from `start` to `stop` in an epoch.
 
-        `start` and `stop` are as in a slice. The cost grows with the positions that are requested,
-        not with the length of the epoch.
+        `start` and `stop` work as in a slice. The cost depends on the number of positions
+        requested, not on the length of the epoch.
         """
         start, stop, _ = slice(start, stop).indices(len(self))
         indices: list[int] = []
@@ -121,10 +123,10 @@ class Order(ABC):
 
 @final
 class Sequential(Order):
-    """The samples in the order of the dataset.
+    """All samples, in the order of the dataset.
 
     Args:
-        length: Samples in the dataset.
+        length: Number of samples in the dataset.
     """
 
     _kind = "sequential"
@@ -138,7 +140,7 @@ class Shuffled(Order):
     """Each sample once per epoch, in a random order that differs from epoch to epoch.
 
     Args:
-        length: Samples in the dataset.
+        length: Number of samples in the dataset.
     """
 
     _kind = "shuffled"
@@ -149,25 +151,25 @@ class Shuffled(Order):
 
 @final
 class LengthBucketed(Order):
-    """Each sample once per epoch, in a random order in which neighbours have similar lengths.
+    """Each sample once per epoch, in a random order in which neighbors have similar lengths.
 
-    The epoch is shuffled and cut into windows. Each window is sorted by length and cut into groups,
-    and the groups are shuffled. Batches therefore need little padding, and lengths never keep
-    rising for longer than one group. The order does not depend on the batch size. If the batch size
-    divides the group size, no batch spans two groups.
+    The epoch is shuffled and divided into windows. Each window is sorted by length and divided into
+    groups, and the groups of a window are shuffled. Batches therefore need little padding, and
+    lengths increase only within a group. The order does not depend on the batch size. If the batch
+    size divides the group size, no batch spans two groups.
 
     Args:
-        lengths: One per sample, finite and at least 0, in any unit; shape ``(samples,)``.
-        window: Number of positions that are sorted together. A larger window needs less padding; a
-            smaller one gives a sample more varied neighbours from epoch to epoch. Default: a
-            quarter of the samples, but at most 8192.
-        group: Number of consecutive positions that stay sorted. If it is a multiple of the batch
-            size and divides the window, no batch spans two groups; otherwise use at least four
-            times the batch size to keep padding low. Default: 256, or a smaller power of two if the
-            window does not hold two such groups.
+        lengths: The length of each sample in any unit, finite and at least 0, shape ``(samples,)``.
+        window: Number of positions that are sorted together. A larger window needs less padding.
+            With a smaller window, the neighbors of a sample vary more from epoch to epoch. Default:
+            a quarter of the samples, but at most 8192.
+        group: Number of consecutive positions that stay sorted. If `group` is a multiple of the
+            batch size and divides the window, no batch spans two groups. Otherwise, use at least
+            four times the batch size to keep padding low. Default: 256, or a smaller power of two
+            if two groups of 256 do not fit into the window.
 
     Raises:
-        LoaderError: H605 for lengths or sizes that cannot be used.
+        LoaderError: H605 for invalid lengths or sizes.
     """
 
     _kind = "length_bucketed"
@@ -180,18 +182,18 @@ class LengthBucketed(Order):
         for size in (window, group):
             if size is not None and size < 1:
                 raise _unusable(
-                    f"window={window} and group={group} positions",
-                    limit="each must be at least 1",
-                    fix="omit them, or pass sizes such as 8192 and 256.",
+                    f"window={window}, group={group}",
+                    limit="both sizes must be at least 1",
+                    fix="omit both, or pass sizes such as window=8192 and group=256.",
                 )
         largest_window = window
         if largest_window is None:
-            largest_window = min(_LARGEST_WINDOW, len(self) // _FEWEST_WINDOWS)
+            largest_window = min(_LARGEST_WINDOW, len(self) // _MIN_WINDOWS)
         self._group = group or _choose_group(largest_window)
         self._block_size = window or _whole_groups(largest_window, self._group)
 
     def identity(self) -> dict[str, Any]:
-        """Return the kind, the sizes, and a digest of the lengths."""
+        """Return the identity, including the sizes and a digest of the lengths."""
         sizes = {"window": self._block_size, "group": self._group}
         return {**super().identity(), **sizes, "lengths": self._digest}
 
@@ -210,21 +212,21 @@ class LengthBucketed(Order):
 
 
 def _choose_group(window: int) -> int:
-    """Return the largest power of two that fits twice into a window, but at most 256."""
+    """Return the largest power of two, up to 256, that fits twice into a window."""
     largest_power = 1 << max(0, (window // 2).bit_length() - 1)
     return min(_LARGEST_GROUP, largest_power)
 
 
 def _whole_groups(window: int, group: int) -> int:
-    """Return the largest multiple of the group that fits into a window, but at least one group."""
+    """Round a window down to a multiple of the group size, but to at least one group."""
     return max(1, window // group) * group
 
 
 def _numbers(lengths: ArrayLike) -> NDArray[Any]:
-    """Check the lengths and return a copy, so that the order cannot change while it is used.
+    """Check the lengths and return a copy, so that later changes do not affect the order.
 
     Raises:
-        LoaderError: H605 for lengths that cannot be used.
+        LoaderError: H605 for invalid lengths.
     """
     array = np.asarray(lengths).copy()
     fix = "pass a list or array with one number per sample."
@@ -232,8 +234,8 @@ def _numbers(lengths: ArrayLike) -> NDArray[Any]:
     is_numeric = array.dtype.kind in "biuf"
     if array.ndim != 1 or (array.size and not is_numeric):
         raise _unusable(
-            f"lengths of shape {array.shape} and type {array.dtype}",
-            limit="there must be one number per sample",
+            f"lengths has shape {array.shape} and type {array.dtype}",
+            limit="lengths must contain one number per sample",
             fix=fix,
         )
     is_usable = np.isfinite(array) & (array >= 0)
@@ -242,7 +244,7 @@ def _numbers(lengths: ArrayLike) -> NDArray[Any]:
         place = unusable_places[0]
         raise _unusable(
             f"lengths[{place}]={array[place]}",
-            limit="they must be finite and at least 0",
+            limit="lengths must be finite and at least 0",
             fix=fix,
         )
     return array
@@ -253,7 +255,7 @@ def _unusable(what: str, *, limit: str, fix: str) -> LoaderError:
 
 
 def _digest(numbers: NDArray[Any]) -> str:
-    """Return a digest of the values, whatever type they are stored in."""
+    """Return a digest of the values that does not depend on their numeric type."""
     digest = hashlib.blake2b(digest_size=8)
     for first in range(0, len(numbers), _DIGEST_CHUNK):
         digest.update(numbers[first : first + _DIGEST_CHUNK].astype("<f8").tobytes())
@@ -262,41 +264,41 @@ def _digest(numbers: NDArray[Any]) -> str:
 
 # --- a keyed permutation of range(n) with random access -------------------------------------------
 
-# Only integers modulo 2**64 and a stable sort are used, so the values are the same with every NumPy
-# and on every machine. Positions in checkpoints rely on that. The permutation is statistically
-# random, but not cryptographically secure.
+# The permutation only uses integers modulo 2**64 and a stable sort, so it is the same on every
+# machine and with every version of NumPy. Positions in checkpoints rely on this. It is
+# statistically random, but not cryptographically secure.
 
-# Up to this length the range is shuffled by sorting hashes, which makes all orders equally likely;
-# a Feistel network on so few values would repeat itself. Sorting 4096 hashes takes as long as 4096
-# values of the network, and 32 KiB.
+# Up to this length, the range is shuffled by sorting hashes, which makes all orders equally likely.
+# With so few values, a Feistel network would produce similar orders repeatedly. Sorting 4096 hashes
+# takes as long as computing 4096 values with the network, and needs 32 KiB.
 _SORTED_UP_TO = 4096
 
-# Four rounds of random functions are a pseudorandom permutation in both directions (Luby, Rackoff
-# 1988). There are more, because the digits may be as small as 6 bits, at 4096. NIST SP 800-38G uses
-# 8 (FF3) and 10 (FF1).
+# Four rounds of random functions already form a strong pseudorandom permutation (Luby and Rackoff,
+# 1988). More rounds are used here, because digits may have as few as 6 bits (for lengths just above
+# 4096). NIST SP 800-38G uses 8 rounds (FF3) and 10 rounds (FF1).
 _ROUNDS = 8
 
 
 def permuted(positions: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
-    """Return the values at some positions of a shuffled ``range(n)``.
+    """Return the values at the given positions of a shuffled ``range(n)``.
 
-    Above 4096 this is a Feistel network on pairs of digits (Black and Rogaway, "Ciphers with
-    arbitrary finite domains", 2002). A value is ``left * base + right``, and each round adds a hash
-    of one digit to the other. There are at most ``sqrt(n)`` more pairs than values, and the few
-    results that are too large are passed through the network again.
+    For n above 4096, the values come from a Feistel network on pairs of digits (Black and Rogaway,
+    "Ciphers with arbitrary finite domains", 2002). A value is ``left * base + right``, and each
+    round adds a hash of one digit to the other digit. There are at most ``sqrt(n)`` more pairs than
+    values. The few results that are too large are passed through the network again.
 
     Args:
         positions: Shape ``(k,)``, int64, from 0 to ``n - 1``.
-        n: From 1 to ``2**62``.
-        key: Selects the permutation, modulo 2**64.
+        n: Length of the range, from 1 to ``2**62``.
+        key: Selects the permutation. Used modulo 2**64.
 
     Returns:
         The values, shape ``(k,)``, int64.
     """
     assert 1 <= n <= 2**62, n
     if len(positions):
-        assert positions.min() >= 0, "a position before the range"
-        assert positions.max() < n, "a position after the range"
+        assert positions.min() >= 0, "a position is negative"
+        assert positions.max() < n, "a position is too large"
     if n <= _SORTED_UP_TO:
         return _sorted_hashes(n, key)[positions]
     values = _network(positions.astype(np.uint64), n, key)
@@ -307,7 +309,7 @@ def permuted(positions: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64
         values[too_large] = _network(values[too_large], n, key)
 
 
-# Cached because calls for the same epoch follow each other; 2 MiB at most.
+# Cached, because consecutive calls are usually for the same epoch. Takes at most 2 MiB.
 @functools.lru_cache(maxsize=64)
 def _sorted_hashes(n: int, key: int) -> NDArray[np.int64]:
     hashes = random_bits(np.arange(n, dtype=np.uint64), key)
@@ -315,9 +317,9 @@ def _sorted_hashes(n: int, key: int) -> NDArray[np.int64]:
 
 
 def _network(values: NDArray[np.uint64], n: int, key: int) -> NDArray[np.uint64]:
-    """Return a permutation of the smallest ``range(left_base * right_base)`` that covers ``n``.
+    """Pass values through the Feistel network, which permutes a range slightly larger than `n`.
 
-    The bases are as equal as possible.
+    The range is ``range(left_base * right_base)``, where the two bases are as equal as possible.
     """
     right_base = math.isqrt(n - 1) + 1
     left_base = -(-n // right_base)
@@ -327,10 +329,10 @@ def _network(values: NDArray[np.uint64], n: int, key: int) -> NDArray[np.uint64]
     round_keys = random_bits(np.arange(_ROUNDS, dtype=np.uint64), key).tolist()
     for number, round_key in enumerate(round_keys):
         side = number % 2
-        # Two bits are dropped, so that the sum does not overflow.
+        # Two bits are dropped to keep the sum from overflowing.
         added = random_bits(digits[1 - side], round_key) >> np.uint64(2)
         total = digits[side] + added
-        # The remainder. numpy divides faster than it takes remainders.
+        # This is the remainder. NumPy divides faster than it computes remainders.
         digits[side] = total - total // bases[side] * bases[side]
     pairs: NDArray[np.uint64] = digits[0] * bases[1] + digits[1]
     return pairs

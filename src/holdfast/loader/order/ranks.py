@@ -1,6 +1,6 @@
 """Find this process's rank, and divide the positions of a step among ranks.
 
-Nothing here communicates with another rank.
+The functions of this module do not communicate with other ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ def ranks_now(otherwise: tuple[int, int]) -> tuple[int, int]:
     """Return this rank and the number of ranks.
 
     Args:
-        otherwise: What to return if ``torch.distributed`` is not initialized.
+        otherwise: Returned if ``torch.distributed`` is not initialized.
     """
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -22,20 +22,20 @@ def ranks_now(otherwise: tuple[int, int]) -> tuple[int, int]:
 def rank_positions(
     first: int, length: int, batch_size: int, rank: int, world_size: int, *, drop_last: bool = False
 ) -> range | None:
-    """Return which positions of a step belong to a rank, or None after the end of the epoch.
+    """Return a rank's positions in a step, or None after the end of the epoch.
 
-    A step takes ``batch_size * world_size`` positions. The positions of a shorter last step are
-    divided among all ranks, in parts whose sizes differ by at most 1: a rank without a batch would
-    make no step, and the others would wait for it. If fewer positions are left than there are
-    ranks, some are therefore used twice.
+    A step takes ``batch_size * world_size`` positions. If fewer positions are left for the last
+    step, they are divided among all ranks as evenly as possible: a rank without a batch would take
+    no step, and the other ranks would wait for it. If there are fewer positions than ranks, some
+    positions are used by several ranks.
 
     Args:
         first: Position at which the step begins.
-        length: Positions in the epoch.
-        batch_size: Positions for one rank.
+        length: Number of positions in the epoch.
+        batch_size: Number of positions per rank.
         rank: The rank.
         world_size: Number of ranks.
-        drop_last: Whether an incomplete step is dropped.
+        drop_last: Whether to drop an incomplete last step.
     """
     remaining = min(length - first, batch_size * world_size)
     if remaining <= 0 or (drop_last and remaining < batch_size * world_size):
@@ -51,9 +51,9 @@ def rank_positions(
 def steps_left(
     first: int, length: int, batch_size: int, world_size: int, *, drop_last: bool = False
 ) -> int:
-    """Return how many steps `rank_positions` gives every rank from a position to the epoch's end.
+    """Return how many steps are left in the epoch, starting from a position.
 
-    The arguments are those of `rank_positions`.
+    See `rank_positions` for the arguments.
     """
     remaining = max(0, length - first)
     step = batch_size * world_size

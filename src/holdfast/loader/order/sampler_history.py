@@ -1,4 +1,4 @@
-"""Detect and replay the state that a sampler without ``state_dict`` carries between epochs."""
+"""Detect and restore the state that a sampler without ``state_dict`` carries between epochs."""
 
 from __future__ import annotations
 
@@ -17,34 +17,33 @@ from holdfast.loader.seeds import derive_seed
 
 
 class SamplerHistory:
-    """The epochs that a sampler has drawn, and whether drawing them has changed it.
+    """Draws epochs from a sampler, and detects whether drawing changes the sampler.
 
     Args:
-        sampler: The sampler. It must have drawn nothing yet.
+        sampler: The sampler, from which nothing has been drawn yet.
         seed: Seed of the loader.
-        dataset: The dataset, which the sampler may hold; it is not copied with the sampler.
+        dataset: The dataset. If the sampler refers to it, it is not copied with the sampler.
     """
 
     def __init__(self, sampler: Any, seed: int, dataset: Any) -> None:
         self._sampler = sampler
         self._seed = seed
         self._dataset = dataset
-        # The epochs drawn since the sampler was passed in, in their order.
+        # All epochs drawn so far, in order.
         self.epochs: list[int] = []
-        # Whether drawing an epoch changes the orders of later ones; None before the first draw has
-        # shown it.
+        # Whether drawing an epoch changes the order of later epochs. None until the first draw.
         self.carries_state: bool | None = None
         if all(has_no_state(part) for part in with_inner_sampler(sampler)):
             self.carries_state = False
-        # Whether something other than drawing has changed the sampler.
+        # Whether the sampler was changed by something other than drawing.
         self.changed_by_others = False
-        # A copy of the sampler before the first draw, unless it carries nothing.
+        # A copy of the sampler before the first draw, or None if the sampler carries no state.
         self._as_passed: Any | None = None
-        # The fingerprint of the sampler after the newest draw.
+        # Fingerprint of the sampler after the last draw.
         self._left_as: Fingerprint | None = None
 
     def draw(self, epoch: int) -> list[Any]:
-        """Return what the sampler yields in an epoch, and note whether drawing changes it."""
+        """Draw an epoch from the sampler, and detect whether that changes the sampler."""
         self._note_changes()
         if self.carries_state is None and not self.epochs:
             self._as_passed = copy_sampler(self._sampler, self._dataset)
@@ -64,12 +63,12 @@ class SamplerHistory:
         return entries
 
     def _changes_itself(self, epoch: int, entries: list[Any], after: Fingerprint) -> bool:
-        """Return whether drawing an epoch changes the orders that the sampler yields afterwards.
+        """Return whether drawing an epoch changes the order of later epochs.
 
-        To find out, a copy of the sampler draws the same epoch again, and must yield the same
-        `entries` and have the same fingerprint `after` that. Some samplers only store the order in
-        an attribute, which does not change later ones. If the sampler cannot be copied, the answer
-        is True.
+        Draws the same epoch again from a copy of the sampler, which must yield the same `entries`
+        and then have the fingerprint `after`. A sampler passes this test if it merely stores the
+        order in an attribute, because that does not change later epochs. Returns True if the
+        sampler cannot be copied.
         """
         if not after.is_complete:
             return True
@@ -85,10 +84,11 @@ class SamplerHistory:
         return fingerprint(copies, self._dataset) != after
 
     def _note_changes(self) -> None:
-        """Notice whether the sampler was changed since the newest draw."""
+        """Detect whether the sampler was changed since the last draw."""
         samplers = with_inner_sampler(self._sampler)
         if any(sets_epoch(sampler) for sampler in samplers):
-            # The loop may call `set_epoch`, and the next draw sets the epoch in any case.
+            # A change may be due to a call of `set_epoch`, which is harmless: the next draw sets
+            # the epoch again.
             return
         if self._left_as is None or not self._left_as.is_complete:
             return
@@ -96,10 +96,10 @@ class SamplerHistory:
             self.changed_by_others = True
 
     def return_to_beginning(self) -> None:
-        """Return the sampler to its state before the first draw.
+        """Restore the sampler's state before the first draw.
 
         Raises:
-            LoaderError: H604 if it cannot be copied.
+            LoaderError: H604 if the sampler cannot be copied.
         """
         as_passed = None
         if self._as_passed is not None:
@@ -107,7 +107,8 @@ class SamplerHistory:
         if as_passed is None:
             raise cannot_restore(
                 self._sampler,
-                "cannot be copied, so it cannot be returned to an earlier epoch in this process",
+                "cannot be copied, so its state in an earlier epoch cannot be restored in this"
+                " process",
             )
         vars(self._sampler).clear()
         vars(self._sampler).update(vars(as_passed))
@@ -116,7 +117,7 @@ class SamplerHistory:
 
 
 def begin_epoch(samplers: Iterable[Any], seed: int, epoch: int) -> None:
-    """Seed everything that samplers may draw from, and set their epoch."""
+    """Seed all generators that samplers may draw from, and set their epoch."""
     order_seed = derive_seed(seed, epoch, "order")
     seed_cpu(order_seed)
     for sampler in samplers:
@@ -128,7 +129,7 @@ def begin_epoch(samplers: Iterable[Any], seed: int, epoch: int) -> None:
 
 
 def with_inner_sampler(sampler: Any) -> list[Any]:
-    """Return a sampler and, for a batch sampler, also the sampler inside it."""
+    """Return a sampler and, if it is a batch sampler, the sampler inside it."""
     inner_sampler = getattr(sampler, "sampler", None)
     if inner_sampler is None:
         return [sampler]
@@ -136,13 +137,13 @@ def with_inner_sampler(sampler: Any) -> list[Any]:
 
 
 def cannot_restore(sampler: Any, why: str) -> LoaderError:
-    """Return H604 for a sampler that cannot be moved to a saved position."""
+    """Return an H604 error for a sampler that cannot be moved to a saved position."""
     return LoaderError(
         f"{type(sampler).__name__} {why}",
-        limit="the batches that follow depend on it",
+        limit="all following batches depend on the sampler's state",
         fix=(
-            "give the sampler state_dict and load_state_dict, which are saved with the"
-            " position, and start in a new run directory."
+            "add state_dict and load_state_dict to the sampler, so that its state is saved with"
+            " the position, and start in a new run directory."
         ),
         rule="H604",
     )

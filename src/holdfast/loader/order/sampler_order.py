@@ -1,15 +1,15 @@
 """The order of a user's sampler or batch sampler.
 
-It is drawn once per epoch and depends only on (seed, epoch), whichever generator the sampler draws
-from.
+The order is drawn once per epoch and depends only on (seed, epoch), because all generators that the
+sampler may draw from are seeded first.
 
-Some samplers carry state from epoch to epoch, such as counters or lists that are shuffled now and
-then. How a resume restores it depends on the sampler:
+Some samplers carry state from epoch to epoch, such as a counter or a list that is shuffled again
+and again. How a resume restores this state depends on the sampler:
 
-- It has ``state_dict`` and ``load_state_dict``: its state is part of the position.
-- It has neither: a resume draws the earlier epochs again, in the same order (`SamplerHistory`).
-- The loop changes it, for example its weights: drawing again cannot restore that, so the resume is
-  refused (H604).
+- If the sampler has ``state_dict`` and ``load_state_dict``, its state is saved with the position.
+- Otherwise, a resume draws all earlier epochs again, in the same order (`SamplerHistory`).
+- If the loop changes the sampler, for example its weights, drawing the epochs again cannot restore
+  the state, so the resume is refused (H604).
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ from holdfast.loader.quarantine import key_of
 from holdfast.loader.random_state import isolated
 from holdfast.loader.samplers import is_stateful
 
-# The largest number of entries in an epoch. They are held in memory, at 40 bytes each.
-_MOST_ENTRIES = 10**8
+# Maximum number of entries in an epoch. They are kept in memory, at 40 bytes each.
+_MAX_ENTRIES = 10**8
 
-# The number of epochs whose entries are held. One is not enough: a second iterator may draw another
-# epoch, and a sampler whose source of randomness is unknown would then draw a different order when
-# the first epoch is needed again.
+# Number of epochs whose entries are kept. One is not enough: a second iterator may draw another
+# epoch. When the first epoch is needed again, a sampler with an unknown source of randomness would
+# draw it in a different order.
 _EPOCHS_HELD = 2
 
 
 class Drawn(NamedTuple):
-    """A record of what a user's sampler drew for an epoch.
+    """Identifies the entries that a user's sampler drew for an epoch.
 
     Args:
-        digest: A digest of the entries.
-        rank: The rank that the entries belong to, or None if the sampler does not divide by ranks.
+        digest: Digest of the entries.
+        rank: The rank that the entries are for, or None if the sampler does not divide samples
+            among ranks.
     """
 
     digest: str
@@ -58,20 +59,19 @@ class Drawn(NamedTuple):
 
 
 class SamplerOrder:
-    """The order of a user's sampler.
+    """An order that is drawn from a user's sampler, one epoch at a time.
 
     Args:
-        sampler: The sampler. It yields indices, which may be tuples, or batches of indices.
+        sampler: The sampler, which yields indices (numbers or tuples) or batches of indices.
         seed: Seed of the loader.
-        repeats: Whether an index may occur more than once in an epoch. None: the sampler's own
-            attributes decide.
-        batches: Whether it yields batches.
-        samples: Length of the dataset, if that is known.
-        dataset: The dataset, which the sampler may hold; it is not copied with the sampler.
+        repeats: Whether an index may occur more than once in an epoch. With None, this is derived
+            from the sampler's attributes.
+        batches: Whether the sampler yields batches.
+        samples: Length of the dataset, or None if unknown.
+        dataset: The dataset. If the sampler refers to it, it is not copied with the sampler.
 
     Raises:
-        LoaderError: H603 for a sampler without a length, or with more entries than can be held in
-            memory.
+        LoaderError: H603 if the sampler has no length, or too many entries to be kept in memory.
     """
 
     def __init__(
@@ -91,50 +91,51 @@ class SamplerOrder:
         self._batches = batches
         self._samples = samples
 
-        # By epoch: all entries, their digest, and the state_dict of a stateful sampler before them.
+        # For each epoch: all entries, their digest, and the state_dict of a stateful sampler before
+        # the epoch was drawn.
         self._entries: dict[int, list[Any]] = {}
         self._digests: dict[int, str] = {}
         self._state_before: dict[int, Any] = {}
 
-        # The sampler's attribute `epoch` when it was last read. torch's samplers start at 0.
+        # The last value read from the sampler's attribute `epoch`. torch's samplers start at 0.
         self._epoch_seen = 0
         # The outermost sampler that has ``state_dict`` and ``load_state_dict``, or None.
         self._stateful: Any = next(
             (candidate for candidate in self._samplers() if is_stateful(candidate)), None
         )
-        # For a sampler that has neither.
+        # Used if no sampler has these methods.
         self._history = SamplerHistory(sampler, seed, dataset)
 
     def __len__(self) -> int:
-        """Return the entries of an epoch, as the sampler states."""
+        """Return the sampler's own length, in entries per epoch."""
         return len(self._sampler)
 
     def count(self, epoch: int) -> int:
-        """Return how many entries the sampler yields in an epoch.
+        """Return how many entries the sampler actually yields in an epoch.
 
-        This may differ from its length. Like torch, the loader uses whatever it yields.
+        This may differ from the sampler's length. As in torch, the loader uses all entries.
         """
         return len(self.drawn(epoch))
 
     def indices(self, seed: int, epoch: int, start: int, stop: int) -> list[Any]:
-        """Return the entries at some positions of an epoch."""
+        """Return the entries at the positions from `start` to `stop` in an epoch."""
         del seed
         return self.drawn(epoch)[start:stop]
 
     def identity(self) -> dict[str, Any]:
-        """Return the kind of sampler and the length of the dataset, as JSON values.
+        """Return the properties that must be equal for a position to refer to the same sample.
 
-        The sampler's own length is left out, because it may differ from epoch to epoch.
+        The sampler's own length is not included, because it may differ from epoch to epoch.
         """
         return {"kind": type(self._sampler).__name__, "version": 1, "length": self._samples}
 
     @property
     def repeats(self) -> bool:
-        """Whether an index may come more than once in an epoch."""
+        """Whether an index may occur more than once in an epoch."""
         if self._repeats is not None:
             return self._repeats
-        # torch's samplers say whether they draw with replacement. `DistributedSampler` repeats a
-        # few samples to make the ranks equal.
+        # torch's samplers have an attribute `replacement`. `DistributedSampler` has `num_replicas`,
+        # and repeats a few samples so that all ranks get the same number.
         return any(
             getattr(sampler, "replacement", False) or hasattr(sampler, "num_replicas")
             for sampler in self._samplers()
@@ -142,7 +143,7 @@ class SamplerOrder:
 
     @property
     def changed_by_others(self) -> bool:
-        """Whether the loop has changed the sampler between epochs, so that no resume is possible.
+        """Whether the loop changed the sampler between epochs, which makes a resume impossible.
 
         A sampler with ``state_dict`` is not checked, because its state includes such changes.
         """
@@ -154,10 +155,10 @@ class SamplerOrder:
     # --- drawing ----------------------------------------------------------------------------------
 
     def drawn(self, epoch: int) -> list[Any]:
-        """Return everything that the sampler yields in an epoch.
+        """Return all entries that the sampler yields in an epoch, drawing them if necessary.
 
         Raises:
-            LoaderError: H609 if indices repeat by mistake.
+            LoaderError: H609 if an index occurs more than once, but repeats are not allowed.
         """
         entries = self._entries.get(epoch)
         if entries is not None:
@@ -169,8 +170,7 @@ class SamplerOrder:
             with isolated():
                 begin_epoch(self._samplers(), self._seed, epoch)
                 entries = list(self._sampler)
-        # Drawing has set the epoch on the sampler, which must not be mistaken for a call by the
-        # user.
+        # Drawing calls the sampler's `set_epoch`. This must not be mistaken for a call by the user.
         self.take_epoch_set()
         if not self.repeats:
             _check_once(entries, type(self._sampler).__name__, batches=self._batches)
@@ -184,13 +184,12 @@ class SamplerOrder:
         self._digests.pop(epoch, None)
         self._state_before.pop(epoch, None)
 
-    # --- what is carried from epoch to epoch ------------------------------------------------------
+    # --- state carried from epoch to epoch --------------------------------------------------------
 
     def state_dict(self, epoch: int) -> dict[str, Any] | None:
-        """Return the state of the sampler for a position in an epoch, or None if it has none."""
+        """Return the sampler's state for a position in an epoch, or None if it carries no state."""
         if self._stateful is not None:
-            # The state before an epoch leads to a position in it only if no other epoch was drawn
-            # since.
+            # The state before the epoch is only useful if no other epoch was drawn since.
             newest_epoch = next(reversed(self._state_before), None)
             before = self._state_before[epoch] if epoch == newest_epoch else None
             return {"before": before, "now": copy.deepcopy(self._stateful.state_dict())}
@@ -206,11 +205,11 @@ class SamplerOrder:
         """Restore the sampler at a position in an epoch.
 
         Args:
-            state: What `state_dict` returned there.
+            state: The result of `state_dict` at that position.
             epoch: Number of the epoch.
 
         Raises:
-            LoaderError: H604 if that is not possible.
+            LoaderError: H604 if the sampler cannot be restored.
         """
         if state is None:
             return
@@ -219,12 +218,12 @@ class SamplerOrder:
         elif "changed_by_others" in state:
             raise cannot_restore(
                 self._sampler,
-                "was changed between epochs by the loop, and no checkpoint holds such a change",
+                "was changed by the loop between epochs, and checkpoints do not save such changes",
             )
         elif self._stateful is None:
             raise cannot_restore(
                 self._sampler,
-                "has no state_dict and load_state_dict, and had them when the position was saved",
+                "has no state_dict and load_state_dict, but had them when the position was saved",
             )
         else:
             if state["before"] is not None:
@@ -235,13 +234,14 @@ class SamplerOrder:
                 self._stateful.load_state_dict(copy.deepcopy(state["now"]))
 
     def _load_history(self, state: dict[str, Any]) -> None:
-        """Draw the epochs of a saved history that were not drawn yet, in their original order.
+        """Draw all epochs of a saved history that were not drawn yet, in their original order.
 
         Raises:
-            LoaderError: H604 if the order of the last one differs from the original.
+            LoaderError: H604 if the order of the last epoch differs from the original run.
         """
         if self._stateful is not None or self._history.carries_state is False:
-            # The position was saved before the first draw had shown that nothing is carried.
+            # The position was saved before the first draw, when it was not known yet that the
+            # sampler carries no state.
             return
         epochs = from_ranges(state["epochs"])
         drawn_epochs = len(self._history.epochs)
@@ -259,7 +259,7 @@ class SamplerOrder:
     # --- epochs -----------------------------------------------------------------------------------
 
     def take_epoch_set(self) -> int | None:
-        """Return the epoch that the user has set on the sampler since the last call, or None."""
+        """Return the epoch that the user set on the sampler since the last call, or None."""
         for sampler in self._samplers():
             epoch = getattr(sampler, "epoch", None)
             if sets_epoch(sampler) and isinstance(epoch, Integral) and int(epoch) >= 0:
@@ -269,15 +269,15 @@ class SamplerOrder:
         return None
 
     def check_drawn(self, epoch: int, saved: Drawn | None) -> Drawn:
-        """Draw an epoch and compare it with the digest in a saved position; return the digest.
+        """Draw an epoch, compare it with the digest in a saved position, and return its digest.
 
         Args:
             epoch: Number of the epoch.
-            saved: The digest when the position was saved, or None to check nothing. A digest from
+            saved: The digest from the saved position, or None to skip the check. A digest from
                 another rank is not compared.
 
         Raises:
-            LoaderError: H604 if a different order was drawn when the position was saved.
+            LoaderError: H604 if the order differs from the one drawn when the position was saved.
         """
         entries = self.drawn(epoch)
         if epoch not in self._digests:
@@ -286,21 +286,22 @@ class SamplerOrder:
         drawn = Drawn(self._digests[epoch], self._find_rank())
         if saved is not None and saved.rank == drawn.rank and saved.digest != drawn.digest:
             raise LoaderError(
-                "the sampler draws a different order than when the position was saved, with the"
-                " same seed and epoch",
-                limit="the same order is needed to continue in the middle of an epoch",
+                "with the same seed and epoch, the sampler draws a different order than when the"
+                " position was saved",
+                limit="continuing in the middle of an epoch requires the same order of samples",
                 fix=(
-                    "let it draw from the global generator of torch, numpy or python or from an"
-                    " attribute `generator`, which are seeded for it, or derive its order from the"
-                    " epoch in set_epoch(); create it with the same seed; if it carries state from"
-                    " epoch to epoch, give it state_dict and load_state_dict."
+                    "create the sampler with the same seed, and let it draw only from generators"
+                    " that the loader seeds: the global ones of torch, NumPy and Python, or its"
+                    " attribute `generator`. Alternatively, derive the order from the epoch in"
+                    " set_epoch(). If the sampler carries state from epoch to epoch, add state_dict"
+                    " and load_state_dict."
                 ),
                 rule="H604",
             )
         return drawn
 
     def _find_rank(self) -> int | None:
-        """Return the rank for which the sampler draws, or None if it does not divide by ranks."""
+        """Return the rank that the sampler draws for, or None if its entries are for all ranks."""
         for sampler in self._samplers():
             rank = getattr(sampler, "rank", None)
             if isinstance(rank, Integral):
@@ -309,48 +310,48 @@ class SamplerOrder:
 
 
 def _check_length(sampler: Any) -> None:
-    """Check that a sampler has a length, and that its entries fit into memory; else raise H603."""
+    """Raise H603 if a sampler has no length, or too many entries to be kept in memory."""
     name = type(sampler).__name__
     if not isinstance(sampler, Sized):
         raise LoaderError(
             f"sampler {name} has no length",
-            limit="an order that resumes exactly needs to know where an epoch ends",
+            limit="an exact resume requires knowing where an epoch ends",
             fix=(
-                "give it a __len__, or use torch.utils.data.DataLoader and accept an inexact"
-                " resume."
+                "add a __len__ to the sampler, or use torch.utils.data.DataLoader and accept an"
+                " inexact resume."
             ),
             rule="H603",
         )
-    if len(sampler) > _MOST_ENTRIES:
+    if len(sampler) > _MAX_ENTRIES:
         raise LoaderError(
             f"sampler {name} yields {len(sampler):,} entries per epoch",
             limit=(
-                f"all of them are drawn at once, at most {_MOST_ENTRIES:,}, so that a resume finds"
-                " the same order"
+                "all entries of an epoch are drawn at once, so that a resume gets the same order,"
+                f" and at most {_MAX_ENTRIES:,} fit into memory"
             ),
             fix=(
-                "make epochs shorter, for example num_samples=len(dataset), and end the run after a"
-                " number of steps: guard.batches(max_steps=...)."
+                "make epochs shorter, for example with num_samples=len(dataset), and end the run"
+                " after a number of steps with guard.batches(max_steps=...)."
             ),
             rule="H603",
         )
 
 
 def _check_once(entries: list[Any], name: str, *, batches: bool) -> None:
-    """Check that no index occurs twice in an epoch; else raise H609."""
+    """Raise H609 if an index occurs more than once in an epoch."""
     keys = [key_of(index) for index in _indices_in(entries, batches=batches)]
     repeated = len(keys) - len(set(keys))
     if repeated:
         raise LoaderError(
             f"{name} yields {repeated} of {len(keys)} indices more than once in an epoch",
-            limit="each sample is expected once",
-            fix="repair the sampler, or pass repeats=True if it draws with replacement on purpose.",
+            limit="each index may occur only once unless repeats=True",
+            fix="fix the sampler, or pass repeats=True if it repeats samples on purpose.",
             rule="H609",
         )
 
 
 def _indices_in(entries: list[Any], *, batches: bool) -> list[Any]:
-    """Return the indices in the entries of a sampler or a batch sampler."""
+    """Return all indices in the entries of a sampler or a batch sampler."""
     batch_types: Any = (list, tuple, np.ndarray, torch.Tensor) if batches else list
     indices: list[Any] = []
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Copy the user's samplers, and detect from their attributes whether they changed."""
+"""Copy a user's sampler, and detect changes to its attributes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ import torch
 
 from holdfast.loader.random_state import GENERATOR_TYPES
 
-# The attributes under which samplers hold the dataset, which is not part of their state and may be
-# large.
+# Attributes in which samplers store the dataset. It is not part of their state, and may be large.
 _DATA_ATTRIBUTES = ("data_source", "dataset")
 
-# The attributes that `HostEpochs` adds to samplers.
+# Attributes that `HostEpochs` adds to samplers.
 _ADDED_ATTRIBUTES = ("set_epoch",)
 
 _PLAIN_TYPES = frozenset((bool, int, float, complex, str, bytes, type(None)))
 
-# How many levels of nested samplers are searched for objects that copies share.
-_MOST_LEVELS = 4
+# Levels of nested samplers that are searched for objects to share between copies.
+_MAX_LEVELS = 4
 
 
 class Fingerprint(NamedTuple):
-    """A digest of the attributes of samplers.
+    """A digest of the attributes of one or several samplers.
 
     Args:
-        digest: Equal for equal attributes.
+        digest: The digest. Equal attributes have equal digests.
         is_complete: False if the digest omits a value whose state cannot be read, such as an
             iterator.
     """
@@ -42,15 +41,15 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(samplers: Iterable[Any], dataset: Any) -> Fingerprint:
-    """Return the fingerprint of samplers.
+    """Return the fingerprint of one or several samplers.
 
-    Only fingerprints of one process can be compared. Equal ones mean equal attributes; different
-    ones usually mean that an attribute has changed. The generators that are seeded for each epoch
-    are left out.
+    Fingerprints can only be compared within a process. Equal fingerprints mean equal attributes.
+    Different fingerprints usually mean that an attribute has changed. Generators that are seeded
+    for each epoch are not included.
 
     Args:
         samplers: The samplers.
-        dataset: Their dataset, which is left out too.
+        dataset: The samplers' dataset, which is not included.
     """
     digester = _Digester(dataset)
     for sampler in samplers:
@@ -67,11 +66,11 @@ def fingerprint(samplers: Iterable[Any], dataset: Any) -> Fingerprint:
 def copy_sampler(sampler: Any, dataset: Any) -> Any | None:
     """Return a deep copy of a sampler, or None if it cannot be copied.
 
-    The copy shares the dataset and the models of the sampler.
+    The copy shares the sampler's dataset and models.
     """
     shared = [dataset]
     inner = sampler
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         attributes = getattr(inner, "__dict__", {})
         for name, value in attributes.items():
             if name in (*_DATA_ATTRIBUTES, *_ADDED_ATTRIBUTES) or isinstance(
@@ -86,7 +85,7 @@ def copy_sampler(sampler: Any, dataset: Any) -> Any | None:
 
 
 def same_state(first: Any, second: Any) -> bool:
-    """Return whether two values of ``state_dict()`` are equal."""
+    """Return whether two results of ``state_dict()`` are equal."""
     arrays = (torch.Tensor, np.ndarray)
     if isinstance(first, arrays) or isinstance(second, arrays):
         return _same_array(first, second)
@@ -108,7 +107,7 @@ def _same_array(first: Any, second: Any) -> bool:
 
 
 def as_ranges(epochs: Iterable[int]) -> list[list[int]]:
-    """Return a sequence of epochs as ranges of consecutive numbers: ``[[first, last], ...]``.
+    """Convert a sequence of epochs to ranges of consecutive numbers: ``[[first, last], ...]``.
 
     Example:
         >>> as_ranges([0, 1, 2, 5, 5])
@@ -124,7 +123,7 @@ def as_ranges(epochs: Iterable[int]) -> list[list[int]]:
 
 
 def from_ranges(ranges: Iterable[Iterable[int]]) -> list[int]:
-    """Return the sequence of epochs for which `as_ranges` has returned these ranges."""
+    """Convert the ranges returned by `as_ranges` back to a sequence of epochs."""
     epochs: list[int] = []
     for first, last in ranges:
         epochs += range(first, last + 1)
@@ -132,10 +131,10 @@ def from_ranges(ranges: Iterable[Iterable[int]]) -> list[int]:
 
 
 def _state_attributes(value: Any, dataset: Any) -> dict[str, Any]:
-    """Return the attributes of an object that may change from epoch to epoch.
+    """Return an object's attributes that may change from epoch to epoch.
 
-    These are all except the dataset, the attributes that holdfast has added, and the generator,
-    which is seeded for each epoch.
+    Excluded are the dataset, attributes added by holdfast, and the generator, which is seeded for
+    each epoch.
     """
     attributes = getattr(value, "__dict__", {})
     return {
@@ -148,28 +147,28 @@ def _state_attributes(value: Any, dataset: Any) -> dict[str, Any]:
 
 
 class _Digester:
-    """Digests values, containers and, recursively, the attributes of objects.
+    """Computes a digest of values, containers and, recursively, objects' attributes.
 
-    Long lists of numbers are digested through their ``repr``, at the speed of C.
+    Lists of numbers are digested through their ``repr``, which is fast even for long lists.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.digest = hashlib.blake2b(digest_size=16)
         self.is_complete = True
         self._dataset = dataset
-        # By id. The references keep the objects alive, so that no other object gets one of these
-        # ids.
+        # The visited objects by id. The references keep them alive, so that their ids are not
+        # reused.
         self._visited: dict[int, Any] = {}
 
     def visit_attributes(self, value: Any) -> None:
-        """Digest the class of an object and its attributes with their names."""
+        """Digest an object's class and the names and values of its attributes."""
         self._add(type(value).__qualname__)
         for name, attribute in _state_attributes(value, self._dataset).items():
             self._add(name)
             self.visit(attribute)
 
     def visit(self, value: Any) -> None:
-        """Digest one value by the first branch that matches its type."""
+        """Digest a value according to its type."""
         if type(value) in _PLAIN_TYPES or _is_flat(value):
             self._add(repr(value))
         elif isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
@@ -182,7 +181,7 @@ class _Digester:
             self._visit_generator(value)
         elif isinstance(value, torch.nn.Module):
             # A sampler that uses a model changes with every step. torch counts the in-place changes
-            # of a tensor.
+            # to each tensor in `_version`.
             self._add(repr([tensor._version for tensor in value.parameters()]))
         elif isinstance(value, (type, FunctionType, MethodType, ModuleType)):
             self._add(repr(getattr(value, "__qualname__", "a module")))
@@ -192,7 +191,7 @@ class _Digester:
             self._visit_once(value, lambda: self.visit_attributes(value))
 
     def _visit_once(self, value: Any, visit: Callable[[], None]) -> None:
-        """Digest a container or an object once, since they may refer to each other."""
+        """Digest a container or an object only once, because objects may refer to each other."""
         self._add(f"{type(value).__qualname__} {id(value) in self._visited}")
         if id(value) not in self._visited and value is not self._dataset:
             self._visited[id(value)] = value
@@ -225,7 +224,7 @@ class _Digester:
 
 
 def _is_flat(value: Any) -> bool:
-    """Return whether a value is a container of nothing but numbers and strings."""
+    """Return whether a value is a container that only contains numbers and strings."""
     return type(value) in (list, tuple, set, frozenset, range) and _PLAIN_TYPES.issuperset(
         map(type, value)
     )

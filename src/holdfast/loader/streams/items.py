@@ -1,11 +1,12 @@
-"""The items of a stream, each with its own random numbers, and the state to resume after it.
+"""Read the items of a stream, each with its own random numbers, and resume after any item.
 
-An iterator may draw random numbers when it starts, for example to shuffle the epoch at the head of
-a generator's ``__iter__``. It draws them in the call that returns its first item. They must be the
-same wherever the stream resumes, so that call always runs with the seed of the epoch's first item.
-Since it is not visible where the head ends and the first item begins, a resume starts at least one
-item earlier, at an item that was handed out before, and drops it. If the first call draws nothing,
-this is not needed, and no item is read twice.
+An iterator may draw random numbers before its first item, for example to shuffle the epoch at the
+beginning of a generator's ``__iter__``. This code, the iterator's head, runs in the call that
+returns the first item. Its random numbers must be the same wherever the stream resumes, so the
+first call always runs with the seed of the epoch's first item. But this seed would be wrong for the
+item itself, and the two cannot be separated. A resume therefore starts at least one item earlier,
+at an item that was already returned, and drops that item. If the first call draws no random
+numbers, no item is read twice.
 """
 
 from __future__ import annotations
@@ -22,47 +23,47 @@ from holdfast.loader.seeds import derive_seed
 from holdfast.loader.signalled import let_through
 from holdfast.loader.workers.board import Board
 
-# The key in a state for the number of items to drop after it is loaded.
+# Key in a state for the number of items to drop after the state has been loaded.
 _ITEMS_BEHIND = "holdfast_items_behind"
 
-# Replaces an item's number in the seed for the random numbers that ``iter(dataset)`` draws.
+# Takes the place of an item's number in the seed with which ``iter(dataset)`` is called.
 _SEED_OF_ITERATOR = -1
 
 
 def replay_state(items: int, state: Any) -> dict[str, Any]:
-    """Return a state that loads `state` and then drops the first `items` items."""
+    """Return a state that resumes from `state` and then drops the next `items` items."""
     return {_ITEMS_BEHIND: items, "state": state}
 
 
 def isolated_from_training(board: Board | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context that leaves the random state of training alone.
+    """Return a context manager that preserves the random state of training.
 
     Args:
-        board: The board of the workers; None in the main process. In a worker, the context does
+        board: The workers' board, or None in the main process. In a worker, the context does
             nothing.
     """
     return isolated() if board is None else contextlib.nullcontext()
 
 
 class StreamError(Exception):
-    """A stream has raised the exception `cause`."""
+    """Raised when a stream has raised another exception, which is in `cause`."""
 
     def __init__(self, cause: BaseException) -> None:
-        # The cause's text is left out, because producing it may raise.
+        # The message of the cause is not included, because converting it to text may raise an
+        # error.
         super().__init__()
         self.cause = cause
 
 
 class Items:
-    """Iterates over the items of a stream and counts them.
+    """Iterates over the items of a stream, seeds each item and counts them.
 
     Args:
         dataset: The iterable dataset.
-        seed_parts: The values that determine the random numbers, together with the number of an
-            item.
-        board: The board of the workers; None in the main process.
+        seed_parts: Values from which each item's seed is derived, together with its number.
+        board: The workers' board, or None in the main process.
         keeps_state: Whether the dataset has a ``state_dict``.
-        show: Called with the number of each item that is about to be read and dropped.
+        show: Called with the number of each item that is read and dropped, to show progress.
     """
 
     def __init__(
@@ -80,25 +81,26 @@ class Items:
         self._keeps_state = keeps_state
         self._show = show
         self._iterator: Iterator[Any] = iter(())
-        # Whether the head of the iterator draws random numbers; None before the first item.
+        # Whether the iterator's head draws random numbers. None before the first item.
         self._head_draws: bool | None = None
-        # The item number whose seed is used for the first item, if it differs from the item's own.
+        # Number of the item whose seed is used for the first call, or None to use the item's own
+        # seed.
         self._first_seed_number: int | None = None
-        # A place to resume from, and its state: the place of the last item or an earlier one.
+        # Number of items before the place that a resume starts from, and the dataset's state there.
         self._replay_number = 0
         self._replay_from: Any = None
-        # The number of items read so far.
+        # Number of items read so far.
         self.number = 0
         self.ended = False
 
     def open(self, items: int, state: Any) -> None:
-        """Move to the place after a number of items.
+        """Move to the position after a number of items.
 
         Args:
-            items: The number.
-            state: The result of `state` there, or None to read all items again.
+            items: The number of items.
+            state: The result of `state` at this position, or None to read all items again.
         """
-        # Show that the worker is reading items again, not idle.
+        # Show that the worker is busy reading items again.
         self._show(self.number)
         dropped = items if state is None else 0
         if isinstance(state, dict) and _ITEMS_BEHIND in state:
@@ -117,9 +119,10 @@ class Items:
             self._show(self.number)
 
     def remember(self) -> None:
-        """Remember the place before the next item as one to resume from.
+        """Remember the position before the next item, so that `state` can use it.
 
-        The place before the first item is not kept, because many datasets have no state there.
+        The position before the first item is not remembered, because many datasets have no state
+        yet.
         """
         if (
             self._keeps_state
@@ -130,7 +133,7 @@ class Items:
             self._replay_from = self._dataset_state()
 
     def state(self) -> Any:
-        """Return the state that `open` needs to resume here, or None to read all items again."""
+        """Return the state with which `open` can resume here, or None to read all items again."""
         if not self._keeps_state:
             return None
         if self._head_draws is False:
@@ -157,7 +160,8 @@ class Items:
         return self
 
     def __next__(self) -> Any:
-        # As in torch, an exhausted iterator is not called again, because it might start over.
+        # As in torch, an exhausted iterator is not called again, because it might start from the
+        # beginning.
         if self.ended:
             raise StopIteration
         seed_number = self.number
@@ -178,7 +182,7 @@ class Items:
 
 
 def _differ(before: RandomState, after: RandomState) -> bool:
-    """Return whether anything was drawn between two captures.
+    """Return whether random numbers were drawn between two captures.
 
     For Python and NumPy, `capture` returns the same object if nothing was drawn.
     """

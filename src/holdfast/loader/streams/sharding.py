@@ -1,11 +1,11 @@
-"""Infer from an iterable dataset's code whether it divides its items itself."""
+"""Infer from an iterable dataset's code whether it divides its items among workers or ranks."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
-# Names that the code of a dataset uses if it divides its items among workers.
+# Names used in the code of datasets that divide their items among workers.
 _SHARDING_NAMES = {
     "get_worker_info",
     "worker_info",
@@ -14,7 +14,7 @@ _SHARDING_NAMES = {
     "split_by_node",
 }
 
-# Names in the code or among the attributes of a dataset that divides its items among ranks.
+# Names in the code or the attributes of datasets that divide their items among ranks.
 _RANK_NAMES = {
     "get_rank",
     "get_world_size",
@@ -25,15 +25,15 @@ _RANK_NAMES = {
     "num_processes",
 }
 
-# Hugging Face datasets have one of these attributes, and distribute their shards themselves.
+# Hugging Face datasets, which distribute their shards themselves, have one of these attributes.
 _SHARD_COUNTS = ("num_shards", "n_shards")
 
 
 def shards_itself(dataset: Any, worker_init_fn: Any = None) -> bool:
     """Return whether an iterable dataset divides its items among workers itself.
 
-    It does if the code of its classes or `worker_init_fn` uses the worker's info, or if it has
-    shards.
+    This is assumed if the code of its classes or of `worker_init_fn` uses the worker info, or if
+    the dataset has shards.
     """
     if "get_worker_info" in _names_in(worker_init_fn):
         return True
@@ -45,14 +45,14 @@ def shards_itself(dataset: Any, worker_init_fn: Any = None) -> bool:
 def divides_among_ranks(dataset: Any) -> bool:
     """Return whether an iterable dataset divides its items among ranks itself.
 
-    It does if its code uses a name that refers to a rank, or if it has such an attribute.
+    This is assumed if its code uses a name that refers to ranks, or if it has such an attribute.
     """
     attributes = set(getattr(dataset, "__dict__", ()))
     return bool(_RANK_NAMES & attributes) or _uses_a_name(dataset, _RANK_NAMES)
 
 
 def _uses_a_name(dataset: Any, names: set[str]) -> bool:
-    """Return whether a method of the dataset's classes, except torch's, uses one of these names."""
+    """Return whether any method of the dataset uses one of these names, except torch's methods."""
     for cls in type(dataset).__mro__:
         if cls.__module__.startswith("torch."):
             continue

@@ -1,17 +1,19 @@
-"""Distribute the batches of an iterable dataset among workers and ranks: each item once, in the
-order in which a single process would read them.
+"""Divide the batches of an iterable dataset among workers and ranks.
 
-A dataset that does not divide its items among workers:
-    Every worker reads the whole stream and makes its share of the batches, in turn. In a worker,
+Each item is used once, in the order in which a single process would read the items.
+
+If the dataset does not divide its items among workers:
+    Every worker reads the whole stream, and the workers take turns making a batch. In a worker,
     ``get_worker_info()`` returns None, as in a single process, unless the user passes
     ``sharded=False``.
 
-A dataset that does, because its code calls ``get_worker_info()`` or the user says so:
-    Each worker makes batches of the items that the dataset yields there.
+If the dataset does, because its code calls ``get_worker_info()`` or the user passes
+``sharded=True``:
+    Each worker makes batches from the items that the dataset yields in this worker.
 
-A dataset with ``state_dict`` and ``load_state_dict`` keeps its own position. For any other, the
-items before the position are read again and dropped. Bad items are not quarantined, because an
-iterator that has raised an exception cannot continue.
+A dataset with ``state_dict`` and ``load_state_dict`` saves its own position. For other datasets, a
+resume reads and drops the items before the position. Bad items are not quarantined, because an
+iterator cannot continue after raising an exception.
 """
 
 from __future__ import annotations
@@ -47,19 +49,19 @@ from holdfast.loader.workers.board import (
 from holdfast.loader.workers.map_source import BatchSource
 from holdfast.loader.workers.report import PASSED_TURN, BatchReport, as_failure, find_shortage
 
-# The state in a report if items were read but make no batch because of `drop_last`.
+# State in a report if the worker read items but made no batch of them, because of `drop_last`.
 _LEFT_OUT = "left out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPosition:
-    """How much of a stream, or of one worker's part of it, was handed out.
+    """The position in a stream, or in one worker's part of it.
 
     Args:
-        items: The number of items that were read.
-        state: The value that `Items.state` returned.
-        ended: Whether the iterator was exhausted. In that case, many datasets already have the
-            state of the beginning of the next epoch.
+        items: Number of items read before the position.
+        state: The result of `Items.state`.
+        ended: Whether the iterator was exhausted. Many datasets then already have the state for the
+            beginning of the next epoch.
     """
 
     items: int = 0
@@ -68,22 +70,22 @@ class StreamPosition:
 
 
 class InitialState:
-    """The state of a dataset before this process first read it.
+    """The dataset's state before this process first read it.
 
-    It is restored at the beginning of an epoch if the previous epoch was left early. Otherwise the
-    epoch would begin where the previous one was left, both here and in newly forked workers. The
-    dataset's state is read only once, because many datasets later return where their last epoch
-    ended.
+    The state is restored at the beginning of an epoch if the previous epoch was left early.
+    Otherwise, the epoch would begin where the previous one was left, both in this process and in
+    newly forked workers. The state is only captured once, because many datasets later return the
+    position at which their last epoch ended.
     """
 
     def __init__(self) -> None:
         self._is_known = False
         self._state: Any = None
-        # Whether the last epoch read in this process was left before its end.
+        # Whether the last epoch that this process read was left early.
         self.was_left = False
 
     def complete(self, position: StreamPosition) -> StreamPosition:
-        """Return a position, with the initial state added if it has no state and needs one."""
+        """Return a position, adding the initial state if the position needs one."""
         if position.state is not None or self._state is None or not self.was_left:
             return position
         if position.items:
@@ -91,10 +93,10 @@ class InitialState:
         return replace(position, state=self._state)
 
     def note_reading(self, dataset: Any) -> None:
-        """Note that this process starts to read the dataset."""
+        """Record that this process starts to read the dataset."""
         if not self._is_known and is_stateful(dataset):
             self._is_known = True
-            # A dataset may have no state before it is read.
+            # A dataset may raise an error if it has not been read yet.
             with isolated(), contextlib.suppress(Exception):
                 self._state = copy.deepcopy(dataset.state_dict())
         self.was_left = True
@@ -102,19 +104,18 @@ class InitialState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSettings:
-    """A stream, and how it is cut into batches.
+    """Describes a stream and how it is grouped into batches.
 
     Args:
         dataset: The iterable dataset.
         collate: The user's ``collate_fn``.
         seed: Seed of the loader.
         epoch: Number of the epoch.
-        batch_size: Items in a batch of one rank, or None for single items without a batch
-            dimension.
-        drop_last: Whether an incomplete last batch is dropped.
+        batch_size: Items per batch and rank, or None for single items without a batch dimension.
+        drop_last: Whether to drop an incomplete last batch.
         sharded: Whether the dataset divides its items among workers itself.
-        hides_worker: Whether ``get_worker_info()`` returns None in a worker, as in one process, so
-            that a dataset that asks for it does not divide its items as well.
+        hides_worker: Whether ``get_worker_info()`` returns None in a worker, as in a single
+            process. This keeps the dataset from dividing its items a second time.
         rank: This rank.
         world_size: The number of ranks that share the items.
         initial_state: The state of the dataset before it was first read.
@@ -135,13 +136,13 @@ class StreamSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WorkerShare:
-    """The part of a stream that belongs to the worker in this process.
+    """The part of a stream that the worker in this process makes batches of.
 
     Args:
-        worker: Number of the worker; 0 in the main process.
-        dealt_to: The number of workers that take turns with the batches; 1 if the dataset divides
-            its items itself.
-        shard: The key of this worker's position.
+        worker: Number of the worker, or 0 in the main process.
+        dealt_to: Number of workers that take turns making batches, or 1 if the dataset divides its
+            items itself.
+        shard: Key of this worker's position in `BatchStream`.
     """
 
     worker: int
@@ -150,14 +151,14 @@ class _WorkerShare:
 
 
 class BatchStream(IterableDataset[Any]):
-    """Batches with reports from an iterable dataset, for one worker or the main process.
+    """An iterable over batches and their reports, in a worker or in the main process.
 
     Args:
-        settings: What the stream is.
-        positions: Where to continue, by worker if the dataset divides its items itself, otherwise
-            under the key 0.
-        turn: The worker whose turn it is, if the dataset divides its items itself. torch always
-            begins with worker 0, so the workers before this one pass.
+        settings: The stream's settings.
+        positions: The positions to continue from, by worker if the dataset divides its items
+            itself. Otherwise, the only key is 0.
+        turn: The worker that provides the next batch, if the dataset divides its items itself.
+            torch always begins with worker 0, so all workers before this one pass their first turn.
         board: The board on which workers show their progress, or None in the main process.
     """
 
@@ -179,7 +180,7 @@ class BatchStream(IterableDataset[Any]):
         return self._settings.dataset
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this worker's batches, starting at the position, each with its report."""
+        """Yield this worker's batches from the position on, each with its report."""
         initial_state = self._settings.initial_state
         share = self._find_share()
         position = self._positions.get(share.shard, StreamPosition())
@@ -195,7 +196,7 @@ class BatchStream(IterableDataset[Any]):
             initial_state.was_left = False
 
     def _find_share(self) -> _WorkerShare:
-        # Without a board, this may still be the worker of another loader.
+        # Without a board, this process may still be a worker of another loader.
         info = None if self._board is None else get_worker_info()
         worker = 0
         workers = 1
@@ -207,7 +208,7 @@ class BatchStream(IterableDataset[Any]):
         return _WorkerShare(worker=worker, dealt_to=workers, shard=0)
 
     def _batches(self, share: _WorkerShare, position: StreamPosition) -> Generator[Any, None, bool]:
-        """Yield the batches, and return whether the stream was read to its end."""
+        """Yield this worker's batches, and return whether the stream was read to its end."""
         settings = self._settings
         cells = None if self._board is None else self._board.cells_of(share.worker)
         items = Items(
@@ -236,16 +237,16 @@ class BatchStream(IterableDataset[Any]):
             yield None, tuple(self._report_error(error.cause, share.worker, items))
             return False
         finally:
-            # The loop may still wait for other workers.
+            # This worker has finished, even if the loop still waits for other workers.
             _show(cells, items.number, IDLE)
         return True
 
     def _report_error(self, error: BaseException, worker: int, items: Items) -> BatchReport:
-        """Return a report without a batch for an error.
+        """Return a report of an error that occurred in place of a batch.
 
         Raises:
-            BaseException: The error itself, for a shortage in the main process, where fewer workers
-                cannot help.
+            BaseException: The error itself, if the main process ran out of a resource, because
+                reducing the number of workers cannot help there.
         """
         shortage = find_shortage(error)
         if shortage is None:
@@ -255,7 +256,11 @@ class BatchStream(IterableDataset[Any]):
         return BatchReport(worker, shortage=shortage)
 
     def _read_group(self, items: Items, size: int, cells: Cells, *, is_mine: bool) -> list[Any]:
-        """Read the items of one step of all ranks; return them if this worker makes the batch."""
+        """Read the items of one step of all ranks.
+
+        Returns:
+            The items if this worker makes the batch, otherwise an empty list.
+        """
         group = []
         for remaining in range(size, 0, -1):
             _show(cells, items.number, 0)
@@ -274,7 +279,7 @@ class BatchStream(IterableDataset[Any]):
         """Return this rank's batch of one step, and its report.
 
         Raises:
-            StreamError: ``collate_fn`` has raised.
+            StreamError: ``collate_fn`` raised an error.
         """
         settings = self._settings
         share = rank_positions(
@@ -312,12 +317,12 @@ def _show(cells: Cells, number: int, place: int) -> None:
 
 
 class StreamSource(BatchSource):
-    """The rest of an epoch of an iterable dataset.
+    """The remaining batches of an epoch, for an iterable dataset.
 
     Args:
-        settings: What the stream is.
-        positions: As `BatchStream`. They are updated as batches are handed out.
-        turn: As `BatchStream`, also updated.
+        settings: The stream's settings.
+        positions: See `BatchStream`. Updated as batches are returned.
+        turn: See `BatchStream`. Updated as batches are returned.
         workers: Number of workers, at least 1.
     """
 
@@ -332,23 +337,23 @@ class StreamSource(BatchSource):
         self._workers = workers
         self.positions = positions
         self.turn = turn
-        # A stream that continues at its end has no items left, but it had some.
+        # A stream that is resumed at its end has no items left, but it is not empty.
         self._has_items = bool(positions)
         self.needs_all_workers = settings.sharded
 
     def dataset(self, board: Board | None) -> BatchStream:
-        """Return the stream from the position on."""
+        """Return the stream of the remaining batches."""
         return BatchStream(self._settings, dict(self.positions), self.turn, board)
 
     def delivered(self, report: BatchReport) -> None:
-        """Note that a batch, or an error in its place, was handed out."""
+        """Record that a batch, or an error in its place, was returned to the loop."""
         if report.is_passed_turn:
             if report.state == _LEFT_OUT:
                 self._has_items = True
             return
         self._has_items = True
         if report.state is None:
-            # An error in place of a batch.
+            # The report contains an error in place of a batch.
             return
         items, state, ended = report.state
         worker = report.number
@@ -361,15 +366,16 @@ class StreamSource(BatchSource):
         """Return False, since the length of a stream is unknown.
 
         Raises:
-            LoaderError: H610 if there was no item, unless it is possible that this rank gets none.
+            LoaderError: H610 if the stream had no items, unless it may be normal that this rank
+                gets none.
         """
         if self._has_items or self._may_have_no_items():
             return False
         raise LoaderError(
             f"{type(self._settings.dataset).__name__} has no items",
-            limit="an epoch needs at least one",
-            fix="check its path and its filters; if it can be read only once, let its __iter__"
-            " start again from the beginning.",
+            limit="an epoch needs at least one item",
+            fix="check the dataset's path and filters. If the dataset can only be read once, let"
+            " its __iter__ start again from the beginning.",
             rule="H610",
         ) from None
 

@@ -1,14 +1,14 @@
-"""Worker processes: how they are started, watched and replaced.
+"""Start, watch and replace worker processes.
 
-How a lost worker is replaced: `recovery` (the loop that notices a loss and starts the next pool)
-and `remedies` (the table of what changes before that).
+Two modules replace lost workers: `recovery` has the loop that detects a loss and starts the next
+pool, and `remedies` has the table that decides what to change before that.
 
 Read in this order:
 
-1. `report` and `fetch`: how a worker makes one batch, and what it reports.
-2. `map_source`: which batches remain, and which sample a worker was reading.
-3. `pool`: one set of workers behind torch's loader.
-4. `watch` and `board`: how dead, stopped and stuck workers are found.
-5. `recovery` and `remedies`: how they are replaced.
-6. `processes`, `child_signals` and `ending`: processes and signals.
+1. `report` and `fetch`: make a batch in a worker, and report problems.
+2. `map_source`: keeps track of the remaining batches and of the samples that workers are reading.
+3. `pool`: runs one set of workers through torch's loader.
+4. `watch` and `board`: detect dead, stopped and stuck workers.
+5. `recovery` and `remedies`: replace lost workers.
+6. `processes`, `child_signals` and `ending`: handle processes and signals.
 """

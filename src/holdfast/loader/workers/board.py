@@ -1,5 +1,4 @@
-"""Shared memory in which each worker shows what it is doing, so that a slow worker can be told from
-a stuck one.
+"""Shared memory in which workers show their progress, to distinguish slow from stuck workers.
 
 Each worker has three numbers: the batch, the place in that batch, and how many batches it has
 finished. Only the worker itself writes them, without a lock. A reader may therefore see numbers
@@ -10,30 +9,30 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeAlias
 
-# Positions of the three numbers in a worker's cells.
+# Indices of the three numbers in a worker's cells.
 NUMBER = 0
 PLACE = 1
 DONE = 2
 _CELLS_PER_WORKER = 3
 
-# Values of `PLACE` that are not the place of a sample.
+# Values of `PLACE` that do not refer to a sample.
 COLLATING = -1
 IDLE = -2
 STARTING = -3
-# In the user's ``worker_init_fn``.
+# The worker is running the user's ``worker_init_fn``.
 PREPARING = -4
 
-# The cells of one worker (int64), or None in a process without workers.
+# The three numbers of one worker (int64), or None in the main process.
 Cells: TypeAlias = memoryview | None
 
 
 class WorkerStatus(NamedTuple):
-    """What a worker was doing.
+    """The numbers that a worker shows on the board.
 
     Args:
-        number: The batch that it is making or has finished last.
-        place: The place in that batch, or one of the special values above.
-        done: The number of batches that it has finished.
+        number: Number of the batch that the worker is making or has last finished.
+        place: Place of the current sample in that batch, or one of the special values above.
+        done: Number of batches that the worker has finished.
     """
 
     number: int
@@ -42,7 +41,7 @@ class WorkerStatus(NamedTuple):
 
     @property
     def is_busy(self) -> bool:
-        """Whether the worker is doing something."""
+        """Whether the worker is not idle."""
         return self.place != IDLE
 
     @property
@@ -52,21 +51,21 @@ class WorkerStatus(NamedTuple):
 
     @property
     def is_at_work(self) -> bool:
-        """Whether the worker is busy with a batch rather than with starting."""
+        """Whether the worker is making a batch."""
         return self.is_busy and not self.is_starting
 
     @property
     def has_worked(self) -> bool:
-        """Whether the worker has finished a sample since it started."""
+        """Whether the worker has read at least one sample since it started."""
         return self.done > 0 or self.place > 0
 
 
 class Board:
-    """The board of one pool of workers, which is passed to each of them as an argument.
+    """The shared memory of one pool of workers. Each worker receives it as an argument.
 
     Args:
         context: The multiprocessing context that starts the workers.
-        workers: How many there are.
+        workers: Number of workers in the pool.
     """
 
     def __init__(self, context: Any, workers: int) -> None:
@@ -75,9 +74,10 @@ class Board:
             self.cells_of(worker)[PLACE] = STARTING
 
     def cells_of(self, worker: int) -> memoryview[int]:
-        """Return the cells of a worker, which it writes itself.
+        """Return the cells of a worker, to which only that worker may write.
 
-        This is a plain memory view for speed, because a place is written for each sample.
+        A plain memory view is used because it is fast, and a worker writes its place for each
+        sample.
         """
         first = _CELLS_PER_WORKER * worker
         cells = memoryview(self._cells).cast("B").cast("q")
@@ -89,6 +89,6 @@ class Board:
 
 
 def show_batch_done(cells: memoryview[int]) -> None:
-    """Show that a worker has finished a batch and has nothing to do."""
+    """Show that a worker has finished a batch and is idle."""
     cells[DONE] += 1
     cells[PLACE] = IDLE

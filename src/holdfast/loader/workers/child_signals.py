@@ -1,7 +1,8 @@
-"""Handle SIGCHLD, so that the end of a worker interrupts the wait for a batch and nothing else.
+"""Handle SIGCHLD, so that the end of a worker only interrupts the wait for a batch.
 
-When a worker ends, torch's own handler raises an exception in the main thread *wherever that is*,
-even in the middle of an optimizer step. Here it is raised only while the loop waits for a batch.
+When a worker ends, torch's own handler raises an exception in the main thread, *no matter what the
+main thread is doing*, even in the middle of an optimizer step. The handler in this module only
+raises an exception while the loop waits for a batch.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from torch.utils.data._utils import signal_handling
 
 
 class WaitInterruptedError(BaseException):
-    """A worker ended, or was ended, while the loop waited for a batch.
+    """Raised when a worker exits or is killed while the loop waits for a batch.
 
-    It is not derived from `Exception`, because torch's loader reacts to any `Exception` by opening
-    ten temporary files, to check whether file descriptors are left.
+    The class is not derived from `Exception`, because torch's loader reacts to any `Exception` by
+    opening ten temporary files, to check whether file descriptors are available.
     """
 
 
-# The `WorkerWatch` of each pool that is alive.
+# The `WorkerWatch` of each existing pool.
 _watches: weakref.WeakSet[Any] = weakref.WeakSet()
-# The lists in which each pool keeps its processes.
+# For each pool, the list of its processes.
 _own_processes: weakref.WeakSet[Any] = weakref.WeakSet()
-# The handler of SIGCHLD that was installed before ours, which is torch's.
+# The SIGCHLD handler that was installed before this module's handler. It is torch's handler.
 _previous_handler: Any = None
-# How many `undisturbed` blocks the main thread is in.
+# Number of `undisturbed` blocks that the main thread is in.
 _undisturbed_blocks = 0
 
 
-# This runs before the exit function of multiprocessing, which would wait forever for a stopped
-# worker.
+# Registered so that it runs before multiprocessing's exit function, which would wait forever for a
+# stopped worker.
 @atexit.register
 def _kill_all_workers() -> None:
     for watch in list(_watches):
@@ -45,29 +46,32 @@ def _kill_all_workers() -> None:
 
 
 def handle_child_signals(processes: Sequence[Any]) -> None:
-    """Keep torch from raising errors about these processes, and install our SIGCHLD handler.
+    """Install this module's SIGCHLD handler, which suppresses torch's errors about processes.
 
-    Our handler calls torch's, which would raise even inside a queue and leave it locked. Nothing is
-    installed outside the main thread, where Python allows no handlers.
+    The handler calls torch's handler and suppresses its errors about `processes`. Such an error
+    could be raised inside a queue and leave the queue locked. Outside the main thread, no handler
+    is installed, because Python does not allow it.
 
     Args:
-        processes: A weakly referable list of worker processes, to which others may be added later.
+        processes: A list of worker processes that supports weak references. More processes may be
+            added later.
     """
     global _previous_handler
     _own_processes.add(processes)
     if threading.current_thread() is not threading.main_thread():
         return
     if _previous_handler is not None:
-        # Only once: a handler that was installed after ours may call ours. If ours called it in
-        # turn, they would call each other forever.
+        # The handler is only installed once. A handler that was installed later may call this one,
+        # and if this one called the other in turn, they would call each other forever.
         return
-    # Otherwise torch would install its handler around ours when it starts the first workers.
+    # torch's handler is installed first. Otherwise, torch would install it over this one when it
+    # starts the first workers.
     signal_handling._set_SIGCHLD_handler()
     _previous_handler = signal.signal(signal.SIGCHLD, _on_child) or signal.SIG_DFL
 
 
 def wake_on_loss(watch: Any) -> None:
-    """Let a lost worker interrupt the wait for a batch inside a `WorkerWatch`.
+    """Let the loss of a worker interrupt the wait for a batch in a `WorkerWatch`.
 
     As in torch, this has no effect outside the main thread.
     """
@@ -75,13 +79,13 @@ def wake_on_loss(watch: Any) -> None:
 
 
 def wake_main_thread() -> None:
-    """Interrupt a system call of the main thread, so that it runs the handler."""
+    """Interrupt the main thread's current system call, so that the thread runs the handler."""
     with suppress(ProcessLookupError, RuntimeError):
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
 
 
 def silence_torch() -> None:
-    """Keep torch from raising errors about any worker, because the process was asked to end."""
+    """Keep torch from raising errors about any worker, because this process is about to exit."""
     global _previous_handler
     if callable(_previous_handler):
         _previous_handler = signal.SIG_DFL
@@ -89,13 +93,13 @@ def silence_torch() -> None:
 
 @contextmanager
 def undisturbed() -> Generator[None]:
-    """Postpone the interruption by a loss until the end of the block.
+    """Postpone interruptions by lost workers until the end of the block.
 
-    An unreferenced loader may be garbage-collected, and so closed, at any point, possibly while the
-    main thread waits for a batch of another loader.
+    Closing a loader must not be interrupted. An unreferenced loader may be garbage-collected, and
+    thereby closed, at any time, even while the main thread waits for a batch of another loader.
     """
     global _undisturbed_blocks
-    # No other thread is ever interrupted.
+    # Signal handlers only interrupt the main thread.
     is_main_thread = threading.current_thread() is threading.main_thread()
     if is_main_thread:
         _undisturbed_blocks += 1
@@ -107,9 +111,10 @@ def undisturbed() -> Generator[None]:
 
 
 def _on_child(number: int, frame: Any) -> None:
-    """Interrupt the wait for a batch if a worker was lost; leave other workers to torch."""
+    """Interrupt the wait for a batch if a worker was lost, and let torch handle other workers."""
     for watch in list(_watches):
-        # Handlers run in the main thread. If another thread waits, it must not be interrupted here.
+        # Handlers run in the main thread. If another thread is waiting, the main thread must not be
+        # interrupted.
         waits_here = watch.waiting_thread == threading.get_ident()
         if watch.lost and waits_here and not watch.interrupted and not _undisturbed_blocks:
             watch.interrupted = True
@@ -118,7 +123,7 @@ def _on_child(number: int, frame: Any) -> None:
         try:
             _previous_handler(number, frame)
         except RuntimeError as error:
-            # torch forgets a loader once it has raised an error about it, so this loop ends.
+            # torch raises only one error per loader, so this loop ends.
             if not _names_own_process(str(error)):
                 raise
         else:
@@ -126,7 +131,7 @@ def _on_child(number: int, frame: Any) -> None:
 
 
 def _names_own_process(message: str) -> bool:
-    """Return whether an error message of torch names the PID of one of our workers."""
+    """Return whether a torch error message names the PID of a worker of a holdfast pool."""
     numbers = set(re.findall(r"\d+", message))
     for processes in list(_own_processes):
         for process in processes:

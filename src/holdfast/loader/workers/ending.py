@@ -1,6 +1,6 @@
-"""End worker processes: kill them, release what they leave behind, and describe how they ended.
+"""Kill worker processes, release the resources that they leave behind, and describe their end.
 
-A worker may have died while it held a lock, so nothing here waits for one for long.
+A worker may have died while holding a lock, so no function in this module waits long for a lock.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Any
 from holdfast.core.control_groups import read_fields
 from holdfast.core.threads import start_thread
 
-# How long to wait for a killed process.
+# How long to wait until a killed process has ended.
 _GRACE_SECONDS = 1.0
 
-# How long to wait for the exit code of a process that has ended: 50 checks of 2 x 0.01 s. It is
-# available at once unless another thread, usually torch's own, has reaped the process and not
-# stored the code yet.
+# How long to wait for the exit code of a process that has ended: 50 checks of 2 x 0.01 s. The code
+# is usually available immediately. A delay occurs if another thread, such as torch's, has reaped
+# the process but not stored the code yet.
 _EXIT_CODE_CHECKS = 50
 _EXIT_CODE_CHECK_SECONDS = 0.01
 
-# The process that keeps the files of torch's shared tensors. The kernel may show a shortened name.
+# The process that owns the files of torch's shared tensors. The kernel may show a shortened name.
 _TORCH_FILE_KEEPER = "torch_shm_manager"
 
-# Iterators for which no thread could be started. They are never cleaned up.
+# Iterators that are never cleaned up, because no thread could be started for them.
 _left_iterators: list[list[Any]] = []
 
 
 def kill(processes: Sequence[Any]) -> None:
-    """Kill processes, even stopped ones, and all processes that they have started; reap them."""
+    """Kill processes and all their descendants, even if they are stopped, and reap them."""
     started = [process for process in processes if process.pid is not None]
     for process in started:
         kill_with_descendants(process)
@@ -45,10 +45,10 @@ def kill(processes: Sequence[Any]) -> None:
 
 
 def kill_with_descendants(process: Any) -> None:
-    """Kill a process and all its descendants, such as a program that reads a sample."""
+    """Kill a process and all its descendants, such as programs that it started to read samples."""
     descendants: list[int] = []
     with suppress(ProcessLookupError, ValueError):
-        # If the process has ended, its PID may belong to another process by now.
+        # If the process has already ended, its PID may belong to another process.
         if process.exitcode is None:
             descendants = _descendants_of(process.pid)
         process.kill()
@@ -58,10 +58,10 @@ def kill_with_descendants(process: Any) -> None:
 
 
 def _descendants_of(pid: int) -> list[int]:
-    """Return the PIDs of all processes that a process, or one of its descendants, has started.
+    """Return the PIDs of a process's children and of their descendants.
 
-    torch's keeper of shared files is left out: the main process needs it, and it ends on its own
-    when it is no longer needed.
+    torch's process for shared files is not included, because the main process needs it. It exits on
+    its own when it is no longer needed.
     """
     descendants = []
     for child in _children_of(pid):
@@ -90,15 +90,15 @@ def _is_file_keeper(pid: int) -> bool:
 
 
 def drop(references: list[Any]) -> None:
-    """Drop the last references to a torch iterator, without waiting long for its clean-up.
+    """Drop the last references to a torch iterator, without waiting long for its cleanup.
 
-    The clean-up may wait for a lock that a killed worker held, so it happens in a daemon thread.
+    The cleanup may wait for a lock that a killed worker held, so it runs in a daemon thread.
 
     Args:
-        references: The iterator and the objects that belong to it. The list is emptied.
+        references: A list of the iterator and the objects that belong to it. The list is emptied.
     """
     if sys.is_finalizing():
-        # No thread can be started any more, and torch's clean-up does nothing now.
+        # Threads can no longer be started, and torch's cleanup does nothing at this point.
         references.clear()
         return
     try:
@@ -106,14 +106,15 @@ def drop(references: list[Any]) -> None:
             target=references.clear, daemon=True, name="holdfast-loader-cleanup"
         )
         start_thread(thread, _GRACE_SECONDS / 4)
-        # It usually takes milliseconds, and frees descriptors that the next workers need.
+        # The cleanup usually takes milliseconds, and frees file descriptors that the next workers
+        # need.
         thread.join(_GRACE_SECONDS / 4)
     except (MemoryError, RuntimeError):
         _left_iterators.append(references)
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory since the machine started.
+    """Return how many processes the kernel has killed for lack of memory since boot.
 
     Returns 0 if unknown.
     """
@@ -121,7 +122,7 @@ def oom_kills() -> int:
 
 
 def exit_code(process: Any) -> int | None:
-    """Return the exit code of a process that has just ended, or None if unavailable."""
+    """Return the exit code of a process that has just ended, or None if it is unavailable."""
     for _ in range(_EXIT_CODE_CHECKS):
         process.join(_EXIT_CODE_CHECK_SECONDS)
         if process.exitcode is not None:
@@ -136,11 +137,11 @@ def how_it_ended(process: Any, oom_kills_before: int) -> str:
 
     Args:
         process: The worker.
-        oom_kills_before: The result of `oom_kills` while the worker was alive.
+        oom_kills_before: The result of `oom_kills` at a time when the worker was alive.
     """
     code = None if process.pid is None else exit_code(process)
     if code is None:
-        return "is gone"
+        return "has disappeared"
     if code >= 0:
         return f"exited with code {code}"
     if code == -signal.SIGKILL and oom_kills() > oom_kills_before:

@@ -1,9 +1,7 @@
-"""Make one batch in a worker: read its samples, replace bad ones, and collate.
+"""Make one batch in a worker: read its samples, replace bad ones, and collate them.
 
-Each sample has its own random numbers.
-
-Every problem is returned in a `BatchReport`. What to do about it is decided in `recovery` and
-`map_source`.
+Each sample has its own random numbers. Problems are returned in a `BatchReport`; `recovery` and
+`map_source` decide how to handle them.
 """
 
 from __future__ import annotations
@@ -32,36 +30,36 @@ from holdfast.loader.workers.board import (
 )
 from holdfast.loader.workers.report import BatchReport, LoadFailure, as_failure, find_shortage
 
-# A failed read is retried once, because a drive may fail only for a moment.
+# A failed read is retried once, because a drive may fail temporarily.
 _TRIES = 2
 
-# Collate functions that are known to draw no random numbers, so that nothing is seeded for them.
+# Collate functions that draw no random numbers, so generators need not be seeded for them.
 _COLLATES_WITHOUT_RANDOMNESS = (default_collate, default_convert)
 
 
 def as_is(value: Any) -> Any:
-    """Return the value: the collate function of torch's loader, which gets collated batches."""
+    """Return a value unchanged: the collate function for batches that are already collated."""
     return value
 
 
 class _SampleResult(NamedTuple):
-    """The outcome of reading one sample: the sample, or why it cannot be used."""
+    """The result of reading one sample: the sample, or the reason why it cannot be used."""
 
     index: Any
     sample: Any = None
     failure: LoadFailure | None = None
-    # The resource that the machine ran out of, if that was the reason.
+    # The resource that the machine ran out of, if this caused the failure.
     shortage: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class _BadSamples:
-    """The samples that are known to be unusable while a batch is made.
+    """The samples that cannot be used in the current batch.
 
     Args:
-        keys: Their keys, including those of quarantined samples.
-        failures: The failures of the samples that were not quarantined before.
-        tried_place: Place of a sample that has already been tried once, or None.
+        keys: The keys of these samples, including quarantined ones.
+        failures: The failures of samples that were not quarantined before.
+        tried_place: Place of a sample that has already failed once, or None.
     """
 
     keys: set[Any]
@@ -70,16 +68,17 @@ class _BadSamples:
 
 
 class Fetcher(Dataset[Any]):
-    """A map-style dataset whose keys are batch requests and whose items are batches with reports.
+    """A map-style dataset that maps a batch request to a batch and its report.
 
     Args:
         dataset: The user's dataset.
-        seed: Together with epoch and index, it determines the random numbers of a sample.
+        seed: Seed of the loader. A sample's random numbers depend on this seed, the epoch and the
+            index.
         collate: The user's ``collate_fn``.
         board: The board on which workers show their progress, or None in the main process.
-        replaces: Whether a bad sample is retried once and then replaced. Otherwise its exception
-            ends the batch.
-        draws: Whether samples are known to draw from the generator of Python or NumPy (see
+        replaces: Whether a bad sample is retried once and then replaced. If False, its exception is
+            raised in place of the batch.
+        draws: Whether samples are known to draw from Python's or NumPy's generator (see
             `LazySeeding`).
     """
 
@@ -100,20 +99,21 @@ class Fetcher(Dataset[Any]):
         self.replaces = replaces
         self._seeds = SampleSeeds(seed)
         self._seeding = LazySeeding(draws)
-        # The board's cells of this worker, once it has been asked for a batch.
+        # This worker's cells on the board. None until the first batch is requested.
         self._worker_cells: Cells = None
 
     def __getitem__(self, fields: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Return a batch and the fields of its `BatchReport`.
 
         Args:
-            fields: The fields of a `BatchRequest`. Plain tuples are used in both directions because
-                they are pickled faster. An empty tuple stands for a request that could not be
+            fields: The fields of a `BatchRequest`. Plain tuples are sent in both directions,
+                because pickling them is faster. An empty tuple means that the request could not be
                 pickled.
         """
         if not fields:
             raise TypeError(
-                "indices that cannot be pickled cannot be sent to a worker; pass num_workers=0"
+                "the sampler's indices cannot be pickled, so they cannot be sent to a worker; pass"
+                " num_workers=0"
             )
         request = BatchRequest(*fields)
         cells = self._find_cells()
@@ -121,7 +121,7 @@ class Fetcher(Dataset[Any]):
             cells[NUMBER] = request.number
             self._read_control_sample(request, cells)
         began = time.perf_counter()
-        # In a worker, nothing else uses the random state, so it need not be restored.
+        # In a worker, no other code uses the random state, so it need not be restored.
         random_state = None if cells is not None else capture()
         try:
             batch, report = self._make_batch(request, cells)
@@ -130,7 +130,7 @@ class Fetcher(Dataset[Any]):
                 restore(random_state)
         if cells is not None:
             show_batch_done(cells)
-        # The fields are written out, because `_replace` would add a microsecond to every batch.
+        # The fields are listed one by one, because `_replace` would take a microsecond longer.
         return batch, (
             report.number,
             report.indices,
@@ -145,16 +145,16 @@ class Fetcher(Dataset[Any]):
     def _find_cells(self) -> Cells:
         if self.board is not None and self._worker_cells is None:
             info = get_worker_info()
-            assert info is not None, "a board is for workers"
+            assert info is not None, "only workers have a board"
             self._worker_cells = self.board.cells_of(info.id)
         return self._worker_cells
 
     def _read_control_sample(self, request: BatchRequest, cells: memoryview[int]) -> None:
-        """In a worker that replaces a lost one, first read a sample that is not under suspicion.
+        """In a worker that replaces a lost one, first read a sample that is not suspected.
 
-        This shows that the worker can read samples. If it is lost at a later sample, that sample is
-        to blame. The control sample counts as a finished batch on the board, and its contents are
-        discarded.
+        Success shows that the worker is able to read samples, so if it is lost at a later sample,
+        that sample is to blame. On the board, the control sample counts as a finished batch. The
+        sample itself is discarded.
         """
         place = request.control_place
         if place is None or WorkerStatus(*cells).has_worked:
@@ -168,7 +168,7 @@ class Fetcher(Dataset[Any]):
     # --- batches ----------------------------------------------------------------------------------
 
     def _make_batch(self, request: BatchRequest, cells: Cells) -> tuple[Any, BatchReport]:
-        """Return a batch, or None, and the report."""
+        """Return a batch and its report, or None and a report of the problem."""
         before = self._seeding.generator_states()
         samples = self._read_samples(request, cells)
         report = BatchReport(request.number)
@@ -179,14 +179,14 @@ class Fetcher(Dataset[Any]):
             batch, report = self._collate(request, cells, samples, report)
         if self._seeding.was_drawn(before):
             # A sample drew from a generator that was not seeded. All samples are read again with
-            # seeds, because collating may have changed those that drew nothing.
+            # seeded generators, because collating may have modified even samples that drew nothing.
             return self._make_batch(request, cells)
         return batch, report
 
     def _collate(
         self, request: BatchRequest, cells: Cells, samples: list[Any], report: BatchReport
     ) -> tuple[Any, BatchReport]:
-        """Return the collated batch, or None, and the report, which says why there is none."""
+        """Return the collated batch and its report, or None and a report of the problem."""
         if cells is not None:
             cells[PLACE] = COLLATING
         try:
@@ -197,7 +197,7 @@ class Fetcher(Dataset[Any]):
                 batch = self.collate(samples[0])
             else:
                 batch = self.collate(samples)
-        # It is raised in the main process.
+        # The error is raised in the main process.
         except (Exception, SystemExit) as error:  # noqa: BLE001
             let_through(error)
             failed = BatchReport(request.number, request.indices, report.failures)
@@ -210,9 +210,9 @@ class Fetcher(Dataset[Any]):
     # --- samples ----------------------------------------------------------------------------------
 
     def _read_samples(self, request: BatchRequest, cells: Cells) -> list[Any]:
-        """Return the samples up to the first one that cannot be read.
+        """Return the samples before the first one that cannot be read.
 
-        Every sample of every batch is read here, so the loop does only what is necessary.
+        Every sample is read in this loop, so the loop only does what is necessary.
         """
         samples: list[Any] = []
         if request.bad:
@@ -229,24 +229,24 @@ class Fetcher(Dataset[Any]):
                     cells[PLACE] = place
                 self._seeding.seed(seeds[place])
                 samples.append(self.dataset[index])
-        # The sample is read again by `_read_rest`, which reports the error.
+        # `_read_rest` reads the sample again and reports the error.
         except (Exception, SystemExit) as error:  # noqa: BLE001
             let_through(error)
         return samples
 
     def _read_rest(self, request: BatchRequest, cells: Cells, samples: list[Any]) -> BatchReport:
-        """Read the rest of a batch, starting with the first sample that failed or is quarantined.
+        """Read the rest of a batch, from the first sample that failed or is quarantined.
 
-        The samples are appended to `samples`, which holds those read already. A bad sample is
-        replaced with the next one in the epoch's order that can be read.
+        The samples are appended to `samples`, which contains the samples read so far. A bad sample
+        is replaced by the next readable sample in the epoch's order.
         """
         first_place = len(samples)
         indices = list(request.indices[:first_place])
         bad_samples = _BadSamples(
             keys={key_of(index) for index in request.bad},
             failures=[],
-            # `_read_samples` has already tried the sample at this place once, unless some samples
-            # of the batch were known to be bad: then it has tried none.
+            # `_read_samples` has already tried to read the sample at this place. If some samples of
+            # the batch were known to be bad, it has not read any.
             tried_place=None if request.bad else first_place,
         )
         for place in range(first_place, len(request.indices)):
@@ -263,7 +263,7 @@ class Fetcher(Dataset[Any]):
     def _read_place(
         self, request: BatchRequest, cells: Cells, place: int, bad_samples: _BadSamples
     ) -> _SampleResult:
-        """Return a sample for one place of a batch, or why there is none.
+        """Return a sample for a place of the batch, or the reason why there is none.
 
         Samples that cannot be read are added to `bad_samples`.
         """
@@ -279,7 +279,7 @@ class Fetcher(Dataset[Any]):
             if reading.failure is None:
                 return reading
             if reading.shortage is not None and cells is not None:
-                # The sample is not at fault: with fewer workers, the resource may suffice.
+                # The sample is not at fault. With fewer workers, the resource may be sufficient.
                 return reading
             failure = reading.failure
             if self.replaces:
@@ -287,7 +287,7 @@ class Fetcher(Dataset[Any]):
                 bad_samples.keys.add(key_of(candidate))
         index = request.indices[place]
         if failure is None:
-            text = f"every sample that could replace sample {index!r} is bad too"
+            text = f"every sample that could replace sample {index!r} is bad as well"
             failure = LoadFailure(index=index, text=text)
         return _SampleResult(index, failure=failure)
 
@@ -310,7 +310,7 @@ class Fetcher(Dataset[Any]):
         return reading
 
     def _read(self, request: BatchRequest, place: int, index: Any) -> Any:
-        """Return a sample that draws its own random numbers."""
+        """Seed the generators for a sample, and read the sample."""
         self._seeding.seed(self._seed_of(request, place, index))
         return self.dataset[index]
 

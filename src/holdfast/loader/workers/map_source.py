@@ -1,4 +1,4 @@
-"""The source of batches, as `WorkerRecovery` sees it, and its version for map-style datasets.
+"""The interface of a source of batches, and its implementation for map-style datasets.
 
 The source for an iterable dataset is in `streams.stream`.
 """
@@ -17,65 +17,64 @@ from holdfast.loader.workers.report import BatchReport
 
 
 class BatchSource:
-    """The rest of an epoch.
+    """The remaining batches of an epoch, as `WorkerRecovery` uses them.
 
-    The default methods suit a source whose samples are not known in advance, such as a stream.
+    The default methods are for sources whose samples are not known in advance, such as streams.
     """
 
-    # Whether the order of samples depends on the number of workers, which therefore must not
-    # change.
+    # Whether the number of workers must not change, because the order of samples depends on it.
     needs_all_workers = False
 
     def dataset(self, board: Board | None) -> Any:
-        """Return the dataset whose items are batches with reports, from the position on."""
+        """Return a dataset whose items are the remaining batches with their reports."""
         raise NotImplementedError
 
     def requests(self, *, after_loss: bool, suspect: Any = None) -> Iterator[Any]:
-        """Yield requests for the batches that have not been handed out yet.
+        """Yield requests for the batches that have not been returned yet.
 
         Args:
             after_loss: Whether workers were lost since the last call.
-            suspect: Dataset index of the sample that a lost worker was reading.
+            suspect: Dataset index of the sample that a lost worker was reading, or None.
         """
         del after_loss, suspect
         return iter(())
 
     def complete(self, report: BatchReport) -> BatchReport:
-        """Return a report with the fields that a worker does not send filled in."""
+        """Fill in the fields of a report that a worker does not send."""
         return report
 
     def delivered(self, report: BatchReport) -> None:
-        """Note that a batch is handed out."""
+        """Record that a batch is returned to the loop."""
         raise NotImplementedError
 
     def is_finished(self) -> bool:
-        """Return whether everything is handed out, as far as that is known before asking."""
+        """Return whether the source knows that all batches have been returned."""
         return False
 
     def is_short(self) -> bool:
-        """Return whether batches are missing although the workers are done."""
+        """Return whether batches are missing although all workers have finished."""
         return False
 
     def sample_at(self, status: WorkerStatus) -> Any:
         """Return the dataset index of the sample that a worker was reading.
 
-        Returns None if it was reading none, or if samples cannot be left out.
+        Returns None if the worker was not reading a sample, or if the source cannot skip samples.
         """
         del status
 
     def quarantine(self, index: Any, kind: str, evidence: str) -> None:
-        """Leave a sample out from now on."""
+        """Skip a sample from now on."""
 
 
 class MapSource(BatchSource):
-    """The rest of an epoch of a map-style dataset.
+    """The remaining batches of an epoch, for a map-style dataset.
 
     Args:
-        batches: Which samples are in which batch.
+        batches: Groups the samples into batches.
         epoch: Number of the epoch.
-        start: Position at which the epoch continues.
-        ledger: The samples that are quarantined.
-        make_fetcher: Returns the dataset that workers read, given the board.
+        start: Position from which the epoch continues.
+        ledger: The quarantined samples.
+        make_fetcher: Given the board, returns the dataset for the workers.
         emit: Called with each event.
     """
 
@@ -88,26 +87,26 @@ class MapSource(BatchSource):
         make_fetcher: Callable[[Board | None], Fetcher],
         emit: Callable[[EventData], None],
     ) -> None:
-        # Position after the last batch that was handed out.
+        # Position after the last batch returned to the loop.
         self.position = start
         self._make_fetcher = make_fetcher
         self._epoch = epoch
         self._ledger = ledger
         self._emit = emit
-        # Keys of the quarantined samples. The iterator below reads this very set.
+        # Keys of the quarantined samples. The iterator below keeps a reference to this set.
         self._bad_keys = ledger.bad(epoch)
         self._upcoming = batches.requests(epoch, start, self._bad_keys)
         self._has_upcoming = True
-        # Unanswered requests, by number, each with the position after it.
+        # Requests without a result yet, by number, each with the position after it.
         self._pending: dict[int, tuple[BatchRequest, int]] = {}
         self._losses = 0
 
     def dataset(self, board: Board | None) -> Fetcher:
-        """Return the dataset whose items are batches with reports."""
+        """Return a dataset whose items are batches with their reports."""
         return self._make_fetcher(board)
 
     def requests(self, *, after_loss: bool, suspect: Any = None) -> Iterator[BatchRequest]:
-        """Yield requests for the remaining batches; those of lost workers come first."""
+        """Yield requests for the remaining batches, beginning with requests of lost workers."""
         if after_loss:
             self._losses += 1
         for number in sorted(self._pending):
@@ -123,10 +122,10 @@ class MapSource(BatchSource):
         self._has_upcoming = False
 
     def _control_place(self, request: BatchRequest, suspect: Any) -> int | None:
-        """Return the place of the control sample of a new worker, a different one each time.
+        """Choose a control sample for a new worker, a different one after each loss.
 
-        The sample is neither known to be bad nor suspected. Returns None if there is no such
-        sample.
+        The control sample is neither known to be bad nor suspected. Returns its place among the
+        request's candidates, or None if there is no such sample.
         """
         avoided_keys = self._bad_keys | {key_of(suspect)}
         places = [
@@ -139,9 +138,9 @@ class MapSource(BatchSource):
         return places[self._losses % len(places)]
 
     def complete(self, report: BatchReport) -> BatchReport:
-        """Return a report with the indices of its batch.
+        """Fill in the dataset indices of a report's batch.
 
-        A worker sends them only if they differ from the request's.
+        A worker only sends the indices if they differ from those in the request.
         """
         if report.indices is not None:
             return report
@@ -149,10 +148,10 @@ class MapSource(BatchSource):
         return report._replace(indices=request.indices)
 
     def delivered(self, report: BatchReport) -> None:
-        """Note that a batch is handed out, and quarantine its bad samples.
+        """Record that a batch is returned to the loop, and quarantine its bad samples.
 
-        If no sample could replace a bad one, none is quarantined: a missing drive must not use up
-        the quarantine's limit.
+        If no replacement for a bad sample could be found, no sample is quarantined. Otherwise, a
+        missing drive would use up the quarantine's limit.
 
         Raises:
             LoaderError: H612 if too many samples would be quarantined.
@@ -165,9 +164,10 @@ class MapSource(BatchSource):
             self.quarantine(failure.index, "raised", failure.text)
 
     def quarantine(self, index: Any, kind: str, evidence: str) -> None:
-        """Leave a sample out from now on, and emit an event.
+        """Skip a sample from now on, and emit an event.
 
-        Raise H612 if the quarantine is full.
+        Raises:
+            LoaderError: H612 if the quarantine is full.
         """
         event = self._ledger.add(index, kind, self._epoch, evidence)
         if event is not None:
@@ -175,11 +175,11 @@ class MapSource(BatchSource):
             self._emit(event)
 
     def is_finished(self) -> bool:
-        """Return whether everything is handed out, as far as that is known before asking."""
+        """Return whether the source knows that all batches have been returned."""
         return not self._has_upcoming and not self._pending
 
     def is_short(self) -> bool:
-        """Return whether workers still have unanswered requests."""
+        """Return whether there are requests without a result."""
         return bool(self._pending)
 
     def sample_at(self, status: WorkerStatus) -> Any:

@@ -1,7 +1,7 @@
-"""One pool of workers: a torch loader, its processes, and the thread that watches them.
+"""A pool of workers: a torch loader, its worker processes, and the thread that watches them.
 
-A pool is started, asked for batches, and closed, or abandoned if its workers are lost. It never
-replaces a worker: `recovery` starts another pool.
+A pool is started, makes batches and is closed. If its workers are lost, the pool is abandoned
+instead of closed. A pool never replaces a worker; `recovery` starts a new pool.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from holdfast.loader.workers.processes import (
 from holdfast.loader.workers.report import BatchReport, find_shortage
 from holdfast.loader.workers.watch import WorkerLoss, WorkerWatch
 
-# A connection that breaks because a worker dies may break a moment before the death is noticed.
+# When a worker dies, its connection may break a moment before its death is detected.
 _DEATH_PATIENCE_SECONDS = 0.25
 
-# The options of torch's loader that also apply without workers.
+# Options of torch's loader that also apply without workers.
 _OPTIONS_WITHOUT_WORKERS = ("generator", "pin_memory", "pin_memory_device")
 
 
 class WorkersLostError(Exception):
-    """The pool cannot make any more batches."""
+    """Raised when a pool cannot make any more batches."""
 
     def __init__(self, loss: WorkerLoss) -> None:
         super().__init__(loss.cause)
@@ -49,16 +49,16 @@ class WorkersLostError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class WorkerSettings:
-    """The settings of workers, which `WorkerRecovery` changes when workers are lost.
+    """The settings for worker processes. `WorkerRecovery` may change them when workers are lost.
 
     Args:
-        workers: The number of workers; 0 to make batches in this process.
-        method: Their start method, as `multiprocessing` names it; None for Python's default.
+        workers: Number of workers, or 0 to make batches in this process.
+        method: The start method, such as ``"fork"``, or None for Python's default.
         options: Options of torch's loader.
-        timeout_seconds: How long the loop may wait for a batch; 0 for no limit.
-        share_by_file: Whether tensors are shared through named files, which need no file
+        timeout_seconds: How long the loop may wait for a batch, or 0 for no limit.
+        share_by_file: Whether tensors are shared through named files, which do not need file
             descriptors.
-        keep: Whether workers are kept from one epoch to the next.
+        keep: Whether workers stay alive from one epoch to the next.
     """
 
     workers: int
@@ -70,7 +70,7 @@ class WorkerSettings:
 
 
 class _RequestSampler:
-    """Passes the requests for the batches of the current epoch to torch as if it were a sampler."""
+    """A sampler that passes the current epoch's requests to torch's loader."""
 
     def __init__(self) -> None:
         self.requests: Iterator[Any] = iter(())
@@ -80,7 +80,7 @@ class _RequestSampler:
 
 
 class _WorkerInit:
-    """Calls the user's ``worker_init_fn`` in a worker, and then shows it as ready on the board."""
+    """Calls the user's ``worker_init_fn`` in a worker, then marks the worker as ready."""
 
     def __init__(self, board: Board, worker_init_fn: Callable[[int], Any] | None) -> None:
         self._board = board
@@ -89,8 +89,8 @@ class _WorkerInit:
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
         assert info is not None
-        # As in torch, `info.dataset` is the user's dataset. The attribute is set this way because
-        # torch makes a worker's info read-only.
+        # As in torch, `info.dataset` is the user's dataset. `object.__setattr__` is needed because
+        # torch makes the worker info read-only.
         object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
         _ignore_broken_connections()
         cells = self._board.cells_of(worker)
@@ -101,11 +101,11 @@ class _WorkerInit:
 
 
 def _ignore_broken_connections() -> None:
-    """Keep this worker from printing a traceback when the loop breaks a connection to it.
+    """Keep this worker from printing a traceback when the main process closes a connection.
 
-    Ctrl-C, or the loss of another worker, may interrupt the loop while it receives a tensor. The
-    thread that sends tensors, of ``multiprocessing.resource_sharer``, then calls `sys.excepthook`
-    and serves the next connection.
+    Ctrl-C or the loss of another worker may interrupt the main process while it receives a tensor.
+    In this worker, the sending thread of ``multiprocessing.resource_sharer`` then calls
+    `sys.excepthook` and continues with the next connection.
     """
     previous_hook = sys.excepthook
 
@@ -117,13 +117,12 @@ def _ignore_broken_connections() -> None:
 
 
 class WorkerPool:
-    """Makes batches in worker processes, or in this process if there are no workers.
+    """A pool of workers that make batches. Without workers, batches are made in this process.
 
     Args:
-        make_dataset: Returns the dataset whose items are batches with reports, given the board.
-        settings: How workers are run.
-        limit_seconds: The longest time at one sample, after which a worker counts as stuck (see
-            `WorkerWatch`).
+        make_dataset: Given the board, returns a dataset whose items are batches with their reports.
+        settings: The settings for the workers.
+        limit_seconds: Time at one sample after which a worker counts as stuck (see `WorkerWatch`).
         timeout_seconds: How long the loop may wait for a batch (see `WorkerWatch`).
     """
 
@@ -160,9 +159,10 @@ class WorkerPool:
                 if name in _OPTIONS_WITHOUT_WORKERS
             }
         dataset = make_dataset(self._board)
-        # A worker exits when its part of a stream is exhausted.
+        # Workers of a stream exit when their part of the stream is exhausted.
         self._may_end = isinstance(dataset, IterableDataset)
-        # torch warns of too many workers. The outer loader has given that warning already.
+        # torch warns if there are too many workers, but the `DataLoader` has already given this
+        # warning.
         with ignore_warnings(UserWarning):
             torch_loader = TorchDataLoader(
                 dataset,
@@ -171,29 +171,30 @@ class WorkerPool:
                 sampler=None if self._may_end else self._sampler,
                 **options,
             )
-        # torch's loader and its iterator are in lists, because `drop` empties a list to drop the
-        # last reference.
+        # torch's loader and its iterator are stored in lists, because `drop` empties a list to
+        # remove the last reference to them.
         self._torch_loader = [torch_loader]
         self._torch_iterator: list[Any] = []
-        # Whether a batch was requested and has not arrived completely.
+        # Whether a batch was requested but has not completely arrived.
         self._is_waiting = False
 
     @property
     def longest_seconds(self) -> float:
-        """The longest that a worker was seen at one sample."""
+        """The longest time that any worker has spent on one sample."""
         return 0.0 if self._watch is None else self._watch.longest_seconds
 
     @property
     def can_be_kept(self) -> bool:
-        """Whether its workers can be used for another epoch.
+        """Whether the pool's workers can be used for another epoch.
 
-        All of them must have started, no batch may be pending, and the pool must be open.
+        This requires that all workers have started, that no batch is pending, and that the pool is
+        open.
         """
         return self._watch is not None and bool(self._torch_loader) and not self._is_waiting
 
     @property
     def lost_at(self) -> float | None:
-        """When the watch noticed the loss, on the monotonic clock; None if it has noticed none."""
+        """When a loss was detected, on the monotonic clock, or None if there was no loss."""
         if self._watch is None or not self._watch.lost:
             return None
         return self._watch.lost_at
@@ -201,12 +202,12 @@ class WorkerPool:
     # --- batches ----------------------------------------------------------------------------------
 
     def begin(self, requests: Iterator[Any]) -> None:
-        """Start making the batches of the rest of an epoch.
+        """Start making the remaining batches of an epoch.
 
         Raises:
-            WorkersLostError: The workers cannot be started, or were lost between two epochs.
+            WorkersLostError: The workers could not be started, or were lost between two epochs.
         """
-        # Plain tuples are pickled faster.
+        # Plain tuples are faster to pickle than named tuples.
         self._sampler.requests = map(tuple, requests)
         if self._watch is not None and self._watch.lost:
             raise WorkersLostError(self._watch.loss())
@@ -220,7 +221,8 @@ class WorkerPool:
                 timeout_seconds=self._timeout_seconds,
                 may_end=self._may_end,
             )
-            # Without a reference to this pool, so that an abandoned loader leaves no thread behind.
+            # Uses a weak reference to this pool, so that the watching thread also ends if the
+            # loader is abandoned.
             weakref.finalize(self, self._watch.end).atexit = False
 
     def next(self) -> tuple[Any, BatchReport]:
@@ -228,7 +230,7 @@ class WorkerPool:
 
         Raises:
             StopIteration: The epoch is over.
-            WorkersLostError: There will be no more batches from these workers.
+            WorkersLostError: The workers cannot make any more batches.
         """
         self._is_waiting = True
         try:
@@ -243,8 +245,8 @@ class WorkerPool:
         """Call torch's loader and return its result.
 
         Raises:
-            WorkersLostError: Something went wrong with the workers.
-            Exception: An exception of the user's program, such as its ``worker_init_fn``, or one
+            WorkersLostError: The workers failed.
+            Exception: An exception raised by the user's code, such as ``worker_init_fn``, or
                 because an object cannot be pickled.
         """
         if not self.num_workers:
@@ -267,15 +269,16 @@ class WorkerPool:
             if loss_of_torch is None:
                 raise
             loss = loss_of_torch
-        # Not raised above, where the exception would keep a reference to the interrupted iterator.
+        # Raised outside the except block. Otherwise, the exception's context would keep a reference
+        # to the interrupted iterator.
         raise WorkersLostError(loss)
 
     # --- the end ----------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Kill the workers and forget them.
+        """Kill the workers and drop torch's loader.
 
-        They may have died while holding a lock, so none of their queues is used again.
+        A worker may have died while holding a lock, so the queues are not used again.
         """
         with undisturbed():
             if self._watch is not None:
@@ -284,7 +287,7 @@ class WorkerPool:
             drop(self._take_torch_objects())
 
     def close(self) -> None:
-        """Shut the workers down, and kill those that do not exit."""
+        """Shut down the workers, and kill any worker that does not exit."""
         with undisturbed():
             if self._watch is not None:
                 self._watch.end()
@@ -303,9 +306,10 @@ class WorkerPool:
 
 
 def _next_item(iterator: Any) -> Any:
-    """Return the next item of a torch iterator, without a profiler mark if no profiler is active.
+    """Return the next item of a torch iterator, avoiding torch's profiler mark if possible.
 
-    That mark takes 10 microseconds, or 100 if a step between two batches has evicted the caches.
+    Without an active profiler, the mark is not needed. It takes 10 microseconds, or 100 if a
+    training step between two batches has evicted it from the CPU caches.
     """
     next_data = getattr(iterator, "_next_data", None)
     if next_data is None or torch._C._autograd._profiler_enabled():
@@ -314,12 +318,12 @@ def _next_item(iterator: Any) -> Any:
 
 
 def _find_loss(error: Exception, watch: WorkerWatch | None) -> WorkerLoss | None:
-    """Return the worker loss behind an exception of torch's loader.
+    """Return the worker loss that caused an exception of torch's loader.
 
-    Returns None if the user's code raised it.
+    Returns None if the exception was raised by the user's code.
     """
     if watch is not None:
-        # torch's message for an exception that a worker has raised and sent.
+        # torch uses this message for exceptions that were raised in a worker.
         was_raised_by_user = "in DataLoader worker process" in str(error)
         return None if was_raised_by_user else _loss_behind(error, watch)
     shortage = find_shortage(error)
@@ -331,7 +335,7 @@ def _find_loss(error: Exception, watch: WorkerWatch | None) -> WorkerLoss | None
 
 
 def _loss_behind(error: Exception, watch: WorkerWatch) -> WorkerLoss:
-    """Return the worker loss behind an exception that torch itself raised."""
+    """Return the worker loss that caused an exception raised by torch itself."""
     shortage = find_shortage(error)
     cause = f"{type(error).__name__}: {error}"
     if shortage is not None:

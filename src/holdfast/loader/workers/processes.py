@@ -1,8 +1,8 @@
-"""Start worker processes that die with their parent.
+"""Start worker processes that end when their parent ends.
 
-torch starts workers through a multiprocessing context. Ours records each process, sends the
-worker's arguments in a file instead of a pipe, and prepares the worker (`_begin_worker`) before
-torch's code runs. The end of a worker is handled in `child_signals` and `ending`.
+torch starts workers through a multiprocessing context. The context defined in this module records
+each process, sends the worker's arguments in a file instead of a pipe, and prepares the worker
+(`_begin_worker`) before torch's code runs. `child_signals` and `ending` handle the end of a worker.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from holdfast.loader.workers.child_signals import handle_child_signals
 from holdfast.loader.workers.report import BatchReport, as_failure, find_shortage
 from holdfast.recorder.run_files import OBSERVE_VARIABLE, STACKS_SIGNAL
 
-# From linux/prctl.h: the signal that a process gets when its parent ends.
+# From linux/prctl.h: sets the signal that a process receives when its parent ends.
 _PR_SET_PDEATHSIG = 1
 
-# A terminal, a scheduler or Slurm's --signal sends these to all processes of a job. The parent
-# decides how to react; until then, workers and the programs that read samples for them continue.
-# SIGTERM ends a worker, as usual.
+# Signals that a terminal, a scheduler or Slurm's --signal sends to all processes of a job. Workers
+# ignore them, and so do the programs that they start to read samples, because the parent decides
+# how to react. SIGTERM ends a worker as usual.
 _SIGNALS_FOR_THE_PARENT = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class UnreadableError(BaseException):
-    """A received item cannot be read, usually because the worker that holds its tensors is dead.
+    """Raised when an item from a worker cannot be read, usually because the worker has died.
 
-    It is not derived from `Exception`, for the same reason as `WaitInterruptedError`.
+    The class is not derived from `Exception`, for the same reason as `WaitInterruptedError`.
     """
 
     def __init__(self, cause: Exception) -> None:
@@ -55,9 +55,9 @@ class UnreadableError(BaseException):
 
 
 class StartedProcesses(list[Any]):
-    """The worker processes of a pool, recorded before they run, so that torch never reports them.
+    """The worker processes of a pool, recorded before they run, so that torch never reports errors.
 
-    It is compared and hashed by identity, so that a weak set can hold it.
+    The list is compared and hashed by identity, so that it can be in a weak set.
     """
 
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -70,12 +70,12 @@ class StartedProcesses(list[Any]):
 def recording_context(
     method: str | None, processes: StartedProcesses, *, share_by_file: bool = False
 ) -> Any:
-    """Return a multiprocessing context that records each process that it starts.
+    """Return a multiprocessing context that records the processes that it starts.
 
     Args:
         method: ``"fork"``, ``"spawn"``, ``"forkserver"``, or None for Python's default.
-        processes: The list to which the processes are appended.
-        share_by_file: Whether workers share tensors through named files, which need no file
+        processes: The list to which processes are appended.
+        share_by_file: Whether workers share tensors through named files, which do not need file
             descriptors.
     """
     handle_child_signals(processes)
@@ -83,7 +83,7 @@ def recording_context(
     context_class: Any = type(context)
     recording = _recording_class(context_class)()
     recording.processes = processes
-    # A fork server forks workers in its main thread, whichever thread requests it.
+    # A fork server always forks workers in its main thread, no matter which thread requests them.
     is_forked_by_server = context.get_start_method() == "forkserver"
     is_main_thread = threading.current_thread() is threading.main_thread()
     recording.worker_start = _WorkerStart(
@@ -94,15 +94,15 @@ def recording_context(
     return recording
 
 
-# Cached because a class is a reference cycle: one class for each pool would keep its pipes open
-# until garbage is collected.
+# Cached because classes are reference cycles. With a class per pool, the pool's pipes would stay
+# open until the next garbage collection.
 @functools.cache
 def _recording_class(context_class: Any) -> Any:
     class RecordingContext(context_class):  # type: ignore[misc]
         processes: StartedProcesses
         worker_start: _WorkerStart
 
-        # The two methods have the names of those that they replace.
+        # This method and Queue override methods of the context, so their names are given.
         def Process(  # noqa: N802
             self, *, target: Callable[..., Any], args: Sequence[Any], **options: Any
         ) -> Any:
@@ -122,11 +122,11 @@ def _recording_class(context_class: Any) -> Any:
 
 
 class LoaderQueue(Queue):  # type: ignore[type-arg] # it is not generic at run time
-    """A queue that informs its reader when an item cannot be pickled.
+    """A queue that notifies its reader when an item cannot be pickled.
 
-    A multiprocessing queue pickles items in its own thread. If that fails, the standard one only
-    prints the error, and the loop would wait forever (pytorch#142884). ``concurrent.futures`` uses
-    the same hook.
+    A multiprocessing queue pickles items in a thread. If pickling fails, the standard queue only
+    prints the error, and the training loop would wait forever (pytorch#142884).
+    ``concurrent.futures`` uses the same hook.
     """
 
     def get(self, *args: Any, **options: Any) -> Any:
@@ -140,21 +140,22 @@ class LoaderQueue(Queue):  # type: ignore[type-arg] # it is not generic at run t
             raise UnreadableError(error) from error
 
     def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
-        # If the substitute cannot be pickled either, it matches the last case.
+        # If the substituted item cannot be pickled either, this hook is called again, and the last
+        # case applies.
         match item:
             case (number, (batch, tuple(fields))) if batch is not None:
                 self.put((number, (None, tuple(_report_unpicklable(BatchReport(*fields), error)))))
             case (number, tuple(fields)) if len(fields) == len(BatchRequest._fields):
-                # The worker answers an empty request with a `TypeError`.
+                # The worker responds to an empty request with a `TypeError`.
                 self.put((number, ()))
             case _:
-                # An item that torch itself sends, such as an error. Raising an exception here would
-                # end the thread.
+                # The item was sent by torch itself, for example an error. Raising an exception here
+                # would end the queue's thread.
                 Queue._on_queue_feeder_error(error, item)  # type: ignore[attr-defined]
 
 
 def _report_unpicklable(report: BatchReport, error: Exception) -> BatchReport:
-    """Return a report without a batch, because the batch could not be sent."""
+    """Return the report to send in place of a batch that cannot be pickled."""
     shortage = find_shortage(error)
     if shortage is not None:
         return report._replace(fatal=None, shortage=shortage)
@@ -162,10 +163,10 @@ def _report_unpicklable(report: BatchReport, error: Exception) -> BatchReport:
 
 
 class _Parcel:
-    """The target and arguments of a worker that is not forked; they arrive as a tuple.
+    """The target and arguments of a worker that is not forked. Unpickling returns them as a tuple.
 
-    They are sent in an in-memory file. A pipe is full after 64 KiB, and a process that writes more
-    waits forever if the reader has died.
+    They are sent in an in-memory file, not through a pipe. A pipe is full after 64 KiB, and if the
+    reader has died, a process that writes more waits forever.
     """
 
     def __init__(self, target: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -173,7 +174,8 @@ class _Parcel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         file = os.memfd_create("holdfast-worker")
-        # The file is needed until the worker is started. After that the parcel is dropped.
+        # The file is needed until the worker has started. After that, the parcel is
+        # garbage-collected.
         weakref.finalize(self, os.close, file)
         unwritten = memoryview(ForkingPickler.dumps(self._content))
         while unwritten:
@@ -196,12 +198,13 @@ def _unpack(file: Any) -> Any:
 
 
 class _WorkerStart(NamedTuple):
-    """How a worker prepares itself before torch's code runs.
+    """Tells a new worker how to prepare itself before torch's code runs.
 
     Args:
-        parent: PID of the process that it must not outlive; None if a fork server forks it.
-        dies_with_thread: Whether the kernel kills it when the thread that forked it ends.
-        share_by_file: Whether it shares tensors through named files.
+        parent: PID of the process that the worker must not outlive, or None if a fork server forks
+            the worker.
+        dies_with_thread: Whether the kernel kills the worker when the thread that forked it ends.
+        share_by_file: Whether the worker shares tensors through named files.
     """
 
     parent: int | None
@@ -210,7 +213,7 @@ class _WorkerStart(NamedTuple):
 
 
 def _begin_worker(start: _WorkerStart, parcel: tuple[Callable[..., Any], Sequence[Any]]) -> None:
-    """Prepare this process, which is a new worker, and run its target."""
+    """Prepare this process, which is a new worker, and call its target."""
     _die_with_parent(start)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in _SIGNALS_FOR_THE_PARENT:
@@ -221,8 +224,8 @@ def _begin_worker(start: _WorkerStart, parcel: tuple[Callable[..., Any], Sequenc
             faulthandler.register(STACKS_SIGNAL)
     if start.share_by_file:
         set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-    # Loaders that the parent had not garbage-collected before the fork must not be collected here:
-    # they would end the parent's other workers.
+    # If the parent had unreachable loaders at the time of the fork, they must not be
+    # garbage-collected here, because that would end the parent's other workers.
     gc.freeze()
     target, args = parcel
     del parcel
@@ -230,24 +233,25 @@ def _begin_worker(start: _WorkerStart, parcel: tuple[Callable[..., Any], Sequenc
 
 
 def _die_with_parent(start: _WorkerStart) -> None:
-    """Make the kernel kill this process when its parent ends, by whichever means is available."""
+    """Make the kernel kill this process when its parent ends, by whatever means is available."""
     if start.dies_with_thread:
-        # The kernel sends this signal when the *thread* that forked ends, so only workers that the
-        # main thread has started may ask for it.
+        # The kernel sends this signal when the *thread* that forked this process ends, so it is
+        # only requested in workers that were started by the main thread.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if start.parent is None:
         _let_fork_server_end()
     if start.parent is None or not start.dies_with_thread:
         _die_with_parents_pipe()
     if start.parent is not None and os.getppid() != start.parent:
-        # The parent has ended before we asked for the signal.
+        # The parent ended before the signal was requested.
         os._exit(1)
 
 
 def _die_with_parents_pipe() -> None:
-    """Make the kernel kill this process when the parent's end of their pipe closes.
+    """Make the kernel kill this process when the parent closes its end of their pipe.
 
-    A forked worker holds copies of those ends for workers before it, so the last one dies first.
+    A forked worker also has copies of the parent's ends for all earlier workers, so the workers die
+    one after the other, beginning with the last one.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -258,9 +262,10 @@ def _die_with_parents_pipe() -> None:
 
 
 def _let_fork_server_end() -> None:
-    """Close our copy of the descriptor that keeps the fork server alive.
+    """Close this process's copy of the descriptor that keeps the fork server alive.
 
-    The server would wait for its workers, and they die with the server.
+    Otherwise there would be a deadlock: the server would wait for its workers to end, and they only
+    end with the server.
     """
     descriptor = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
     if descriptor is not None:

@@ -1,13 +1,13 @@
-"""Hand out the batches of an epoch, and replace the workers when they are lost.
+"""Yield the batches of an epoch, and replace the workers when they are lost.
 
-The steps, all in `WorkerRecovery`:
+The steps are all in `WorkerRecovery`:
 
-1. `batches` asks the pool for the next batch. A worker that has died, was stopped or is stuck (see
-   `watch`) shows here as `WorkersLostError`.
-2. `_replace` kills the rest of the pool, chooses a remedy (`remedies`), carries it out and starts a
+1. `batches` requests the next batch from the pool. If a worker has died, was stopped or is stuck
+   (see `watch`), the pool raises `WorkersLostError`.
+2. `_replace` kills the rest of the pool, chooses a remedy (see `remedies`), applies it and starts a
    new pool.
-3. The new pool begins with the batches that were not handed out yet (`BatchSource.requests`), so
-   the loop gets the same batches as without the loss.
+3. The new pool begins with the batches that were not returned yet (`BatchSource.requests`), so the
+   loop gets the same batches as without the loss.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from holdfast.loader.workers.remedies import (
 from holdfast.loader.workers.report import BatchReport
 from holdfast.loader.workers.watch import LONGEST_FACTOR, WorkerLoss
 
-# The shortest time at one sample after which a worker counts as stuck. It is the watchdog's minimum
-# of 30 s, doubled because a sample may be on a cold network drive. It is doubled again each time
-# workers get stuck at the same place.
+# Minimum time at one sample after which a worker counts as stuck. This is the watchdog's minimum of
+# 30 s, doubled because a sample may be on a slow network drive. The limit is doubled again each
+# time workers get stuck at the same place.
 _LIMIT_SECONDS = 60.0
 
-# If a timeout was too short for one batch, it will be for others: it is raised to this multiple of
-# the longest batch.
+# If the timeout was too short for one batch, it is probably too short for others. It is therefore
+# raised to this multiple of the longest time for a batch.
 _TIMEOUT_FACTOR = 2
 
 
 class WorkerRecovery:
-    """Hands out the batches of a source, and replaces lost workers.
+    """Yields the batches of a source, and replaces lost workers.
 
     Args:
-        settings: How workers are run. Remedies may change them for the rest of the loader's life.
+        settings: The settings for the workers. Remedies may change them permanently.
         emit: Called with each event.
     """
 
     def __init__(self, settings: WorkerSettings, emit: Callable[[EventData], None]) -> None:
         self.settings = settings
         self._emit = emit
-        # Workers of the last epoch, with ``persistent_workers``.
+        # With ``persistent_workers``: the workers of the last epoch.
         self._kept_pool: WorkerPool | None = None
         self._suspects = SuspectSamples()
-        # The sample that a worker was reading in the last loss.
+        # Dataset index of the sample that a worker was reading when it was last lost, or None.
         self._last_suspect: Any = None
-        # The number of losses since a batch was last handed out, and how many of them were
+        # Number of losses since the last batch arrived, and how many of them were hangs or
         # timeouts.
         self._losses_in_a_row = 0
         self._time_losses_in_a_row = 0
@@ -70,10 +70,10 @@ class WorkerRecovery:
         """Yield the batches of a source with their reports.
 
         Raises:
-            LoaderError: H614 if workers are lost again and again and no remedy is left.
+            LoaderError: H614 if workers are lost repeatedly and no remedy is left.
         """
         pool = self._take_kept_pool() or self._start_pool(source)
-        # Passed to each pool once.
+        # Requests to pass to the pool. None once the pool has received them.
         requests: Iterator[Any] | None = source.requests(after_loss=False)
         self._losses_in_a_row = 0
         self._time_losses_in_a_row = 0
@@ -98,14 +98,14 @@ class WorkerRecovery:
     def _receive(
         self, pool: WorkerPool, source: BatchSource, requests: Iterator[Any] | None
     ) -> tuple[Any, BatchReport] | WorkerLoss | None:
-        """Return the next batch with its report, or the loss if the pool makes no more batches.
+        """Return the next batch with its report, or the loss if the pool's workers are lost.
 
         Returns None at the end of the epoch.
 
         Args:
             pool: The pool.
-            source: Where its batches come from.
-            requests: Requests for a pool that has not begun, or None if it has.
+            source: The source of the batches.
+            requests: The requests to pass to a new pool, or None if the pool already has them.
         """
         try:
             if requests is not None:
@@ -116,7 +116,9 @@ class WorkerRecovery:
             batch, report = pool.next()
         except StopIteration:
             if source.is_short():
-                return WorkerLoss(cause="the workers ended before the epoch did", kind="machinery")
+                return WorkerLoss(
+                    cause="the workers exited before the end of the epoch", kind="machinery"
+                )
             return None
         except WorkersLostError as error:
             return error.loss
@@ -127,7 +129,7 @@ class WorkerRecovery:
         return batch, report
 
     def _note_arrival(self, report: BatchReport) -> None:
-        """Note that a batch has arrived, or an error in its place."""
+        """Record that a batch, or an error in its place, has arrived."""
         self._losses_in_a_row = 0
         self._time_losses_in_a_row = 0
         if self.settings.timeout_seconds:
@@ -140,7 +142,7 @@ class WorkerRecovery:
     # --- pools ------------------------------------------------------------------------------------
 
     def _start_pool(self, source: BatchSource) -> WorkerPool:
-        # A pool's watch only knows the samples of that pool.
+        # The watch of the new pool does not know how long samples took in earlier pools.
         limit_seconds = max(_LIMIT_SECONDS, LONGEST_FACTOR * self._longest_sample_seconds)
         patience = 2**self._time_losses_in_a_row
         return WorkerPool(
@@ -166,7 +168,7 @@ class WorkerRecovery:
         self._longest_sample_seconds = max(self._longest_sample_seconds, pool.longest_seconds)
 
     def close(self) -> None:
-        """End the workers kept from the last epoch."""
+        """End the workers that were kept from the last epoch."""
         pool = self._take_kept_pool()
         if pool is not None:
             pool.close()
@@ -174,26 +176,27 @@ class WorkerRecovery:
     # --- losses -----------------------------------------------------------------------------------
 
     def _replace(self, lost_pool: WorkerPool, loss: WorkerLoss, source: BatchSource) -> WorkerPool:
-        """Kill the rest of a pool, carry out a remedy, and return the next pool.
+        """Kill the rest of a pool, apply a remedy, and return a new pool.
 
         Raises:
             LoaderError: H614 if no remedy is left.
         """
-        # Workers may be lost while the loop is training. Only the time that the loop waits is
-        # reported.
+        # Workers may be lost while the loop is training. The event only reports the time for which
+        # the loop waited.
         noticed_at = max(lost_pool.lost_at or 0.0, self._asked_at)
         self._note_longest_sample(lost_pool)
         lost_pool.abandon()
         workers_before = self.settings.workers
         if workers_before == 0:
-            raise no_remedy_left(f"no batch can be made even without workers: {loss.cause}")
+            raise no_remedy_left(f"even without workers, no batch can be made: {loss.cause}")
         index = None if loss.status is None else source.sample_at(loss.status)
         self._last_suspect = index
         remedy = self.adapt_settings(loss, index, source)
         if source.needs_all_workers and self.settings.workers != workers_before:
             raise no_remedy_left(
-                f"{loss.cause}, {self._losses_in_a_row} times in a row, and a dataset that divides"
-                f" its items among workers itself needs all {workers_before} of them"
+                f"{loss.cause}, {self._losses_in_a_row} times in a row, but the dataset divides its"
+                f" items among workers itself, so the number of workers must remain"
+                f" {workers_before}"
             )
         pool = self._start_pool(source)
         event = run_events.LoaderHealed(
@@ -208,12 +211,12 @@ class WorkerRecovery:
         return pool
 
     def adapt_settings(self, loss: WorkerLoss, index: Any, source: BatchSource) -> WorkerRemedy:
-        """Choose the remedy for a loss and carry it out; return it.
+        """Choose a remedy for a loss, apply it, and return it.
 
         Args:
-            loss: What happened.
+            loss: The loss.
             index: Dataset index of the sample that the lost worker was reading, or None.
-            source: The source in which the sample is quarantined, if that is the remedy.
+            source: The source of the batches, in which a sample may be quarantined.
 
         Raises:
             LoaderError: H614 if no remedy is left, H612 if the quarantine is full.
@@ -249,7 +252,7 @@ class WorkerRecovery:
         return remedy
 
     def _raise_limit_of_descriptors(self) -> None:
-        """Raise this process's limit of open files to the maximum, for the rest of its life."""
+        """Permanently raise this process's limit of open files to the allowed maximum."""
         soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft_limit == hard_limit:
             return

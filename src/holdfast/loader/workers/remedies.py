@@ -1,11 +1,11 @@
-"""Choose what to change after workers were lost, from a table of named rules.
+"""Choose a remedy after workers were lost, from a table of named rules.
 
-Nothing is changed here: `choose_remedy` returns a `WorkerRemedy`, which `WorkerRecovery` carries
-out.
+This module changes nothing itself: `choose_remedy` returns a `WorkerRemedy`, which `WorkerRecovery`
+applies.
 
-As long as only one worker fails, its sample is the suspect: a sample at which two workers are lost
-while other workers do well is quarantined. If new workers fail as well, the machine is the suspect:
-the number of workers is reduced, finally to none.
+If only one worker fails, the sample that it was reading is suspected. A sample is quarantined if
+two workers are lost while reading it and other workers are fine. If new workers fail too, the
+machine is suspected, and the number of workers is reduced step by step, down to zero.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from holdfast.core.errors import LoaderError
 from holdfast.loader.quarantine import key_of
 from holdfast.loader.workers.watch import WorkerLoss
 
-# The number of losses blamed on a sample before it is quarantined. The first may be a coincidence.
+# Number of losses blamed on a sample before it is quarantined. A single loss may be a coincidence.
 _LOSSES_BEFORE_QUARANTINE = 2
 
-# The number of consecutive pools that must hang, each at a different sample, before workers are
-# given up. One or two of them may have met a bad sample by chance.
+# Number of consecutive pools that must hang, each at a different sample, before loading continues
+# without workers. One or two pools may have hit a bad sample by chance.
 _BLOCKED_POOLS_BEFORE_NONE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspicion:
-    """What is known about a sample that a lost worker was reading."""
+    """The evidence against a sample that a lost worker was reading."""
 
-    # Whether a worker was lost at this sample before.
+    # Whether another worker was lost at this sample before.
     is_known: bool
-    # Whether the loss is blamed on the sample, because workers can read others.
+    # Whether the loss is blamed on the sample, because workers can read other samples.
     is_blamed: bool
-    # The number of losses blamed on it, including this one.
+    # Number of losses blamed on the sample, including this one.
     blamed_losses: int
 
 
 class SuspectSamples:
-    """Counts the losses that are blamed on each sample."""
+    """Counts, for each sample, the losses that are blamed on it."""
 
     def __init__(self) -> None:
         self._blamed_losses: dict[Any, int] = {}
 
     def note_loss(self, index: Any, loss: WorkerLoss) -> Suspicion:
-        """Return what is known about a sample after a worker was lost while reading it."""
+        """Record that a worker was lost at a sample, and return the evidence against the sample."""
         key = key_of(index)
         is_known = key in self._blamed_losses
-        # Workers that start after a loss read another sample first (see `MapSource.requests`). If
-        # that succeeds and the worker is lost at the suspect again, the suspect is to blame.
+        # Workers that start after a loss first read another sample (see `MapSource.requests`). If
+        # this succeeds and a worker is lost at the suspected sample again, that sample is to blame.
         has_worked = loss.status is not None and loss.status.has_worked
         is_blamed = bool(loss.others_fine) or (is_known and has_worked)
         blamed_losses = self._blamed_losses.get(key, 0)
@@ -59,7 +59,7 @@ class SuspectSamples:
         return Suspicion(is_known=is_known, is_blamed=is_blamed, blamed_losses=blamed_losses)
 
     def clear(self, indices: tuple[Any, ...]) -> None:
-        """Clear the suspicion against samples that could be read, or are quarantined now."""
+        """Clear the suspicion against samples that were read successfully or are quarantined."""
         if not self._blamed_losses:
             return
         for index in indices:
@@ -68,32 +68,33 @@ class SuspectSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCase:
-    """A loss, with all facts on which the choice of a remedy depends."""
+    """A loss, with all facts needed to choose a remedy."""
 
     loss: WorkerLoss
-    # What is known about the sample that the worker was reading, or None if it was reading none.
+    # The evidence against the sample that the worker was reading, or None if there is no such
+    # sample.
     suspicion: Suspicion | None
-    # The number of losses since a batch was last handed out, including this one.
+    # Number of losses since the last batch arrived, including this one.
     losses_in_a_row: int
-    # The number of workers in the lost pool; at least 1.
+    # Number of workers in the lost pool, at least 1.
     workers: int
     # Whether tensors are already shared through files.
     share_by_file: bool
-    # Whether the user has passed a ``worker_init_fn``.
+    # Whether the user passed a ``worker_init_fn``.
     has_worker_init_fn: bool
 
     @property
     def is_repeated(self) -> bool:
-        """Whether the previous pool was lost at the same place."""
+        """Whether the previous pool was also lost at this place."""
         return self.losses_in_a_row > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRemedy:
-    """The changes to make before the next pool is started. `text` goes into the event."""
+    """The changes to make before the next pool is started. `text` describes them in the event."""
 
     text: str
-    # The number of workers from now on; None leaves it unchanged.
+    # Number of workers from now on, or None to keep the current number.
     workers: int | None = None
     share_by_file: bool = False
     stop_pinning: bool = False
@@ -120,28 +121,28 @@ def choose_remedy(case: LossCase) -> WorkerRemedy:
 
 
 def share_tensors_through_files(case: LossCase) -> WorkerRemedy | None:
-    """After a shortage of file descriptors: tensors in named files need none."""
+    """If file descriptors ran out, share tensors through named files, which do not need any."""
     if case.loss.shortage != "file descriptors" or case.share_by_file:
         return None
     return WorkerRemedy(text="tensors are shared through files from now on", share_by_file=True)
 
 
 def use_fewer_workers_in_a_shortage(case: LossCase) -> WorkerRemedy | None:
-    """A shortage for which no sample is suspected is cured by fewer workers."""
+    """If the machine ran out of a resource and no sample is suspected, use fewer workers."""
     if case.loss.shortage is None or case.suspicion is not None:
         return None
     return _halve_the_workers(case)
 
 
 def stop_pinning_memory(case: LossCase) -> WorkerRemedy | None:
-    """Torch's thread that pins memory has failed twice at the same place."""
+    """If the thread that pins memory failed twice at the same place, stop pinning memory."""
     if "Pin memory" not in case.loss.cause or not case.is_repeated:
         return None
     return WorkerRemedy(text="memory is no longer pinned", stop_pinning=True)
 
 
 def quarantine_the_sample(case: LossCase) -> WorkerRemedy | None:
-    """The sample has caused the loss of more than one worker, while others did well."""
+    """If several losses are blamed on the same sample, quarantine the sample."""
     suspicion = case.suspicion
     if suspicion is None or not suspicion.is_blamed:
         return None
@@ -151,10 +152,10 @@ def quarantine_the_sample(case: LossCase) -> WorkerRemedy | None:
 
 
 def use_fewer_workers_at_a_large_sample(case: LossCase) -> WorkerRemedy | None:
-    """The machine ran short of something while a worker was reading a sample.
+    """If the machine ran out of a resource while a worker was reading a sample, use fewer workers.
 
-    As long as the sample may be at fault, at least one worker is left: without workers the sample
-    could kill the training process instead.
+    At least one worker is kept as long as the sample may be at fault. Without workers, the sample
+    could kill the training process.
     """
     suspicion = case.suspicion
     if case.loss.shortage is None or suspicion is None:
@@ -164,37 +165,37 @@ def use_fewer_workers_at_a_large_sample(case: LossCase) -> WorkerRemedy | None:
 
 
 def try_the_sample_again(case: LossCase) -> WorkerRemedy | None:
-    """The first loss that is blamed on a sample may be a coincidence."""
+    """After the first loss blamed on a sample, retry the sample: it may be a coincidence."""
     if case.suspicion is None or not case.suspicion.is_blamed:
         return None
-    return WorkerRemedy(text="the workers are replaced, and the sample is tried again")
+    return WorkerRemedy(text="the workers are replaced, and the sample is retried")
 
 
 def replace_the_workers(case: LossCase) -> WorkerRemedy | None:
-    """The first loss at a place may be a coincidence."""
+    """After the first loss at a place, only replace the workers: it may be a coincidence."""
     if case.is_repeated:
         return None
     return WorkerRemedy(text="the workers are replaced")
 
 
 def use_no_workers_that_hang_at_every_sample(case: LossCase) -> WorkerRemedy | None:
-    """Workers that hang at every sample are blocked by something that they inherited."""
+    """If workers hang at every sample, probably on an inherited lock, use no workers."""
     if case.loss.kind != "hung" or case.suspicion is None:
         return None
     if case.losses_in_a_row < _BLOCKED_POOLS_BEFORE_NONE:
         return WorkerRemedy(text="the workers are replaced")
     return WorkerRemedy(
-        text="no workers from now on: all of them hang, probably because a lock was held when they"
-        " were forked",
+        text="no workers from now on, because all of them hang, probably on a lock that was held"
+        " when they were forked",
         workers=0,
     )
 
 
 def use_no_workers_that_hang_at_their_start(case: LossCase) -> WorkerRemedy | None:
-    """Workers that never become ready are blocked by something that they inherited.
+    """If workers hang while starting, probably on an inherited lock, use no workers.
 
-    A worker that hangs at a batch of a stream, or while it collates, would do so without workers
-    too, so that ends the epoch.
+    A worker that hangs while reading a stream or collating would also hang without workers, so this
+    ends the epoch.
     """
     status = case.loss.status
     if case.loss.kind != "hung" or status is None:
@@ -205,8 +206,8 @@ def use_no_workers_that_hang_at_their_start(case: LossCase) -> WorkerRemedy | No
             f" {case.loss.cause}"
         )
     text = (
-        "no workers from now on: they hang while they start, probably because a lock was held when"
-        " they were forked"
+        "no workers from now on, because they hang while starting, probably on a lock that was held"
+        " when they were forked"
     )
     if case.has_worker_init_fn:
         text += "; worker_init_fn is no longer called"
@@ -214,29 +215,30 @@ def use_no_workers_that_hang_at_their_start(case: LossCase) -> WorkerRemedy | No
 
 
 def stop_before_this_process_dies_too(case: LossCase) -> WorkerRemedy | None:
-    """Whatever kills the only worker at work would kill the training process in its place.
+    """If the only worker was killed while making a batch, stop before training is killed too.
 
-    This does not apply if another process may have killed the worker, or if it was lost at a
-    sample.
+    Does not apply if another process may have killed the worker, or if the worker was lost while
+    reading a sample.
     """
     status = case.loss.status
     if case.loss.kind != "died" or case.loss.from_outside or case.suspicion is not None:
         return None
     if case.workers == 1 and status is not None and status.is_at_work:
         raise no_remedy_left(
-            f"{case.loss.cause}, {case.losses_in_a_row} times at the same place; without workers it"
-            " would end this process"
+            f"{case.loss.cause}, {case.losses_in_a_row} times at the same place. Without workers,"
+            " this would kill the training process"
         )
     return None
 
 
 def use_fewer_workers(case: LossCase) -> WorkerRemedy | None:
-    """No sample is to blame, and new workers did not help."""
+    """If no sample is to blame and new workers did not help, use fewer workers."""
     return _halve_the_workers(case)
 
 
-# The first rule that has a remedy wins. The order is the argument: a known cause comes first, then
-# the suspected sample, then one replacement without any change, and finally fewer workers.
+# The first rule that returns a remedy applies. Rules for a known cause come first, followed by
+# rules for a suspected sample, by a plain replacement of the workers, and finally by rules that
+# reduce the number of workers.
 RULES: tuple[Rule, ...] = (
     share_tensors_through_files,
     use_fewer_workers_in_a_shortage,
@@ -259,10 +261,10 @@ def _halve_the_workers(case: LossCase, at_least: int = 0) -> WorkerRemedy:
 
 
 def no_remedy_left(what: str) -> LoaderError:
-    """Return the error that ends an epoch when nothing is left to try (H614)."""
+    """Return an H614 error, which ends the epoch because no remedy is left."""
     return LoaderError(
         what,
         limit="no remedy is left",
-        fix="look at the loader_healed events before it: they name each cause and what was tried.",
+        fix="see the preceding loader_healed events for the causes and the remedies tried.",
         rule="H614",
     )

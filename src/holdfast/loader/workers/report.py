@@ -1,8 +1,8 @@
-"""The report that a worker sends with each batch: failed samples, shortages, the time it took.
+"""The report that a worker sends with each batch, including any failures.
 
-A failure of a sample arrives in a report, never as an exception. An exception could end the epoch
-(``StopIteration``), make the parent wait forever because it cannot be pickled (pytorch#142884), or
-lose the index of the sample.
+The failure of a sample is sent in a report, never as an exception. An exception could end the epoch
+(``StopIteration``), make the parent wait forever if it cannot be pickled (pytorch#142884), or lose
+the index of the sample.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any, NamedTuple
 from holdfast.core.errors import LoaderError
 from holdfast.loader.quarantine import last_line
 
-# The number in the report of a stream's worker that has no batch on its turn.
+# Number in the report of a stream's worker that has no batch on its turn.
 PASSED_TURN = -1
 
-# Shortages that are recognised by the number of an error.
+# Exhausted resources that are recognized by an error's errno.
 _SHORTAGES_BY_NUMBER = {
     errno.EMFILE: "file descriptors",
     errno.ENFILE: "file descriptors",
     errno.ENOMEM: "memory",
 }
 
-# Shortages that are recognised by a part of the text of a torch error.
+# Exhausted resources that are recognized by a part of a torch error's message.
 _SHORTAGES_BY_TEXT = {
     "Too many open files": "file descriptors",
-    # A tensor arrived without its file descriptor.
+    # This error means that a tensor arrived without its file descriptor.
     "ancdata": "file descriptors",
     "shared memory": "shared memory",
     "</torch_": "shared memory",
     "can't allocate memory": "memory",
 }
 
-# The folder of shared memory. No file is created here.
+# The file system for shared memory. holdfast creates no files in it.
 _SHARED_MEMORY_FOLDER = "/dev/shm/"  # noqa: S108
 
 
@@ -47,7 +47,7 @@ class LoadFailure:
     Args:
         index: Dataset index of the sample, or None for a batch.
         text: The traceback.
-        error: The pickled exception, if it survives pickling.
+        error: The pickled exception, or None if it cannot be pickled.
     """
 
     index: Any
@@ -56,20 +56,20 @@ class LoadFailure:
 
 
 class BatchReport(NamedTuple):
-    """The circumstances under which a batch was made, or was not.
+    """Describes how a batch was made, or why it could not be made.
 
     Args:
-        number: Number of the request; for a stream, the number of the worker, or `PASSED_TURN`.
-        indices: Dataset indices of the samples in the batch; None if they are those of the request.
-        failures: Samples that could not be read and are not in the batch.
-        fatal: Why there is no batch at all: collating failed, or no replacement for a sample was
-            left.
-        shortage: The resource that the machine ran out of: ``"shared memory"``, ``"file
-            descriptors"``, ``"memory"``, or None.
-        seconds: How long making the batch took.
-        state: State of an iterable dataset after this batch.
-        draws: Whether this batch, or an earlier one, drew from the generator of Python or NumPy
-            (see `LazySeeding`).
+        number: Number of the request. For a stream, the number of the worker or `PASSED_TURN`.
+        indices: Dataset indices of the samples in the batch, or None if they are the same as in the
+            request.
+        failures: Samples that could not be read and were left out of the batch.
+        fatal: Why there is no batch: collating failed, or no replacement was found for a sample.
+        shortage: The resource that the machine ran out of (``"shared memory"``, ``"file
+            descriptors"`` or ``"memory"``), or None.
+        seconds: How long it took to make the batch.
+        state: The position of an iterable dataset after this batch.
+        draws: Whether this batch or an earlier one drew from Python's or NumPy's generator (see
+            `LazySeeding`).
     """
 
     number: int
@@ -88,12 +88,12 @@ class BatchReport(NamedTuple):
 
     @property
     def is_passed_turn(self) -> bool:
-        """Whether a worker of a stream had no batch on its turn."""
+        """Whether a stream's worker had no batch on its turn."""
         return self.number == PASSED_TURN
 
 
 def as_failure(index: Any, error: BaseException) -> LoadFailure:
-    """Return an exception as a `LoadFailure`, which can always be pickled."""
+    """Convert an exception to a `LoadFailure`, which can always be pickled."""
     text = "".join(traceback.format_exception(error))
     try:
         pickled = bytes(ForkingPickler.dumps(error))
@@ -106,8 +106,8 @@ def as_failure(index: Any, error: BaseException) -> LoadFailure:
 def as_error(failure: LoadFailure, report: BatchReport) -> Exception:
     """Return the exception to raise for a batch that could not be made.
 
-    It is the worker's own exception if that could be sent, otherwise a `LoaderError` (H613). Its
-    notes name the batch and show the worker's traceback.
+    This is the worker's own exception if it could be pickled, otherwise a `LoaderError` (H613). Its
+    notes name the batch and contain the worker's traceback.
     """
     batch = "a stream"
     if report.indices is not None:
@@ -119,24 +119,24 @@ def as_error(failure: LoadFailure, report: BatchReport) -> Exception:
         reason = last_line(failure.text) or "it raised"
         error = LoaderError(
             f"the batch of {batch} cannot be made: {reason}",
-            limit="no other sample can replace what is missing",
-            fix="repair the dataset or collate_fn; the note below shows where it failed.",
+            limit="no other sample can replace the failed one",
+            fix="fix the dataset or collate_fn; the note below shows where it failed.",
             rule="H613",
         )
     if report.failures:
         first = report.failures[0]
         error.add_note(
-            f"None of {len(report.failures)} samples in a row could be read: is a folder or a drive"
-            f" missing? The first was sample {first.index!r}: {last_line(first.text)}"
+            f"None of {len(report.failures)} consecutive samples could be read. Is a folder or a"
+            f" drive missing? The first was sample {first.index!r}: {last_line(first.text)}"
         )
     error.add_note(f"In holdfast.DataLoader, while making the batch of {batch}:\n{failure.text}")
     return error
 
 
 def find_shortage(error: BaseException) -> str | None:
-    """Return which resource an error reports as exhausted, as in `BatchReport.shortage`.
+    """Return the resource that an error reports as exhausted (see `BatchReport.shortage`), or None.
 
-    Such an error is not the fault of the sample that was being read.
+    The sample that was being read is not at fault for such an error.
     """
     if isinstance(error, MemoryError):
         return "memory"
@@ -148,13 +148,13 @@ def find_shortage(error: BaseException) -> str | None:
         return None
     if isinstance(number, int) and number in _SHORTAGES_BY_NUMBER:
         return _SHORTAGES_BY_NUMBER[number]
-    # Any other path means that a disk is full, which fewer workers cannot fix.
+    # With any other path, a disk is full, and reducing the number of workers does not help.
     if number == errno.ENOSPC and (path == "" or path.startswith(_SHARED_MEMORY_FOLDER)):
         return "shared memory"
-    # Some libraries raise this error without its number.
+    # Some libraries raise this error without an errno.
     if isinstance(error, OSError) and "Too many open files" in text:
         return "file descriptors"
-    # The text of other errors may be anything, such as a key, so it is not searched.
+    # The message of any other error may be arbitrary text, such as a key, so it is not searched.
     if isinstance(error, RuntimeError):
         for part, shortage in _SHORTAGES_BY_TEXT.items():
             if part in text:

@@ -1,9 +1,9 @@
-"""Watch one pool of workers, and find a worker that has died, was stopped or is stuck.
+"""Watch a pool of workers, and detect workers that have died, were stopped or are stuck.
 
-A stuck worker is killed. Every failure of a worker therefore shows as its death, and the loop that
-waits for a batch needs no timeout of its own. Time is counted in ticks of the watching thread, so
-suspending the machine or container does not make workers look stuck. What to do about a loss is
-decided in `remedies`.
+A stuck worker is killed. All failures of workers therefore end in a worker's death, and the loop
+that waits for a batch does not need its own timeout. Time is counted in ticks of the watching
+thread, so workers do not appear stuck after the machine or container was suspended. `remedies`
+decides how to react to a loss.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from holdfast.recorder.run_files import process_is_stopped
 # Time between two checks of the workers.
 _TICK_SECONDS = 0.25
 
-# Time between two interruptions of the main thread after a loss, until it stops waiting.
+# After a loss: time between two interruptions of the main thread, until it stops waiting.
 _WAKE_SECONDS = 0.01
 
-# A worker is stuck after this multiple of the longest time that any sample has taken.
+# A worker counts as stuck after this multiple of the longest time that any sample has taken.
 LONGEST_FACTOR = 8.0
 
-# Starting a worker may take this multiple of the limit for a sample, because imports and the user's
-# ``worker_init_fn`` have nothing to do with samples.
+# Starting a worker may take this multiple of the limit for a sample, because it includes imports
+# and the user's ``worker_init_fn``.
 _START_FACTOR = 10.0
 
-# Signals with which another process or a person may have killed a worker.
+# Exit codes of a worker that may have been killed by another process or a person.
 _SIGNALS_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 
 
@@ -55,15 +55,15 @@ class WorkerLoss:
     """Why a pool of workers has to be replaced.
 
     Args:
-        cause: The cause, in words.
+        cause: The cause, as shown to users.
         kind: ``"died"``, ``"stopped"``, ``"hung"``, or ``"machinery"`` if no single worker failed.
-        worker: The number of the worker that failed, or None if no single one did.
+        worker: Number of the worker that failed, or None if no single worker failed.
         status: The status of that worker.
-        others_fine: Whether other workers were doing well, so that the sample is the suspect; None
-            if there were no other workers.
-        shortage: The resource that the machine ran out of, if that was the reason.
-        is_timeout: Whether a time limit was exceeded, which may have been too short.
-        from_outside: Whether the worker died of a signal that other processes send.
+        others_fine: Whether other workers were fine, so that the sample is suspected. None if
+            unknown, because there were no other workers.
+        shortage: The resource that the machine ran out of, or None if this was not the cause.
+        is_timeout: Whether the loop exceeded a time limit, which may have been too short.
+        from_outside: Whether the worker was killed by a signal that other processes commonly send.
     """
 
     cause: str
@@ -77,20 +77,22 @@ class WorkerLoss:
 
 
 class WorkerWatch:
-    """Watches workers from its own thread.
+    """Watches the workers of a pool from a separate thread.
 
-    It is also a context manager: within the context, a loss interrupts the main thread if it waits.
+    Use the watch as a context manager around waiting for a batch: within the context, the loss of a
+    worker interrupts the main thread.
 
     Args:
-        processes: The workers.
-        board: The board on which they show their progress.
-        limit_seconds: Time at one sample after which a worker is stuck; raised to eight times the
-            longest time at a sample so far. Starting, including the user's ``worker_init_fn``, may
-            take ten times this limit, or ten times `timeout_seconds` if that is less. (A lock that
-            was held at the fork would block it forever.)
+        processes: The worker processes.
+        board: The board on which the workers show their progress.
+        limit_seconds: Time at one sample after which a worker counts as stuck. If some sample took
+            longer than an eighth of this limit, the limit is raised to eight times that time.
+            Starting, including the user's ``worker_init_fn``, may take ten times this limit or ten
+            times `timeout_seconds`, whichever is less. (A lock that was held at the time of the
+            fork would block a worker forever.)
         timeout_seconds: How long the loop may wait for a batch, not counting the time that workers
-            need to start; 0 for no limit.
-        may_end: Whether a worker may exit with code 0, because it has done its work.
+            need to start. 0 for no limit.
+        may_end: Whether a worker may exit with code 0, because it has finished its work.
     """
 
     def __init__(
@@ -110,44 +112,43 @@ class WorkerWatch:
         self._may_end = may_end
         self._ended = threading.Event()
         self._oom_kills_before = oom_kills()
-        # For each worker, its status at the last tick, and for how long that has not changed.
+        # For each worker: its status at the last tick, and for how long the status has not changed.
         self._statuses = [board.status_of(worker) for worker in range(len(processes))]
         self._unchanged_seconds = [0.0] * len(processes)
         # Workers that were stopped at the last tick.
         self._stopped: set[int] = set()
-        # How many times the loop has waited for a batch so far, and how many times by the last
-        # tick.
+        # How many times the loop has waited for a batch, now and at the last tick.
         self._waits = 0
         self._waits_at_last_tick = 0
-        # How long the loop has waited for the current batch, and how much of that passed without
-        # any change on the board.
+        # How long the loop has waited for the current batch, and how long the board has not changed
+        # during this wait.
         self._waited_seconds = 0.0
         self._quiet_seconds = 0.0
         self._loss: WorkerLoss | None = None
         self.lost = False
-        # When the loss was noticed, on the monotonic clock.
+        # When the loss was detected, on the monotonic clock.
         self.lost_at = 0.0
-        # The thread that is inside the context; 0 for none.
+        # The thread that is inside the context, or 0 for none.
         self.waiting_thread = 0
-        # Whether that thread has already been interrupted. Set by the signal handler.
+        # Whether this thread has already been interrupted. Set by the signal handler.
         self.interrupted = False
-        # The longest time that a worker was seen at one sample.
+        # The longest time that any worker has spent on one sample.
         self.longest_seconds = 0.0
         wake_on_loss(self)
         start_thread(threading.Thread(target=self._run, daemon=True, name="holdfast-loader-watch"))
 
     def end(self, *, kills: bool = False) -> None:
-        """Stop watching, so that the end of a worker no longer counts as a loss.
+        """Stop watching, so that a worker that exits no longer counts as lost.
 
         Args:
-            kills: Whether to kill the workers too, if they belong to this process.
+            kills: Whether to also kill the workers, if they were started by this process.
         """
         self._ended.set()
         if kills and self._parent == os.getpid():
             kill(self._processes)
 
     def __enter__(self) -> None:
-        """Begin to interrupt the main thread, with `WaitInterruptedError`, if a worker is lost."""
+        """From now on, raise `WaitInterruptedError` in the main thread if a worker is lost."""
         self._waits += 1
         self.waiting_thread = threading.get_ident()
         if self.lost:
@@ -162,11 +163,11 @@ class WorkerWatch:
         """Return why the workers were lost.
 
         Args:
-            patience_seconds: How long to wait for a worker's death if no loss is known yet.
+            patience_seconds: How long to wait for a worker to die if no loss was detected yet.
         """
         loss = self._loss
         if loss is None:
-            # torch has noticed it before this watch.
+            # torch has detected the loss before this watch.
             loss = self._wait_for_death(patience_seconds)
         if loss.kind == "died" and loss.worker is not None:
             return self._describe_death(loss.worker)
@@ -176,7 +177,7 @@ class WorkerWatch:
         workers = self._workers_by_sentinel()
         dead = wait(list(workers), timeout=patience_seconds)
         if self._loss is not None:
-            # In the meantime, the watch has found a stuck worker and killed it.
+            # In the meantime, the watching thread has found and killed a stuck worker.
             return self._loss
         if not dead:
             return WorkerLoss(cause="the connection to the workers broke", kind="machinery")
@@ -205,7 +206,7 @@ class WorkerWatch:
         )
 
     def _any_has_worked(self, dead_worker: int, status: WorkerStatus) -> bool | None:
-        """Return whether any worker, dead or alive, has read a sample; None if unknown."""
+        """Return whether any worker, dead or alive, has read a sample, or None if unknown."""
         if status.has_worked:
             return True
         others = [
@@ -244,7 +245,7 @@ class WorkerWatch:
         return None
 
     def _note_loss(self, loss: WorkerLoss) -> None:
-        """Record a loss, and kill the worker that caused it."""
+        """Record a loss, and kill the worker that caused it if it is still alive."""
         self._loss = loss
         self.lost_at = time.monotonic()
         self.lost = True
@@ -254,12 +255,12 @@ class WorkerWatch:
     def _interrupt_until_ended(self) -> None:
         """Interrupt the main thread whenever it waits for a batch, until this watch ends.
 
-        The signal handler (`child_signals`) raises the exception there.
+        The signal handler (see `child_signals`) raises the exception in the main thread.
         """
         unheard_seconds = 0.0
         while not self._ended.wait(_WAKE_SECONDS):
-            # Python swallows an exception that is raised while a destructor happens to run. So the
-            # thread is interrupted again if it does not leave its wait.
+            # Python discards an exception that is raised while a destructor is running. The thread
+            # is therefore interrupted again if it is still waiting.
             if self.waiting_thread and self.interrupted:
                 unheard_seconds += _WAKE_SECONDS
             else:
@@ -288,7 +289,8 @@ class WorkerWatch:
             if status == previous:
                 self._unchanged_seconds[worker] += passed_seconds
                 continue
-            # The time to start, or to wait for work, says nothing about samples.
+            # The time that a worker needs to start, or waits for work, does not count as time at a
+            # sample.
             if previous.is_at_work:
                 self.longest_seconds = max(self.longest_seconds, self._unchanged_seconds[worker])
             self._unchanged_seconds[worker] = 0.0
@@ -304,7 +306,7 @@ class WorkerWatch:
             self._waited_seconds = 0.0
             self._quiet_seconds = 0.0
             return
-        # The loop has to wait while workers start, unless others work already.
+        # The loop has to wait while workers start, unless some workers are already making batches.
         waits_for_start = any(status.is_starting for status in self._statuses) and not any(
             status.is_at_work for status in self._statuses
         )
@@ -315,10 +317,10 @@ class WorkerWatch:
             self._quiet_seconds = 0.0
 
     def _find_stopped_worker(self) -> WorkerLoss | None:
-        """Return the loss if a worker was stopped both at this tick and at the last one.
+        """Return a loss if a worker was stopped both at this tick and at the last one.
 
-        One observation is not enough: if all processes of a job were stopped, they are continued
-        together, but not at exactly the same time.
+        A single observation is not enough. If all processes of a job were stopped, they are
+        continued together, but not at exactly the same time.
         """
         stopped_before = self._stopped
         self._stopped = {
@@ -331,7 +333,7 @@ class WorkerWatch:
         return None
 
     def _find_stuck_worker(self, limit_seconds: float) -> WorkerLoss | None:
-        """Return the loss if a worker has been at one sample, or at its start, for too long."""
+        """Return a loss if a worker has spent too long on one sample or on starting."""
         start_limit_seconds = _START_FACTOR * limit_seconds
         if self._timeout_seconds:
             start_limit_seconds = _START_FACTOR * min(limit_seconds, self._timeout_seconds)
@@ -345,7 +347,7 @@ class WorkerWatch:
         return None
 
     def _find_late_batch(self) -> WorkerLoss | None:
-        """Return the loss if the loop has waited for a batch for longer than its timeout."""
+        """Return a loss if the loop has waited for a batch for longer than the timeout."""
         if not self._timeout_seconds or self._waited_seconds <= self._timeout_seconds:
             return None
         busy = [worker for worker, status in enumerate(self._statuses) if status.is_busy]
@@ -356,12 +358,12 @@ class WorkerWatch:
         return self._hang_of(slowest, f"kept the loop waiting for {self._timeout_seconds:g} s")
 
     def _find_lost_batch(self, limit_seconds: float) -> WorkerLoss | None:
-        """Return the loss if the loop waits for a batch although no worker is making one."""
+        """Return a loss if the loop is waiting for a batch, but no worker is making one."""
         if self._quiet_seconds <= limit_seconds:
             return None
         if any(status.is_busy for status in self._statuses):
             return None
-        cause = f"no batch arrived, although no worker was busy for {limit_seconds:.1f} s"
+        cause = f"no batch arrived, and no worker was busy for {limit_seconds:.1f} s"
         return WorkerLoss(cause=cause, kind="machinery", is_timeout=True)
 
     def _hang_of(self, worker: int, how_long: str) -> WorkerLoss:
@@ -380,7 +382,7 @@ class WorkerWatch:
         )
 
     def _others_make_progress(self, stuck_worker: int) -> bool | None:
-        """Return whether another worker did well while this one was stuck.
+        """Return whether another worker made progress while this one was stuck.
 
         Returns None if there is no other worker.
         """

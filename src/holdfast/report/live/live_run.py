@@ -13,18 +13,18 @@ from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRun(RunSnapshot):
-    """What can be seen of a run.
+    """The state of a run at one moment, as the live view shows it.
 
-    It has the newest events, and the processes of the newest attempt, trainers first. Links in
-    `guards` are resolved.
+    It contains only the newest events, and only the processes of the newest attempt, trainers
+    first. Paths in `guards` have their symbolic links resolved.
 
     Args:
-        state: Whether the run is still running.
+        state: Whether the run is running, waiting to restart, or has ended.
         now: Unix time of the snapshot.
         newest: Unix time of the newest record.
-        outlook: How far along the run is, as a sentence.
-        scalars: The newest value of each logged name, newest last.
-        news: What each source has recorded since the previous snapshot.
+        outlook: Progress of the run and time left, as a sentence.
+        scalars: The newest value of each logged name; the most recently logged comes last.
+        news: New records of each source since the previous snapshot.
     """
 
     state: RunState

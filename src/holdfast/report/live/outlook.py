@@ -1,6 +1,6 @@
-"""Describe how far along a run is: epoch, step, time left and throughput.
+"""Describe the progress of a run: epoch, step, time left and throughput.
 
-The numbers come from the events of a guard's loop.
+The numbers come from events that a guard's training loop records.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from holdfast.core.events.event import Event
 from holdfast.core.text import duration
 from holdfast.recorder.progress import StepSample
 
-# Steps over which the current rate is measured.
+# Number of newest steps over which the current rate is measured.
 RATE_SAMPLES = 50
 NO_GUARD = "epoch, total, time left and samples/s are unknown: no Guard records them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopProgress:
-    """What the events of a guard's loop say about its length.
+    """The position of a guard's training loop, and its length as far as its events show it.
 
     Args:
-        since: Unix time at which the loop began.
-        step: Optimizer steps of the run at the newest event.
-        epochs: Epochs completed at the newest event.
+        since: Unix time at which the loop started.
+        step: Optimizer step of the run at the newest event.
+        epochs: Number of epochs completed at the newest event.
         max_epochs: Epochs after which the loop ends; None without such a limit.
-        max_steps: Optimizer steps after which it ends; None without such a limit.
-        epoch_steps: Optimizer steps of a whole epoch; 0 until one has ended.
-        epoch_batches: Batches of a whole epoch.
-        batch_size: Samples of a batch; 0 if it is unknown.
+        max_steps: Optimizer steps after which the loop ends; None without such a limit.
+        epoch_steps: Optimizer steps per epoch; 0 until an epoch has ended.
+        epoch_batches: Batches per epoch.
+        batch_size: Samples per batch; 0 if unknown.
     """
 
     since: int
@@ -43,7 +43,7 @@ class LoopProgress:
 
     @property
     def total_steps(self) -> int | None:
-        """Return the optimizer step at which the loop ends, or None if that is not known yet."""
+        """Return the optimizer step at which the loop ends, or None if it is not known yet."""
         totals = []
         if self.max_steps is not None:
             totals.append(self.max_steps)
@@ -60,11 +60,11 @@ class LoopProgress:
 
 
 def loop_progress(event: Event, previous: LoopProgress | None) -> LoopProgress | None:
-    """Return the progress after an event; unchanged if the event is about something else.
+    """Return the progress after an event. Events that are unrelated to progress do not change it.
 
     Args:
-        event: Any event of a guard.
-        previous: The progress before it, if there was any.
+        event: An event of a guard, of any kind.
+        previous: The progress before the event, if any.
     """
     if event.kind == "loop":
         return LoopProgress(
@@ -83,14 +83,14 @@ def loop_progress(event: Event, previous: LoopProgress | None) -> LoopProgress |
             "epoch_batches": _count(event, "batches"),
             "batch_size": _count(event, "batch_size"),
         }
-        # Numbers that the event lacks are carried over from the previous epoch.
+        # If the event lacks a number, keep the number from the previous epoch.
         known_counts = {name: count for name, count in counts.items() if count is not None}
         return replace(previous, step=event.global_step, **known_counts)
     return previous
 
 
 def _count(event: Event, name: str) -> int | None:
-    """Return a field of an event if it is a count, or None, since recordings may be damaged."""
+    """Return a field of an event, or None if it is not a count, as in a damaged recording."""
     value = event.data.get(name)
     return value if type(value) is int and value >= 0 else None
 
@@ -98,10 +98,10 @@ def _count(event: Event, name: str) -> int | None:
 def describe_outlook(
     progress: LoopProgress, samples: Sequence[StepSample], *, now: float, ranks: int
 ) -> str:
-    """Return how far along a loop is, as a sentence that also names what is unknown.
+    """Describe the progress of a loop as a sentence, which also names unknown quantities.
 
     Args:
-        progress: What the loop recorded about its length.
+        progress: The recorded progress of the loop.
         samples: The newest steps of the loop's process, oldest first.
         now: Unix time.
         ranks: Number of processes that train together.
@@ -119,9 +119,9 @@ def describe_outlook(
 
 
 def _steps_per_second(samples: Sequence[StepSample], now: float) -> float:
-    """Return the steps per second of wall-clock time.
+    """Return the number of steps per second of wall-clock time.
 
-    The durations that a guard records are not used, because they exclude waiting for data.
+    The step durations that a guard records are not used, because they exclude waiting for data.
     """
     if not samples:
         return 0.0
@@ -162,5 +162,5 @@ def _throughput(progress: LoopProgress, rate: float, ranks: int) -> str:
 
 
 def three_digits(rate: float) -> str:
-    """Return a rate with three significant digits, such as "1,230" or "0.457"."""
+    """Format a rate with three significant digits, such as "1,230" or "0.457"."""
     return f"{float(f'{rate:.3g}'):,g}"

@@ -1,4 +1,4 @@
-"""`RecentRecords`: the newest records of a run, limited to what the live view shows."""
+"""`RecentRecords`: the newest records of a run, limited to the number that the live view shows."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from holdfast.report.live.outlook import LoopProgress, loop_progress
 from holdfast.report.run_follower import News, events_in_time_order
 from holdfast.report.sources import RecordedEvent, RunSource
 
-# The maximum numbers of records of each kind; more would not fit on a screen.
+# Maximum number of records of each kind. More would not fit on a screen.
 _KEPT_SAMPLES = 600
 _KEPT_EVENTS = 50
 _KEPT_SCALARS = 50
 
 
 class RecentRecords:
-    """The newest records of a run, limited to what the views show.
+    """The newest records of a run.
 
     Attributes:
-        samples: Steps, oldest first, by source directory.
+        samples: Samples of steps, oldest first, by directory of the source.
         events: Events of all sources, oldest first.
-        scalars: The newest value of each name, newest last.
-        loops: The progress of each guard's loop, by guard directory.
-        supervisor_event: Kind of the newest event of the supervisor; empty without one.
+        scalars: The newest value of each name; the most recently logged comes last.
+        loops: Progress of each guard's loop, by the guard's directory.
+        supervisor_event: Kind of the supervisor's newest event; empty if there is none.
         attempt: Number of the newest attempt.
-        newest: Unix time of the newest record; 0 without one.
+        newest: Unix time of the newest record; 0 if there is none.
     """
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ class RecentRecords:
         return list(self.samples.get(source.directory, ()))
 
     def add(self, all_news: Sequence[News], sources: Sequence[RunSource]) -> None:
-        """Add what was recorded since the previous look.
+        """Add the records that are new since the previous poll.
 
         Args:
-            all_news: The news of each source that has any.
-            sources: All sources, with and without news.
+            all_news: New records of the sources that have any.
+            sources: All sources, with and without new records.
         """
         for source in sources:
             self.attempt = max(self.attempt, source.attempt)
@@ -75,7 +75,7 @@ class RecentRecords:
 
     def _add_scalars(self, scalars: Sequence[Scalar]) -> None:
         for scalar in scalars:
-            # Remove it first, so that the newest value ends up last.
+            # Remove the name first, so that its newest value ends up last.
             self.scalars.pop(scalar.name, None)
             self.scalars[scalar.name] = scalar
         self.scalars = dict(list(self.scalars.items())[-_KEPT_SCALARS:])
@@ -91,13 +91,13 @@ class RecentRecords:
         for recorded in news.events:
             self.supervisor_event = recorded.event.kind
             attempt = recorded.event.data.get("attempt")
-            # A restart event only announces the attempt.
+            # A restart event only announces the next attempt.
             if isinstance(attempt, int) and recorded.event.kind != "restart":
                 self.attempt = max(self.attempt, attempt)
 
 
 def newest_time(news: News) -> float:
-    """Return the Unix time of the newest record of a source."""
+    """Return the Unix time of the newest of these records."""
     times = [sample.unix_seconds for sample in news.samples]
     times += [recorded.event.unix_seconds for recorded in news.events]
     times += [scalar.unix_seconds for scalar in news.scalars]

@@ -1,6 +1,6 @@
-"""Decide whether a run is running, waiting to restart, or has ended, judged from outside it.
+"""Decide from outside whether a run is running, waiting to restart, or has ended.
 
-The signs are collected by ``watching``; the decision here is a table of rules.
+``watching`` collects the signs, and a table of rules makes the decision.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Literal, TypeAlias
 
 RunState = Literal["running", "waits to restart", "ended"]
 
-# A run has ended when its lock is free, its processes are gone, and nothing was recorded for this
-# long: a process that has just started may not have recorded anything yet.
+# If a run's lock is free and its processes are gone, the run counts as ended only after this long
+# without a new record, because a process that has just started may not have recorded anything yet.
 SILENT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSigns:
-    """What can be observed about a run from the outside.
+    """Signs of activity of a run that can be observed from outside.
 
     Args:
-        supervisor_event: Kind of the newest event of the supervisor; empty without one.
-        lock_is_held: Whether a supervisor holds the lock of the run; None if that is unknown.
+        supervisor_event: Kind of the supervisor's newest event; empty if there is none.
+        lock_is_held: Whether a supervisor holds the lock of the run; None if unknown.
         supervisor_is_lost: Whether the supervisor was killed.
-        processes_alive: Whether each process is alive; None if unknown.
-        closed: Whether the newest event shows that a guard closed the run.
+        processes_alive: Whether each process is alive; None for a process on another machine.
+        closed: Whether the newest event says that a guard closed the run.
         silent_seconds: Time since the last sign of life, or since watching began.
     """
 
@@ -38,12 +38,12 @@ class RunSigns:
 
     @property
     def of_life(self) -> bool:
-        """Return whether the supervisor or a process is certainly alive."""
+        """Return whether the supervisor or a process is known to be alive."""
         return self.lock_is_held is True or True in self.processes_alive
 
 
 def decide_state(signs: RunSigns) -> RunState:
-    """Return the answer of the first rule in `RULES` that has one, or "running"."""
+    """Return the state from the first rule in `RULES` that returns one, or "running"."""
     for rule in RULES:
         state = rule(signs)
         if state is not None:
@@ -55,39 +55,39 @@ StateRule: TypeAlias = Callable[[RunSigns], RunState | None]
 
 
 def supervisor_waits_to_restart(signs: RunSigns) -> RunState | None:
-    """Between two attempts, no process runs, but the supervisor has announced the next one."""
+    """Between attempts no process is running, but the supervisor has announced a restart."""
     if signs.supervisor_event == "restart" and signs.lock_is_held is not False:
         return "waits to restart"
     return None
 
 
 def supervisor_or_process_is_alive(signs: RunSigns) -> RunState | None:
-    """A live supervisor holds its lock, and live processes can be observed directly."""
+    """A live supervisor or a live process means that the run is running."""
     return "running" if signs.of_life else None
 
 
 def processes_are_elsewhere(signs: RunSigns) -> RunState | None:
-    """Processes on another machine cannot be observed, so they may be alive."""
+    """Processes on another machine cannot be checked, so they count as running."""
     if None in signs.processes_alive and not signs.supervisor_is_lost:
         return "running"
     return None
 
 
 def end_was_recorded(signs: RunSigns) -> RunState | None:
-    """The supervisor or the guard recorded the end of the run, or the supervisor was killed."""
+    """A run has ended if that was recorded, or if the supervisor was killed."""
     if signs.supervisor_event == "stopped" or signs.supervisor_is_lost or signs.closed:
         return "ended"
     return None
 
 
 def silent_for_too_long(signs: RunSigns) -> RunState | None:
-    """If all processes of a run were killed, its end was not recorded."""
+    """After a long silence, assume that all processes were killed, so none recorded the end."""
     was_seen = bool(signs.processes_alive or signs.supervisor_event)
     return "ended" if was_seen and signs.silent_seconds >= SILENT_SECONDS else None
 
 
-# The first rule that has an answer wins. What can be observed now takes precedence over what was
-# recorded, and both over what is inferred from silence.
+# The first rule that returns a state wins. Direct observations take precedence over recorded
+# events, and both take precedence over silence.
 RULES: tuple[StateRule, ...] = (
     supervisor_waits_to_restart,
     supervisor_or_process_is_alive,

@@ -1,4 +1,4 @@
-"""Compute the numbers of a process in the live view from its newest steps."""
+"""Compute the numbers that the live view shows for a process from its newest steps."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from holdfast.report.sources import RunSource
 
 
 def newest_step(standing: Standing | None, samples: Sequence[StepSample]) -> int:
-    """Return the step on the process's board or, without one, that of its newest sample."""
+    """Return the current step from the process's board or, without a board, its newest sample."""
     if standing is not None and standing.step:
         return standing.step
     return samples[-1].step if samples else 0
 
 
 def steps_per_second(samples: Sequence[StepSample], now: float | None) -> float:
-    """Return the rate of the newest steps; NaN if it is unknown.
+    """Return the rate of the newest steps in steps per second; NaN if unknown.
 
-    The rate of a live process decreases once it has been silent for longer than two steps.
+    The rate of a live process decreases when it has been silent for longer than two steps.
 
     Args:
-        samples: Steps of a process, oldest first.
+        samples: Samples of a process, oldest first.
         now: Unix time; None if the process has ended.
     """
     newest = [sample for sample in samples[-RATE_SAMPLES:] if sample.seconds > 0]
@@ -41,7 +41,7 @@ def steps_per_second(samples: Sequence[StepSample], now: float | None) -> float:
 
 
 def with_numbers(process: ProcessSnapshot, samples: Sequence[StepSample]) -> ProcessSnapshot:
-    """Return a process with the numbers of its newest steps."""
+    """Return a copy of the snapshot with the numbers of the newest steps filled in."""
     losses = tuple(sample.loss for sample in samples if sample.loss is not None)
     return replace(
         process,
@@ -58,7 +58,7 @@ def with_numbers(process: ProcessSnapshot, samples: Sequence[StepSample]) -> Pro
 def by_optimizer(
     process: ProcessSnapshot, source: RunSource, samples: Sequence[StepSample]
 ) -> tuple[ProcessSnapshot, ...]:
-    """Return one snapshot per optimizer that has stepped, if there are several optimizers."""
+    """Return one snapshot per optimizer that has stepped; empty with a single optimizer."""
     names = read_optimizers(source.directory)
     if len(names) < 2:
         return ()
@@ -72,7 +72,7 @@ def by_optimizer(
 
 
 def _newest_number(samples: Sequence[StepSample], name: str) -> float | None:
-    """Return the newest value of a number that is not read at every step, or None."""
+    """Return the newest value of a number that is not recorded at every step, or None."""
     for sample in reversed(samples):
         value: float | None = getattr(sample, name)
         if value is not None:
@@ -81,7 +81,7 @@ def _newest_number(samples: Sequence[StepSample], name: str) -> float | None:
 
 
 def _newest_size(samples: Sequence[StepSample], name: str) -> int:
-    """Return the newest value of a size; it is 0 at steps where it was not read."""
+    """Return the newest value of a size, which is 0 at steps without a reading."""
     for sample in reversed(samples):
         size: int = getattr(sample, name)
         if size:
@@ -90,7 +90,7 @@ def _newest_size(samples: Sequence[StepSample], name: str) -> int:
 
 
 def _wait_share(samples: Sequence[StepSample]) -> float:
-    """Return the share of step time that was spent waiting for data; NaN if unknown."""
+    """Return the share of time that was spent waiting for data; NaN if unknown."""
     timed = [sample for sample in samples if sample.seconds > 0 and sample.wait_seconds >= 0]
     seconds = math.fsum(sample.seconds for sample in timed)
     if not seconds > 0:

@@ -1,4 +1,4 @@
-"""The tables of the live view: their columns, and the text in each cell."""
+"""The tables of the live view: columns and cell texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.report.run_snapshot import ProcessSnapshot
 from holdfast.report.severity import severity
 from holdfast.report.sources import RecordedEvent
 
-# A terminal with at least this many columns has room for long curves.
+# Draw long sparklines if the terminal has at least this many columns.
 _WIDE = 110
 _LONG_CURVE = 30
 _SHORT_CURVE = 10
@@ -42,10 +42,10 @@ class Column(Generic[_Row]):
     """One column of a table.
 
     Args:
-        title: Its head.
-        cell: Returns the cell of a row.
-        is_number: Whether its cells are aligned to the right.
-        takes_space: Whether it takes the space left over by other columns.
+        title: Heading of the column.
+        cell: Returns the cell for a row.
+        is_number: Whether the cells are right-aligned.
+        takes_space: Whether the column takes the remaining width of the table.
     """
 
     title: str
@@ -55,7 +55,7 @@ class Column(Generic[_Row]):
 
 
 def make_table(rows: Sequence[_Row], columns: Sequence[Column[_Row]]) -> Table:
-    """Return a table with one row for each of `rows`."""
+    """Return a table with the given columns and one line per row."""
     table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
         table.add_column(
@@ -110,7 +110,7 @@ def _size(size_bytes: int) -> Text:
 
 
 def _number(value: float | None, digits: int) -> Text:
-    """Return a number as text; empty if it was not read, and red if it is not finite."""
+    """Format a number; empty if it is unknown, red if it is not finite."""
     if value is None:
         return Text("")
     return Text(f"{value:.{digits}g}", style="" if math.isfinite(value) else "bold red")
@@ -186,7 +186,7 @@ RUN_COLUMNS: tuple[Column[LiveRun], ...] = (
 def training_columns(
     trained: Sequence[ProcessSnapshot], width: int
 ) -> list[Column[ProcessSnapshot]]:
-    """Return the columns of the training table; device memory only if a device is used."""
+    """Return the columns of the training table, with device memory only if a device is used."""
     curve_width = _LONG_CURVE if width >= _WIDE else _SHORT_CURVE
     columns: list[Column[ProcessSnapshot]] = [
         Column("process", _label, takes_space=True),
@@ -204,11 +204,11 @@ def training_columns(
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a curve of at most `width` characters, each the mean of a stretch of values.
+    """Return a curve of at most `width` characters, each of which is the mean of several values.
 
-    "x" stands for a stretch without a finite value.
+    The character "x" means that none of these values is finite.
     """
-    means = _means_of_stretches(values, min(width, len(values)))
+    means = _means_of_groups(values, min(width, len(values)))
     finite = [mean for mean in means if math.isfinite(mean)]
     low = min(finite, default=0.0)
     height = max(finite, default=0.0) - low
@@ -221,12 +221,15 @@ def sparkline(values: Sequence[float], width: int) -> str:
     )
 
 
-def _means_of_stretches(values: Sequence[float], stretches: int) -> list[float]:
-    """Return the mean of the finite values of each stretch; NaN if it has none."""
+def _means_of_groups(values: Sequence[float], groups: int) -> list[float]:
+    """Cut values into consecutive groups, and return the mean of the finite values of each.
+
+    A group without finite values yields NaN.
+    """
     means = []
-    for number in range(stretches):
-        begin = number * len(values) // stretches
-        end = (number + 1) * len(values) // stretches
+    for number in range(groups):
+        begin = number * len(values) // groups
+        end = (number + 1) * len(values) // groups
         finite = [value for value in values[begin:end] if math.isfinite(value)]
         means.append(math.fsum(finite) / len(finite) if finite else math.nan)
     return means

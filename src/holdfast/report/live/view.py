@@ -1,7 +1,7 @@
-"""Draw the live view: a snapshot of a run, in a terminal, with Rich.
+"""Draw snapshots of runs in a terminal, with Rich.
 
-All text from a run is sanitised and inserted as `Text`, never as markup, so it cannot change
-colours, add links, clear the screen or move the cursor.
+Text from a run is sanitized and inserted as `Text`, never as markup. It therefore cannot change
+colors, add links, clear the screen or move the cursor.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from holdfast.report.live.watching import Runs, Watched
 from holdfast.report.run_snapshot import ProcessSnapshot
 from holdfast.report.verdicts import how_sure, tone
 
-# One run, or several.
+# One run or several runs.
 LiveRuns: TypeAlias = LiveRun | tuple[LiveRun, ...]
 
-# The panels that keys switch between: "all" shows a few rows of each kind, the others all rows of
-# one.
+# The panels between which keys switch. "all" shows a few rows of each table, and each other panel
+# shows all rows of one table.
 PANELS = ("all", "processes", "training", "events")
 REFRESH_SECONDS = 0.5
 
-# The maximum number of rows of each table, so that everything fits on a screen.
+# Maximum number of rows per table, so that everything fits on a screen.
 _MAX_PROCESSES = 16
 _MAX_EVENTS = 8
 _MAX_SCALARS = 6
@@ -48,13 +48,13 @@ _TONE_STYLES = {"well": "green", "unjudged": "bright_black", "unknown": "yellow"
 
 
 def follow(watched: Watched | Runs, console: Console, wait: Callable[[float], object]) -> LiveRuns:
-    """Show runs in a terminal, twice a second, until they end; return the last snapshots.
+    """Show runs in a terminal until they end, and return the last snapshots.
 
     Args:
         watched: One run, or all runs in a directory.
         console: The terminal.
-        wait: Waits for the given number of seconds or for a key, and returns the key if there was
-            one: "q" quits, any other switches to the next of `PANELS`.
+        wait: Waits for a key for at most the given number of seconds, and returns the key, if any.
+            The key "q" quits, and any other key switches to the next panel.
     """
     snapshots = watched.look()
     keys_pressed = 0
@@ -79,12 +79,12 @@ def _has_ended(snapshots: LiveRuns) -> bool:
 
 
 def draw(snapshots: LiveRuns, width: int, panel: str = "") -> RenderableType:
-    """Return the view of one run, or a table of several runs, for a terminal.
+    """Return the view of a single run, or a table of several runs.
 
     Args:
-        snapshots: What to draw.
-        width: Columns of the terminal.
-        panel: One of `PANELS`; empty for a view that is printed once, without a hint about keys.
+        snapshots: The run or runs to draw.
+        width: Width of the terminal in columns.
+        panel: One of `PANELS`. If it is empty, the view is printed once, without a hint about keys.
     """
     if isinstance(snapshots, tuple):
         return make_table(snapshots, RUN_COLUMNS)
@@ -94,21 +94,21 @@ def draw(snapshots: LiveRuns, width: int, panel: str = "") -> RenderableType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """What to draw: the run, the width of the terminal, and the selected panel."""
+    """A run to draw, the width of the terminal, and the selected panel."""
 
     run: LiveRun
     width: int
     panel: str
 
     def shows(self, panel: str) -> bool:
-        """Return whether any rows of a panel are shown."""
+        """Return whether the current view includes a panel."""
         return self.panel in ("", "all", panel)
 
     @property
     def present_processes(self) -> Sequence[ProcessSnapshot]:
-        """Return the processes without helpers that have ended; all of them if none would be left.
+        """Return all processes except helpers that have ended; if none remain, return all.
 
-        A run of many epochs has many finished loader workers.
+        In a run of many epochs, most processes are loader workers that have ended.
         """
         processes = self.run.processes
         present = [
@@ -120,7 +120,7 @@ class _View:
 
     @property
     def processes(self) -> Sequence[ProcessSnapshot]:
-        """Return the processes that are shown."""
+        """Return the processes to show."""
         if self.panel in ("", "all"):
             return self.present_processes[:_MAX_PROCESSES]
         return self.present_processes
@@ -130,12 +130,12 @@ class _View:
 
 
 def _head(view: _View) -> list[RenderableType]:
-    """Return the panel at the top: command, state, attempts, and how far along the run is."""
+    """Return the panel at the top: command, state, attempts and progress."""
     run = view.run
     lines: list[RenderableType] = []
     if run.command:
         lines.append(Text(sanitise(run.command, most=300), no_wrap=True, overflow="ellipsis"))
-    # Attempts are numbered from 0.
+    # Attempts are numbered from 0, so add 1 for the count.
     attempts = counted(run.attempt + 1, "attempt")
     state = (run.state, STATE_STYLES[run.state])
     lines.append(Text.assemble(state, f", {attempts}{_elapsed(run)}"))
@@ -154,7 +154,7 @@ def _head(view: _View) -> list[RenderableType]:
 
 
 def _elapsed(run: LiveRun) -> str:
-    """Return how long a run has been running or, if it has ended, how long it ran."""
+    """Return how long a run has been running, or how long it ran if it has ended."""
     if run.began is None:
         return ""
     if run.state == "ended" and run.newest is not None:
@@ -180,7 +180,7 @@ def _training_table(view: _View) -> list[RenderableType]:
 
 def _hidden_processes(view: _View) -> list[RenderableType]:
     if not view.processes:
-        return [Text("no Python process has been seen yet", style="dim")]
+        return [Text("no Python process has started recording yet", style="dim")]
     hidden = len(view.present_processes) - len(view.processes)
     return [Text(f"and {hidden} more processes", style="dim")] if hidden else []
 
@@ -198,7 +198,7 @@ def _event_table(view: _View) -> list[RenderableType]:
     events = [recorded for recorded in view.run.events if recorded.event.kind != "verdict"]
     if not events or not view.shows("events"):
         return []
-    # In their own panel, whose end the screen may cut off, the newest events come first.
+    # In the events panel, whose end the screen may cut off, the newest events come first.
     shown = events[::-1] if view.panel == "events" else events[-_MAX_EVENTS:]
     return [make_table(shown, EVENT_COLUMNS)]
 

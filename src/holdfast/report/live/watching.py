@@ -1,8 +1,8 @@
-"""Poll runs: every look returns a `LiveRun`.
+"""Poll runs: `Watched` reads one run, and `Runs` all runs in a directory, as `LiveRun` snapshots.
 
-This works even if a directory is half written, was left behind by a killed run, or is being written
-by another machine. ``run_follower`` reads the records, ``run_state`` decides whether a run has
-ended, and ``outlook`` describes how far along it is.
+This works even if a run directory is incomplete, belongs to a killed run, or is being written by
+another machine. ``run_follower`` reads the records, ``run_state`` decides whether a run has ended,
+and ``outlook`` describes its progress.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from holdfast.report.run_snapshot import ProcessSnapshot, role_order, visible_ph
 from holdfast.report.sources import RunSource, ran_here, read_json, runs_in
 from holdfast.report.verdicts import verdict_from, verdict_of
 
-# How many runs of a directory are shown.
+# Maximum number of runs to show.
 _MAX_RUNS = 40
-# The lock file in a supervisor's folder, and in a guard's run directory.
+# Name of the lock file in a supervisor's folder and in a guard's run directory.
 LOCK_FILE = "lock"
 
 
 class Watched:
-    """One run directory to poll.
+    """Polls one run directory.
 
     Args:
-        run: The run directory, with links resolved.
+        run: The run directory, with symbolic links resolved.
         clock: The clock.
     """
 
@@ -61,23 +61,24 @@ class Watched:
         self._clock = clock
         self._follower = RunFollower(run)
         self._recent = RecentRecords()
-        # Problems with the boards of processes, by process directory.
+        # Problems with the progress boards, by process directory.
         self._board_problems: dict[str, str] = {}
         self._judged: Verdict | None = None
-        # Monotonic times at which watching began and at which the run last gave a sign of life.
+        # Monotonic time at which watching began, and time of the run's last sign of life.
         self._began_to_watch = clock.monotonic_seconds()
         self._last_sign_of_life = -math.inf
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Return which steps were overwritten before being read, one sentence per process."""
+        """Return a sentence for each process whose steps were overwritten before being read."""
         return tuple(self._follower.lost_steps.values())
 
     def look(self, *, hold_back: bool = True) -> LiveRun:
-        """Read what is new, and return a snapshot of the run.
+        """Read the new records, and return a snapshot of the run.
 
         Args:
-            hold_back: Whether the newest samples may be held back, as in `SampleFollower.new`.
+            hold_back: Whether incomplete newest samples are returned only later; see
+                `SampleFollower.new`.
         """
         news = self._follower.new(hold_back=hold_back)
         self._recent.add(news, self._follower.sources)
@@ -110,10 +111,10 @@ class Watched:
         )
 
     def _note_signs_of_life(self, all_news: Sequence[News]) -> None:
-        """Remember when the newest of these records was written."""
+        """Update the time of the last sign of life from new records."""
         if not all_news:
             return
-        # Records that have just been read may have been written long ago.
+        # Use the time of the record, because it may have been written long before it was read.
         newest = max(newest_time(news) for news in all_news)
         age = max(0.0, self._clock.unix_seconds() - newest)
         recorded_at = self._clock.monotonic_seconds() - age
@@ -122,9 +123,9 @@ class Watched:
     # --- processes
 
     def _sources_to_show(self, sources: Sequence[RunSource]) -> list[RunSource]:
-        """Return the sources of processes in the newest attempt, trainers first.
+        """Return the sources of the newest attempt, trainers first.
 
-        Guards follow if no process was observed to train.
+        Guards are included only if no observed process has trained.
         """
         processes = [
             source
@@ -158,7 +159,7 @@ class Watched:
         return replace(process, optimizers=by_optimizer(process, source, samples))
 
     def _read_board(self, source: RunSource) -> Standing | None:
-        """Return the progress on a process's board, or None; guards have no board."""
+        """Return the contents of a process's progress board, or None. Guards have no board."""
         if source.info is None:
             return None
         try:
@@ -200,11 +201,11 @@ class Watched:
     def _supervisor_is_lost(self, pid: object, *, is_here: bool) -> bool:
         """Return whether the supervisor was killed.
 
-        Either its sentinel has recorded that, or its process no longer exists.
+        It was killed if its sentinel has recorded that, or if its process no longer exists.
 
         Args:
-            pid: The PID that the supervisor wrote, if any.
-            is_here: Whether it ran on this machine.
+            pid: The PID that the supervisor recorded, if any.
+            is_here: Whether the supervisor ran on this machine.
         """
         if self._recent.supervisor_event in ("", "stopped"):
             return False
@@ -216,7 +217,7 @@ class Watched:
         return not Path(f"/proc/{pid}").exists()
 
     def _verdict(self, state: RunState, *, supervisor_is_lost: bool) -> Verdict | None:
-        """Return the recorded verdict, or judge the run if its supervisor was killed."""
+        """Return the recorded verdict; if the supervisor was killed, determine the verdict now."""
         if state == "running":
             return self._judged
         values = read_json(self._run / VERDICT_FILE)
@@ -247,7 +248,7 @@ class Watched:
 
 
 def _start_of_guard(sources: Sequence[RunSource]) -> dict[str, object]:
-    """Return what the first guard recorded when it began; empty without a guard."""
+    """Return the start record of the first guard; empty without a guard."""
     for source in sources:
         if source.kind == "guard":
             return read_json(source.directory / START_FILE)
@@ -259,7 +260,7 @@ def _role(source: RunSource) -> str:
 
 
 def _is_alive(source: RunSource, *, is_here: bool) -> bool | None:
-    """Return whether the process of a source is alive; None if it runs on another machine."""
+    """Return whether the process of a source is alive, or None if it is on another machine."""
     if not is_here:
         return None
     if source.info is not None:
@@ -275,7 +276,7 @@ def _is_stopped(source: RunSource, *, is_alive: bool | None) -> bool:
 
 
 class Runs:
-    """The newest runs in a directory, to poll.
+    """Polls the newest runs in a directory.
 
     Args:
         folder: A directory of run directories, such as ``runs``.
@@ -285,12 +286,12 @@ class Runs:
     def __init__(self, folder: Path, clock: Clock) -> None:
         self._folder = folder
         self._clock = clock
-        # Runs that have not ended. Once a run has ended, its reader is dropped to free memory.
+        # Runs that have not ended. When a run ends, its reader is dropped to free memory.
         self._watched: dict[Path, Watched] = {}
         self._snapshots: dict[Path, LiveRun] = {}
 
     def look(self) -> tuple[LiveRun, ...]:
-        """Return the runs that have not ended, then those that have, each newest first."""
+        """Return active runs, then ended runs, with the newest first in each group."""
         paths = runs_in(self._folder)[:_MAX_RUNS]
         for path in paths:
             if self._may_have_changed(path):
@@ -304,7 +305,7 @@ class Runs:
         return tuple(sorted(shown, key=lambda run: run.state == "ended"))
 
     def _may_have_changed(self, path: Path) -> bool:
-        """Return whether a run has not ended, is new, or was restarted after its end."""
+        """Return whether a run is new or active, or was restarted after its end."""
         if path in self._watched or path not in self._snapshots:
             return True
         return bool(is_locked(path / SUPERVISOR_FOLDER / LOCK_FILE))
@@ -318,9 +319,9 @@ class Runs:
 
 
 def _contains_guard(run: LiveRun, guard: LiveRun) -> bool:
-    """Return whether a run's snapshot makes the separate snapshot of its guard redundant.
+    """Return whether a guard's own snapshot is redundant, because the run's snapshot contains it.
 
-    It does unless the guard's directory was used again after the run had ended.
+    It is not redundant if the guard's directory was used again after the run had ended.
     """
     if guard.path.resolve() not in run.guards:
         return False

@@ -1,6 +1,6 @@
-"""Copy a run's metrics and events to sinks, while the run is in progress or after it has ended.
+"""Copy metrics and events of a run to sinks, during the run or after it has ended.
 
-Process names stay the same across restarts, so curves continue in the next attempt.
+A process keeps its name across restarts, so its curves continue in the next attempt.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ _log = logging.getLogger("holdfast")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricPoint:
-    """What one process measured at one step.
+    """Measurements of one process at one step.
 
     Args:
-        process: "rank 3", or "trainer" without ranks: the same name in every attempt.
-        rank: None without ranks.
+        process: Name of the process, which is the same in every attempt: "rank 3", or "trainer"
+            without ranks.
+        rank: Rank of the process; None without ranks.
         attempt: Number of the attempt, from 0.
         step: Optimizer step.
-        unix_seconds: When it was recorded.
-        values: What was measured, by name. If there are several optimizers, names such
-            as "loss/critic" end with the optimizer.
-        scalar: The logged value, if the script logged this point; its name in `values` starts with
+        unix_seconds: Unix time of the measurement.
+        values: Measured values by name. With several optimizers, a name ends with the optimizer, as
+            in "loss/critic".
+        scalar: If the script logged this value, the logged scalar. Its name in `values` starts with
             "logged/".
     """
 
@@ -53,9 +54,10 @@ class MetricPoint:
 
 
 class Sink(Protocol):
-    """Where points and events go.
+    """A target to which points and events are copied.
 
-    Any method may raise an exception; then the sink is closed, and the others continue.
+    Any method may raise an exception. The sink is then closed, and copying to other sinks
+    continues.
 
     Attributes:
         name: The display name.
@@ -67,20 +69,20 @@ class Sink(Protocol):
         """Write new points and events, oldest first for each process."""
 
     def close(self) -> None:
-        """Finish what was written."""
+        """Finish writing and release all resources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopySummary:
-    """What was copied to the sinks.
+    """Result of copying a run.
 
     The field names are those of `holdfast metrics --json`.
 
     Args:
-        points: Number of steps.
-        events: Number of events.
-        failures: Which sinks failed and why.
-        gone: Sentences about steps that were overwritten before they could be copied.
+        points: Number of copied steps.
+        events: Number of copied events.
+        failures: One sentence for each sink that failed.
+        gone: One sentence for each process whose steps were overwritten before being copied.
     """
 
     points: int
@@ -92,15 +94,17 @@ class CopySummary:
 def follow(
     run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seconds: float = POLL_SECONDS
 ) -> CopySummary:
-    """Copy everything recorded so far, then follow the run until it ends; close the sinks.
+    """Copy all records, follow the run until it ends, and close the sinks.
 
-    Exceptions of sinks are not propagated: a sink that fails is closed and reported.
+    Exceptions of a sink are not propagated; the sink is closed, and the summary reports the
+    failure.
 
     Args:
         run: The run directory.
-        sinks: Where to copy to.
-        stop: When set, copying ends after one more look; if already set, everything is copied once.
-        poll_seconds: Time between two looks.
+        sinks: The sinks to copy to.
+        stop: Ends copying after one more poll. If it is already set, existing records are copied
+            once.
+        poll_seconds: Seconds between two polls.
     """
     watched = Watched(run, SystemClock())
     naming = _Naming()
@@ -132,10 +136,10 @@ def follow(
 
 
 class _Output:
-    """Writes to sinks, and closes those that fail.
+    """Writes to all sinks, and closes a sink that fails.
 
     Attributes:
-        failures: What failed and why, one sentence each.
+        failures: One sentence for each failure.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -160,7 +164,7 @@ class _Output:
             self._close(sink)
 
     def note_unreadable_run(self, error: Exception) -> None:
-        """Note once that the run directory cannot be read."""
+        """Add a failure if the run directory cannot be read, but only once."""
         failure = f"the run directory cannot be read: {_describe(error)}"
         if failure not in self.failures:
             self.failures.append(failure)
@@ -183,19 +187,19 @@ def _describe(error: Exception) -> str:
 
 
 class _Naming:
-    """Turns the news of a run into points, with process names that survive restarts."""
+    """Turns new records into points, with process names that stay the same across restarts."""
 
     def __init__(self) -> None:
         self._names: dict[Path, str] = {}
-        # How many sources share a name, by attempt, kind and name.
+        # Number of sources that share a name, by attempt, kind and name.
         self._uses: dict[tuple[int, str, str], int] = {}
         self._steps_were_observed = False
 
     def points(self, news: News) -> Iterator[MetricPoint]:
-        """Yield the points of a source.
+        """Yield the points for the new records of a source.
 
-        A guard's steps are skipped once an observed process has made steps: they are the same
-        steps, and the process recorded more about them.
+        A guard's steps are skipped if an observed process has recorded steps: they are the same
+        steps, and the process has recorded more about them.
         """
         source = news.source
         if source.kind == "process" and news.samples:
@@ -224,7 +228,7 @@ class _Naming:
             )
 
     def _name(self, source: RunSource) -> str:
-        """Return a name that is unique within the attempt; a guard shares that of its process."""
+        """Return a name that is unique within the attempt; a guard has the name of its process."""
         if source.directory not in self._names:
             name = "trainer" if source.rank is None else f"rank {source.rank}"
             key = (source.attempt, source.kind, name)
@@ -235,14 +239,14 @@ class _Naming:
 
 
 def _optimizer(sample: StepSample, optimizers: Sequence[str]) -> str | None:
-    """Return the optimizer that stepped, if there are several; they are numbered from 1."""
+    """Return the name of the optimizer that stepped if there are several, otherwise None."""
     if len(optimizers) < 2 or not 1 <= sample.optimizer <= len(optimizers):
         return None
     return optimizers[sample.optimizer - 1]
 
 
 def _values(sample: StepSample, optimizer: str | None) -> dict[str, float]:
-    """Return the values measured at a step, without those that were not read.
+    """Return the values that were measured at a step, by name.
 
     Args:
         sample: The step.

@@ -1,6 +1,6 @@
-"""Sinks for JSON lines, TensorBoard and Weights & Biases, and how they are opened.
+"""Sinks for JSON lines, TensorBoard and Weights & Biases; `open_sinks` opens them.
 
-JSON lines need no client; the others use the client libraries of the respective projects.
+JSON lines need no client library. The other sinks use the libraries of their projects.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.core.text import as_json_value, sanitise
 from holdfast.report.metrics.copying import MetricPoint, Sink
 from holdfast.report.sources import RecordedEvent
 
-# TensorBoard tags of the values; TensorBoard groups tags by the part before the slash.
+# TensorBoard tags of the values. TensorBoard groups charts by the part before the slash.
 _TAGS = {
     "step_seconds": "time/step_seconds",
     "wait_share": "time/wait_share",
@@ -27,9 +27,9 @@ _TAGS = {
     "device_reserved_bytes": "memory/device_reserved_bytes",
     "device_peak_bytes": "memory/device_peak_bytes",
 }
-# Settings of wandb since 0.19; those that begin with x_ are not part of its public interface. They
-# prevent the upload of console output, code, git state, package lists and machine information. The
-# host name and the versions of wandb and Python are still uploaded.
+# Settings that prevent wandb from uploading console output, code, git state, package lists and
+# machine information. wandb supports them since version 0.19; names with the prefix x_ are not
+# public. The host name and the versions of wandb and Python are still uploaded.
 _UPLOAD_NUMBERS_ONLY = {
     "console": "off",
     "disable_code": True,
@@ -42,7 +42,7 @@ _UPLOAD_NUMBERS_ONLY = {
 
 
 class JsonLines:
-    """Append one JSON object for each step and event to a file, or print it.
+    """Writes one JSON object per step or event to a file or to stdout.
 
     Non-finite numbers are written as strings such as "NaN".
 
@@ -56,7 +56,7 @@ class JsonLines:
         self._file = sys.stdout if self._is_stdout else Path(target).open("a", encoding="utf-8")  # noqa: SIM115 - `close` closes it
 
     def write(self, points: list[MetricPoint], events: list[RecordedEvent]) -> None:
-        """Append lines and flush them."""
+        """Write lines and flush them."""
         for point in points:
             self._write_line(_point_as_json(point))
         for recorded in events:
@@ -68,7 +68,7 @@ class JsonLines:
         self._file.write(line + "\n")
 
     def close(self) -> None:
-        """Close the file; stdout stays open."""
+        """Close the file. stdout stays open."""
         if not self._is_stdout:
             self._file.close()
 
@@ -106,13 +106,12 @@ def _event_as_json(recorded: RecordedEvent) -> dict[str, Any]:
 
 
 class TensorBoard:
-    """Write values as scalars and events as texts.
+    """Writes values as TensorBoard scalars, and events as texts.
 
-    Each process of each attempt gets its own folder, so TensorBoard shows their curves side by
-    side.
+    Each process in each attempt gets its own folder, so TensorBoard shows the curves separately.
 
     Args:
-        directory: Where to create the folders.
+        directory: Directory in which the folders are created.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -123,12 +122,11 @@ class TensorBoard:
         self._directory = directory
         self._make_writer = tensorboardX.SummaryWriter
         self._writers: dict[str, Any] = {}
-        # tensorboardX warns about every NaN and infinity. Here they are measurements, written on
-        # purpose.
+        # tensorboardX warns about every NaN and infinity, but here they are real measurements.
         logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
 
     def write(self, points: list[MetricPoint], events: list[RecordedEvent]) -> None:
-        """Write and flush."""
+        """Write points and events, and flush them."""
         for point in points:
             writer = self._writer(point.process, point.attempt)
             for name, value in point.values.items():
@@ -160,7 +158,7 @@ class TensorBoard:
 
 
 def _event_text(recorded: RecordedEvent) -> str:
-    """Return an event as Markdown; indented lines are shown verbatim."""
+    """Return an event as Markdown, with indented lines, which are shown verbatim."""
     sentence = f"    {sanitise(recorded.event.sentence())}\n"
     source = f"    by: {sanitise(recorded.source)}, attempt {recorded.attempt}\n"
     facts = [
@@ -170,10 +168,12 @@ def _event_text(recorded: RecordedEvent) -> str:
 
 
 class WandbRun:
-    """Log to one run of a project; variables such as ``WANDB_MODE`` mean what they mean to wandb.
+    """Logs to one run in a Weights & Biases project.
+
+    Environment variables of wandb, such as ``WANDB_MODE``, apply.
 
     Args:
-        project: Name of the project.
+        project: Name of the Weights & Biases project.
         name: Name of the run in the project.
     """
 
@@ -185,13 +185,13 @@ class WandbRun:
         self._run: Any = wandb.init(
             project=project, name=name, job_type="holdfast", settings=settings
         )
-        # wandb's own step must not decrease, but a rollback or restart does decrease the training
-        # step. So the training step is logged as a separate value.
+        # The step of wandb itself must not decrease, but the training step does after a rollback or
+        # a restart, so it is logged as a separate value.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def write(self, points: list[MetricPoint], events: list[RecordedEvent]) -> None:
-        """Log each step, and count events by kind."""
+        """Log the values of each step, and the number of events of each kind."""
         for point in points:
             values = {
                 f"{point.process}/{sanitise(name)}": value for name, value in point.values.items()
@@ -202,11 +202,11 @@ class WandbRun:
             self._run.summary[key] = self._run.summary.get(key, 0) + 1
 
     def close(self) -> None:
-        """Finish the run."""
+        """Finish the run at wandb."""
         self._run.finish()
 
 
-# Functions that open a sink, given a target and a run directory.
+# Function that opens each kind of sink, given a target and a run directory.
 _OPENERS: dict[str, Callable[[str, Path], Sink]] = {
     "tensorboard": lambda target, _run: TensorBoard(Path(target)),
     "jsonl": lambda target, _run: JsonLines(target),
@@ -234,16 +234,16 @@ def _open(kind: str, target: str, run: Path) -> Sink:
     except ImportError as error:
         raise PolicyError(
             f"the client for {kind} is not installed ({error.name})",
-            limit="metrics are written through the client of each tool",
+            limit="metrics are written through the client library of each tool",
             fix=f'install the extra: pip install "torch-holdfast[{_EXTRAS[kind]}]".',
             rule="H742",
         ) from error
     except Exception as error:
-        # Each client raises exceptions of its own.
+        # Each client library raises its own exceptions.
         raise PolicyError(
             f"metrics target {kind}={target!r} cannot be opened "
             f"({type(error).__name__}: {sanitise(error, most=300)})",
-            limit="it must be writable",
-            fix="choose another target, or correct this one.",
+            limit="the target must be writable",
+            fix="correct the target, or choose another one.",
             rule="H743",
         ) from error

@@ -1,7 +1,9 @@
-"""The HTML pages: of one run (`holdfast report`), and of several (`holdfast compare`).
+"""HTML pages about one run (`holdfast report`) or several runs (`holdfast compare`).
 
-``gathering.gather`` reads everything that a run recorded; ``run_page.render`` turns it into a page,
-and ``comparing.Comparison`` sets several runs side by side. Read ``gathering`` with ``lanes``,
-``attachments`` and ``images``; then ``run_page`` with ``figures``, ``goodput`` and ``environment``;
-then ``offline_page``, which keeps hostile text harmless. ``templates`` defines how a page looks.
+``gathering.gather`` reads the recordings of a run, ``run_page.render`` turns them into a page, and
+``comparing.Comparison`` compares several runs. Read in this order:
+
+1. ``gathering``, with ``lanes``, ``attachments`` and ``images``.
+2. ``run_page``, with ``figures``, ``goodput`` and ``environment``.
+3. ``offline_page``, which escapes all text, and ``templates``, which define the layout.
 """

@@ -1,4 +1,4 @@
-"""Read what a page shows apart from curves and events: checkpoints, stacks and output."""
+"""Read the checkpoints, stacks and output that a page shows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.report.page.gathered_run import CheckpointSummary, RecordedStacks
 from holdfast.report.problems import READING_ERRORS, reason
 from holdfast.report.sources import CHECKPOINTS_FOLDER
 
-# Limits on what a page shows, so that it stays readable.
+# Limits that keep the page readable.
 _MAX_STACKS = 60
 _MAX_STACK_BYTES = 64 << 10
 _MAX_OUTPUT_BYTES = 32 << 10
@@ -30,7 +30,7 @@ _MAX_REASON_CHARACTERS = 200
 
 
 def read_checkpoints(run: Path) -> list[CheckpointSummary]:
-    """Return the checkpoints in a run directory: complete ones newest first, then damaged ones."""
+    """Return the checkpoints in a run directory: complete ones, newest first, then damaged ones."""
     store = Store(run / CHECKPOINTS_FOLDER)
     try:
         entries = store.entries()
@@ -68,9 +68,9 @@ def _summary(entry: Entry) -> CheckpointSummary:
 
 
 def read_stacks(run: Path, processes: Sequence[ProcessInfo]) -> Iterator[RecordedStacks]:
-    """Yield the newest stack dumps: the supervisor's, then those of the processes."""
+    """Yield the newest stack dumps: first the supervisor's, then those of the processes."""
     taken = sorted((run / STACKS_FOLDER).glob("*.txt"))
-    # A process writes the name of its own folder, and a hostile one might point elsewhere.
+    # A process writes the name of its own folder, which could lead out of the run directory.
     folders = [process.folder for process in processes if "/" not in process.folder]
     written = [run / PROCESSES_FOLDER / folder / FAULTHANDLER_FILE for folder in folders]
     for path in [*taken[-_MAX_STACKS:], *written[-_MAX_STACKS:]]:
@@ -81,12 +81,12 @@ def read_stacks(run: Path, processes: Sequence[ProcessInfo]) -> Iterator[Recorde
 
 
 def read_output(run: Path) -> str:
-    """Return the end of the run's output; raise OSError if it cannot be read."""
+    """Return the end of the run's output. Raises OSError if it cannot be read."""
     return _read_end(run / OUTPUT_FILE, _MAX_OUTPUT_BYTES)
 
 
 def _read_end(path: Path, most_bytes: int) -> str:
-    """Return the end of a file as sanitised text, from the start of a line; empty if missing."""
+    """Return the last lines of a file as sanitized text; empty if the file is missing."""
     try:
         with open_to_read(path) as file:
             size = file.seek(0, 2)
@@ -101,10 +101,10 @@ def _read_end(path: Path, most_bytes: int) -> str:
 
 
 def _without_redrawn_lines(text: str) -> str:
-    """Return the text without overwritten progress bars.
+    """Remove the overwritten parts of progress bars.
 
-    A progress bar redraws its line after a carriage return, so only the last part of a line is
-    kept.
+    A progress bar redraws its line after a carriage return, so only the text after the last
+    carriage return is kept.
     """
     lines = text.replace("\r\n", "\n").split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)

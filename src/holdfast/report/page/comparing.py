@@ -1,4 +1,4 @@
-"""Compare runs side by side: their curves, the settings that differ, and how they ended."""
+"""Compare runs side by side: curves, differing settings and outcomes."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from holdfast.report.page.run_page import key_figures
 from holdfast.report.run_snapshot import Lane
 from holdfast.report.verdicts import how_sure
 
-# Rows of a table by name. Each row has one value per run, in the order of the runs.
+# Rows of a table by name, with one value per run.
 Table = Mapping[str, Sequence[str]]
-# Settings that differ between any two runs, so showing the difference would not help.
+# Settings that always differ between runs, so they are not shown.
 _ALWAYS_DIFFERENT = frozenset({"run directory", "started", "supervisor_pid"})
-# Options such as ``--lr`` and ``-n``, but not negative numbers.
+# Matches options such as ``--lr`` and ``-n``, but not negative numbers.
 _OPTION = re.compile(r"--?[A-Za-z]")
-# What may precede the "=" in a setting such as ``optimizer.lr=0.1``.
+# Matches the name in a setting such as ``optimizer.lr=0.1``.
 _SETTING = re.compile(r"[\w+~./-]+")
 
 
 class Comparison:
-    """What `holdfast compare` shows.
+    """The comparison that `holdfast compare` shows.
 
     Args:
-        runs: The gathered runs.
+        runs: The runs to compare.
 
     Attributes:
-        names: A name for each run, as short as possible.
-        facts: The key figures of the runs, by row.
-        differs: The settings that are not the same in all runs, by row.
-        problems: What could not be read, one sentence each.
+        names: The path of each run, relative to their common parent directory.
+        facts: Table of key figures.
+        differs: Table of the settings that differ between the runs.
+        problems: One sentence for each part of a run that could not be read.
     """
 
     def __init__(self, runs: Sequence[GatheredRun]) -> None:
@@ -56,7 +56,7 @@ class Comparison:
         self.differs = {name: values for name, values in settings.items() if len(set(values)) > 1}
 
     def page(self) -> str:
-        """Return the comparison as a page; raise H742 if plotly is not installed."""
+        """Return the comparison as an HTML page. Raises H742 if plotly is not installed."""
         lanes: list[Lane] = []
         for run, name in zip(self.runs, self.names, strict=True):
             lanes += _joined_lanes(run, name)
@@ -87,7 +87,7 @@ class Comparison:
 
 
 def _table(columns: Sequence[Mapping[str, str]]) -> Table:
-    """Turn one column of facts per run into rows, in the order in which names first appear."""
+    """Turn one column per run into rows, in the order in which names first appear."""
     names = dict.fromkeys(name for column in columns for name in column)
     return {name: [column.get(name, "") for column in columns] for name in names}
 
@@ -104,9 +104,9 @@ def _verdict(run: GatheredRun) -> str:
 
 
 def _settings(run: GatheredRun) -> dict[str, str]:
-    """Return all settings of a run, by "group: name"."""
+    """Return all settings of a run, with names of the form "group: name"."""
     groups = {title: dict(rows) for title, rows in environment(run).items()}
-    # Arguments are compared one by one; whole commands would only be reported as different.
+    # Compare arguments one by one. Comparing whole commands would show only that they differ.
     other_rows = {name: value for name, value in groups[COMMAND].items() if name != "command"}
     groups[COMMAND] = {**_arguments(run.command), **other_rows}
     return {
@@ -120,8 +120,8 @@ def _settings(run: GatheredRun) -> dict[str, str]:
 def _arguments(command: str) -> dict[str, str]:
     """Return the options of a command with their values.
 
-    Words before the first option are named by position, such as "word 2". A command that was passed
-    to a shell as one word is split too.
+    Words before the first option are named by their position, such as "word 2". A command that was
+    passed to a shell as a single string is split too.
     """
     values: dict[str, list[str]] = {}
     option = ""
@@ -138,7 +138,7 @@ def _arguments(command: str) -> dict[str, str]:
 
 
 def _newest_numbers(run: GatheredRun) -> dict[str, str]:
-    """Return the newest loss and the newest value of every logged or validated name."""
+    """Return the newest loss, and the newest value of each logged or validated metric."""
     newest = {}
     for lane in _joined_lanes(run, ""):
         for name, curve in lane.curves.items():
@@ -150,11 +150,11 @@ def _newest_numbers(run: GatheredRun) -> dict[str, str]:
 
 
 def _joined_lanes(run: GatheredRun, name: str) -> Iterator[Lane]:
-    """Yield one lane per optimizer of the first rank, with its attempts joined.
+    """Yield one lane per optimizer of the first rank, joined over all attempts.
 
     Args:
         run: The run.
-        name: The label of the lanes; the optimizer's name is appended if there are several.
+        name: Label of the lanes. With several optimizers, the optimizer's name is appended.
     """
     of_first_rank = [lane for lane in run.lanes if not lane.rank]
     for optimizer in dict.fromkeys(lane.optimizer for lane in of_first_rank):
@@ -172,7 +172,7 @@ def _joined_curves(lanes: Sequence[Lane]) -> dict[str, Curve]:
 
 
 def _joined_curve(curves: Sequence[Curve]) -> Curve:
-    """Join curves into one, with a gap after each; the bands are dropped."""
+    """Join curves into one without bands, with a gap after each."""
     if len(curves) == 1:
         return curves[0]
     return Curve(

@@ -1,6 +1,6 @@
-"""Describe how a run was started: machine, versions, code, policy and hyperparameters, as text.
+"""Describe the environment of a run as text: machine, versions, code, policy, hyperparameters.
 
-The supervisor, the processes and the guards record all of it when they start.
+The supervisor, the processes and the guards record this information when they start.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from typing import Any
 from holdfast.core.text import as_json_value, moment, size
 from holdfast.report.page.gathered_run import GatheredRun
 
-# Groups of rows: names and values by the title of the group.
+# Names and values of rows, by the title of their group.
 Environment = Mapping[str, Mapping[str, str]]
 
 COMMAND = "command"
 _MACHINE = ("hostname", "cpus", "memory_bytes", "gpus", "gpu_driver", "python")
 _POLICY_PREFIX = "policy."
-# Settings that are not hyperparameters: the policy (shown elsewhere), private values, and learning
-# rates that schedulers keep for internal use.
+# Matches settings that are not hyperparameters: the policy (which has its own group), private
+# values, and learning rates that schedulers use internally.
 _NO_HYPERPARAMETER = re.compile(r"^policy\.|\._|\.(initial_lr|base_lrs)$")
-# The maximum number of rows, since an optimizer may have many parameter groups with their own
-# settings.
+# Maximum number of rows. An optimizer may have many parameter groups, each with its own settings.
 _MAX_ROWS = 200
 
 
 def environment(run: GatheredRun) -> Environment:
-    """Return what the run was started with, by group and name; empty groups are left out."""
+    """Return the environment of a run by group and name, without empty groups."""
     start = _readable_start(run.start)
     machine = {name: start.pop(name) for name in _MACHINE if name in start}
     versions = start.pop("versions", None)
@@ -50,7 +49,7 @@ def environment(run: GatheredRun) -> Environment:
 
 
 def _readable_start(start: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was recorded at the start, with times and sizes as text."""
+    """Format the start record, with times and sizes as text."""
     values = {name: value for name, value in start.items() if name not in ("format", "argv")}
     if isinstance(values.get("started"), (int, float)):
         values["started"] = f"{moment(values['started'])} UTC"
@@ -78,10 +77,11 @@ def _hyperparameters(run: GatheredRun) -> dict[str, Any]:
 
 
 def _rate_as_set(run: GatheredRun, name: str, first_rate: float) -> object:
-    """Return a learning rate as the script set it.
+    """Return the learning rate that the script set.
 
-    Only the first step's rate was recorded, which may belong to a warm-up. The scheduler's
-    ``initial_lr`` is exact; without one, the largest recorded rate is the best estimate.
+    Settings contain only the rate of the first step, which may be part of a warm-up. The
+    scheduler's ``initial_lr`` is exact. Without a scheduler, the largest recorded rate is the best
+    estimate.
     """
     initial_rate = run.settings.get(f"{name.removesuffix('lr')}initial_lr")
     if initial_rate:
@@ -92,10 +92,10 @@ def _rate_as_set(run: GatheredRun, name: str, first_rate: float) -> object:
 
 
 def _largest_rate(run: GatheredRun, name: str) -> float:
-    """Return the largest learning rate on a curve of the optimizer that a setting names."""
+    """Return the largest recorded learning rate of the optimizer to which a setting belongs."""
     largest = 0.0
     for lane in run.lanes:
-        # Only rates of the first parameter group are recorded.
+        # Curves show only the rate of the first parameter group.
         optimizer = lane.optimizer or name.removesuffix(".0.lr")
         curve = lane.curves.get("learning_rate")
         if name == f"{optimizer}.0.lr" and curve is not None:

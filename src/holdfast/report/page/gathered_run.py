@@ -1,4 +1,4 @@
-"""`GatheredRun`: everything that a run recorded, for its page. ``gathering.gather`` fills it in."""
+"""`GatheredRun`: the recordings of a run, as ``gathering.gather`` prepares them for its page."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from holdfast.report.run_snapshot import Lane, RunSnapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
-    """One checkpoint on disk; size and time are None if its manifest cannot be read.
+    """A checkpoint on disk. Size and time are None if its manifest cannot be read.
 
     Args:
-        name: Name of its folder.
-        global_step: Its step.
-        status: "complete", or what is wrong with it.
-        size_bytes: Size of its files.
-        saved: Unix time at which it was saved.
+        name: Name of the checkpoint's directory.
+        global_step: Optimizer step of the checkpoint.
+        status: "complete", or a description of the damage.
+        size_bytes: Total size of the files.
+        saved: Unix time at which the checkpoint was saved.
     """
 
     name: str
@@ -30,11 +30,11 @@ class CheckpointSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStacks:
-    """The stacks of a process as text.
+    """A file with the stacks of a process.
 
     Args:
         name: Path of the file within the run directory.
-        text: The end of the file.
+        text: The last part of the file.
     """
 
     name: str
@@ -43,7 +43,7 @@ class RecordedStacks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageImage:
-    """One image on the page: a complete PNG file, and its size in pixels."""
+    """An image on the page: a complete PNG file, and its size in pixels."""
 
     tag: str
     global_step: int
@@ -54,19 +54,19 @@ class PageImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredRun(RunSnapshot):
-    """Everything known about a run, whether it has ended or not.
+    """Everything that is known about a run, for its page. The run may still be active.
 
-    Of frequent kinds of events, only the first and the last ones are there. Processes are sorted by
-    attempt and rank.
+    Of a frequent kind of event, only the first and the last ones are included. Processes are sorted
+    by attempt and rank.
 
     Args:
         settings: See ``recorder.run_files.write_settings``.
-        left_out_events: How many more events there are, by kind.
-        lanes: The steps of each process and guard.
-        checkpoints: Newest first, damaged ones last.
-        images: By tag, the newest first.
+        left_out_events: Number of events that are not included, by kind.
+        lanes: Steps and curves of each process and guard.
+        checkpoints: Checkpoints, newest first, with damaged ones last.
+        images: Images sorted by tag, newest first within a tag.
         stacks: The newest stack dumps.
-        output: The end of the run's output.
+        output: The last part of the run's output.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)

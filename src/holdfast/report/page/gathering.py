@@ -1,8 +1,8 @@
-"""Gather everything that a run recorded into one `GatheredRun`, for the page.
+"""Read all recordings of a run into a `GatheredRun`, for its page.
 
-Gathering tolerates damage: a damaged, missing or unreadable file adds a sentence to
-`GatheredRun.problems`, and everything else is still shown. The amount of data is limited: that of
-events here, of curves in ``lanes``, and of texts in ``attachments``.
+Damage is tolerated: a damaged, missing or unreadable file adds a sentence to
+`GatheredRun.problems`, and everything else is still shown. The amount of data is limited: this
+module limits events, ``lanes`` limits curves, and ``attachments`` limits texts.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from holdfast.report.run_snapshot import Lane, ProcessSnapshot, visible_phase
 from holdfast.report.sources import RecordedEvent, RunSource, find_sources, read_json
 from holdfast.report.verdicts import verdict_of
 
-# If there are more events of a kind, only the first half and the last half of this many are shown.
+# Maximum number of events of a kind. If there are more, only the first and the last ones are shown.
 _MAX_EVENTS_OF_A_KIND = 100
 _MAX_KINDS = 100
 
 
 def gather(run: Path) -> GatheredRun:
-    """Return everything that is known about a run, even if it is unfinished or damaged.
+    """Return everything that is known about a run, even if it is active or damaged.
 
     Args:
         run: A run directory of `holdfast run` or of a guard.
@@ -51,7 +51,7 @@ def gather(run: Path) -> GatheredRun:
     observed = [source for source in sources if source.info is not None]
     reader = LaneReader(problems, validations(events))
     most_points = points_per_lane(len(observed))
-    # The lane of a process itself comes first, before those of its optimizers.
+    # The first lane is that of the process; lanes of its optimizers follow.
     lanes_of_process = {
         source.directory: reader.lanes_of(source, most_points) for source in observed
     }
@@ -69,7 +69,7 @@ def gather(run: Path) -> GatheredRun:
             " drawn"
         )
 
-    # A guard records into ``recorder/rank0`` of its run directory.
+    # A guard records in the subdirectory ``recorder/rank0`` of its run directory.
     guard_runs = {guard.directory.parent.parent for guard in guards}
     run_directories = sorted({run, *guard_runs})
     shown_events, left_out_events = _limit_events(events)
@@ -92,15 +92,15 @@ def gather(run: Path) -> GatheredRun:
         images=tuple(read_images(run_directories, problems.sentences)),
         stacks=tuple(read_stacks(run, [source.info for source in observed if source.info])),
         output=problems.read(read_output, run) or "",
-        # Read last, because everything above may have added a sentence.
+        # This comes last, because everything above may add a sentence.
         problems=tuple(dict.fromkeys(problems.sentences)),
     )
 
 
 def _read_events(run: Path, problems: Problems) -> tuple[list[RecordedEvent], list[RunSource]]:
-    """Return the events of a run in time order, and its guards.
+    """Return the events of a run in chronological order, and its guards.
 
-    A guard may use a separate run directory, which its process names in an event.
+    A guard may have a run directory of its own. The process names it in an event.
     """
     follower = RunFollower(run, steps=False)
     events = events_in_time_order(follower.new())
@@ -118,13 +118,13 @@ def _process(
     newest_events: Mapping[str, float],
     problems: Problems,
 ) -> ProcessSnapshot:
-    """Return one observed process.
+    """Return the snapshot of an observed process.
 
     Args:
-        source: The process.
-        lanes: Its lanes; its own lane is the first.
-        newest_events: Unix time of the newest event, by source label.
-        problems: Receives a sentence if its board cannot be read.
+        source: The source that belongs to the process.
+        lanes: Lanes of the process. The first one covers the whole process.
+        newest_events: Unix time of the newest event of each source, by label.
+        problems: Receives a sentence if the progress board cannot be read.
     """
     assert source.info is not None
     lane = lanes[0] if lanes else None
@@ -144,11 +144,11 @@ def _process(
 def _ended_with_their_attempts(
     processes: Sequence[ProcessSnapshot], events: Sequence[RecordedEvent]
 ) -> Iterator[ProcessSnapshot]:
-    """Yield the processes, with trainers that exited normally ending together with their attempt.
+    """Yield the processes after correcting the end of trainers that exited normally.
 
     The end of a process is not recorded, and its last record is too early, because the interpreter
-    takes time to exit. So if all trainers of an attempt exited normally, the end of the attempt is
-    used instead.
+    takes time to exit. If all trainers of an attempt exited normally, they get the end time of the
+    attempt.
     """
     ends = {
         str(recorded.event.data.get("attempt")): recorded.event.unix_seconds
@@ -176,7 +176,7 @@ def _attempt(process: ProcessSnapshot) -> str:
 
 
 def _first_start(sources: Sequence[RunSource]) -> dict[str, Any]:
-    """Return the start record of the first source that has one."""
+    """Return the start record of the first source that wrote one."""
     for source in sources:
         start = read_json(source.directory / START_FILE)
         if start:
@@ -185,7 +185,7 @@ def _first_start(sources: Sequence[RunSource]) -> dict[str, Any]:
 
 
 def _settings(sources: Sequence[RunSource]) -> dict[str, Any]:
-    """Return the settings of all sources; later sources override earlier ones."""
+    """Return the merged settings of all sources; later sources override earlier ones."""
     settings: dict[str, Any] = {}
     for source in sources:
         settings |= read_json(source.directory / SETTINGS_FILE)
@@ -195,9 +195,9 @@ def _settings(sources: Sequence[RunSource]) -> dict[str, Any]:
 def _newest_attempt(
     sources: Sequence[RunSource], events: Sequence[RecordedEvent], *, is_supervised: bool
 ) -> int:
-    """Return the number of the newest attempt; the first is 0.
+    """Return the number of the newest attempt, counted from 0.
 
-    Without a supervisor, the resumes of a guard are counted instead.
+    Without a supervisor, each resume of a guard counts as an attempt.
     """
     if is_supervised:
         return max((source.attempt for source in sources), default=0)
@@ -211,10 +211,10 @@ def _newest_attempt(
 def _limit_events(
     events: Sequence[RecordedEvent],
 ) -> tuple[list[RecordedEvent], dict[str, int]]:
-    """Return the first and last events of each kind, and how many are left out by kind.
+    """Return the first and the last events of each kind, and the number of omitted events by kind.
 
-    That way, frequent kinds do not crowd out rare ones. If there are too many kinds, the rarest are
-    shown.
+    This keeps frequent kinds from crowding out rare ones. If there are too many kinds, the rarest
+    ones are shown.
     """
     indices_by_kind: dict[str, list[int]] = {}
     for index, recorded in enumerate(events):

@@ -1,8 +1,8 @@
-"""Goodput: how a run spent its time, and which share of it went into useful steps.
+"""Compute goodput: how a run spent its time, and which share of it went into useful steps.
 
-The times of an attempt are those of one of its processes, which publishes how many seconds it spent
-in each phase. If no process was observed, they come from a guard, as far back as its recording
-goes.
+An observed process publishes the seconds that it spent in each phase. One such process represents
+each attempt. If no process was observed, the times come from the recording of a guard, as far back
+as it goes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.recorder.progress import ProcessPhase
 from holdfast.report.page.gathered_run import GatheredRun
 from holdfast.report.run_snapshot import Lane, ProcessSnapshot
 
-# For each phase, the use towards which its time counts.
+# The use of time for each phase.
 _USES = {
     ProcessPhase.FORWARD_BACKWARD: "steps",
     ProcessPhase.OPTIMIZER: "steps",
@@ -28,7 +28,7 @@ _USES = {
     ProcessPhase.FIRST_STEP: "start-up",
     ProcessPhase.ENDING: "ending",
 }
-# The colour of each use of time, in display order.
+# The color of each use of time, in display order.
 COLOURS = {
     "steps": "#45a95a",
     "repeated steps": "#e15759",
@@ -41,15 +41,14 @@ COLOURS = {
     "down": "#8c3b3b",
     "between steps": "#8c8c8c",
 }
-# Events that a guard records only while it is working. Other events may precede the resume of a
-# run.
+# Events that a guard records only while training. Other events may precede the resume of a run.
 _SIGNS_OF_WORK = frozenset(
     {"resumed", "loop", "checkpoint_saved", "validated", "closed", "left_by_exception"}
 )
 
 
 def goodput(run: GatheredRun) -> dict[str, float]:
-    """Return the seconds spent on each use, "steps" first; empty if no step was recorded."""
+    """Return the seconds spent on each use of time, "steps" first; empty without recorded steps."""
     seconds = _seconds_of_attempts(run)
     if not seconds["steps"]:
         return _goodput_of_guard(run)
@@ -62,13 +61,13 @@ def goodput(run: GatheredRun) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AttemptTime:
-    """How an attempt spent its time, judged by one of its trainers.
+    """How an attempt spent its time, according to one of its trainers.
 
     Args:
         process: The trainer.
-        launched: Unix time at which the attempt was started.
-        started: Unix time at which the trainer's observer started, once Python was up.
-        lasted_seconds: Time from `started` until the trainer ended.
+        launched: Unix time at which the supervisor started the attempt.
+        started: Unix time at which observation of the trainer started, after the start of Python.
+        lasted_seconds: Time from `started` to the end of the trainer.
     """
 
     process: ProcessSnapshot
@@ -84,8 +83,8 @@ class _AttemptTime:
     def seconds_by_phase(self) -> list[float]:
         """Return the seconds in each phase, indexed by phase number.
 
-        The board does not record the end of the last phase. That phase gets the remaining time, so
-        a hang counts towards the phase in which it happened.
+        The board does not record the end of the last phase, which therefore gets all the remaining
+        time. A hang counts toward the phase in which it happened.
         """
         seconds = list(self.process.spent)
         if self.process.phase is not None:
@@ -100,16 +99,16 @@ class _AttemptTime:
 
 
 def _seconds_of_attempts(run: GatheredRun) -> dict[str, float]:
-    """Return the seconds that all observed attempts spent on each use.
+    """Return the seconds that all observed attempts spent on each use of time.
 
-    "steps" still includes repeated steps.
+    Repeated steps still count toward "steps".
     """
     attempts = _attempt_times(run)
     lanes = [item.process.lane for item in attempts.values() if item.process.lane is not None]
     repeated_shares = _shares_repeated(run, lanes)
 
     seconds = dict.fromkeys(COLOURS, 0.0)
-    # If the first attempt was not observed, count the run as down since its beginning.
+    # If the first attempt was not observed, the run counts as down from its start.
     previous_end = None if 0 in attempts else run.began
     for attempt in attempts.values():
         by_phase = attempt.seconds_by_phase()
@@ -125,9 +124,9 @@ def _seconds_of_attempts(run: GatheredRun) -> dict[str, float]:
 
 
 def _attempt_times(run: GatheredRun) -> dict[int, _AttemptTime]:
-    """Return the attempts with a known breakdown of time, by number, oldest first.
+    """Return the times of attempts, as far as they are known, by number, oldest first.
 
-    Each attempt is represented by its trainer with the lowest rank.
+    The trainer with the lowest rank represents the attempt.
     """
     trainers: dict[int, ProcessSnapshot] = {}
     for process in sorted(run.processes, key=_rank):
@@ -155,13 +154,13 @@ def _attempt_time(run: GatheredRun, number: int, process: ProcessSnapshot) -> _A
         process=process,
         launched=started if launched is None else min(launched, started),
         started=started,
-        # If the phases add up to a longer time, they are trusted more than the recorded end.
+        # If the phases add up to a longer time, trust them more than the recorded end.
         lasted_seconds=max(ended - started, sum(process.spent)),
     )
 
 
 def _time_of(run: GatheredRun, kind: str, attempt: int) -> float | None:
-    """Return the Unix time of the newest event of a kind for an attempt, or None."""
+    """Return the Unix time of the newest event of a kind in an attempt, or None."""
     times = [
         recorded.event.unix_seconds
         for recorded in run.events
@@ -174,7 +173,7 @@ def _time_of(run: GatheredRun, kind: str, attempt: int) -> float | None:
 
 
 def _goodput_of_guard(run: GatheredRun) -> dict[str, float]:
-    """Return the seconds spent on each use, from a guard's record of its steps and resumes."""
+    """Return the seconds spent on each use of time, from a guard's recorded steps and resumes."""
     lane = _lane_of_guard(run)
     if lane is None:
         return {}
@@ -186,7 +185,7 @@ def _goodput_of_guard(run: GatheredRun) -> dict[str, float]:
         if recorded.event.data.get("how") == "finished"
     }
     break_seconds = sum(resumed - last_sign for last_sign, resumed in breaks_of_guard)
-    # A break after the run had finished does not count as down: nobody was waiting for it.
+    # A break after the end of the run does not count as down, because nothing was waiting.
     down_seconds = sum(
         resumed - last_sign
         for last_sign, resumed in breaks_of_guard
@@ -208,7 +207,7 @@ def _goodput_of_guard(run: GatheredRun) -> dict[str, float]:
 
 
 def _lane_of_guard(run: GatheredRun) -> Lane | None:
-    """Return the lane of the guard of the first rank, or None."""
+    """Return the lane of the first rank's guard, or None."""
     for lane in run.lanes:
         if lane.of_guard and lane.begun and not lane.rank:
             return lane
@@ -216,10 +215,10 @@ def _lane_of_guard(run: GatheredRun) -> Lane | None:
 
 
 def breaks(run: GatheredRun, lane: Lane) -> list[tuple[float, float]]:
-    """Return the breaks between a guard's processes, as pairs of Unix times.
+    """Return the breaks between the processes of a guard, as pairs of Unix times.
 
-    A break begins with the last sign of work of one process, and ends when the next one has resumed
-    the run.
+    A break starts at the last sign of work of one process, and ends when the next process has
+    resumed the run.
     """
     resumed = {
         recorded.event.unix_seconds for recorded in run.events if recorded.event.kind == "resumed"
@@ -232,7 +231,7 @@ def breaks(run: GatheredRun, lane: Lane) -> list[tuple[float, float]]:
 
 
 def _signs_of_work(run: GatheredRun, lane: Lane) -> list[float]:
-    """Return the Unix times, in order, at which a guard is known to have worked."""
+    """Return the sorted Unix times at which a guard was certainly working."""
     times = {lane.begun or 0.0, *lane.times.unix_seconds.tolist()}
     for recorded in run.events:
         if recorded.source == lane.label and recorded.event.kind in _SIGNS_OF_WORK:
@@ -244,7 +243,7 @@ def _signs_of_work(run: GatheredRun, lane: Lane) -> list[float]:
 
 
 def _shares_repeated(run: GatheredRun, lanes: Sequence[Lane]) -> dict[str, float]:
-    """Return the share of step time that each lane spent on repeating earlier steps.
+    """Return the share of step time in each lane that repeats earlier steps.
 
     Args:
         run: The run.
@@ -279,41 +278,41 @@ def _shares_repeated(run: GatheredRun, lanes: Sequence[Lane]) -> dict[str, float
 
 
 class _RepeatTracker:
-    """Tracks how far a run has got, to tell which of its steps are repeated.
+    """Tracks the highest step that a run has reached, to find repeated steps.
 
     Args:
-        rewinds: Unix times, in order, of resumes and rollbacks, after which the run may be at an
-            earlier step.
-        has_guard: Whether a guard numbers the steps across all attempts.
+        rewinds: Sorted Unix times of resumes and rollbacks, each of which may return to an earlier
+            step.
+        has_guard: Whether a guard numbers the steps, continuing across attempts.
     """
 
     def __init__(self, rewinds: Sequence[float], *, has_guard: bool) -> None:
         self._rewinds = rewinds
         self._has_guard = has_guard
-        # The highest step so far, and the highest step before the newest rewind.
+        # Highest step so far, and highest step before the last rewind.
         self._reached = 0.0
         self._reached_before_rewind = 0.0
         self._last_step = 0.0
-        # Number of rewinds so far. It is -1 before the first step of a lane, so that this step
-        # counts as one.
+        # Number of rewinds so far. The value -1 before the first step of a lane makes that step
+        # count as a rewind.
         self._rewinds_so_far = -1
 
     def begin_lane(self) -> None:
-        """Start with the steps of the next attempt."""
+        """Prepare for the steps of the next attempt."""
         self._rewinds_so_far = -1
 
     def add(self, time: float, step: float, count: float) -> float:
-        """Add a stretch of steps, and return which share of it repeats earlier steps.
+        """Add a range of steps, and return the share of the range that repeats earlier steps.
 
         Args:
-            time: Unix time of the stretch.
-            step: Its first step.
-            count: Its number of steps.
+            time: Unix time of the range.
+            step: First step of the range.
+            count: Number of steps in the range.
         """
         rewinds_so_far = bisect_right(self._rewinds, time)
         if rewinds_so_far > self._rewinds_so_far or step < self._last_step:
-            # Without a guard, a script that restarts at step 1 may have loaded its own checkpoint
-            # and be counting steps from there.
+            # Without a guard, a script that counts from step 1 again may have resumed from its own
+            # checkpoint, so its steps do not count as repeated.
             if step <= 1 and not self._has_guard:
                 self._reached = 0.0
             self._reached_before_rewind = self._reached

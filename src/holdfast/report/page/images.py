@@ -1,8 +1,7 @@
-"""Read the images of a run for its page: the newest and a few earlier ones of each tag.
+"""Read a selection of a run's images for its page: the newest and a few earlier ones of each tag.
 
-Only complete PNG files are embedded, whatever else is in the folders; every file that is left out
-adds a sentence to the page's problems. Images are not decoded here, so Pillow is not needed. They
-are written by ``guard.images``.
+Only complete PNG files are embedded. Any other file adds a sentence to the page's problems. Images
+are not decoded, so Pillow is not needed. ``guard.images`` writes the images.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from holdfast.guard.images import IMAGES_FOLDER, LONGEST_SIDE, MOST_FILE_BYTES, 
 from holdfast.report.page.gathered_run import PageImage
 
 _SHOWN_OF_A_TAG = 5
-# At most this many folder entries are examined; a guard writes at most 16 into each.
+# Maximum number of entries to examine in a folder; a guard writes at most 16 files to each.
 _MAX_FILES = 1000
-# For scale: plotly's own script takes 4.5 MiB of a page.
+# Maximum total size of all images. For comparison, plotly.js takes 4.5 MiB of a page.
 _MAX_TOTAL_BYTES = 16 << 20
-# A file name with more digits is not a step: it would not fit into 64 bits.
+# A number with more digits in a file name is not a step, because it does not fit into 64 bits.
 _MAX_STEP_DIGITS = 18
 
-# A PNG file begins with this signature and the chunk IHDR, whose first fields are width and height,
-# and ends with the chunk IEND, which is always the same (https://www.w3.org/TR/png-3/#5DataRep).
+# A PNG file starts with this signature and the chunk IHDR, whose first fields are width and height.
+# It ends with the chunk IEND, which is always the same (https://www.w3.org/TR/png-3/#5DataRep).
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _IHDR = struct.Struct(">8s4x4sII")
 _IEND = b"\x00\x00\x00\x00IEND\xaeB`\x82"
@@ -35,10 +34,10 @@ _IEND = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class _ImageFile:
-    """An image file that may be shown.
+    """An image file that is a candidate for the page.
 
-    Files sort by their place within the tag first, so that the newest image of every tag is
-    read before the second of any.
+    Files are sorted by their position within the tag first, so the newest image of each tag is read
+    before the second image of any tag.
     """
 
     place: int
@@ -48,11 +47,11 @@ class _ImageFile:
 
 
 def read_images(runs: Iterable[Path], problems: list[str]) -> list[PageImage]:
-    """Return the images to show, by tag, the newest step first.
+    """Return the images to show, sorted by tag, newest step first.
 
     Args:
         runs: Run directories of guards.
-        problems: Receives a sentence about each file that is left out.
+        problems: Receives a sentence about each file that is omitted.
     """
     images: list[PageImage] = []
     size = 0
@@ -82,7 +81,8 @@ def png_size(data: bytes) -> tuple[int, int]:
     """Return the width and height of a PNG file in pixels, without decoding it.
 
     Raises:
-        ValueError: If it is larger than any image of a guard, or not a complete PNG file.
+        ValueError: If the file is not a complete PNG file, or larger than any image that a guard
+            writes.
     """
     if len(data) > MOST_FILE_BYTES:
         raise ValueError(
@@ -101,7 +101,7 @@ def png_size(data: bytes) -> tuple[int, int]:
 
 
 def _files_to_show(runs: Iterable[Path], problems: list[str]) -> Iterator[_ImageFile]:
-    """Yield the image files that may be shown, without reading them."""
+    """Yield the candidates for the page, without reading the files."""
     runs_with_images = [run for run in runs if (run / IMAGES_FOLDER).is_dir()]
     for run in runs_with_images:
         try:
@@ -118,14 +118,14 @@ def _files_to_show(runs: Iterable[Path], problems: list[str]) -> Iterator[_Image
 
 
 def _tag_folders(folder: Path) -> list[Path]:
-    """Return the folders of the first tags in alphabetical order; links are not followed."""
+    """Return the folders of the first tags in alphabetical order, without following links."""
     entries = islice(folder.iterdir(), _MAX_FILES)
     folders = [entry for entry in entries if entry.is_dir() and not entry.is_symlink()]
     return sorted(folders)[:MOST_TAGS]
 
 
 def _image_files(folder: Path) -> list[tuple[int, Path]]:
-    """Return the steps and paths of the images of a tag, newest step first."""
+    """Return step and path of each image of a tag, newest step first."""
     files = []
     for path in islice(folder.iterdir(), _MAX_FILES):
         digits = path.stem
@@ -136,7 +136,7 @@ def _image_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _spread(files: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
-    """Return the first, the last, and a few evenly spaced files between them."""
+    """Return the first file, the last file, and a few evenly spaced files between them."""
     if len(files) <= _SHOWN_OF_A_TAG:
         return files
     distance = (len(files) - 1) / (_SHOWN_OF_A_TAG - 1)
@@ -144,7 +144,7 @@ def _spread(files: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
 
 
 def _read_image(image_file: _ImageFile) -> PageImage:
-    """Read one file, without following a link or waiting for a pipe."""
+    """Read an image file without following a link or blocking on a pipe."""
     with open_to_read(image_file.path) as file:
         png = file.read(MOST_FILE_BYTES + 1)
     width, height = png_size(png)

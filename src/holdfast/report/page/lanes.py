@@ -1,6 +1,6 @@
-"""Turn rings of steps and scalars into lanes: the steps and curves of one process or guard each.
+"""Turn rings of steps and scalars into lanes, each with the steps and curves of a process or guard.
 
-Curves are thinned one process at a time, so that a run of many processes fits into memory.
+Curves are reduced one process at a time, so that a run of many processes fits into memory.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from holdfast.report.problems import Problems
 from holdfast.report.run_snapshot import Lane
 from holdfast.report.sources import RecordedEvent, RunSource
 
-# The maximum number of lanes on a page: 48 curves of 2,000 points in each of seven panels make
-# about 10 MB of JSON.
+# Maximum number of lanes on a page. 48 curves of 2,000 points in each of seven panels are about 10
+# MB of JSON.
 MAX_LANES = 48
 _MAX_TOTAL_POINTS = MAX_LANES * MAX_POINTS // 2
 _MIN_POINTS = 200
-# A third of a year. A longer step duration can only be corrupt data.
+# A longer step duration, above a third of a year, can only be corrupt data.
 _LONGEST_STEP_SECONDS = 1e7
 _SECONDS = NAMES.index("seconds")
 
 
 class LaneReader:
-    """Builds the lanes of sources.
+    """Reads the lanes of sources.
 
     Args:
-        problems: Receives a sentence about anything that cannot be read or was overwritten.
-        validated: Validation results by source label; they are drawn like values that the script
+        problems: Receives sentences about records that cannot be read or were overwritten.
+        validated: Validation results by source label. They are drawn like values that the script
             logged.
     """
 
@@ -54,14 +54,14 @@ class LaneReader:
         self._validated = validated
 
     def lanes_of(self, source: RunSource, most_points: int = MAX_POINTS) -> list[Lane]:
-        """Return the lane of a source, plus one per optimizer if it has several.
+        """Return the lane of a source, and with several optimizers one lane for each.
 
         Args:
             source: A process or a guard.
-            most_points: The maximum number of points per curve.
+            most_points: Maximum number of points per curve.
 
         Returns:
-            The lane of the source itself comes first. Empty if nothing was recorded.
+            Lanes, of which the first one covers the whole source; empty if nothing was recorded.
         """
         path = source.steps_path
         ring = self._problems.read(rows_of_ring, path)
@@ -97,7 +97,7 @@ class LaneReader:
         return [lane, *lanes_of_optimizers]
 
     def _lanes_without_steps(self, source: RunSource, most_points: int) -> list[Lane]:
-        """Return the lane of a source that logged or validated something but made no step."""
+        """Return the lane of a source that logged or validated values but made no steps."""
         curves = self._logged_curves(source, StepTimes.none(), most_points)
         if not curves:
             return []
@@ -111,7 +111,7 @@ class LaneReader:
     def _logged_curves(
         self, source: RunSource, times: StepTimes, most_points: int
     ) -> dict[str, Curve]:
-        """Return the curves of logged values and of validation results."""
+        """Return the curves of logged values and validation results."""
         records = self._problems.read(read_ring, source.directory / SCALARS_FILE) or []
         logged = scalars_of(records)
         if logged and records[0].sequence > 1:
@@ -132,13 +132,13 @@ class LaneReader:
 
 
 def points_per_lane(processes: int) -> int:
-    """Return how many points each curve may have, given the number of processes with curves."""
+    """Return the maximum number of points per curve, given the number of processes with curves."""
     share = _MAX_TOTAL_POINTS // max(processes, 1)
     return max(_MIN_POINTS, min(MAX_POINTS, share))
 
 
 def without_observed_curves(lanes: Sequence[Lane], observed: Sequence[Lane]) -> list[Lane]:
-    """Return guard lanes without the curves that observed processes recorded as well.
+    """Return guard lanes without the curves that observed processes have recorded too.
 
     Values that the script logged are kept, because they are never recorded twice.
     """
@@ -152,7 +152,7 @@ def without_observed_curves(lanes: Sequence[Lane], observed: Sequence[Lane]) -> 
 
 
 def validations(events: Sequence[RecordedEvent]) -> dict[str, list[Scalar]]:
-    """Return validation results by source label, in the form of logged scalars."""
+    """Return validation results as logged scalars, by source label."""
     by_source: dict[str, list[Scalar]] = {}
     for recorded in events:
         event = recorded.event
@@ -171,11 +171,12 @@ def validations(events: Sequence[RecordedEvent]) -> dict[str, list[Scalar]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RecordedSteps:
-    """All recorded steps of a source, as rows of ``recorder.history``.
+    """All recorded steps of a source, in the row format of ``recorder.history``.
 
     Args:
-        history: Older rows, each covering many steps that were overwritten in the ring.
-        ring: One row for each of the newest steps; at least one.
+        history: Rows about older steps, which were overwritten in the ring. Each row covers many
+            steps.
+        ring: Rows about the newest steps, one per step. There is at least one row.
     """
 
     history: Rows
@@ -183,14 +184,14 @@ class _RecordedSteps:
 
     @property
     def begun(self) -> float:
-        """Return the Unix time at which the first recorded step began."""
+        """Return the Unix time at which the first recorded step started."""
         first = self.history[0] if len(self.history) else self.ring[0]
         ended = int(first["time"]) / 1e9
         seconds = float(first["mean"][_SECONDS])
         return ended - seconds if 0 <= seconds < _LONGEST_STEP_SECONDS else ended
 
     def times(self, *, is_guard: bool) -> StepTimes:
-        """Return when the steps were made; `StepTimes` explains the difference for guards."""
+        """Return the times of the steps; see `StepTimes` for the difference between sources."""
         rows = np.concatenate([self.history, self.ring])
         counts = rows["finite"][:, _SECONDS].astype(np.float64)
         mean_seconds = rows["mean"][:, _SECONDS].astype(np.float64)
@@ -206,9 +207,9 @@ class _RecordedSteps:
 def _curves_by_optimizer(
     rows: Rows, optimizers: Sequence[str]
 ) -> tuple[dict[str, Curve], dict[str, dict[str, Curve]]]:
-    """Return the curves of a source, and those of each optimizer if it has several.
+    """Return the curves of a source, and with several optimizers the curves of each.
 
-    Curves that must not be mixed across optimizers are only in the second group.
+    With several optimizers, curves that depend on the optimizer are only in the second result.
     """
     curves = curves_of_steps(rows)
     if len(optimizers) < 2:

@@ -1,9 +1,9 @@
-"""Pages that open offline: all text is escaped, and only their own two scripts can run.
+"""Fill HTML pages that work offline, with escaped text and only two scripts.
 
-Pages are Jinja2 templates in ``templates``. All text is sanitised and escaped where it enters the
-page. Figures are embedded as JSON with ``<``, ``>`` and ``&`` escaped. The page's
-Content-Security-Policy allows the two scripts by their digests and loads nothing else. ``page.css``
-and ``page.js`` are inserted verbatim.
+Pages are Jinja2 templates in ``templates``. All text is sanitized and escaped when it is inserted.
+Figures are embedded as JSON with ``<``, ``>`` and ``&`` escaped. A Content-Security-Policy allows
+only the page's two scripts, by their digests, and loads nothing from outside. ``page.css`` and
+``page.js`` are inserted verbatim.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.core.text import as_json_value, duration, moment, sanitise, size
 from holdfast.core.version import __version__
 
 _TEMPLATES = Path(__file__).with_name("templates")
-# Characters that could end a script element or a line of script, even inside a JSON string.
+# Characters that could end a script element or a line of a script, even in a JSON string.
 _ESCAPES_IN_SCRIPT = str.maketrans(
     {
         "<": "\\u003c",
@@ -40,21 +40,21 @@ _ESCAPES_IN_SCRIPT = str.maketrans(
 def fill_page(
     template: str, figures: Mapping[str, object], now: datetime | None = None, **values: Any
 ) -> str:
-    """Return a page.
+    """Return an HTML page.
 
     Args:
         template: Name of a file in ``templates``.
-        figures: Figures for plotly.js, by the id of the element in which each is drawn.
-        now: The time shown at the foot of the page; None for the current time.
-        **values: The variables of the template.
+        figures: Figures for plotly.js, by the id of the HTML element.
+        now: The time to show at the foot of the page; by default the current time.
+        **values: Variables of the template.
 
     Raises:
         PolicyError: H742 if plotly is not installed.
     """
     plotly = plotly_script()
     script = _read("page.js")
-    # Inserted without escaping: these texts contain nothing from the run except the figures, which
-    # `_json_for_script` has escaped.
+    # These texts are inserted without escaping. They contain no text from the run except in
+    # figures, which `_json_for_script` has escaped.
     trusted = {
         "style": _read("page.css"),
         "figures_json": _json_for_script(figures),
@@ -96,48 +96,48 @@ def _environment() -> Environment:
 
 
 def _sanitised(value: object) -> object:
-    """Sanitise the value of a ``{{ expression }}``; Jinja2 then escapes it."""
+    """Sanitize the value of a ``{{ expression }}``; Jinja2 escapes it afterward."""
     return value if isinstance(value, Markup) else sanitise(value)
 
 
 def as_html(value: object, most: int = 2000, *, lines: bool = False) -> Markup:
-    """Return sanitised and escaped HTML; see `sanitise` for the arguments."""
+    """Return a value as sanitized and escaped HTML. See `sanitise` for the arguments."""
     return escape(sanitise(value, most=most, lines=lines))
 
 
 def _prose(value: str) -> Markup:
-    """Return escaped text in which words between backticks are set as code."""
-    # As a plain string, since a `Markup` would escape the new tags too.
+    """Return escaped HTML in which text between backticks is formatted as code."""
+    # Use a plain string, because a `Markup` would also escape the new tags.
     text = str(as_html(value, 4000))
     return Markup(re.sub(r"`([^`]{1,200})`", r"<code>\1</code>", text))  # noqa: S704 - it is escaped
 
 
 def _base64(data: bytes) -> Markup:
-    # The alphabet of base64 has no character that HTML gives a meaning to.
+    # No character of the base64 alphabet has a special meaning in HTML.
     return Markup(base64.b64encode(data).decode())  # noqa: S704 - see above
 
 
 def plotly_script() -> str:
-    """Return the source of plotly.js; raise H742 if plotly is not installed."""
+    """Return the source of plotly.js. Raises H742 if plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise PolicyError(
             "plotly is not installed",
-            limit="the page needs it to draw its curves",
+            limit="the page draws its curves with plotly",
             fix=(
                 'install the extra: pip install "torch-holdfast[report]"; `holdfast watch RUN'
-                " --once` needs nothing."
+                " --once` works without it."
             ),
             rule="H742",
         ) from error
-    # Browsers normalise CR LF and CR to LF before they compute the digest.
+    # Browsers convert CR LF and CR to LF before they compute the digest.
     script: str = get_plotlyjs().replace("\r\n", "\n").replace("\r", "\n")
     return script.replace("</script", "<\\/script")
 
 
 def _security_policy(*scripts: str) -> str:
-    """Return a Content-Security-Policy that runs only these scripts and loads nothing."""
+    """Return a Content-Security-Policy that allows only these scripts and loads nothing else."""
     digests = [_base64(hashlib.sha256(script.encode()).digest()) for script in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (
@@ -151,7 +151,7 @@ def _read(name: str) -> str:
 
 
 def _json_for_script(value: object) -> str:
-    """Return JSON that cannot terminate the script element that contains it."""
+    """Return JSON that cannot end the script element that contains it."""
     text = json.dumps(
         as_json_value(value, depth=12), ensure_ascii=True, allow_nan=False, separators=(",", ":")
     )

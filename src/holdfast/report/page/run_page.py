@@ -1,6 +1,6 @@
-"""Render the page of a run: an HTML file that shows offline how the run went and why it ended.
+"""Render the HTML page that shows how a run went and why it ended.
 
-This module decides what the page shows; ``templates/page.html`` decides how it looks.
+This module computes the contents of the page; ``templates/page.html`` defines the layout.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def render(run: GatheredRun, *, now: datetime | None = None) -> str:
     """Return the page of a run.
 
     Args:
-        run: The gathered run.
-        now: The time shown at the foot of the page; None for the current time.
+        run: The gathered recordings of the run.
+        now: The time to show at the foot of the page; by default the current time.
 
     Raises:
         PolicyError: H742 if plotly is not installed.
@@ -52,7 +52,7 @@ def render(run: GatheredRun, *, now: datetime | None = None) -> str:
 
 
 def figures(run: GatheredRun) -> dict[str, Figure]:
-    """Return figures by the id of the element that each is drawn in; empty ones are left out."""
+    """Return the figures that have content, by the id of the HTML element."""
     drawn = {
         "timeline": timeline_figure(run),
         "steps": step_figure(share_equal_curves(run.lanes), run.events),
@@ -69,7 +69,7 @@ def key_figures(run: GatheredRun) -> dict[str, str]:
         "from first to last sign": duration(max(times) - min(times)) if times else "unknown",
         "attempts": str(run.attempt + 1),
     }
-    # Only a guard's checkpoints are counted; those that the script saves itself are unknown.
+    # Show only the number of a guard's checkpoints; checkpoints that the script saves are unknown.
     if run.guards or run.checkpoints:
         complete = [item for item in run.checkpoints if item.status == "complete"]
         facts["checkpoints"] = str(len(complete))
@@ -89,7 +89,7 @@ def key_figures(run: GatheredRun) -> dict[str, str]:
 
 
 def _recorded_times(run: GatheredRun) -> list[float]:
-    """Return the Unix times of everything that a run recorded."""
+    """Return the Unix times of all records of a run."""
     times = [recorded.event.unix_seconds for recorded in run.events]
     for lane in run.lanes:
         times += [time for time in (lane.begun, lane.ended) if time]
@@ -99,7 +99,7 @@ def _recorded_times(run: GatheredRun) -> list[float]:
 
 
 def _largest_value(run: GatheredRun, name: str) -> float | None:
-    """Return the largest value of all curves with a name, or None without such a curve."""
+    """Return the largest value on any curve with a name, or None without such a curve."""
     curves = [lane.curves[name] for lane in run.lanes if name in lane.curves]
     if not curves:
         return None
@@ -107,7 +107,7 @@ def _largest_value(run: GatheredRun, name: str) -> float | None:
 
 
 def _throughput(run: GatheredRun) -> dict[str, str]:
-    """Return steps and samples per second as text, where they are known."""
+    """Return steps and samples per second as text, as far as they are known."""
     steps_per_second = _median_rate(
         lane.times for lane in run.lanes if not lane.rank and not lane.optimizer
     )
@@ -121,10 +121,10 @@ def _throughput(run: GatheredRun) -> dict[str, str]:
 
 
 def _median_rate(times_of_attempts: Iterable[StepTimes]) -> float | None:
-    """Return the median of the steps per second, which ignores validation and breaks."""
+    """Return the median rate in steps per second, which ignores validation and breaks."""
     rates: list[FloatArray] = [np.array([])]
     for times in times_of_attempts:
-        # A rollback repeats steps; the first time of each step counts.
+        # A rollback repeats steps, so use the first time of each step.
         steps, first = np.unique(times.steps, return_index=True)
         seconds = np.diff(times.unix_seconds[first])
         is_later = seconds > 0
@@ -134,12 +134,12 @@ def _median_rate(times_of_attempts: Iterable[StepTimes]) -> float | None:
 
 
 def _samples_per_step(run: GatheredRun) -> float | None:
-    """Return the samples per optimizer step over all ranks, from the newest complete epoch.
+    """Return the samples per optimizer step, over all ranks, in the newest complete epoch.
 
-    None if no epoch was recorded from its beginning to its end.
+    Returns None if no epoch was recorded from start to end.
     """
     epochs = [item.event.data for item in run.events if item.event.kind == "epoch_ended"]
-    # The number of steps is missing for an epoch that began before a restart.
+    # An epoch that started before a restart has no number of steps.
     whole_epochs = [epoch for epoch in epochs if epoch.get("steps")]
     if not whole_epochs:
         return None

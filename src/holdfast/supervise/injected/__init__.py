@@ -1,4 +1,4 @@
-"""The directory that is prepended to the ``PYTHONPATH`` of a supervised command.
+"""A directory that holdfast prepends to the ``PYTHONPATH`` of a supervised command.
 
-It contains ``sitecustomize`` and nothing else.
+Its only module is ``sitecustomize``, which Python imports at startup.
 """

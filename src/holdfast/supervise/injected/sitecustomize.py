@@ -1,36 +1,39 @@
-"""Imported by Python when it starts, because this directory comes first on ``PYTHONPATH``.
+"""Start observing the process; Python imports this module at startup.
 
-It starts observing the process, then imports the ``sitecustomize`` that Python would have imported
-without us, in the way that Python does. If our code fails, the error is noted in the run
-directory and the script runs as if we were not there.
+Python finds the module because its directory comes first on ``PYTHONPATH``. After starting the
+observer, the module imports the ``sitecustomize`` that Python would otherwise have imported,
+exactly as Python does. If our code fails, the error is written to the run directory and the script
+runs normally.
 
-It must run under any Python 3, including one that cannot import holdfast.
+The code must run under any Python 3, including one in which holdfast cannot be imported.
 """
 
-# ruff: noqa: PTH100, PTH118, PTH120 - pathlib takes 5 ms to import, in every Python that a command starts
+# ruff: noqa: PTH100, PTH118, PTH120 - importing pathlib would add 5 ms to every Python process
 
 import os
 import sys
 
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__))
-# Path of the run directory, as `recorder.run_files` names it; holdfast is not imported yet.
+# Holds the path of the run directory. Same value as `OBSERVE_VARIABLE` in `recorder.run_files`,
+# which cannot be imported yet.
 _RUN_VARIABLE = "OBSERVED_BY_HOLDFAST"
-# MODULE:DIRECTORY names another module whose `start` is called; ``holdfast chaos`` uses it.
+# Set by ``holdfast chaos`` to ``MODULE:DIRECTORY``: `start` of that module is called with the
+# directory.
 _OTHER_OBSERVER_VARIABLE = "OBSERVER_OF_HOLDFAST"
 _OBSERVER = "holdfast.supervise.observe.observer"
 _NAME = "sitecustomize"
 
 
 def _leave_path() -> None:
-    """Restore ``sys.path`` to what it would be without us.
+    """Remove our directory from ``sys.path``.
 
-    ``PYTHONPATH`` stays as it is, for child processes.
+    ``PYTHONPATH`` keeps the directory, so that child processes are observed too.
     """
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _OWN_FOLDER]
 
 
 def _observe() -> None:
-    """Start the observers named in environment variables."""
+    """Start the observers that the environment variables name."""
     other_module, _, other_directory = os.environ.get(_OTHER_OBSERVER_VARIABLE, "").partition(":")
     _start_observer(other_module, other_directory)
     _start_observer(_OBSERVER, os.environ.get(_RUN_VARIABLE, ""))
@@ -45,24 +48,24 @@ def _start_observer(module_name: str, run: str) -> None:
         import importlib
 
         importlib.import_module(module_name).start(run)
-    except Exception:  # noqa: BLE001 - our errors must not stop the script
+    except Exception:  # noqa: BLE001 - our own errors must not stop the script
         _note_error(run)
 
 
 def _flush_each_line() -> None:
-    """Make stdout line-buffered instead of flushing every 8 KiB.
+    """Make stdout line-buffered; by default, Python flushes a pipe only every 8 KiB.
 
-    Buffered output is lost if the process is killed. ``PYTHONUNBUFFERED`` is no alternative: it
-    writes lines in pieces, so the lines of several ranks would be interleaved.
+    Buffered output is lost if the process is killed. ``PYTHONUNBUFFERED`` is no alternative,
+    because it writes each line in pieces, which would interleave the lines of several ranks.
     """
     if "PYTHONUNBUFFERED" not in os.environ and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)
 
 
 def _import_holdfast() -> None:
-    """Import holdfast from where the script would import it, or else from our own installation.
+    """Import holdfast from the script's own environment, or else from our installation.
 
-    In the second case no other package of our installation becomes importable.
+    If our installation is used, none of its other packages becomes importable.
     """
     import importlib.util
 
@@ -81,7 +84,7 @@ def _import_holdfast() -> None:
 
 
 def _note_error(run: str) -> None:
-    """Write the current exception into the run directory."""
+    """Write the current exception to a file in the run directory."""
     import traceback
 
     try:
@@ -93,23 +96,23 @@ def _note_error(run: str) -> None:
         with open(path, "a", opener=_open_safely) as file:
             traceback.print_exc(file=file)
     except OSError:
-        # The run directory itself cannot be written, so there is nowhere to note the error.
+        # If the run directory cannot be written, there is nowhere to report the error.
         pass
 
 
 def _open_safely(path: str, flags: int) -> int:
-    """Open a file without following a link or waiting for the reader of a pipe.
+    """Open a file, but refuse symbolic links and never block on a pipe.
 
-    A copy of what `holdfast.core.files` does, since that may be what cannot be imported.
+    Duplicates a function of `holdfast.core.files`, because holdfast may not be importable here.
     """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
 def _import_next_sitecustomize() -> None:
-    """Import the next ``sitecustomize`` on the path.
+    """Import the next ``sitecustomize`` on ``sys.path``.
 
     Raises:
-        ModuleNotFoundError: If there is none, just as without us; Python then continues silently.
+        ModuleNotFoundError: If there is none. Python ignores this error at startup.
     """
     import importlib.util
 

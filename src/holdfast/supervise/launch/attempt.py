@@ -1,10 +1,10 @@
-"""One attempt of a supervised command: wait, copy its output, shut it down and clean up.
+"""Serve one attempt of a supervised command: copy its output, shut it down and clean up.
 
 `Attempt.serve` is the supervisor's event loop while the command runs. Everything happens in the
-main thread; other threads only hand over a hang or a message (`report_hang`, `print_message`).
+main thread; other threads only pass hangs and messages to it (`report_hang`, `print_message`).
 
-Does not: decide when the command must end (``shutdown``), find hangs (``watch``), or decide whether
-another attempt follows (``restarts``).
+Other modules decide when the command must end (``shutdown``), detect hangs (``watch``), and decide
+whether another attempt follows (``restarts``).
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from holdfast.supervise.launch.shutdown import SAME_INTERRUPT_SECONDS, Shutdown,
 from holdfast.supervise.launch.signals import TO_HANDLERS, ReceivedSignal, Signals
 from holdfast.supervise.process_tree import Tree, kill_all, signal_all
 
-# How often hangs, hosts and deadlines are checked while nothing else happens.
+# Interval at which an idle loop checks for hangs, for failed hosts and for deadlines.
 _TICK_SECONDS = 1.0
 _LEFTOVER_TICK_SECONDS = 0.02
-# Grace period of processes that outlive the command, so that none is left one second after it.
+# Grace period of processes that outlive the command. All of them should be gone within a second.
 _LEFTOVER_SECONDS = 0.4
-# SIGKILL takes milliseconds, unless the kernel waits for a device or a network disk.
+# Time limit for SIGKILL. It takes milliseconds unless a process waits for a device or network disk.
 _KILL_SECONDS = 5.0
-# A terminal delivers its last bytes through a kernel work queue.
+# How long to wait for more output after the command has ended: a kernel work queue delivers the
+# last bytes of a pseudo-terminal with a delay.
 _QUIET_SECONDS = 0.1
-# Minimum time for a slow reader of our own output to catch up.
+# Minimum time that a slow reader of our own output gets to catch up.
 _FLUSH_SECONDS = 5.0
-_KILLED = "killed with SIGKILL because it did not end when asked"
+_KILLED = "killed with SIGKILL because it did not exit in time"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +53,12 @@ class AttemptEnd:
     Args:
         status: Exit code of the command, or the negated number of the signal that killed it.
         seconds: How long the command ran.
-        requested_by: The signal with which a user or a scheduler asked us to end, or None. See
+        requested_by: The signal by which a user or a scheduler requested the end, or None; see
             `Shutdown.requested_by`.
         signal_sent: The last signal that the supervisor sent on its own initiative: after a hang,
-            after a failure on another host, or at the end of the grace period. None if it sent
-            none.
-        hang: The hang for which the supervisor ended the attempt, or None.
-        failed_elsewhere: Why another host had ended the attempt before this one, or None.
+            after a failure on another host, or at the end of the grace period. Otherwise None.
+        hang: The hang because of which the supervisor ended the attempt, or None.
+        failed_elsewhere: If another host ended the attempt before this one did, the reason it gave.
     """
 
     status: int
@@ -81,19 +81,19 @@ class AttemptEnd:
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One process start of the command, served until none of its processes is left.
+    """A running attempt: one start of the command, served until all its processes have ended.
 
     Args:
         number: Number of the attempt, from 0.
         run_path: The run directory.
-        child: The command, which leads a session of its own.
-        tree: All processes of the command.
+        child: The command's process, which leads its own session.
+        tree: Finds all processes of the command.
         streams: The command's output streams.
-        copier: Copies what the command prints.
+        copier: Copies the command's output.
         signals: Forwards the supervisor's signals; its context is already entered.
-        shutdown: Decides when the command has to end.
+        shutdown: Decides when the command is asked to end and when it is killed.
         emit: Records an event.
-        hosts: The other hosts, if the run spans several.
+        hosts: The other hosts, if the run spans several hosts.
     """
 
     number: int
@@ -106,45 +106,45 @@ class Attempt:
     shutdown: Shutdown
     emit: Callable[[EventData], None]
     hosts: Hosts | None = None
-    # Handed over by other threads.
+    # Filled by other threads, emptied by the main thread.
     _reported_hangs: SimpleQueue[Hang] = field(default_factory=SimpleQueue, init=False)
     _messages: SimpleQueue[str] = field(default_factory=SimpleQueue, init=False)
-    # The hang because of which we end the command, and why another host ended the attempt.
+    # See `AttemptEnd`.
     _hang: Hang | None = field(default=None, init=False)
     _failed_elsewhere: str | None = field(default=None, init=False)
-    # What will be printed about the grace period, and when.
+    # Message about the grace period, and the monotonic time at which to print it.
     _announcement: str = field(default="", init=False)
     _announce_at: float = field(default=math.inf, init=False)
     _started_at: float = field(default_factory=time.monotonic, init=False)
     _last_tick_at: float = field(default_factory=time.monotonic, init=False)
 
-    # --- for other threads ---
+    # --- called from other threads ---
 
     def report_hang(self, hang: Hang) -> None:
-        """Hand a hang to the main thread to act on; may be called from any thread."""
+        """Pass a hang to the main thread, which acts on it. Thread-safe."""
         self._reported_hangs.put(hang)
         self.signals.wake_up()
 
     def print_message(self, text: str) -> None:
-        """Hand a message to the main thread to print; may be called from any thread."""
+        """Pass a message to the main thread, which prints it. Thread-safe."""
         self._messages.put(text)
         self.signals.wake_up()
 
     # --- the event loop ---
 
     def serve(self) -> AttemptEnd:
-        """Wait for the command to end, clean up what it left behind, and return how it ended."""
+        """Wait for the command to end, end its remaining processes, and return how it ended."""
         self.signals.attach(self.child.pid)
         while not self._has_exited():
             while not self._serve_output(_TICK_SECONDS):
-                # Output is served again until a tick has passed, so that a command that prints
-                # without pause delays the other work by at most a tick.
+                # Keep copying output until a tick has passed. A command that prints nonstop can
+                # then delay the other checks by at most one tick.
                 continue
             self._print_messages()
             self._act_on_hangs()
             self._check_hosts()
             self._enforce_deadlines()
-        # The signal that has ended the command may have arrived since the last check.
+        # The signal that ended the command may have arrived since the last check.
         self._handle_signals()
         self.signals.detach()
         seconds = time.monotonic() - self._started_at
@@ -165,17 +165,18 @@ class Attempt:
         )
 
     def _has_exited(self) -> bool:
-        """Return whether the command has ended, without reaping it.
+        """Return whether the command has exited, without reaping it.
 
-        Until it is reaped, its PID cannot be reused by another process.
+        Its PID stays reserved until it is reaped, so no signal can reach an unrelated process.
         """
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.child.pid, options) is not None
 
     def _serve_output(self, tick_seconds: float) -> bool:
-        """Copy output and handle signals; return whether it is time for the caller's other checks.
+        """Copy output, handle signals, and return whether the caller's other checks are due.
 
-        It is time when something woke us, a tick has passed, or the kill is due.
+        They are due when another thread or a signal woke us, a tick has passed, or it is time to
+        kill the command.
         """
         tick_at = min(self._last_tick_at + tick_seconds, self.shutdown.kill_at, self._announce_at)
         poll = select.poll()
@@ -207,7 +208,7 @@ class Attempt:
             self._on_signal(received)
 
     def _on_signal(self, received: ReceivedSignal) -> None:
-        """React to a signal that the supervisor has received and, if needed, forwarded."""
+        """React to a signal; the signal handler has already forwarded it if necessary."""
         number = received.number
         if number == signal.SIGCHLD:
             self._reap_orphans()
@@ -223,8 +224,8 @@ class Attempt:
     def _plan_announcement(self, received: ReceivedSignal) -> None:
         """Schedule the message that announces the grace period.
 
-        After Ctrl-C it is delayed until a second Ctrl-C would count, because the message says that
-        it does.
+        After Ctrl-C the message is delayed, because it mentions a second Ctrl-C, which counts only
+        after `SAME_INTERRUPT_SECONDS`.
         """
         grace = f"{self.shutdown.grace_seconds:g} s"
         name = signal.Signals(received.number).name
@@ -237,13 +238,13 @@ class Attempt:
 
     def _on_resize(self) -> None:
         self.streams.copy_terminal_size()
-        # The command has no controlling terminal that could notify it.
+        # The command has no controlling terminal, so nothing else sends it SIGWINCH.
         if self.signals.command is not None:
             with suppress(OSError):
                 os.killpg(self.signals.command, signal.SIGWINCH)
 
     def _reap_orphans(self) -> None:
-        """Collect the status of orphaned descendants that have ended."""
+        """Reap orphaned descendants that have ended."""
         for pid in self.tree.ended_orphans({self.child.pid}):
             with suppress(OSError):
                 os.waitpid(pid, os.WNOHANG)
@@ -269,7 +270,7 @@ class Attempt:
             self._terminate()
 
     def _check_hosts(self) -> None:
-        """If another host ended the attempt, give the ranks here time to notice and exit."""
+        """If another host ended the attempt, give the local ranks time to notice and exit."""
         is_ending = self._failed_elsewhere is not None or self.shutdown.is_requested
         if self.hosts is None or is_ending:
             return
@@ -279,15 +280,15 @@ class Attempt:
             self.shutdown.terminate_at = time.monotonic() + self.shutdown.grace_seconds
 
     def _terminate(self) -> None:
-        """Ask the command to end, on our own initiative."""
+        """Send SIGTERM to the command because the supervisor wants it to end."""
         signal_all([self.child.pid], signal.SIGTERM)
-        # A stopped process could not react.
+        # A stopped process cannot handle SIGTERM until it continues.
         with suppress(OSError):
             os.killpg(self.child.pid, signal.SIGCONT)
         self.shutdown.note_terminated(time.monotonic())
 
     def _enforce_deadlines(self) -> None:
-        """Ask the command to end, or kill it, if it is time to."""
+        """Ask the command to end, or kill it, if the deadline has passed."""
         shutdown = self.shutdown
         now = time.monotonic()
         if now >= shutdown.terminate_at and shutdown.signal_sent is None:
@@ -299,10 +300,10 @@ class Attempt:
             if was_asked:
                 self.copier.print_message(_KILLED)
 
-    # --- what the command leaves behind ---
+    # --- processes that outlive the command ---
 
     def _end_leftovers(self, status: int) -> None:
-        """End the processes that outlived the command: ask first, then kill."""
+        """End the processes that outlived the command: first SIGTERM, then SIGKILL."""
         self._wait_for_notified_processes(status)
         leftovers = self.tree.processes()
         if leftovers:
@@ -317,9 +318,9 @@ class Attempt:
         self._reap_orphans()
 
     def _ask_leftovers_to_end(self, leftovers: set[int]) -> None:
-        """Send SIGTERM to leftover processes, with a grace period if one may be saving."""
-        # The command may have been a shell. A trainer below it keeps its grace period, so that it
-        # can save.
+        """Send SIGTERM to the leftover processes, and set the time at which they are killed."""
+        # The command may have been a shell whose trainer still runs. A trainer keeps the grace
+        # period of the run, so that it can save.
         trainers = self._trainer_pids()
         may_be_saving = trainers is None or bool(trainers & leftovers)
         if self.shutdown.kill_at == math.inf or not may_be_saving:
@@ -329,16 +330,16 @@ class Attempt:
         signal_all(leftovers, signal.SIGCONT)
 
     def _wait_for_notified_processes(self, status: int) -> None:
-        """Let processes that are saving finish, although the command has ended.
+        """After the command has ended, wait for the processes that may still be saving.
 
-        They are not signaled again, because a second signal ends a guard at once. If the command
-        died of a signal that schedulers and terminals send to all processes, the trainers have
-        received it too.
+        These are the processes that were signaled individually. If the command died of a signal
+        that schedulers and terminals send to all processes, the trainers have received it too. They
+        are not signaled again, because a second signal makes a guard exit immediately.
         """
         notified = set(self.signals.notified)
         if signal_in_status(status) in TO_HANDLERS | {signal.SIGHUP}:
             notified |= self._trainer_pids() or set()
-        # This wait has its own grace period; processes left after it get the usual one.
+        # This wait has its own grace period; processes that remain after it get the usual one.
         kill_at = self.shutdown.kill_at
         self.shutdown.kill_within(self.shutdown.grace_seconds, time.monotonic())
         while notified & self.tree.processes() and time.monotonic() < self.shutdown.kill_at:
@@ -346,7 +347,7 @@ class Attempt:
         self.shutdown.kill_at = kill_at
 
     def _trainer_pids(self) -> set[int] | None:
-        """Return the PIDs of this attempt's trainers; None if none of its processes is observed."""
+        """Return the PIDs of this attempt's trainers, or None if no process is observed."""
         processes = [
             info for _, info in read_processes(self.run_path) if info.attempt == self.number
         ]

@@ -1,11 +1,11 @@
-"""The program that prepares the process of a supervised command and then becomes it.
+"""The program that turns a new process into the supervised command.
 
-``python -I -S child_start.py <PID of the supervisor> <file to execute> COMMAND...`` runs in a
-session of its own. It asks the kernel to be killed when the supervisor dies, undoes what the
-interpreter did to signals, and executes the command in its place.
+``python -I -S child_start.py <PID of the supervisor> <file to execute> COMMAND...`` runs in its own
+session. It asks the kernel to kill it when the supervisor dies, restores the signal handlers that
+Python changed at startup, and then replaces itself with the command (exec).
 
-This is a separate program because a process with threads should run no code between fork and exec.
-It does not import holdfast, because the user waits for every millisecond spent here.
+It is a separate program because a process with threads should run no code between fork and exec. It
+does not import holdfast, because every millisecond here delays the user's command.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import sys
 from contextlib import suppress
 
-# linux/prctl.h
+# From linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
 # Exit codes of shells.
 NOT_EXECUTABLE = 126
@@ -24,19 +24,19 @@ NOT_FOUND = 127
 
 
 def main(arguments: list[str]) -> None:
-    """Become the command."""
+    """Replace this process with the command."""
     supervisor = int(arguments[0])
     program = arguments[1]
     command = arguments[2:]
-    # From here on, Ctrl-C must not print our traceback.
+    # Ctrl-C must not print a traceback of this program.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != supervisor:
-        # The supervisor died before the kernel knew about our request.
+        # The supervisor died before the kernel received our request.
         os._exit(NOT_EXECUTABLE)
-    # Python ignores these two signals, and the command would inherit that.
+    # Python ignores these two signals at startup, and the command would inherit that.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:

@@ -1,6 +1,7 @@
-"""Start a supervised command: find the file to execute, build its environment, start it.
+"""Start a supervised command: find its executable, build its environment and start it.
 
-Also starts the sentinel, which ends the command's processes if the supervisor itself is killed.
+This module also starts the sentinel, which kills the command's processes if the supervisor is
+killed.
 """
 
 from __future__ import annotations
@@ -22,24 +23,25 @@ from holdfast.supervise.launch.output import CommandStreams
 from holdfast.supervise.process_tree import MARK_VARIABLE
 
 _INJECTED_FOLDER = Path(__file__).parents[1] / "injected"
-# Without site-packages and sitecustomize, Python starts in 15 ms.
+# These options skip site-packages and sitecustomize, so Python starts in 15 ms.
 _MINIMAL_PYTHON = (sys.executable, "-I", "-S")
 
 
 class CommandError(PolicyError):
-    """A command cannot be executed.
+    """Raised if a command cannot be executed.
 
-    `status` is a shell's exit code: 127 if there is no such command, otherwise 126.
+    `status` is the exit code that a shell would return: 127 if the command does not exist, 126 if
+    it is not executable.
     """
 
     status = child_start.NOT_FOUND
 
 
 def find_program(command: Sequence[str]) -> str:
-    """Return the path of the file that the first word of a command names.
+    """Return the path of a command's executable, which is looked up on PATH as a shell does.
 
     Raises:
-        CommandError: H720 if there is none, H721 if it is not executable.
+        CommandError: H720 if it does not exist, H721 if the file is not executable.
     """
     program = shutil.which(command[0])
     if program is not None:
@@ -47,19 +49,16 @@ def find_program(command: Sequence[str]) -> str:
     if Path(command[0]).exists():
         error = CommandError(
             f"{command[0]!r} is not executable",
-            limit="the first word after -- is executed as it is, without a shell",
-            fix=(
-                "write `python` before a script, or name a program, such as ./a.out after `chmod"
-                " +x`."
-            ),
+            limit="the first word after -- is executed directly, without a shell",
+            fix=("put `python` before a script, or make the file executable with `chmod +x`."),
             rule="H721",
         )
         error.status = child_start.NOT_EXECUTABLE
         raise error
     raise CommandError(
-        f"there is no command {command[0]!r}",
-        limit="the first word after -- is a program in PATH or a path",
-        fix="correct its name, or activate the environment that it belongs to.",
+        f"command {command[0]!r} not found",
+        limit="the first word after -- must be a program on PATH or a path",
+        fix="correct the name, or activate the environment in which it is installed.",
         rule="H720",
     )
 
@@ -70,19 +69,19 @@ def make_environment(
     """Return the environment of a supervised command.
 
     Args:
-        environment: The environment to start from.
+        environment: The environment to extend.
         run_path: The run directory.
         attempt: Number of the attempt.
         mark: Identifies the supervisor; every process of the command inherits it.
-        observe: Whether its Python processes record themselves.
+        observe: Whether the command's Python processes record themselves.
     """
     command_environment = dict(environment)
     if observe:
         command_environment = make_observed_environment(environment, run_path, attempt)
     else:
-        # Without this, the last output would be lost when the command is killed.
+        # Otherwise output that Python still buffers would be lost when the command is killed.
         command_environment.setdefault("PYTHONUNBUFFERED", "1")
-    # A supervisor that is itself supervised keeps the marks of the supervisors above it.
+    # If this supervisor is itself supervised, the outer supervisors must still find the command.
     outer_marks = command_environment.get(MARK_VARIABLE)
     command_environment[MARK_VARIABLE] = f"{outer_marks},{mark}" if outer_marks else mark
     return command_environment
@@ -91,14 +90,14 @@ def make_environment(
 def make_observed_environment(
     environment: Mapping[str, str], run_path: Path, attempt: int
 ) -> dict[str, str]:
-    """Return an environment in which all Python processes record into a run directory.
+    """Return an environment in which every Python process records itself in a run directory.
 
-    This includes the processes that they start. Entries of an existing ``PYTHONPATH`` follow ours.
-    The run directory must exist.
+    Child processes inherit this. Our entry is prepended to ``PYTHONPATH``. The run directory must
+    exist.
     """
     path_entries = [str(_INJECTED_FOLDER)]
     own_path = environment.get("PYTHONPATH", "")
-    # An empty variable has no entries, whereas an empty entry means the current directory.
+    # An empty PYTHONPATH has no entries, but an empty entry means the current directory.
     if own_path:
         path_entries += [
             entry for entry in own_path.split(os.pathsep) if entry != str(_INJECTED_FOLDER)
@@ -114,15 +113,15 @@ def make_observed_environment(
 def start_command(
     program: str, command: Sequence[str], environment: Mapping[str, str], streams: CommandStreams
 ) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own.
+    """Start a command in its own session.
 
-    The kernel kills it when the thread that calls this ends.
+    The kernel kills the command when the thread that called this function ends.
 
     Args:
         program: Path of the file to execute.
-        command: Its words; the first is the name it is called by.
-        environment: Its environment.
-        streams: Its output streams.
+        command: The words of the command; the first becomes ``argv[0]``.
+        environment: The command's environment variables.
+        streams: The command's output streams.
     """
     stdout, stderr = streams.command_ends
     return subprocess.Popen(  # noqa: S603 - the user's own command is the point
@@ -136,32 +135,33 @@ def start_command(
 
 
 def _may_share_stdin() -> bool:
-    """Return whether the command may inherit our stdin.
+    """Return whether the command may inherit the supervisor's stdin.
 
-    A background job must not read what is typed in the foreground.
+    A background job must not read input that is meant for the foreground.
     """
     try:
         fcntl.fcntl(0, fcntl.F_GETFD)
         return not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp()
     except OSError:
-        # There is no stdin, or it is not the terminal of our session.
+        # Either stdin is closed, or the terminal does not belong to our session.
         return os.isatty(0)
 
 
 class Sentinel:
-    """A helper process that ends the command's processes if the supervisor is killed.
+    """A helper process that kills the command's processes if the supervisor itself is killed.
 
-    See ``process_tree``, which is its program.
+    The program of the helper process is ``process_tree``.
 
     Args:
         mark: Identifies the supervisor in the environment of the command's processes.
-        note: File that the sentinel writes if it finds the supervisor killed.
+        note: File that the sentinel writes if the supervisor was killed.
     """
 
     def __init__(self, mark: str, note: Path) -> None:
         reading_end, self._pipe = os.pipe()
         arguments = [process_tree.__file__, str(reading_end), mark, str(note.absolute())]
-        # The sentinel carries no mark, or it would count as a process of the command.
+        # With the mark of an outer supervisor, the sentinel would count as a process of its
+        # command.
         environment = {name: text for name, text in os.environ.items() if name != MARK_VARIABLE}
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own program
@@ -179,16 +179,16 @@ class Sentinel:
         os.set_blocking(self._pipe, False)
 
     def guard_session(self, session: int) -> None:
-        """Tell the sentinel the session ID of the newest command, or 0 if there is none."""
+        """Send the sentinel the session ID of the running command, or 0 if no command runs."""
         self._write(b"%d\n" % session)
 
     def release(self) -> None:
-        """Dismiss the sentinel: the supervisor has ended all processes itself."""
+        """Let the sentinel exit, because the supervisor has ended all processes itself."""
         self._write(b"done\n")
         os.close(self._pipe)
         self._process.wait()
 
     def _write(self, line: bytes) -> None:
-        # The sentinel may have been killed.
+        # The sentinel itself may have been killed.
         with suppress(OSError):
             os.write(self._pipe, line)

@@ -1,19 +1,20 @@
-"""Coordinate the hosts of one run: they begin each attempt together, and end it together.
+"""Coordinate the hosts of one run, so that each attempt starts and ends on all of them together.
 
-The supervisor of each host keeps one small file in a shared folder, and reads the others' files
-once a second. Host 0 gives the start signal (``go``) when all hosts are ready. Without it, a host
-that restarts quickly would connect to the rendezvous store of the attempt that is still ending
-elsewhere, and both would wait forever.
+Each host's supervisor publishes its state in a small file in a shared directory, and reads the
+files of the other hosts once a second. Host 0 gives the start signal (``go``) when all hosts are
+ready. Without this signal, a host that restarts quickly would connect to the rendezvous store of an
+attempt that is still ending on another host, and both would wait forever.
 
-A host writes its ``state``, in this order:
+A host goes through these values of ``state``:
 
-coming     it has started its supervisor
-ready      it waits to begin an attempt, with a fresh ``ticket``
-running    host 0 has put that ticket into its ``go``, and the attempt runs
-ended      the attempt has ended here, with a ``cause``; ``follows`` if only because of another host
-stopped    nothing will be started here any more; ``done`` if the command succeeded
+coming     its supervisor has started
+ready      it is waiting to start an attempt, for which it has drawn a new ``ticket``
+running    the attempt is running, because host 0 has put that ticket into its ``go``
+ended      the attempt has ended with a ``cause``; ``follows`` is set if another host ended first
+stopped    the host starts no further attempt; the state is ``done`` if the command succeeded
 
-The clocks of hosts differ, so no times are compared: a host is alive while its file changes.
+The clocks of hosts differ, so timestamps are never compared. A host counts as alive as long as its
+file keeps changing.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ from holdfast.core.files import make_folder, swap_in
 from holdfast.recorder.run_files import HOSTS_FOLDER, read_host
 
 _BEAT_SECONDS = 1.0
-# A network file system may show changes to another host's file half a minute late.
+# A host whose file has not changed for this long is reported as silent. On a network file system,
+# changes may become visible half a minute late.
 _SILENT_SECONDS = 60.0
-# The same time that torchrun waits for the nodes of a static rendezvous.
+# How long to wait for all hosts to be ready; torchrun waits as long for a static rendezvous.
 _MAX_WAIT_SECONDS = 900.0
 _POLL_SECONDS = 0.2
-# Print a message once hosts are this late.
+# Print a message when hosts are late by this many seconds.
 _ANNOUNCE_AFTER_SECONDS = 10.0
-# The facts about an ended attempt that a host keeps publishing.
+# Facts about an ended attempt, which stay in the file in later states.
 _ENDED_KEYS = ("cause", "title", "follows")
 _FINAL_STATES = ("stopped", "done")
 
@@ -51,16 +53,16 @@ HostState = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class HostPosition:
-    """The number of this host, from 0, and how many hosts there are."""
+    """The number of this host, counted from 0, and the number of hosts."""
 
     number: int = 0
     count: int = 1
 
 
 def find_host(command: Sequence[str], environment: Mapping[str, str]) -> HostPosition:
-    """Return which host this is, from the options of a launcher such as torchrun.
+    """Return the position of this host, read from the options of a launcher such as torchrun.
 
-    The default is the only host of one.
+    Without such options, the run has a single host.
     """
     count = _read_option(command, environment, _NODE_COUNT_OPTIONS, "PET_NNODES")
     number = _read_option(command, environment, _NODE_RANK_OPTIONS, "PET_NODE_RANK")
@@ -72,7 +74,10 @@ def find_host(command: Sequence[str], environment: Mapping[str, str]) -> HostPos
 def _read_option(
     command: Sequence[str], environment: Mapping[str, str], names: Sequence[str], variable: str
 ) -> int | None:
-    """Return the number given by an option, or else by the environment variable."""
+    """Return the value of a launcher option, or else of its environment variable.
+
+    Returns None if neither is given as a plain number.
+    """
     text = environment.get(variable, "")
     following_words = [*command[1:], ""]
     for word, next_word in zip(command, following_words, strict=True):
@@ -83,11 +88,11 @@ def _read_option(
 
 
 class Hosts:
-    """What this host publishes to the others in the shared run directory, and what they publish.
+    """Exchanges state with the other hosts of the run, through the shared run directory.
 
     Args:
         run_path: The run directory, which all hosts share.
-        position: Which host this is.
+        position: The position of this host.
 
     Raises:
         RunDirectoryError: H722 if the directory cannot be written.
@@ -100,13 +105,14 @@ class Hosts:
         self._own: HostState = {"state": "coming"}
         self._beats = 0
         self._last_beat_at = 0.0
-        # What the other hosts' files contained when we started; an earlier run may have left them.
+        # Contents of the other hosts' files at our start, possibly left over from an earlier run.
         self._initial: dict[int, HostState] = {}
-        # What each host publishes now, and when its file last changed, on our monotonic clock.
+        # The current state of each other host, and when its file last changed (on our monotonic
+        # clock).
         self._current: dict[int, HostState] = {}
         self._changed_at: dict[int, float] = {}
         self._silent: set[int] = set()
-        # Hosts that are known to have joined the newest attempt.
+        # Numbers of the hosts that have joined the current attempt, as far as we know.
         self._joined: set[int] = set()
         try:
             make_folder(run_path, HOSTS_FOLDER)
@@ -119,17 +125,18 @@ class Hosts:
                 rule="H722",
             ) from error
 
-    # --- beginning an attempt ---
+    # --- starting an attempt ---
 
     def begin(self, wait: Callable[[float], bool], say: Callable[[str], None]) -> str | None:
-        """Wait until all hosts are ready, and begin an attempt with them.
+        """Wait until all hosts are ready, then start an attempt together with them.
 
         Args:
-            wait: Sleeps for a number of seconds, and returns False if a signal asks us to end.
+            wait: Sleeps for a number of seconds. Returns False if a signal requests the end of the
+                run.
             say: Prints a message.
 
         Returns:
-            None once the attempt begins; otherwise the reason why it cannot begin.
+            None if the attempt has started; otherwise the reason why it cannot start.
         """
         ticket = f"{os.getpid()}-{time.time_ns()}"
         last_go = self._own.get("go")
@@ -153,11 +160,11 @@ class Hosts:
                 was_announced = True
                 say(f"waiting up to {_MAX_WAIT_SECONDS / 60:.0f} minutes for hosts {missing}")
             if not wait(_POLL_SECONDS):
-                return "a signal asked the run to stop"
+                return "a signal requested the end of the run"
             self._beat()
 
     def _ready_tickets(self, others: Mapping[int, HostState]) -> dict[str, str]:
-        """Return the tickets of the other hosts that are ready to begin, by host number."""
+        """Return the tickets of the other hosts that are ready to start, by host number."""
         return {
             str(number): host["ticket"]
             for number, host in others.items()
@@ -165,17 +172,19 @@ class Hosts:
         }
 
     def _join(self, others: Mapping[int, HostState], ready: Mapping[str, str], ticket: str) -> bool:
-        """Begin the attempt if its start signal was given, and return whether it was.
+        """Join the attempt if its start signal has been given; return whether this host joined.
 
-        Host 0 gives the signal here, once all hosts are ready.
+        On host 0, this method gives the signal once all hosts are ready.
 
-        The start signal (``go``) of host 0 holds the ticket of every host that takes part.
+        The start signal is the entry ``go`` of host 0. It holds the ticket of every participating
+        host.
         """
         if self._number == 0:
             if len(ready) < self._count - 1:
                 return False
             go = {**ready, "0": ticket}
-            # Host 0 knows that all others are ready to join; the others know only about host 0.
+            # Host 0 knows that all other hosts are ready. The other hosts know this only about host
+            # 0.
             self._joined = {int(number) for number in ready}
         else:
             go = others.get(0, {}).get("go") or {}
@@ -188,12 +197,12 @@ class Hosts:
     def _find_obstacle(
         self, others: Mapping[int, HostState], last_go: Mapping[str, str] | None
     ) -> str | None:
-        """Return why the hosts can never begin together, or None."""
+        """Return a reason why the hosts can never start together, or None if there is none."""
         for number, host in others.items():
             count = host.get("count")
             if count != self._count:
                 return (
-                    f"host {number} was started for {count} hosts, but this one for {self._count}"
+                    f"host {number} was started for {count} hosts, but this host for {self._count}"
                 )
             took_part = last_go is not None and host.get("go") == last_go
             if host["state"] in _FINAL_STATES and took_part:
@@ -202,12 +211,13 @@ class Hosts:
                 return f"host {number} has ended its run: {reason}"
         return None
 
-    # --- while an attempt runs, and after it ---
+    # --- during an attempt, and after it ---
 
     def find_failure(self, say: Callable[[str], None]) -> str | None:
-        """Return why another host has ended this attempt, or None while all hosts still run it.
+        """Return why another host ended this attempt, or None if all hosts are still running it.
 
-        Checks once a second. `say` prints a message about a host that has gone silent.
+        The files are checked at most once a second. `say` prints a message if a host has gone
+        silent.
         """
         if not self._beat():
             return None
@@ -220,12 +230,13 @@ class Hosts:
         return None
 
     def _has_ended(self, number: int, host: HostState, go: Mapping[str, str]) -> bool:
-        """Return whether a host is no longer part of the attempt that `go` has begun."""
+        """Return whether a host has left the attempt that `go` started."""
         is_in_this_attempt = host.get("ticket") == go.get(str(number))
         if is_in_this_attempt:
             self._joined.add(number)
             return host["state"] in ("ended", "stopped")
-        # With another ticket it has left the attempt, unless we have not seen it join yet.
+        # A different ticket means that the host has left the attempt, or that we have not yet seen
+        # it join.
         return number in self._joined
 
     def _report_silence(self, number: int, say: Callable[[str], None]) -> None:
@@ -236,18 +247,18 @@ class Hosts:
             say(f"host {number} has not responded for {_SILENT_SECONDS:.0f} s")
 
     def publish_ended(self, *, cause: str, title: str, follows: bool) -> None:
-        """Publish that the attempt has ended on this host.
+        """Tell the other hosts that the attempt has ended on this host.
 
         Args:
             cause: Id of the cause in the verdict.
             title: Title of the verdict.
-            follows: Whether it ended only because it had ended on another host.
+            follows: Whether the attempt ended here only because it had ended on another host.
         """
         attempt = self._own_facts("ticket", "go")
         self._publish("ended", cause=cause, title=title, follows=follows, **attempt)
 
     def publish_stopped(self, why: str, *, succeeded: bool) -> None:
-        """Publish that this host will start no further attempt."""
+        """Tell the other hosts that this host will not start another attempt."""
         facts = self._own_facts("ticket", "go", *_ENDED_KEYS)
         self._publish("done" if succeeded else "stopped", why=why, **facts)
 
@@ -258,12 +269,12 @@ class Hosts:
 
     def _publish(self, state: str, **facts: Any) -> None:
         self._own = {"state": state, **facts}
-        # If the disk is full or temporarily unavailable, the others see this host as silent.
+        # If the disk is full or temporarily unavailable, this host appears silent to the others.
         with suppress(OSError):
             self._write()
 
     def _beat(self) -> bool:
-        """Show once a second that this host is alive; return whether a second had passed."""
+        """Once a second, rewrite our file as a sign of life; return whether it was rewritten."""
         now = time.monotonic()
         if now - self._last_beat_at < _BEAT_SECONDS:
             return False
@@ -282,7 +293,7 @@ class Hosts:
         return time.monotonic() - self._changed_at[number] > _SILENT_SECONDS
 
     def _read_others(self) -> dict[int, HostState]:
-        """Return the other hosts' states, except of files unchanged since we started."""
+        """Return the states of the other hosts whose files have changed since our start."""
         for number in range(self._count):
             if number == self._number:
                 continue

@@ -1,4 +1,4 @@
-"""Requests to the kernel, which an unprivileged container may deny."""
+"""Kernel requests that an unprivileged container may deny."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 
 from holdfast.core.control_groups import group_folders, read_fields
 
-# linux/prctl.h
+# From linux/prctl.h.
 _PR_SET_CHILD_SUBREAPER = 36
-# The files with the counters of control groups, version 2 and version 1.
+# Files that hold the counter of out-of-memory kills, in version 2 and version 1 of control groups.
 _MEMORY_EVENT_FILES = ("memory.events", "memory.oom_control")
 
 
 def become_subreaper() -> None:
-    """Make this process the parent of every orphaned descendant, so that none is lost."""
+    """Make this process the new parent of its orphaned descendants."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def count_oom_kills(root: Path = Path("/")) -> int | None:
-    """Return how many processes of our control group the kernel has killed for memory.
+    """Return how many processes of our control group the kernel's OOM killer has killed.
 
-    Only the innermost group with a counter is read, since outer groups also count the kills of
-    other jobs. The result is None if the kernel does not provide a count.
+    Only the innermost group with a counter is read, since outer groups also count kills in other
+    jobs. Returns None if the kernel provides no counter.
     """
     for group in group_folders(root, "memory"):
         for name in _MEMORY_EVENT_FILES:

@@ -1,10 +1,10 @@
-"""Copy the output of a supervised command to our own streams and into the log.
+"""Copy the output of a supervised command to the supervisor's streams and to the log.
 
-The command gets a pseudo-terminal exactly where our own stream is a terminal, so progress bars work
-in a terminal and log files stay plain. Nothing waits for the end of a stream, because an orphaned
-process may hold it open forever.
+A stream of the command is a pseudo-terminal if the supervisor's stream is a terminal; otherwise it
+is a pipe. Progress bars therefore work in a terminal, and log files stay plain text. Nothing here
+waits for the end of a stream, because an orphaned process may hold it open forever.
 
-Does not: keep the log within its size (``output_log`` does).
+The size of the log is limited by ``output_log``.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ from holdfast.supervise.launch.output_log import OutputLog
 _READ_BYTES = 64 << 10
 # poll(2) reports a pipe as writable once this many bytes fit without waiting.
 _WRITE_BYTES = select.PIPE_BUF
-# After reading only a line or two, pause: otherwise a command that prints hundreds of lines a
-# second would wake us hundreds of times a second.
+# Pause after a read smaller than this. Otherwise a command that prints hundreds of lines a second
+# would wake us hundreds of times a second.
 _SMALL_READ_BYTES = 4096
 _REST_SECONDS = 0.02
-# How much data may wait for one of our own streams before the command has to wait too.
+# Size of the buffer for one of our own streams. When it is full, the command has to wait.
 _MAX_PENDING_BYTES = 1 << 20
 _READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 _STDERR = 2
-# Descriptors, each with an event mask of `select.poll`.
+# File descriptors with their event masks, as in `select.poll`.
 PollEvents: TypeAlias = list[tuple[int, int]]
 
 
 class OwnStream:
-    """One of our own output streams, written only as fast as it accepts data.
+    """A buffered, non-blocking writer for the supervisor's stdout or stderr.
 
-    What a paused terminal (Ctrl-S) does not accept is dropped, since it is in the log. A full pipe
-    blocks the command, as it would without us.
+    If a terminal is paused (Ctrl-S) and the buffer is full, output is dropped; it is still in the
+    log. A full pipe makes the command wait, as it would without the supervisor.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.pending = bytearray()
-        # Whether the last data written ended with a line feed.
+        # Whether the data added last ended with a newline.
         self.at_line_start = True
         self._is_broken = False
         self._is_terminal = os.isatty(descriptor)
 
     @property
     def is_full(self) -> bool:
-        """Return whether the command has to wait."""
+        """Return whether the buffer is full, so that the command has to wait."""
         return len(self.pending) > _MAX_PENDING_BYTES
 
     def add(self, data: bytes) -> None:
-        """Add data, to be written when the stream is ready."""
+        """Buffer data until the stream can accept it."""
         self.at_line_start = data.endswith(b"\n")
         if self._is_broken:
             return
@@ -67,13 +67,13 @@ class OwnStream:
             self.pending[:] = b"\r\n--- holdfast: output left out here, see output.log ---\r\n"
 
     def add_and_write(self, data: bytes) -> None:
-        """Add data and write immediately what the stream accepts."""
+        """Buffer data, then write as much as the stream accepts immediately."""
         self.add(data)
         while self.pending and self._is_writable():
             self.write_pending()
 
     def write_pending(self) -> None:
-        """Write what the stream accepts without waiting; drop everything if its reader is gone."""
+        """Write as much as possible without waiting; drop everything if the reader is gone."""
         try:
             written = os.write(self.descriptor, memoryview(self.pending)[:_WRITE_BYTES])
         except BlockingIOError:
@@ -90,28 +90,28 @@ class OwnStream:
 
 
 class OutputCopier:
-    """Copy what the command prints to the log and to our own streams.
+    """Copies the command's output to the log and to the supervisor's own streams.
 
     Args:
-        log: The log.
-        quiet: Whether to print none of the supervisor's own messages.
+        log: The log file of the run.
+        quiet: Whether to suppress the supervisor's own messages.
     """
 
     def __init__(self, log: OutputLog, *, quiet: bool = False) -> None:
         self._log = log
         self._quiet = quiet
-        # The stream that each source descriptor is copied to.
+        # Target stream of each source descriptor.
         self._targets: dict[int, OwnStream] = {}
         self._own_streams: dict[int, OwnStream] = {}
 
     def add_sources(self, sources: Sequence[OutputSource]) -> None:
-        """Read from these descriptors from now on; each is closed when its stream ends."""
+        """Start reading from these sources. Each descriptor is closed at the end of its stream."""
         for source in sources:
             os.set_blocking(source.descriptor, False)
             self._targets[source.descriptor] = self._own_stream(source.copied_to)
 
     def print_message(self, text: str) -> None:
-        """Print a line of the supervisor on stderr, without waiting for the stream.
+        """Print one of the supervisor's messages on stderr, without waiting for the stream.
 
         Unprintable characters become question marks.
         """
@@ -123,7 +123,7 @@ class OutputCopier:
         self._own_stream(_STDERR).add_and_write(line.encode(errors="replace"))
 
     def begin_line(self, descriptor: int) -> None:
-        """Start a new line if the command left an unfinished one, such as a progress bar."""
+        """Start a new line if the command's last line is unfinished, such as a progress bar."""
         stream = self._own_stream(descriptor)
         same_place = [
             other
@@ -137,7 +137,7 @@ class OutputCopier:
             other.at_line_start = True
 
     def wanted_events(self) -> PollEvents:
-        """Return what to poll: sources that may be read, and our own streams with pending data."""
+        """Return the events to poll for: readable sources, and streams with data to write."""
         readable = [
             (source, select.POLLIN)
             for source, target in self._targets.items()
@@ -151,7 +151,7 @@ class OutputCopier:
         return readable + writable
 
     def serve(self, ready: PollEvents) -> None:
-        """Read and write on the descriptors that `poll` reported as ready."""
+        """Read from and write to the descriptors that `poll` reported as ready."""
         for descriptor, events in ready:
             if descriptor in self._targets and events & _READABLE:
                 self._read(descriptor)
@@ -160,12 +160,12 @@ class OutputCopier:
                 stream.write_pending()
 
     def drain(self, *, quiet_seconds: float, flush_seconds: float) -> None:
-        """Copy the remaining output after the command ended, without waiting for streams to close.
+        """Copy the remaining output after the command has ended, even if a stream stays open.
 
         Args:
-            quiet_seconds: A source that is silent for this long counts as finished: only an
+            quiet_seconds: Time without output after which a source counts as finished. Only an
                 orphaned process can still hold it open.
-            flush_seconds: How long our own streams may take to accept everything.
+            flush_seconds: Time limit for writing everything to our own streams.
         """
         deadline = time.monotonic() + flush_seconds
         while True:
@@ -190,13 +190,13 @@ class OutputCopier:
         return self._own_streams[descriptor]
 
     def _read(self, source: int) -> None:
-        """Copy what a source has to offer, or close it at its end."""
+        """Copy the available output of a source, or close the source at its end."""
         try:
             data = os.read(source, _READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
-            # EIO: no process has the other side of the terminal open any more.
+            # EIO: no process has the pseudo-terminal open any more.
             data = b""
         if not data:
             del self._targets[source]
@@ -205,7 +205,7 @@ class OutputCopier:
         self._log.write(data)
         self._targets[source].add_and_write(data)
         if len(data) < _SMALL_READ_BYTES:
-            # Let more output accumulate, so that each line does not wake us separately.
+            # Let more output accumulate instead of waking up for every line.
             time.sleep(_REST_SECONDS)
 
 
@@ -219,25 +219,26 @@ def poll_once(wanted: PollEvents, seconds: float) -> PollEvents:
 
 @dataclass(frozen=True, slots=True)
 class OutputSource:
-    """A descriptor to read the command's output from, and our own descriptor to copy it to."""
+    """A descriptor with output of the command, and our own descriptor to copy the output to."""
 
     descriptor: int
     copied_to: int
 
 
 class CommandStreams:
-    """The two output streams of a command: the ends that it writes to, and the ends we read.
+    """The stdout and stderr of a command: the ends that it writes to, and the ends that we read.
 
     Args:
-        own: Our own stdout and stderr, which decide what the command gets: a terminal for a
-            terminal, and a single pipe if both lead to the same file.
+        own: Our own stdout and stderr. For a terminal, the command gets a pseudo-terminal. If both
+            lead to the same file, it gets a single pipe for both.
     """
 
     def __init__(self, own: tuple[int, int] = (1, 2)) -> None:
-        # The command's stdout and stderr, which we close once the command has started.
+        # Descriptors of the command's stdout and stderr. We close our copies after its start.
         self.command_ends: list[int] = []
         self.sources: list[OutputSource] = []
-        # Our side of the command's terminal, and our own terminal, whose size it copies.
+        # Our end of the command's pseudo-terminal, and our own terminal, from which its size is
+        # copied.
         self._terminal: int | None = None
         self._own_terminal: int | None = None
         pipe_end: int | None = None
@@ -245,8 +246,8 @@ class CommandStreams:
             if os.isatty(descriptor):
                 self.command_ends.append(self._open_terminal(descriptor))
             elif pipe_end is not None and _is_same_file(*own):
-                # Both lead to the same file, as after 2>&1: a single pipe keeps the order of the
-                # output.
+                # Both lead to the same file, as after 2>&1. A single pipe preserves the order of
+                # the output.
                 self.command_ends.append(os.dup(pipe_end))
             else:
                 our_end, pipe_end = os.pipe()
@@ -254,13 +255,14 @@ class CommandStreams:
                 self.sources.append(OutputSource(our_end, copied_to=descriptor))
 
     def _open_terminal(self, own_terminal: int) -> int:
-        """Return the command's end of the pseudo-terminal, opening it for the first stream."""
+        """Return the command's end of the pseudo-terminal, which is opened on the first call."""
         if self._terminal is not None:
             return os.dup(self.command_ends[0])
         self._own_terminal = own_terminal
         self._terminal, command_end = os.openpty()
         settings = termios.tcgetattr(command_end)
-        # Our own terminal translates line feeds, so that the log gets exactly what was printed.
+        # Turn off newline translation: our own terminal does it, and the log must contain exactly
+        # the bytes that were printed.
         settings[1] &= ~termios.OPOST
         settings[3] &= ~termios.ECHO
         termios.tcsetattr(command_end, termios.TCSANOW, settings)
@@ -278,22 +280,22 @@ class CommandStreams:
             fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, size)
 
     def close_command_ends(self) -> None:
-        """Close our copies of the command's ends, once the command has started."""
+        """Close our copies of the command's stdout and stderr after the command has started."""
         for descriptor in self.command_ends:
             os.close(descriptor)
         self.command_ends.clear()
 
 
 def open_missing_streams() -> None:
-    """Open any of the three standard descriptors that is closed (``>&-``).
+    """Open ``/dev/null`` in place of each standard stream that is closed (``>&-``).
 
-    Otherwise a file that we open would get its number and be mistaken for a standard stream.
+    Otherwise the next file that we open would get its descriptor and be mistaken for that stream.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            # The system uses the lowest free number, which is this one.
+            # The system assigns the lowest free descriptor, which is this one.
             opened = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(opened, True)  # noqa: FBT003 - the parameter is positional only
 

@@ -1,7 +1,7 @@
-"""`OutputLog`: what a supervised command prints, in a file of bounded size.
+"""`OutputLog`: the output of a supervised command, in a log file of limited size.
 
-Once the file is full, its beginning and its newest part are kept and the middle is dropped, because
-the beginning and the end of a run are what explains a failure.
+When the file is full, its middle is dropped. Its beginning and its newest part are kept, because
+they usually explain a failure.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from pathlib import Path
 from holdfast.core.files import close_descriptor, create_file, open_file, open_to_read
 from holdfast.recorder.run_files import ATTEMPT_LINE
 
-# When a log exceeds its maximum size, a quarter of that size is kept at the beginning, and half of
-# it at the end.
+# Of a log that exceeds its maximum size, the first quarter of that size and the last half of it are
+# kept.
 _HEAD_DIVISOR = 4
 _NEWEST_DIVISOR = 2
-# Written where output is missing because the disk was full.
+# Marks a place where output is missing because the disk was full.
 _GAP_LINE = b"\n--- holdfast: output is missing here ---\n"
 _COPY_BYTES = 1 << 20
 
 
 class OutputLog:
-    """Append what the command prints to a file, which may already exist.
+    """Appends the command's output to a file, which may already exist.
 
-    While the file is being cut, a temporary file of up to three quarters of `max_bytes` exists
-    beside it.
+    Dropping the middle needs a temporary file of up to three quarters of `max_bytes` in the same
+    directory.
 
     Args:
-        path: The file.
+        path: The log file.
         max_bytes: Size above which the middle of the file is dropped.
-        on_loss: Called once when writing starts to fail, and again only after a write has succeeded
-            in between.
+        on_loss: Called with the error when a write fails, but not for further failures until a
+            write has succeeded.
 
     Raises:
         OSError: If the file cannot be opened.
@@ -46,15 +46,15 @@ class OutputLog:
         self._max_bytes = max_bytes
         self._file = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._size = os.fstat(self._file).st_size
-        # The line that introduces the newest attempt, and its position in the file.
+        # The heading of the newest attempt, and its position in the file.
         self._attempt_line = b""
         self._attempt_offset = 0
         self._at_line_start = True
-        # Whether the newest write has failed.
+        # Whether the last write failed.
         self._is_failing = False
 
     def begin_attempt(self, number: int) -> None:
-        """Write the line that separates attempts."""
+        """Write the heading line of an attempt."""
         self._attempt_line = ATTEMPT_LINE.format(number=number).encode() + b"\n"
         if not self._at_line_start:
             self.write(b"\n")
@@ -62,17 +62,17 @@ class OutputLog:
         self.write(self._attempt_line)
 
     def write(self, data: bytes) -> None:
-        """Append data.
+        """Append data to the file.
 
-        If the disk is full, the data is lost but nothing else breaks. As soon as there is space
-        again, a line in the file shows where output is missing.
+        If the disk is full, only this data is lost. Once a write succeeds again, a line in the file
+        marks the place where output is missing.
         """
         self._at_line_start = data.endswith(b"\n")
         if self._size + len(data) > self._max_bytes:
             try:
                 self._drop_the_middle()
             except OSError:
-                # Let the file grow by a quarter, so that the next write does not try again.
+                # Allow the file to grow by a quarter before trying again.
                 self._max_bytes += self._max_bytes // _HEAD_DIVISOR
         if self._is_failing:
             data = _GAP_LINE + data
@@ -96,17 +96,18 @@ class OutputLog:
                 self._on_loss(error)
 
     def _drop_the_middle(self) -> None:
-        """Replace the file by its beginning and its newest part.
+        """Rewrite the file with only its beginning and its newest part.
 
         Raises:
-            OSError: If the new file cannot be written; the old one is left unchanged.
+            OSError: If the new file cannot be written. The old file stays unchanged.
         """
         head_bytes = self._max_bytes // _HEAD_DIVISOR
         newest_offset = self._size - self._max_bytes // _NEWEST_DIVISOR
         if newest_offset <= head_bytes:
             return
         separator = b"\n--- holdfast: %d bytes left out ---\n" % (newest_offset - head_bytes)
-        # Readers must know which attempt the output belongs to, so its heading is never dropped.
+        # Keep the heading of the newest attempt, so that readers know which attempt the output is
+        # from.
         if head_bytes <= self._attempt_offset < newest_offset:
             self._attempt_offset = head_bytes + len(separator)
             separator += self._attempt_line

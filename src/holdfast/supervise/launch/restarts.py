@@ -1,9 +1,9 @@
-"""Decide whether a command is restarted after an attempt, when, and with which changes.
+"""Decide whether to restart a command after an attempt, and with what delay and changes.
 
-`RULES` is an ordered table; the first rule that has an answer wins. The rules are pure functions of
-the attempt, the attempts before it, and the budgets.
+`RULES` is an ordered table in which the first rule that returns a decision wins. The rules are pure
+functions of the attempt, the attempts before it, and the budgets.
 
-Does not: wait, start anything, or judge why an attempt failed (``explain`` does).
+The supervisor carries out the decision; ``explain`` determines why the attempt failed.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from holdfast.explain.signatures.signature import Restart as RestartKind
 from holdfast.explain.verdict import Verdict
 from holdfast.supervise.launch.attempt import AttemptEnd
 
-# An attempt that ran this long counts as progress. The kubelet resets its back-off after 10 minutes
-# without a crash.
+# An attempt that runs at least this long counts as progress and resets the restart delay. The
+# kubelet also resets its back-off after 10 minutes without a crash.
 LONG_ATTEMPT_SECONDS = 600.0
-# 2.0 ** 32 times any first delay is far above the longest delay.
+# Bounds the exponent: 2 ** 32 times any first delay is far above the maximum delay.
 _MAX_DOUBLINGS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """How often and how quickly a command is restarted.
+    """How many times a command is restarted, and with what delays.
 
     Args:
-        max_restarts: Restarts of a run, not counting preemptions. The default is that of torch's
+        max_restarts: Maximum number of restarts after failures. The default is that of torch's
             ``LaunchConfig.max_restarts``.
-        max_preemptions: Restarts after a preemption. The default covers a spot machine that is
-            taken away every hour for a night.
-        min_progress_steps: Fewer steps than this between two failures with the same cause do not
-            count as progress, because no checkpoint preserves them.
-        first_delay_seconds: Delay before the first restart; it doubles each time. The default is
-            that of the kubelet's ``CrashLoopBackOff``.
-        max_delay_seconds: Longest delay; the default is the kubelet's too.
+        max_preemptions: Maximum number of restarts after preemptions. The default covers a spot
+            instance that is preempted every hour of a night.
+        min_progress_steps: A failure that recurs within this many steps counts as no progress,
+            because checkpoints are usually saved less often.
+        first_delay_seconds: Delay before the first restart. It doubles with each restart. Same
+            default as the kubelet's ``CrashLoopBackOff``.
+        max_delay_seconds: Maximum delay. Same default as the kubelet.
     """
 
     max_restarts: int = 3
@@ -50,14 +50,14 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastAttempt:
-    """What the rules remember about an attempt that has ended.
+    """Facts about an earlier attempt that the rules use.
 
     Args:
         cause: Id of the cause in its verdict.
         kind: The verdict's kind, which decides whether a restart can help.
-        at_step: Step at which it failed, as the training script counts; None if unknown.
-        steps: Number of steps made in this attempt; None if unknown.
-        seconds: How long it ran.
+        at_step: Step at which the attempt failed, as the training script counts; None if unknown.
+        steps: Number of steps that the attempt completed; None if unknown.
+        seconds: How long the attempt ran.
     """
 
     cause: str
@@ -69,16 +69,16 @@ class PastAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedAttempt:
-    """The input of the rules.
+    """Input of the rules: the attempt that has just ended.
 
     Args:
-        verdict: Why the newest attempt ended.
-        end: How it ended.
-        history: All attempts of this run, newest last.
-        budgets: How often the command may be restarted.
+        verdict: Why the attempt ended.
+        end: How the attempt ended.
+        history: All attempts of this run including this one, newest last.
+        budgets: Limits on restarts.
         environment: The command's environment.
-        stop_signal: Name of the signal on which the training script stopped, according to its
-            events; None if it recorded no such stop.
+        stop_signal: Name of the signal that made the training script stop, if the script recorded
+            one; otherwise None.
         follows_other_host: Whether the attempt ended only because it had failed on another host.
     """
 
@@ -92,7 +92,7 @@ class EndedAttempt:
 
     @property
     def preemptions(self) -> list[PastAttempt]:
-        """Return the attempts that were stopped from outside and can be resumed."""
+        """Return the attempts that were preempted and can be resumed."""
         return [attempt for attempt in self.history if attempt.kind == "preempted"]
 
     @property
@@ -102,7 +102,7 @@ class EndedAttempt:
 
     @property
     def changes(self) -> dict[str, str]:
-        """Return the verdict's environment variables that would change anything."""
+        """Return the environment variables that the verdict would change."""
         return effective_changes(self.environment, dict(self.verdict.changes))
 
 
@@ -111,9 +111,9 @@ class StartAgain:
     """Restart the command.
 
     Args:
-        cause: Id of the cause of the attempt that failed.
-        why: Reason, as a clause without a full stop.
-        delay_seconds: How long to wait first.
+        cause: Id of the cause of the failed attempt.
+        why: The reason, as a clause without a final period.
+        delay_seconds: How long to wait before the restart.
         changes: Environment variables to set for all further attempts.
     """
 
@@ -125,7 +125,7 @@ class StartAgain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRun:
-    """Do not restart the command; `why` is a clause without a full stop."""
+    """Do not restart the command; `why` is the reason, as a clause without a final period."""
 
     why: str
 
@@ -135,7 +135,10 @@ Rule: TypeAlias = Callable[[EndedAttempt], RestartDecision | None]
 
 
 def decide_restart(attempt: EndedAttempt) -> RestartDecision:
-    """Return the answer of the first rule in `RULES` that has one, or `start_after_a_delay`."""
+    """Return the decision of the first rule in `RULES` that makes one.
+
+    If no rule does, the command is restarted after a delay.
+    """
     for rule in RULES:
         decision = rule(attempt)
         if decision is not None:
@@ -143,32 +146,38 @@ def decide_restart(attempt: EndedAttempt) -> RestartDecision:
     return start_after_a_delay(attempt)
 
 
-# --- the attempt was meant to end ---
+# --- the end of the attempt was intended ---
 
 
 def user_or_scheduler_requested_the_end(attempt: EndedAttempt) -> RestartDecision | None:
-    """A signal that asked the supervisor to stop also forbids another attempt."""
+    """If a signal requested the end of the run, do not restart."""
     if attempt.end.requested_by is None:
         return None
-    return EndRun(why=f"{signal.Signals(attempt.end.requested_by).name} asked the run to stop")
+    return EndRun(
+        why=f"{signal.Signals(attempt.end.requested_by).name} requested the end of the run"
+    )
 
 
 def training_stopped_on_a_signal(attempt: EndedAttempt) -> RestartDecision | None:
-    """A training process that was signaled directly records it; its exit code may be anything."""
+    """If the training script stopped because of a signal, do not restart.
+
+    The signal may have reached the training process directly, so the supervisor knows of it only
+    from the recording. The exit code of such a process may be anything.
+    """
     if attempt.stop_signal is None or attempt.end.was_ended_by_supervisor:
         return None
     return EndRun(why=f"the training script stopped on {attempt.stop_signal}")
 
 
 def command_succeeded(attempt: EndedAttempt) -> RestartDecision | None:
-    """Exit code 0 means success, unless we ended the command because of a hang."""
+    """If the command exited with code 0, do not restart, unless it was ended after a hang."""
     if attempt.end.status != 0 or attempt.end.hang is not None:
         return None
     return EndRun(why="the command exited with code 0")
 
 
 def only_the_exit_hung(attempt: EndedAttempt) -> RestartDecision | None:
-    """A process that hangs during interpreter exit has finished its work."""
+    """If the process hung during interpreter exit, do not restart: training had finished."""
     hang = attempt.end.hang
     if hang is None or hang.remedy != "end":
         return None
@@ -179,7 +188,7 @@ def only_the_exit_hung(attempt: EndedAttempt) -> RestartDecision | None:
 
 
 def other_host_decides(attempt: EndedAttempt) -> RestartDecision | None:
-    """The host that failed decides; this one follows as long as a budget is left."""
+    """If another host failed, follow its decision as long as restarts are left."""
     if not attempt.follows_other_host:
         return None
     budgets = attempt.budgets
@@ -196,42 +205,45 @@ def other_host_decides(attempt: EndedAttempt) -> RestartDecision | None:
 
 
 def verdict_is_a_good_end(attempt: EndedAttempt) -> RestartDecision | None:
-    """According to its recording the command ended well, whatever its exit code."""
+    """If the recording shows a successful run, do not restart, whatever the exit code."""
     if attempt.verdict.family != "ended well":
         return None
     return EndRun(why="the command ended well")
 
 
 def restart_cannot_help(attempt: EndedAttempt) -> RestartDecision | None:
-    """Some causes, such as an error in the script, would recur every time."""
+    """Do not restart after a failure that would recur, such as an error in the script."""
     if attempt.verdict.restart != "stop":
         return None
     return EndRun(why="restarting would not help")
 
 
 def preempted(attempt: EndedAttempt) -> RestartDecision | None:
-    """A run that was stopped from outside may resume; such restarts have a budget of their own."""
+    """Resume a preempted run, within a budget that covers only preemptions."""
     if attempt.verdict.restart != "preempted":
         return None
     budgets = attempt.budgets
     if len(attempt.preemptions) > budgets.max_preemptions:
-        return EndRun(why=f"all {budgets.max_preemptions} restarts after a preemption are used up")
+        return EndRun(why=f"all {budgets.max_preemptions} restarts after preemptions are used up")
     return StartAgain(
         cause=attempt.verdict.cause,
-        why="it was stopped from outside and can resume",
+        why="it was preempted and can resume",
         delay_seconds=restart_delay_seconds(attempt.preemptions, budgets),
     )
 
 
 def nothing_left_to_change(attempt: EndedAttempt) -> RestartDecision | None:
-    """Some causes, such as out of memory, go away only if a setting is changed."""
+    """Do not restart if only a changed setting would help and there is none left to change.
+
+    An example is a run that is out of memory.
+    """
     if attempt.verdict.restart != "remedy" or attempt.changes:
         return None
-    return EndRun(why="no setting is left to change that would help")
+    return EndRun(why="there is no other setting to change that would help")
 
 
 def same_failure_again(attempt: EndedAttempt) -> RestartDecision | None:
-    """A failure that has recurred without progress will recur, unless a setting is changed."""
+    """Do not restart if the same failure recurred without progress, unless a setting is changed."""
     if attempt.changes:
         return None
     why = find_repetition(attempt.failures, attempt.budgets)
@@ -239,7 +251,7 @@ def same_failure_again(attempt: EndedAttempt) -> RestartDecision | None:
 
 
 def restarts_used_up(attempt: EndedAttempt) -> RestartDecision | None:
-    """Failures have a budget; preemptions do not count against it."""
+    """Do not restart if the budget for failures is used up."""
     max_restarts = attempt.budgets.max_restarts
     if len(attempt.failures) <= max_restarts:
         return None
@@ -249,7 +261,7 @@ def restarts_used_up(attempt: EndedAttempt) -> RestartDecision | None:
 
 
 def start_with_changed_settings(attempt: EndedAttempt) -> RestartDecision | None:
-    """If a setting is changed, restart without delay, since waiting would not help."""
+    """Restart immediately if the verdict changes a setting, since waiting would not help."""
     changes = attempt.changes
     if not changes:
         return None
@@ -258,7 +270,7 @@ def start_with_changed_settings(attempt: EndedAttempt) -> RestartDecision | None
 
 
 def start_after_a_delay(attempt: EndedAttempt) -> StartAgain:
-    """Restart because no rule speaks against it: the cause may be temporary."""
+    """Restart after a delay, because the cause may be temporary."""
     return StartAgain(
         cause=attempt.verdict.cause,
         why="the cause may be temporary",
@@ -266,9 +278,9 @@ def start_after_a_delay(attempt: EndedAttempt) -> StartAgain:
     )
 
 
-# The first rule that has an answer wins; without one, `start_after_a_delay` decides. The order
-# is the argument: requests come before verdicts, and restarts that cannot help are refused before
-# they use up a budget.
+# The first rule that returns a decision wins; if there is none, `start_after_a_delay` decides. The
+# order matters: requests to stop override the verdict, and restarts that cannot help are refused
+# before they count against a budget.
 RULES: tuple[Rule, ...] = (
     user_or_scheduler_requested_the_end,
     training_stopped_on_a_signal,
@@ -285,7 +297,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-# --- what the rules compute ---
+# --- computations that the rules use ---
 
 
 def find_repetition(failures: Sequence[PastAttempt], budgets: Budgets) -> str | None:
@@ -308,23 +320,26 @@ def find_repetition(failures: Sequence[PastAttempt], budgets: Budgets) -> str | 
 
 
 def restart_delay_seconds(attempts: Sequence[PastAttempt], budgets: Budgets) -> float:
-    """Return the delay before the next attempt: it doubles with every attempt since a long one."""
+    """Return the delay before the next attempt, in seconds.
+
+    The delay doubles with each attempt that ended early; an attempt that ran for a long time
+    resets it.
+    """
     in_a_row = 0
     for attempt in attempts:
         if attempt.seconds >= LONG_ATTEMPT_SECONDS:
             in_a_row = 0
         in_a_row += 1
     doublings = min(in_a_row - 1, _MAX_DOUBLINGS)
-    # A first delay above the maximum was configured on purpose, so it is respected.
+    # A first delay above the maximum was configured on purpose, so it raises the maximum.
     longest = max(budgets.max_delay_seconds, budgets.first_delay_seconds)
     return min(longest, budgets.first_delay_seconds * 2.0**doublings)
 
 
 def effective_changes(environment: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
-    """Return only the variables whose value would change, with their new values.
+    """Return those of the environment variables in `changes` that would actually change a value.
 
-    The allocator's settings are a list of ``key:value``; keys that `changes` does not name keep
-    their values.
+    Settings of the CUDA allocator are merged: keys that `changes` does not name keep their values.
     """
     effective = {}
     for name, value in changes.items():
@@ -337,9 +352,9 @@ def effective_changes(environment: Mapping[str, str], changes: Mapping[str, str]
 
 
 def merge_allocator_settings(present: str, wanted: str) -> str:
-    """Merge two lists of ``key:value``; entries of `wanted` win.
+    """Merge two comma-separated lists of ``key:value``; entries of `wanted` override the others.
 
-    A value may itself be a list in brackets, whose commas are not separators here.
+    A value may be a list in brackets, whose commas do not separate entries.
     """
     entries = {}
     for entry in re.split(r",(?![^\[]*\])", f"{present},{wanted}"):

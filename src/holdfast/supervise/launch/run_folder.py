@@ -1,7 +1,7 @@
-"""The directory of a supervised run: its path, its lock and the description of the run.
+"""The directory of a supervised run, with its lock and its description (``supervised.json``).
 
-Only one supervisor at a time may use a run directory. The description (``supervised.json``) is
-written before anything is started, so that it exists whatever happens later.
+Only one supervisor at a time may use a run directory. The description is written before the command
+starts, so that it exists even if everything else fails.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from holdfast.recorder.run_files import (
 )
 from holdfast.recorder.start import facts_of_start
 
-# Format of `SUPERVISED_FILE`.
+# Format version of `SUPERVISED_FILE`.
 FORMAT = 1
 _RUNS_FOLDER = "runs"
 _LAST_LINK = "last"
 _MAX_NAME_LENGTH = 60
-# The options keep git from taking a lock and from running programs configured in the repository.
+# These options keep git from taking locks and from running programs that the repository configures.
 # Untracked files, such as those in runs/, do not count as changes.
 _GIT_STATUS = (
     "git",
@@ -49,7 +49,7 @@ _GIT_STATUS = (
     "--untracked-files=no",
 )
 _GIT_SECONDS = 60.0
-# How long the end of a run waits for git. This matters only for commands that end before git.
+# At the end of a run, how long to wait for git. Only a very short command ends before git does.
 _GIT_LAST_SECONDS = 1.0
 _MAX_CHANGED_FILES = 20
 _GIT_HEADER = "# branch."
@@ -58,11 +58,11 @@ _GIT_HEADER = "# branch."
 def choose_folder(
     command: Sequence[str], started: float, parent: Path = Path(_RUNS_FOLDER)
 ) -> Path:
-    """Return a path for a new run directory, which does not exist yet.
+    """Return a path that does not exist yet, for a new run directory.
 
     Args:
-        command: The command, whose script, module or program gives the folder its name.
-        started: Unix time in seconds; appended to the name, in UTC.
+        command: The command. Its script, module or program becomes the first part of the name.
+        started: Unix time in seconds; the second part of the name is this time in UTC.
         parent: The directory of all runs.
     """
     name = re.sub(r"[^\w.-]", "_", _name_of_command(command))[:_MAX_NAME_LENGTH] or "run"
@@ -86,22 +86,22 @@ def _name_of_command(command: Sequence[str]) -> str:
 
 
 class RunFolder:
-    """A run directory, created if it is missing, and locked until `close`.
+    """A run directory. It is created if it does not exist, and locked until `close`.
 
-    The lock is released with the process, however that ends. A directory that was used before is
-    continued, because schedulers start the same command again.
+    The kernel releases the lock when the process ends for any reason. An existing run directory is
+    continued, because schedulers restart a job with the same command.
 
     Args:
         path: The run directory.
 
     Raises:
-        RunDirectoryError: H722 if it cannot be created or written, H723 if another supervisor uses
-            it, H724 if a newer holdfast wrote it.
+        RunDirectoryError: H722 if the directory cannot be created or written, H723 if another
+            supervisor is using it, H724 if it was written by a newer version of holdfast.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
-        # The folder of the supervisor's own recording.
+        # Directory of the supervisor's own recording.
         self.supervisor = self.path / SUPERVISOR_FOLDER
         self._file = self.path / SUPERVISED_FILE
         self._description: dict[str, Any] = {}
@@ -115,22 +115,22 @@ class RunFolder:
         except LockHeldError as error:
             raise RunDirectoryError(
                 f"run directory {self.path} is in use by {error.holder}",
-                limit="one supervisor at a time may write to it",
-                fix="stop that one, or choose another --run-dir.",
+                limit="only one supervisor at a time may use a run directory",
+                fix="stop the other supervisor, or choose another --run-dir.",
                 rule="H723",
             ) from error
         except OSError as error:
             raise self.unusable(error) from error
 
     def _check_format(self) -> None:
-        # A damaged description is simply rewritten, so treat it as our own format.
+        # A damaged description is rewritten, so treat it as the current format.
         file_format = FORMAT
         with suppress(OSError, ValueError, RecursionError, AttributeError):
             file_format = json.loads(read_file(self._file)).get("format", FORMAT)
         if not isinstance(file_format, int) or file_format > FORMAT:
             raise RunDirectoryError(
                 f"{self._file} has format {file_format!r}",
-                limit=f"this holdfast writes run directories of format {FORMAT}",
+                limit=f"this version of holdfast writes format {FORMAT}",
                 fix="upgrade holdfast, or choose another --run-dir.",
                 rule="H724",
             )
@@ -139,18 +139,19 @@ class RunFolder:
         """Return the error (H722) for a directory that cannot be created or written."""
         return RunDirectoryError(
             f"run directory {self.path} cannot be written ({error.strerror or error})",
-            limit="holdfast run keeps the output, the recordings and the verdict there",
-            fix="pass a --run-dir that this user may write to, on a disk with 10 MiB free.",
+            limit="holdfast run stores the command's output, the recordings and the verdict there",
+            fix="pass a writable --run-dir, on a disk with at least 10 MiB of free space.",
             rule="H722",
         )
 
     def next_attempt(self) -> int:
-        """Return the number of the next attempt: one more than the last that left a trace here."""
+        """Return the number of the next attempt, one above the last attempt recorded here."""
         return max([-1, *self._recorded_attempts()]) + 1
 
     def _recorded_attempts(self) -> Iterator[int]:
-        # Look at all kinds of events, because the ring is finite and the newest start may have been
-        # overwritten. Skip restarts: they name an attempt that may never have begun.
+        # Read events of all kinds: the ring buffer is finite, so the event of the newest start may
+        # have been overwritten. Skip restarts, because they name an attempt that may never have
+        # started.
         with suppress(OSError, RunDirectoryError):
             for event in read_events(self.supervisor):
                 attempt = event.data.get("attempt")
@@ -160,10 +161,14 @@ class RunFolder:
             yield process.attempt
 
     def write_description(self, command: Sequence[str], started: float) -> None:
-        """Write the description of the run, before it starts; `started` is Unix time in seconds.
+        """Write the description of the run before its command starts.
+
+        Args:
+            command: The words of the command.
+            started: Unix time in seconds.
 
         Raises:
-            RunDirectoryError: H722 if it cannot be written.
+            RunDirectoryError: H722 if the description cannot be written.
         """
         description = {
             "format": FORMAT,
@@ -181,12 +186,12 @@ class RunFolder:
         self._description = description
 
     def add_git_state(self) -> None:
-        """Add the working directory's commit and its changed files, in the background."""
+        """Add the git commit and the list of changed files, in a background thread."""
         self._git_thread = threading.Thread(target=self._add_git_state, daemon=True)
         self._git_thread.start()
 
     def _add_git_state(self) -> None:
-        # There may be no git or no repository, or git may take too long.
+        # Git may be missing or too slow, or the directory may not be a repository.
         with suppress(OSError, subprocess.SubprocessError):
             status = subprocess.run(  # noqa: S603 - our own command line
                 _GIT_STATUS, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
@@ -194,16 +199,17 @@ class RunFolder:
             self._write({**self._description, "git": parse_git_status(status.stdout)})
 
     def update_last_link(self, run_path: Path) -> None:
-        """Point ``runs/last`` to the run, if it lies in a directory called ``runs``.
+        """Point ``runs/last`` to the run if its directory is in a directory called ``runs``.
 
-        An existing ``last`` that is not a symbolic link is left alone.
+        If ``last`` exists and is not a symbolic link, it stays as it is.
         """
         parent = run_path.parent
         link = parent / _LAST_LINK
         if parent.name != _RUNS_FOLDER or (link.exists() and not link.is_symlink()):
             return
         temporary = parent / f".tmp-{_LAST_LINK}-{os.getpid()}"
-        # Some file systems have no symbolic links. The path of the run is printed in any case.
+        # Some file systems have no symbolic links. The link is a convenience: the path is printed
+        # too.
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
             temporary.symlink_to(run_path.name)
@@ -217,7 +223,7 @@ class RunFolder:
 
 
 def parse_git_status(text: str) -> dict[str, Any]:
-    """Return commit, branch and changed files from ``git status --porcelain=v2 --branch``."""
+    """Parse commit, branch and changed files from ``git status --porcelain=v2 --branch``."""
     headers = {}
     changed = []
     for line in text.splitlines():
@@ -225,7 +231,7 @@ def parse_git_status(text: str) -> dict[str, Any]:
             name, _, value = line.removeprefix(_GIT_HEADER).partition(" ")
             headers[name] = value
         elif not line.startswith("#"):
-            # The path is the ninth field of a line.
+            # The path is the ninth field of the line.
             changed.append(line.split(" ", 8)[-1])
     return {
         "commit": headers.get("oid"),

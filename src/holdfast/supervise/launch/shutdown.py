@@ -1,19 +1,19 @@
-"""Decide when the command of an attempt has to end, and when it is killed.
+"""Decide when the command of an attempt is asked to end, and when it is killed.
 
 What happens on SIGTERM or Ctrl-C (SIGINT), in order:
 
-1. ``signals`` forwards it to the command, inside the signal handler.
-2. `Shutdown.note_signal` starts the grace period, `grace_seconds`. A second Ctrl-C, or any third
-   request, ends it at once.
-3. Once the command has ended, ``attempt`` asks the processes that it left behind to end, with a
-   short grace period of their own.
-4. At `kill_at`, ``attempt`` sends SIGKILL to whatever still runs.
-5. ``restarts`` refuses another attempt, because the end was requested.
+1. ``signals`` forwards the signal to the command from within the signal handler.
+2. `Shutdown.note_signal` starts the grace period of `grace_seconds`. A second Ctrl-C, or any third
+   signal that requests the end, cuts it short.
+3. After the command has ended, ``attempt`` asks its remaining processes to end. They have a short
+   grace period of their own.
+4. At `kill_at`, ``attempt`` sends SIGKILL to all processes that are still running.
+5. ``restarts`` does not start another attempt, because the end was requested.
 
-A hang and a failure on another host take the same path, except that the supervisor sends the
-SIGTERM itself and that another attempt may follow.
+After a hang or a failure on another host, the steps are the same, but the supervisor sends the
+SIGTERM itself and another attempt may follow.
 
-Does not: send signals, or read a clock (``attempt`` passes the time).
+This module sends no signals and reads no clock: ``attempt`` does, and passes the time.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import signal
 
 from holdfast.supervise.launch.signals import ASKING_TO_END, FORWARDED
 
-# The third request to end kills the command at once. So does a second Ctrl-C.
+# The third request to end kills the command immediately. So does a second Ctrl-C.
 _REQUESTS_TO_KILL = 3
-# A shell and a wrapper around us may both forward one Ctrl-C. Another SIGINT within this time after
-# the first does not count as a second Ctrl-C.
+# A SIGINT this soon after the first one does not count as a second Ctrl-C, because a shell and a
+# wrapper script may both forward the same Ctrl-C.
 SAME_INTERRUPT_SECONDS = 0.5
 # A shell reports signal n as exit code 128 + n.
 _SHELL_SIGNAL_BASE = 128
 
 
 class Shutdown:
-    """Who asked the command to end, and when it is asked and killed.
+    """Tracks requests to end the command, and the times at which it is asked to end and killed.
 
     All times are on the clock of `time.monotonic`.
 
@@ -45,27 +45,27 @@ class Shutdown:
         self.grace_seconds = grace_seconds
         # The last signal that the supervisor sent on its own initiative, or None.
         self.signal_sent: int | None = None
-        # When the supervisor will ask the command to end on its own initiative, or None.
+        # When the supervisor will ask the command to end on its own initiative; infinite for never.
         self.terminate_at = math.inf
-        # When everything that still runs will be killed.
+        # When all processes that are still running will be killed; infinite for never.
         self.kill_at = math.inf
-        # Signals that asked us to end, in order.
+        # Signals that requested the end, in order of arrival.
         self._requests: list[int] = []
         self._forwarded: list[int] = []
         self._first_interrupt_at: float | None = None
 
     @property
     def is_requested(self) -> bool:
-        """Return whether a user or a scheduler has asked us to end."""
+        """Return whether a user or a scheduler has requested the end."""
         return bool(self._requests)
 
     @property
     def request_count(self) -> int:
-        """Return how many times a user or a scheduler has asked us to end."""
+        """Return how many times a user or a scheduler has requested the end."""
         return len(self._requests)
 
     def note_signal(self, number: int, arrived_at: float) -> None:
-        """Note a forwarded signal; if it asks to end, limit the command's remaining time."""
+        """Note a forwarded signal. If it requests the end, start or shorten the grace period."""
         if number in FORWARDED:
             self._forwarded.append(number)
         if number not in ASKING_TO_END:
@@ -77,36 +77,35 @@ class Shutdown:
         self.kill_within(0.0 if is_urgent else self.grace_seconds, arrived_at)
 
     def _is_second_interrupt(self, arrived_at: float) -> bool:
-        """Return whether Ctrl-C was pressed twice, as opposed to one press forwarded twice."""
+        """Return whether Ctrl-C was pressed a second time, rather than forwarded twice."""
         if self._first_interrupt_at is None:
             self._first_interrupt_at = arrived_at
             return False
         return arrived_at - self._first_interrupt_at >= SAME_INTERRUPT_SECONDS
 
     def note_terminated(self, now: float) -> None:
-        """Note that the supervisor has asked the command to end on its own initiative."""
+        """Note that the supervisor itself has sent SIGTERM, and start the grace period."""
         self.signal_sent = signal.SIGTERM
         self.terminate_at = math.inf
         self.kill_within(self.grace_seconds, now)
 
     def note_killed(self) -> None:
-        """Note that the supervisor has killed everything that still ran."""
+        """Note that the supervisor has killed all remaining processes."""
         self.signal_sent = signal.SIGKILL
         self.kill_at = math.inf
 
     def kill_within(self, seconds: float, now: float) -> None:
-        """Move the time of the kill earlier, never later."""
+        """Kill the command within this time; an earlier deadline stays in force."""
         self.kill_at = min(self.kill_at, now + seconds)
 
     def requested_by(self, status: int) -> int | None:
-        """Return the signal by which somebody requested the end of the command, or None.
+        """Return the signal by which a user or a scheduler requested the end, or None.
 
-        SIGINT and SIGTERM always request the end. After SIGHUP the terminal is gone, so nobody
-        would see another attempt. Other signals may mean anything: they count as a request if the
-        command died of one.
+        SIGINT and SIGTERM always request the end. So does SIGHUP: the terminal is gone, so nobody
+        would see another attempt. Any other signal counts only if the command died of it.
 
         Args:
-            status: Exit code of the command; the negative number of a signal that killed it.
+            status: Exit code of the command, or the negated number of the signal that killed it.
         """
         if self._requests:
             return self._requests[0]
@@ -117,8 +116,8 @@ class Shutdown:
 
 
 def signal_in_status(status: int) -> int:
-    """Return the signal that a command died of, even if a shell reported it as an exit code.
+    """Return the number of the signal that killed a command, even if a shell reports an exit code.
 
-    Without such a signal, the number is that of none.
+    If no signal killed the command, the result is not a valid signal number.
     """
     return -status if status < 0 else status - _SHELL_SIGNAL_BASE

@@ -1,6 +1,6 @@
-"""`Supervisor`: run a command, judge how each attempt ended, and restart it while that helps.
+"""`Supervisor`: run a command, determine why each attempt ended, and restart it if that helps.
 
-`Supervisor.run` is the loop. ``attempt`` holds what happens while an attempt runs; ``restarts``
+`Supervisor.run` is the loop over attempts. ``attempt`` serves a running attempt, and ``restarts``
 decides whether another one follows.
 """
 
@@ -56,17 +56,18 @@ from holdfast.supervise.watch.limits import HangLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What to run under supervision, and how.
+    """Options of a supervised run.
 
     Args:
         command: The words of the command.
-        program: Path of the file that its first word names.
+        program: Path of the command's executable.
         run_path: The run directory.
         is_run_path_shared: Whether all hosts of a multi-host run use this directory.
-        budgets: How often the command is restarted.
-        hang_limits: How long phases of training may take; None turns off watching.
+        budgets: Limits on restarts.
+        hang_limits: How long each phase of training may go without progress. None turns off the
+            detection of hangs and leaks.
         observe: Whether the command's Python processes record themselves.
-        grace_seconds: Time between asking the command to end and SIGKILL.
+        grace_seconds: Time between the request to end the command and SIGKILL.
         max_log_bytes: Maximum size of the output log.
     """
 
@@ -77,7 +78,7 @@ class RunOptions:
     budgets: Budgets = field(default_factory=Budgets)
     hang_limits: HangLimits | None = field(default_factory=HangLimits)
     observe: bool = True
-    # Schedulers allow 30 s between SIGTERM and SIGKILL.
+    # Must be less than the 30 s that schedulers usually allow between SIGTERM and SIGKILL.
     grace_seconds: float = 25.0
     max_log_bytes: int = 256 << 20
 
@@ -88,9 +89,9 @@ class RunOutcome:
 
     Args:
         exit_code: Exit code of the last attempt, as a shell reports it.
-        attempts: How often the command was started.
+        attempts: How many times the command was started.
         seconds: Time from the first start to the end.
-        why: Why it is not restarted, as a clause without a full stop.
+        why: Why the command is not restarted, as a clause without a final period.
         verdict: Why the last attempt ended.
         run_path: The run directory.
     """
@@ -105,7 +106,7 @@ class RunOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ProcessControl:
-    """What finds, signals and ends the processes of the command, across attempts."""
+    """The objects that find, signal and kill the command's processes in all attempts."""
 
     mark: str
     tree: Tree
@@ -114,14 +115,14 @@ class _ProcessControl:
 
 
 class Supervisor:
-    """Runs a command and restarts it while that helps; must be used from the main thread.
+    """Runs a command and restarts it if that helps. Must be used from the main thread.
 
     Args:
-        options: What to run, and how.
-        quiet: Whether to print nothing but what the command prints.
+        options: Options of the run.
+        quiet: Whether to print only the command's output.
 
     Raises:
-        RunDirectoryError: H722 to H724, before anything is started; see `RunFolder`.
+        RunDirectoryError: H722 to H724 if the run directory cannot be used; see `RunFolder`.
     """
 
     def __init__(self, options: RunOptions, *, quiet: bool = False) -> None:
@@ -142,12 +143,11 @@ class Supervisor:
         self.run_path = self._folder.path
         self._hosts: Hosts | None = None
         try:
-            # Number of the attempt, from 0; in a run directory that was used before, numbering
-            # continues.
+            # Number of the attempt, from 0. In an existing run directory, numbering continues.
             self._number = self._folder.next_attempt()
             self._open_recording()
-            # Only after taking the lock, so that a second supervisor on this host publishes
-            # nothing.
+            # This must follow the lock of the run directory, so that a second supervisor on this
+            # host publishes nothing.
             if is_one_of_several:
                 self._hosts = Hosts(shared_path, position)
         except BaseException:
@@ -171,10 +171,12 @@ class Supervisor:
     # --- the run ---
 
     def run(self) -> RunOutcome:
-        """Run attempts until none is worthwhile any more. No process of the command is left then.
+        """Run attempts until no further attempt would help, and return how the run ended.
+
+        No process of the command is left when this returns.
 
         Raises:
-            RunDirectoryError: H725 if the hosts of the run could not begin together.
+            RunDirectoryError: H725 if the hosts of the run could not start together.
         """
         become_subreaper()
         started_at = time.monotonic()
@@ -206,7 +208,8 @@ class Supervisor:
     @contextmanager
     def _take_control(self) -> Iterator[_ProcessControl]:
         mark = f"{os.getpid()}-{read_start_ticks()}"
-        # Taken before we start anything: processes that exist now do not belong to the command.
+        # Create the tree before starting anything: children that exist now are not part of the
+        # command.
         tree = Tree(mark)
         with ExitStack() as stack:
             stack.callback(self._folder.close)
@@ -218,7 +221,7 @@ class Supervisor:
             yield _ProcessControl(mark=mark, tree=tree, sentinel=sentinel, signals=signals)
 
     def _run_attempt(self, control: _ProcessControl) -> AttemptEnd:
-        """Start the command, serve it until it ends, and record start and end."""
+        """Start the command, serve it until it ends, and record both events."""
         options = self._options
         self._log.begin_attempt(self._number)
         remove_verdict(self.run_path)
@@ -229,7 +232,7 @@ class Supervisor:
         control.sentinel.guard_session(attempt.child.pid)
         with self._watching(attempt):
             end = attempt.serve()
-        # From now on another session may get this number.
+        # From now on, the kernel may reuse the session ID.
         control.sentinel.guard_session(0)
         oom_kills = _difference(oom_kills_before, count_oom_kills())
         pid = attempt.child.pid
@@ -248,7 +251,7 @@ class Supervisor:
         return end
 
     def _start_command(self, control: _ProcessControl) -> Attempt:
-        """Start the command of this attempt, with its output streams."""
+        """Start the command and its output streams for this attempt."""
         options = self._options
         environment = make_environment(
             self._environment, self.run_path, self._number, control.mark, observe=options.observe
@@ -272,9 +275,9 @@ class Supervisor:
 
     @contextmanager
     def _watching(self, attempt: Attempt) -> Iterator[None]:
-        """Context manager that detects hangs and leaks, in threads of their own."""
+        """Context manager that detects hangs and leaks in background threads."""
         limits = self._options.hang_limits
-        # Processes that do not record themselves cannot be watched.
+        # Only processes that record themselves can be watched.
         if limits is None or not self._options.observe:
             yield
             return
@@ -295,7 +298,7 @@ class Supervisor:
     # --- after an attempt ---
 
     def _judge(self, end: AttemptEnd) -> AttemptJudgement:
-        """Determine why the attempt ended, and record the verdict."""
+        """Determine why the attempt ended and record the verdict."""
         judgement = judge_attempt(self.run_path, self._number)
         verdict = judgement.verdict
         if judgement.error is not None:
@@ -317,7 +320,7 @@ class Supervisor:
         return judgement
 
     def _decide(self, end: AttemptEnd, judgement: AttemptJudgement) -> RestartDecision:
-        """Decide what follows the attempt, and publish to the other hosts how it ended."""
+        """Decide whether to restart, and tell the other hosts how the attempt ended."""
         verdict = judgement.verdict
         follows = False
         if self._hosts is not None:
@@ -341,13 +344,13 @@ class Supervisor:
     def _wait_before_restart(
         self, decision: RestartDecision, verdict: Verdict, control: _ProcessControl
     ) -> RestartDecision:
-        """Wait for the delay and for the other hosts; a signal during the wait ends the run."""
+        """Wait for the restart delay and the other hosts, unless a signal ends the run."""
         if isinstance(decision, EndRun):
             return decision
         self._announce_restart(decision, verdict)
         self._environment.update(decision.changes)
         if not self._sleep(decision.delay_seconds, control.signals):
-            return EndRun(why="a signal asked the run to stop")
+            return EndRun(why="a signal requested the end of the run")
         obstacle = self._wait_for_hosts(control)
         if obstacle is not None:
             return EndRun(why=obstacle)
@@ -372,11 +375,11 @@ class Supervisor:
         )
 
     def _sleep(self, seconds: float, signals: Signals) -> bool:
-        """Return True after `seconds`, or False as soon as a signal asks us to end."""
+        """Sleep; return False early if a signal requests the end of the run, otherwise True."""
         deadline = time.monotonic() + seconds
         while True:
             for received in signals.take():
-                # Between attempts there is no command that could handle the signal.
+                # Between attempts, no command is running that could handle the signal.
                 if received.number in FORWARDED:
                     self.emit(process_events.Signal(number=received.number))
                     return False
@@ -388,7 +391,7 @@ class Supervisor:
     # --- several hosts ---
 
     def _wait_for_hosts(self, control: _ProcessControl) -> str | None:
-        """Begin an attempt together with the other hosts; return why that failed, or None."""
+        """Start an attempt together with the other hosts; return the reason if that fails."""
         if self._hosts is None:
             return None
         return self._hosts.begin(
@@ -402,8 +405,8 @@ class Supervisor:
         assert self._hosts is not None
         self._hosts.publish_stopped(obstacle, succeeded=False)
         raise RunDirectoryError(
-            f"this host did not begin: {obstacle}",
-            limit="the hosts of a run begin together, and exchange files in the run directory",
+            f"this host could not start the run: {obstacle}",
+            limit="the hosts of a run start together, and exchange files in the run directory",
             fix=(
                 "start the command on every host, with the same --run-dir on a disk that all hosts"
                 " share."
@@ -414,11 +417,11 @@ class Supervisor:
     # --- recording and printing ---
 
     def begin_line(self, descriptor: int) -> None:
-        """After the run, start a new line if the command left an unfinished one on our streams."""
+        """Start a new line if the command's last line of output is unfinished."""
         self._copier.begin_line(descriptor)
 
     def emit(self, data: EventData) -> None:
-        """Record an event, by default at the current step of the training. Thread-safe."""
+        """Record an event at the current training step. Thread-safe."""
         now = time.time()
         step = getattr(data, "step", None)
         if step is None:
@@ -442,22 +445,23 @@ class Supervisor:
             self._copier.print_message(f"{self._folder.supervisor.name}/{what}")
 
     def _step_of_training(self) -> int | None:
-        """Return the current step, as the training script counts; None without trainers."""
+        """Return the training script's current step, or None without trainers."""
         return max((standing.step for standing in self._standings()), default=None)
 
     def _steps_of_attempt(self) -> int | None:
-        """Return the number of steps made in this attempt; None without trainers."""
+        """Return the number of steps completed in this attempt, or None without trainers."""
         return max((standing.steps_made for standing in self._standings()), default=None)
 
     def _standings(self) -> Iterator[Standing]:
-        """Yield the current contents of the progress boards of this attempt's trainers."""
+        """Yield the current contents of the trainers' progress boards in this attempt."""
         for folder, process in read_processes(self.run_path):
             if process.attempt != self._number or process.role != "trainer":
                 continue
             try:
                 standing = read_board(folder / BOARD_FILE)
             except HoldfastError:
-                # It was written by a newer holdfast in the command's environment.
+                # The board was written by a newer version of holdfast, installed in the command's
+                # environment.
                 continue
             if standing is not None:
                 yield standing

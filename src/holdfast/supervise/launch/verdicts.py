@@ -1,6 +1,6 @@
-"""Ask ``explain`` for the verdict on an attempt that has ended, and write it down.
+"""Obtain the verdict on an attempt from ``explain``, and write it to the run directory.
 
-``explain`` is imported only after an attempt has ended, so that the supervisor starts quickly.
+``explain`` is imported only when an attempt has ended, so that the supervisor starts quickly.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from holdfast.core.events.data import EventData
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.run_files import VERDICT_FILE
 
-# Id of the cause "unknown".
+# Rule id of an unknown cause.
 _UNKNOWN = "H1600"
-# Id of the cause of an attempt that failed because another rank failed first.
+# Rule id of a failure that followed the failure of another rank.
 _ANOTHER_RANK_FAILED = "H114"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptJudgement:
-    """The verdict on an attempt, with what its recording adds.
+    """The verdict on an attempt, with further facts from its recording.
 
     Args:
-        verdict: Why it ended.
-        stop_signal: Name of the signal on which the training script stopped, according to its
-            events; None if it recorded no such stop.
-        error: Why the attempt could not be judged, or None.
+        verdict: Why the attempt ended.
+        stop_signal: Name of the signal that made the training script stop, if the script recorded
+            one; otherwise None.
+        error: Why no verdict could be determined, or None.
     """
 
     verdict: Verdict
@@ -40,7 +40,7 @@ class AttemptJudgement:
 
 
 def judge_attempt(run_path: Path, number: int) -> AttemptJudgement:
-    """Return why an attempt ended. Never raises, whatever is in the run directory."""
+    """Determine why an attempt ended. Never raises, even if the recording is damaged."""
     stop_signal = None
     try:
         from holdfast.explain.collecting import collect
@@ -58,18 +58,18 @@ def judge_attempt(run_path: Path, number: int) -> AttemptJudgement:
 
 
 def remove_verdict(run_path: Path) -> None:
-    """Remove the verdict on an earlier attempt, so that it is not mistaken for this one's."""
+    """Remove an earlier attempt's verdict, so that it is not mistaken for the current one."""
     with suppress(OSError):
         (run_path / VERDICT_FILE).unlink(missing_ok=True)
 
 
 def write_verdict(run_path: Path, verdict: Verdict, emit: Callable[[EventData], None]) -> None:
-    """Write a verdict to the run directory; if that fails, record an event."""
+    """Write a verdict to the run directory; record an event if that fails."""
     content = json.dumps(verdict.as_json(), indent=1).encode()
     try:
         replace_file(run_path / VERDICT_FILE, content)
     except OSError as error:
-        # The disk is full or the directory is gone. The verdict is also recorded as an event.
+        # The disk is full or the directory is gone. The verdict is in the events too.
         remove_verdict(run_path)
         why = error.strerror or str(error)
         emit(process_events.NotWritten(file=VERDICT_FILE, error=why))
@@ -93,5 +93,5 @@ def _unknown(why: str) -> Verdict:
         summary="The command ended, but an error prevented holdfast from determining why.",
         fix="Read the end of output.log in the run directory.",
         confidence=0.0,
-        missing=(f"determining the cause failed with {why}",),
+        missing=(f"determining the cause raised {why}",),
     )

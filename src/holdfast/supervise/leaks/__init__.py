@@ -1,17 +1,16 @@
-"""Find memory leaks: notice them from outside the process, explain them from inside.
+"""Find memory leaks: detect growing memory from outside the process, find its cause inside.
 
-There are two halves, neither of which imports torch:
+The package has two parts, neither of which imports torch:
 
-- The supervisor follows the samples of the trainers (``trends``) with a slope test (``growth``).
-  When memory leaks, it requests a trace from the process.
-- The process then examines all its objects over a few steps (``tracer``): what grows every time
-  (``census``), what holds it (``references`` and ``holder_links``), and which line of the script
-  makes it grow (``source_lines``). ``findings`` combines these into leaks to report;
-  ``introspection`` reads objects without calling their code.
+- In the supervisor, ``trends`` applies a slope test (``growth``) to the memory readings of each
+  trainer. If memory leaks, it requests a trace from the trainer.
+- In the trainer, ``tracer`` scans all objects over a few steps. ``census`` finds the objects that
+  grow in every scan, ``references`` and ``holder_links`` find the name that holds them, and
+  ``source_lines`` finds the line of the script that makes them grow. ``findings`` combines these
+  results into leaks to report. ``introspection`` reads objects without calling their code.
 
-Read in this order: ``growth``, ``trends``, ``tracer``, ``census``, ``findings``, and then the
-others.
+Read in this order: ``growth``, ``trends``, ``tracer``, ``census``, ``findings``, then the others.
 
-Not here: the texts and remedies of leaks are signatures in ``explain/signatures/leaks.yaml``.
-Memory that a step needs only temporarily is the subject of ``holdfast.memory``.
+The descriptions and remedies of leaks are signatures in ``explain/signatures/leaks.yaml``.
+``holdfast.memory`` deals with memory that a step needs only temporarily.
 """

@@ -1,8 +1,8 @@
-"""`Census`: the sizes of all objects in a process over time; what does not grow is dropped.
+"""`Census`: measure all objects of a process repeatedly, and keep those that grow every time.
 
-Containers are measured by their length, tensors and instances of the script's classes by their
-number, and named values by their size and by the autograd graph behind them. No code of the script
-is called.
+A container is measured by its length. Tensors and instances of the script's classes are counted by
+class. Named values are measured by their size and by the size of the autograd graph behind them.
+None of this calls code of the script.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from holdfast.supervise.leaks.introspection import (
     source_file_of,
 )
 
-# What is measured, as a tuple whose first entry is a `Measure`:
-#   ("length", id of a container)
-#   ("number", class), for tensors also their shape and dtype
-#   ("size", id of the holder, name) of a named value
-#   ("nodes", id of the holder, name) of the graph behind a named tensor
-# A plain tuple, because one is created for each object in each scan.
+# Identifies a measured quantity. The first entry of the tuple is a `Measure`:
+#     ("length", id of a container)
+#     ("number", class), for tensors also their shape and dtype
+#     ("size", id of the holder, name) of a named value
+#     ("nodes", id of the holder, name) of the graph behind a named tensor
+# Keys are plain tuples, because every scan creates one for each object.
 Key: TypeAlias = tuple[Any, ...]
 Measure: TypeAlias = Literal["length", "number", "size", "nodes"]
 Frames: TypeAlias = list[types.FrameType]
-# A key, the size, and the object that was measured.
+# A key, a size, and the object that was measured.
 Measurement: TypeAlias = tuple[Key, int, Any]
 
 _CONTAINERS = (list, dict, set, deque)
-# Types of values whose size is measured.
+# Types of named values whose size is measured.
 _SIZED = (str, bytes, bytearray, list, tuple)
-# Classes for which `sys.getsizeof` calls no code of the script.
+# Classes whose instances can be passed to `sys.getsizeof` without calling code of the script.
 _BUILT_IN = (*_SIZED, int, float, complex, dict, set, frozenset)
-# What objects of these types refer to is kept by the program, not by them.
+# References from objects of these types are not followed: the program keeps the targets alive
+# anyway.
 _NOT_WEIGHED = (type, types.ModuleType, types.CodeType, types.FunctionType)
-# Above this many objects a trace gives up: it needs about 250 bytes for each container.
+# A trace gives up above this many objects, because it needs about 250 bytes per container.
 _MAX_OBJECTS = 2_000_000
-# Larger dictionaries are not considered to be the attributes of an object.
+# A larger dictionary is not taken for the attributes of an object.
 _MAX_NAMED_ENTRIES = 64
 _MAX_NODES = 20_000
 _MAX_WEIGHED_OBJECTS = 2_000
@@ -56,10 +57,10 @@ class RetainedMemory:
     """The memory that an object keeps alive.
 
     Args:
-        bytes: Memory in bytes.
-        has_graph: Whether a tensor in it keeps its autograd graph.
-        has_traceback: Whether it contains a traceback.
-        largest_tensor_bytes: Memory of the largest tensor in it, in bytes.
+        bytes: Size of the memory in bytes.
+        has_graph: Whether it includes a tensor that keeps an autograd graph alive.
+        has_traceback: Whether it includes a traceback.
+        largest_tensor_bytes: Size of the largest tensor in bytes.
         device: Device type of that tensor.
     """
 
@@ -71,7 +72,7 @@ class RetainedMemory:
 
 
 class Census:
-    """The sizes of all objects in several scans. Only what has grown in every scan is kept."""
+    """Measures all objects in several scans, and keeps those that have grown in every scan."""
 
     def __init__(self) -> None:
         torch: Any = sys.modules["torch"]
@@ -80,15 +81,15 @@ class Census:
         if "numpy" in sys.modules:
             self._array_types += (sys.modules["numpy"].ndarray,)
         self.scans = 0
-        # Size in the first and in the newest scan of everything that has grown in every scan.
+        # Size in the first and in the newest scan, for each key that has grown in every scan.
         self.grown: dict[Key, tuple[int, int]] = {}
-        # For each growing class, the `id` of its objects in each scan.
+        # The `id` of every instance of each growing class, one set per scan.
         self.members: dict[Key, list[set[int]]] = {}
-        # How objects of each class are measured; None if they are not.
+        # The function that measures objects of a class; None if they are not measured.
         self._measurers: dict[type, Callable[[Any], Iterator[Measurement]] | None] = {}
 
     def scan(self, frames: Frames) -> None:
-        """Measure all objects once more.
+        """Measure all objects again, and drop those that have not grown.
 
         Raises:
             MemoryError: If there are too many objects.
@@ -120,7 +121,7 @@ class Census:
     # --- measuring ---
 
     def measure(self, frames: Frames) -> Iterator[Measurement]:
-        """Yield key, size and object of everything in the first scan, later of what has grown."""
+        """Yield the measurements of all objects, or after the first scan those of growing ones."""
         for candidate in _all_objects():
             kind = type(candidate)
             if kind not in self._measurers:
@@ -136,7 +137,7 @@ class Census:
         return self.scans == 0 or key in self.grown
 
     def _choose_measurer(self, kind: type) -> Callable[[Any], Iterator[Measurement]] | None:
-        """Return the method that measures objects of a class; None if they are not measured."""
+        """Return the function that measures objects of a class; None if they are not measured."""
         if issubclass(kind, types.CellType):
             return self._measure_cell
         for base in _CONTAINERS:
@@ -147,25 +148,25 @@ class Census:
         return self._measure_instance if is_users_file(source_file_of(kind)) else None
 
     def _measure_cell(self, cell: Any) -> Iterator[Measurement]:
-        """Yield the value of a variable that a closure shares with the function around it."""
+        """Measure the value of a variable that a closure shares with its enclosing function."""
         values = [("", value) for value in gc.get_referents(cell)]
         yield from self._measure_values(id(cell), values)
 
     def _measure_instance(self, instance: Any) -> Iterator[Measurement]:
-        """Yield an object that is counted, and its attributes if its class is the script's."""
+        """Count an instance of a class, and measure its attributes if the class is the script's."""
         kind = type(instance)
         shape = self.shape_of(instance) if is_a(instance, self._tensor_type) else ()
         key = ("number", kind, *shape)
         if self._is_wanted(key):
             yield key, 1, instance
         if is_users_file(source_file_of(kind)):
-            # The garbage collector may not track the attribute dictionary yet.
+            # The garbage collector may not yet track the attribute dictionary, so it is read here.
             attributes = attributes_of(instance)
             if attributes is not None:
                 yield from self._measure_container(attributes, dict)
 
     def _measure_container(self, container: Any, base: Any) -> Iterator[Measurement]:
-        """Yield a container and its named values; `base` is its built-in class."""
+        """Measure a container and its named values; `base` is its built-in class."""
         size = base.__len__(container)
         key = ("length", id(container))
         if self._is_wanted(key):
@@ -176,11 +177,11 @@ class Census:
     def _measure_values(
         self, holder: int, named: Iterable[tuple[Any, Any]]
     ) -> Iterator[Measurement]:
-        """Yield the sizes of named values and of the graphs behind them.
+        """Measure named values and the autograd graphs behind them.
 
         Args:
-            holder: `id` of the object that has the names.
-            named: Pairs of a name and a value.
+            holder: `id` of the object that the names belong to.
+            named: Pairs of name and value.
         """
         for name, value in named:
             is_array = issubclass(type(value), self._array_types)
@@ -195,7 +196,7 @@ class Census:
                 yield nodes_key, count_graph_nodes(value, _MAX_NODES), value
 
     def shape_of(self, candidate: Any) -> tuple[Any, ...]:
-        """Return shape and dtype of a tensor or an array; an empty tuple for anything else."""
+        """Return shape and dtype of a tensor or array, or an empty tuple for other objects."""
         if not issubclass(type(candidate), self._array_types):
             return ()
         try:
@@ -204,7 +205,10 @@ class Census:
             return ()
 
     def _storage_of(self, array: Any) -> tuple[int, int]:
-        """Return an id of the storage of a tensor or array, which views share, and its bytes."""
+        """Return the id and the size in bytes of the storage of a tensor or array.
+
+        Views share the storage of their base.
+        """
         try:
             if is_a(array, self._tensor_type):
                 storage = array.untyped_storage()
@@ -213,15 +217,15 @@ class Census:
         except Exception:  # noqa: BLE001 - it has none, or its class is the script's
             return id(array), 0
 
-    # --- weighing ---
+    # --- retained memory ---
 
     def weigh(self, target: Any, counted: set[int]) -> RetainedMemory:
-        """Return the memory that an object keeps alive, itself included.
+        """Return the memory that an object keeps alive, including its own memory.
 
         Args:
-            target: The object.
-            counted: Ids of memory that was already counted and is not counted again. Newly counted
-                memory is added.
+            target: The object to weigh.
+            counted: Ids of objects and storages that are already counted. Newly counted ones are
+                added.
         """
         retained = RetainedMemory()
         met = {id(target)}
@@ -244,7 +248,7 @@ class Census:
         return retained
 
     def _add_array(self, retained: RetainedMemory, array: Any, counted: set[int]) -> None:
-        """Add a tensor or an array; memory that was already counted adds no bytes."""
+        """Add the memory of a tensor or array to `retained`, unless it is already counted."""
         storage, size = self._storage_of(array)
         if is_a(array, self._tensor_type) and size >= retained.largest_tensor_bytes:
             retained.largest_tensor_bytes = size
@@ -257,21 +261,21 @@ class Census:
 
 
 def _is_weighed(kind: type) -> bool:
-    """Return whether objects of a class are weighed; a torch module is the model, not a leak."""
+    """Return whether objects of a class are weighed. A torch module is the model, not a leak."""
     if issubclass(kind, _NOT_WEIGHED):
         return False
     return "Module" not in [base.__name__ for base in kind.__mro__]
 
 
 def _inside(holder: Any) -> Iterable[Any]:
-    """Return what an object refers to."""
+    """Return the objects that an object refers to."""
     if is_a(holder, types.FrameType):
         return locals_of(holder).values()
     return gc.get_referents(holder)
 
 
 def _may_be_namespace(entries: dict[Any, Any], size: int) -> bool:
-    """Return whether a dictionary may hold the attributes of an object, a module or a class."""
+    """Return whether a dictionary may be the namespace of an object, a module or a class."""
     module_name = entries.get("__name__", entries.get("__module__"))
     if module_name is None:
         return size <= _MAX_NAMED_ENTRIES
@@ -279,13 +283,13 @@ def _may_be_namespace(entries: dict[Any, Any], size: int) -> bool:
 
 
 def _all_objects() -> Iterator[Any]:
-    """Yield every object that the garbage collector tracks, and dictionaries that it does not.
+    """Yield every object that the garbage collector tracks, and the dictionaries that it does not.
 
-    The collector does not track dictionaries that hold only plain values.
+    The collector does not track a dictionary that holds only plain values.
     """
     objects = gc.get_objects()
     if len(objects) > _MAX_OBJECTS:
-        raise MemoryError(f"{len(objects)} objects; a trace examines {_MAX_OBJECTS} at most")
+        raise MemoryError(f"{len(objects)} objects; a trace examines at most {_MAX_OBJECTS}")
     yield from objects
     for holder in objects:
         for inner in gc.get_referents(holder):

@@ -1,8 +1,8 @@
 """Turn a census into leaks: which objects pile up, what holds them, and which line adds them.
 
-While references are followed, only one list of ours, `targets`, may hold objects of the script;
-otherwise the search would report us as a holder. The records here refer to objects by their index
-in that list.
+While references are followed, only one of our lists, `targets`, may hold objects of the script;
+otherwise the search would report holdfast as a holder. Records in this module therefore refer to
+objects by their index in that list.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from holdfast.supervise.leaks.source_lines import SourceLines
 
 _MAX_LEAKS = 3
 _MAX_FOLLOWED = 24
-# How many of the newest entries of a container are weighed.
+# Maximum number of a container's newest entries whose memory is measured.
 _MAX_NEWEST_ENTRIES = 32
-# Limit on the CPU time for following references.
+# Limit on the CPU time that is spent on following references.
 _MAX_SECONDS = 8.0
-# Leaks smaller than this share of the largest one are not reported.
+# A leak smaller than this share of the largest leak is not reported.
 _MIN_SHARE = 0.05
-# In bytes per step. Smaller leaks, such as a list of losses kept for plotting, are reported only if
+# In bytes per step. A smaller leak, such as a list of losses kept for plotting, is reported only if
 # nothing else grows.
 _MIN_BYTES = 256
-# Estimated memory of an autograd node itself, without the tensors that it saves.
+# Estimated size of an autograd node without its saved tensors.
 _NODE_BYTES = 512
-# Assumed for the activations behind a tensor, whose sizes only C++ knows.
+# Assumed size of the activations in the graph behind a tensor; Python cannot see the real size.
 _GRAPH_BYTES = 64 << 10
 _MAX_TEXT_LENGTH = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GrowingObject:
-    """Something that has grown between all scans.
+    """An object or a class that has grown in every scan.
 
     Args:
-        target: Index of an object in the list of targets: the container or value that grows, or,
-            for a growing class, one of its recent instances.
-        measure: How it was measured.
+        target: Index in `targets` of the growing container or value, or of a recent instance of the
+            growing class.
+        measure: How the object was measured.
         what: Description of the object.
-        count_per_step: Growth per step, in units of `measure`.
-        bytes_per_step: Growth per step in bytes, as far as Python can tell.
-        rank: Growth per step in bytes, including an estimate of the activations behind tensors.
+        count_per_step: Growth per step, in the unit of `measure`.
+        bytes_per_step: Growth per step in bytes, of memory that is visible from Python.
+        rank: Growth per step in bytes, including an estimate for activations; used for sorting.
         retained: The memory that one of the added objects keeps alive.
     """
 
@@ -73,19 +73,19 @@ class _GrowingObject:
 
 @dataclass(frozen=True, slots=True)
 class _RankedLeak:
-    """A leak and its approximate bytes per step."""
+    """A leak with its `_GrowingObject.rank`."""
 
     rank: float
     leak: Leak
 
 
 def find_leaks(census: Census, frames: Frames, steps: int) -> list[Leak]:
-    """Return the leaks, largest last.
+    """Return the leaks worth reporting, largest last.
 
     Args:
-        census: The scans so far; this function makes one more.
+        census: The scans so far. This function adds another one.
         frames: Frames of running functions.
-        steps: Number of steps between the first scan and the newest.
+        steps: Number of steps from the first scan to the newest.
     """
     search = HolderSearch(frames, time.thread_time() + _MAX_SECONDS)
     user_files = map(source_file_of, ["__main__", *sys.modules])
@@ -94,12 +94,13 @@ def find_leaks(census: Census, frames: Frames, steps: int) -> list[Leak]:
     targets: list[Any] = []
     growing_objects = _find_growing_objects(census, frames, steps, targets)
     growing_objects.sort(key=lambda growing: -growing.rank)
-    # Keyed by the place that keeps it: a leak is reported once, by its heaviest object.
+    # Leaks by the place that keeps the memory. Each place is reported once, with its largest
+    # object.
     leaks: dict[str, _RankedLeak] = {}
     for growing in growing_objects[:_MAX_FOLLOWED]:
         stop_at: frozenset[int] = frozenset()
         if growing.measure != "length":
-            # What is inside a growing container is reported with that container.
+            # An object inside a growing container is reported together with that container.
             stop_at = growing_containers
         path = search.find_path(targets[growing.target], {id(targets)}, stop_at)
         is_our_own = any(link.file.startswith(OWN_FOLDER) for link in path.links)
@@ -115,7 +116,7 @@ def find_leaks(census: Census, frames: Frames, steps: int) -> list[Leak]:
 
 
 def _choose_largest(leaks: Sequence[_RankedLeak]) -> list[Leak]:
-    """Return the leaks that are worth reporting, largest last; `leaks` is in descending order."""
+    """Return the leaks worth reporting, largest last; `leaks` is in descending order."""
     largest = max((ranked.rank for ranked in leaks), default=0.0)
     threshold = max(_MIN_SHARE * largest, min(_MIN_BYTES, largest))
     chosen = [ranked.leak for ranked in leaks if ranked.rank >= threshold]
@@ -138,7 +139,7 @@ def _make_leak(growing: _GrowingObject, path: HolderPath, line: str) -> Leak:
 
 
 def _describe_holder(growing: _GrowingObject, path: HolderPath) -> str:
-    """Return a path as text: its names, and the file and function where it begins."""
+    """Describe a path as text: its names, and the file and function in which it starts."""
     text = text_of(path.links)
     if growing.measure == "length":
         text += "[...]"
@@ -153,7 +154,7 @@ def _describe_holder(growing: _GrowingObject, path: HolderPath) -> str:
 
 
 def _form_of(growing: _GrowingObject, path: HolderPath) -> str:
-    """Return the form of a leak, which selects its signature. The most certain sign comes first."""
+    """Return the form of a leak, which selects its signature. The most certain signs come first."""
     kinds = {link.kind for link in path.links}
     is_container = growing.measure == "length"
     rules = (
@@ -172,14 +173,15 @@ def _form_of(growing: _GrowingObject, path: HolderPath) -> str:
     return "container"
 
 
-# --- what grows ---
+# --- growing objects ---
 
 
 def _find_growing_objects(
     census: Census, frames: Frames, steps: int, targets: list[Any]
 ) -> list[_GrowingObject]:
-    """Return what has kept growing since the last scan, and append its objects to `targets`."""
-    # Of a growing class, the objects that are new at the second-to-last scan and still exist.
+    """Return the objects that are still growing, and append them to `targets`."""
+    # For each growing class, the instances that first appeared in the second-to-last scan and still
+    # exist.
     recent_instances = {
         key: scans[-1] & (scans[-2] - scans[-3]) for key, scans in census.members.items()
     }
@@ -191,7 +193,7 @@ def _find_growing_objects(
             is_growing = id(target) in recent_instances[key]
         else:
             is_growing = size > census.grown[key][1]
-        # If a named value is itself a growing container, it is reported as the container.
+        # A named value that is itself a growing container is reported only once, as a container.
         is_known_container = measure != "length" and ("length", id(target)) in census.grown
         if not is_growing or key in reported or is_known_container:
             continue
@@ -204,7 +206,7 @@ def _find_growing_objects(
 def _measure_growth(
     census: Census, key: Key, target: Any, steps: int, *, index: int
 ) -> _GrowingObject:
-    """Return what grows under one key, with its estimated size per step."""
+    """Return the growing object behind a census key, with its estimated growth per step."""
     measure = cast("Measure", key[0])
     first, last = census.grown[key]
     count_per_step = (last - first) / steps
@@ -235,17 +237,17 @@ def _measure_growth(
 
 
 def _unit_bytes(measure: Measure, target: Any, retained: RetainedMemory) -> float:
-    """Return the bytes per unit of growth: one object, one graph node or one entry of a value."""
+    """Return the bytes per unit of growth: an object, a graph node or an entry of a value."""
     if measure == "number":
         return retained.bytes
     if measure == "nodes":
         return _NODE_BYTES
-    # An entry of a list is a pointer; strings and arrays are counted in bytes.
+    # An entry of a list is a pointer. Strings and arrays are measured in bytes.
     return 8 if is_a(target, list, tuple) else 1
 
 
 def _graphs_per_step(measure: Measure, count_per_step: float, retained: RetainedMemory) -> float:
-    """Return roughly how many autograd graphs are kept per step."""
+    """Estimate how many autograd graphs are kept alive per step."""
     if measure == "nodes":
         return 1.0
     if measure == "size" or not retained.has_graph:
@@ -254,7 +256,7 @@ def _graphs_per_step(measure: Measure, count_per_step: float, retained: Retained
 
 
 def _newest_entries(container: Any, count: int) -> list[Any]:
-    """Return the entries that were added last; for a set, arbitrary ones."""
+    """Return the newest entries of a container, or arbitrary entries of a set."""
     if is_a(container, dict):
         return list(dict.values(container))[-count:]
     for base in (list, set, deque):
@@ -264,7 +266,7 @@ def _newest_entries(container: Any, count: int) -> list[Any]:
 
 
 def _describe(target: Any, census: Census) -> str:
-    """Describe an object by class, shape and dtype, without calling code of the script's class."""
+    """Describe an object by its class, shape and dtype, without calling code of the script."""
     text = type(target).__qualname__
     shape = census.shape_of(target)
     if shape:

@@ -1,11 +1,11 @@
-"""Decide whether memory grows without end: a slope test on readings over many steps.
+"""Decide whether memory grows without end, with a slope test on readings over many steps.
 
-Growth that is not a leak looks different: a warm-up levels off, a cache fills ever more slowly,
-garbage and evaluation go up and down, and a buffer is allocated once. A leak keeps growing at a
-constant pace. The functions here are pure.
+A leak grows at a constant rate. Other growth looks different: memory levels off after a warm-up, a
+cache fills ever more slowly, garbage and evaluation rise and fall, and a buffer is allocated once.
+All functions here are pure.
 
-Does not: read measurements or act on growth (``trends`` does), or find what holds the memory
-(``tracer`` does).
+``trends`` reads the measurements and acts on growth, and ``tracer`` finds the objects that hold the
+memory.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from dataclasses import dataclass
 _WARM_UP_SHARE = 0.2
 _WINDOWS = 12
 _MIN_READINGS = 10 * _WINDOWS
-# Kendall's S of 12 values reaches 58 of 66 if at most 4 pairs are inverted. 1 + 11 + 65 + 274 + 923
-# of the 12! orders have so few inversions, a probability of 2.7e-6 in random order. Four inversions
-# are allowed because the minima of a sawtooth may swap up to four pairs.
+# Kendall's S of 12 values is at least 58 (of at most 66) if no more than 4 pairs are inverted. Of
+# all 12! orders, 1 + 11 + 65 + 274 + 923 have so few inversions, which gives a probability of
+# 2.7e-6 for a random order. Four inversions are allowed because up to four pairs of a sawtooth's
+# minima may be swapped.
 _MIN_KENDALL_S = 58
-# Minimum pace in the last third relative to the first third. Logarithmic growth and an exponential
-# approach to a limit stay below it.
+# Minimum growth rate in the last third, relative to the first third. Logarithmic growth and an
+# exponential approach to a limit stay below this ratio.
 _MIN_PACE = 0.65
 _MAX_SHARE_OF_ONE_JUMP = 0.5
-# Allocator pools cause fluctuations below these values.
+# Growth below these values may be a fluctuation of the allocator's pools.
 _MIN_GROWTH_BYTES = 16 << 20
 _MIN_GROWTH_SHARE = 0.01
 _MIN_GROWTH_OVER_NOISE = 3.0
@@ -34,15 +35,15 @@ _MIN_GROWTH_OVER_NOISE = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryGrowth:
-    """Memory that grows with the steps.
+    """Rate and amount of memory growth.
 
     Args:
-        bytes_per_step: Slope: the median over all pairs of windows (Theil-Sen).
+        bytes_per_step: The slope: the median of the slopes over all pairs of windows (Theil-Sen).
         low: The 10th percentile of these slopes.
-        high: Their 90th percentile.
-        bytes_per_second: The slope over time.
+        high: The 90th percentile of these slopes.
+        bytes_per_second: The slope relative to time instead of steps.
         grown_bytes: Total growth over the readings.
-        steps: Number of steps that the readings span.
+        steps: Number of steps from the first to the last reading.
     """
 
     bytes_per_step: float
@@ -53,16 +54,16 @@ class MemoryGrowth:
     steps: int
 
     def minutes_until_used(self, free_bytes: int) -> float:
-        """Return after how many minutes this much memory is used up, at this slope."""
+        """Return how many minutes it takes to use up this much memory, at this slope."""
         return max(0, free_bytes) / self.bytes_per_second / 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReading:
-    """Memory in use at a step.
+    """The memory in use at one step.
 
     Args:
-        step: The step; increases from reading to reading.
+        step: The step, which increases from reading to reading.
         seconds: Time of the reading, on any clock.
         used_bytes: Memory in use.
     """
@@ -73,12 +74,13 @@ class MemoryReading:
 
 
 def find_growth(readings: Sequence[MemoryReading]) -> MemoryGrowth | None:
-    """Return the endless growth of memory; None if there is none or the readings are too few.
+    """Return the growth of leaking memory, or None if there is no leak or too few readings.
 
-    The first fifth of the readings counts as warm-up. The rest is cut into twelve windows, and only
-    the lowest reading of each counts, which removes what comes and goes. These must rise steadily
-    (Mann-Kendall), by more than noise and allocator pools, not in one jump, and at the end nearly
-    as fast as at the beginning.
+    The first fifth of the readings is ignored as warm-up. The rest is cut into twelve windows, and
+    only the lowest reading of each window counts, which ignores temporary memory. These readings
+    must rise steadily (Mann-Kendall test) and by more than noise and allocator pools can explain.
+    They must not rise in a single jump, and must rise nearly as fast at the end as at the
+    beginning.
     """
     after_warm_up = readings[int(len(readings) * _WARM_UP_SHARE) :]
     if len(after_warm_up) < _MIN_READINGS:
@@ -120,7 +122,7 @@ def _cut_into_windows(readings: Sequence[MemoryReading]) -> list[Sequence[Memory
 
 
 def _rises(pairs: Sequence[tuple[MemoryReading, MemoryReading]]) -> bool:
-    """Return whether nearly all pairs rise: Kendall's S is rising minus falling pairs."""
+    """Return whether nearly all pairs rise. Kendall's S is the rising minus the falling pairs."""
     rising = sum(later.used_bytes > earlier.used_bytes for earlier, later in pairs)
     falling = sum(later.used_bytes < earlier.used_bytes for earlier, later in pairs)
     return rising - falling >= _MIN_KENDALL_S
@@ -129,7 +131,7 @@ def _rises(pairs: Sequence[tuple[MemoryReading, MemoryReading]]) -> bool:
 def _keeps_growing(
     lowest: Sequence[MemoryReading], windows: Sequence[Sequence[MemoryReading]]
 ) -> bool:
-    """Return whether the windows grow by enough, not in one jump, and without slowing down."""
+    """Return whether the windows grow enough, without slowing down, and not in a single jump."""
     values = [reading.used_bytes for reading in lowest]
     grown = values[-1] - values[0]
     if grown < max(_MIN_GROWTH_BYTES, _MIN_GROWTH_SHARE * values[0]):
@@ -146,9 +148,9 @@ def _keeps_growing(
 
 
 def _noise_bytes(values: Sequence[int], windows: Sequence[Sequence[MemoryReading]]) -> float:
-    """Return how much memory varies within a window, beyond the window's share of the growth.
+    """Return the typical variation of memory within a window, apart from steady growth.
 
-    The variation comes from garbage, evaluation and varying batch shapes.
+    Such variation comes from garbage, evaluation and changing batch shapes.
     """
     share_of_growth = (values[-1] - values[0]) / len(windows)
     variations = []

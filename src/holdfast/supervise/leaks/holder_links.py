@@ -1,8 +1,8 @@
-"""What a chain of references between objects is to a program: attributes, entries, locals.
+"""Translate a chain of references between objects into attributes, entries and variables.
 
-A chain begins with an object, followed by what refers to it, what refers to that, and so on.
-`links_of` translates it, because several references often are one thing in Python: an attribute is
-an object, an attribute dictionary and an instance.
+A chain is a list of objects in which each object is referred to by the next one. Several references
+in a row are often a single link in Python terms: an attribute is a reference from an instance to
+its attribute dictionary and one from there to the value. `links_of` does the translation.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from holdfast.core.text import sanitise
 from holdfast.supervise.leaks.introspection import attributes_of, is_a, locals_of, source_file_of
 
 _MAX_TEXT_LENGTH = 200
-# Class of the functions that `functools.lru_cache` returns.
+# Name of the class of functions that `functools.lru_cache` returns.
 LRU_CACHE = "_lru_cache_wrapper"
-# Attributes of tensors that are not slots of the class.
+# Attributes of tensors that are implemented in C, so they do not appear as slots of the class.
 _TENSOR_ATTRIBUTES = frozenset({"_backward_hooks", "_post_accumulate_grad_hooks", "grad"})
-# Attribute names of torch's hook dictionaries.
+# Matches the attribute names of torch's hook dictionaries.
 HOOK_TABLE = re.compile(r"_\w*hooks\w*$")
 
 LinkKind: TypeAlias = Literal[
@@ -32,11 +32,11 @@ Chain: TypeAlias = list[Any]
 
 @dataclass(frozen=True, slots=True)
 class HolderLink:
-    """One link on the way from a name to an object.
+    """One link of the path from a name to an object.
 
     Args:
-        kind: What the link is in Python terms; an "entry" is an entry of a container.
-        name: The identifier or the key; empty if there is none.
+        kind: The kind of link in Python terms. An "entry" is an entry of a container.
+        name: The identifier or the key; empty if the link has none.
         owner: The module, function or class that the name belongs to.
         file: The source file of `owner`.
         lines: First and last line of the function, for a local.
@@ -50,7 +50,7 @@ class HolderLink:
 
 
 def links_of(chain: Chain) -> list[HolderLink]:
-    """Return the links of a chain of references, innermost first."""
+    """Translate a chain of references into links, innermost first."""
     links = []
     while len(chain) > 1:
         link, holder_count = _first_link(chain)
@@ -60,7 +60,7 @@ def links_of(chain: Chain) -> list[HolderLink]:
 
 
 def _first_link(chain: Chain) -> tuple[HolderLink, int]:
-    """Return the innermost link of a chain, and how many holders of the chain it covers."""
+    """Return the innermost link of a chain, and the number of references that it covers."""
     for recognize, holder_count in _RECOGNIZERS.items():
         if len(chain) > holder_count:
             link = recognize(*chain[: holder_count + 1])
@@ -70,7 +70,7 @@ def _first_link(chain: Chain) -> tuple[HolderLink, int]:
 
 
 def _closure_link(_held: Any, cell: Any, _cells: Any, function: Any) -> HolderLink | None:
-    """Return the link of a variable of an enclosing function that a closure uses."""
+    """Recognize a variable of an enclosing function that a closure uses."""
     if not (is_a(cell, types.CellType) and is_a(function, types.FunctionType)):
         return None
     code = function.__code__
@@ -79,7 +79,7 @@ def _closure_link(_held: Any, cell: Any, _cells: Any, function: Any) -> HolderLi
 
 
 def _default_link(held: Any, defaults: Any, function: Any) -> HolderLink | None:
-    """Return the link of a default argument, from the tuple or the dictionary of defaults."""
+    """Recognize a default argument in a function's tuple or dictionary of defaults."""
     if not (is_a(function, types.FunctionType) and is_a(defaults, tuple, dict)):
         return None
     code = function.__code__
@@ -92,7 +92,7 @@ def _default_link(held: Any, defaults: Any, function: Any) -> HolderLink | None:
 
 
 def _attribute_link(held: Any, attributes: Any, owner: Any) -> HolderLink | None:
-    """Return the link of an attribute of an instance or a class."""
+    """Recognize an attribute of an instance or a class."""
     if not is_a(attributes, dict):
         return None
     name = _key_in(attributes, held)
@@ -104,15 +104,15 @@ def _attribute_link(held: Any, attributes: Any, owner: Any) -> HolderLink | None
 
 
 def _cache_link(_held: Any, entry: Any, cache: Any) -> HolderLink | None:
-    """Return the link of a function cached by `functools.lru_cache`."""
+    """Recognize an entry in the cache of `functools.lru_cache`."""
     if type(cache).__name__ != LRU_CACHE:
         return None
     return _direct_link(entry, cache)
 
 
-# Functions that recognize several references which are one thing in Python, each with the number of
-# holders in its pattern: it is called with an object and this many holders. The first one that
-# returns a link wins.
+# Functions that recognize a link made of several references, with the number of references. Such a
+# function is called with an object and that many further objects of the chain. The first function
+# that returns a link wins.
 _RECOGNIZERS: dict[Callable[..., HolderLink | None], int] = {
     _closure_link: 3,
     _default_link: 2,
@@ -122,7 +122,7 @@ _RECOGNIZERS: dict[Callable[..., HolderLink | None], int] = {
 
 
 def _direct_link(held: Any, holder: Any) -> HolderLink:
-    """Return the link for a single reference, in Python terms."""
+    """Return the link for a single reference."""
     kind = type(holder)
     if kind.__name__ == LRU_CACHE:
         code = getattr(getattr(holder, "__wrapped__", None), "__code__", None)
@@ -147,7 +147,7 @@ def _direct_link(held: Any, holder: Any) -> HolderLink:
 
 
 def _slot_of(holder: Any, held: Any) -> str:
-    """Return the name of the slot that holds an object; empty if there is none."""
+    """Return the name of the slot in which `holder` holds an object; empty if there is none."""
     kind = type(holder)
     for base in kind.__mro__:
         for name, member in vars(base).items():
@@ -157,7 +157,7 @@ def _slot_of(holder: Any, held: Any) -> str:
                 if member.__get__(holder, kind) is held:
                     return name
             except (AttributeError, TypeError):
-                # The slot is empty, or belongs to another class.
+                # The slot is empty or belongs to another class.
                 continue
     return ""
 
@@ -167,18 +167,18 @@ def _link_of_class(kind: type, name: str) -> HolderLink:
 
 
 def link_of_code(kind: LinkKind, name: str, code: types.CodeType) -> HolderLink:
-    """Return the link of a name that belongs to a function."""
+    """Return a link whose name belongs to a function."""
     last_line = max((line for _, _, line in code.co_lines() if line is not None), default=0)
     return HolderLink(kind, name, code.co_name, code.co_filename, (code.co_firstlineno, last_line))
 
 
 def _key_in(entries: dict[Any, Any], held: Any) -> str:
-    """Return the key of an object in a dictionary if it is a string; otherwise an empty string."""
+    """Return the key of an object in a dictionary, or an empty string if it is not a string."""
     return _name_in(list(dict.items(entries)), held)
 
 
 def _name_in(named: Iterable[tuple[Any, Any]], held: Any) -> str:
-    """Return the name of an object from pairs of name and object; an empty string without one."""
+    """Return the name of an object in pairs of name and object, or an empty string."""
     for name, candidate in named:
         if candidate is held and type(name) is str:
             return name
@@ -189,7 +189,7 @@ def _name_in(named: Iterable[tuple[Any, Any]], held: Any) -> str:
 
 
 def text_of(links: Sequence[HolderLink]) -> str:
-    """Return a path as a program would write it, such as ``holder.losses[...]``."""
+    """Return a path as a Python expression, such as ``holder.losses[...]``."""
     text = ""
     for link in reversed(links):
         text = _append(text, link)
@@ -197,8 +197,8 @@ def text_of(links: Sequence[HolderLink]) -> str:
 
 
 def _append(text: str, link: HolderLink) -> str:
-    """Return the text of a path that is one link longer."""
-    # For a script, the entries of `_modules` are attributes.
+    """Return the text of a path after appending one link."""
+    # In scripts, submodules in `_modules` look like attributes of the parent module.
     if link.kind == "other" or (link.kind == "attribute" and link.name == "_modules"):
         return text
     if link.kind == "attribute":
@@ -208,7 +208,7 @@ def _append(text: str, link: HolderLink) -> str:
     if link.kind == "cache":
         return f"{text}cache of {link.name}"
     if link.kind == "traceback":
-        # An exception and its tracebacks are several links but written as one word.
+        # An exception and its tracebacks are several links, but appear as a single word.
         return text.removesuffix(" (traceback)") + " (traceback)"
     text = f"{text} {link.name}".lstrip()
     if link.kind == "cell":

@@ -1,6 +1,7 @@
 """Read objects of the script without calling any of its code.
 
-Not even `isinstance` is used on them, because it reads the object's ``__class__``.
+Even `isinstance` must not be used, because it reads the object's ``__class__``, which may be a
+property.
 """
 
 from __future__ import annotations
@@ -14,35 +15,36 @@ import types
 from pathlib import Path
 from typing import Any
 
-# The folder of this package, as file names in frames begin with it.
+# Directory of the holdfast package, with a trailing separator. File names in its frames start with
+# it.
 OWN_FOLDER = str(Path(__file__).parents[2]) + os.sep
 _LIBRARY_PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
 _LIBRARY_FOLDERS = tuple(
     f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in _LIBRARY_PATHS
 )
-# Folders of installed packages; the second is Debian's.
+# Names of directories with installed packages. The second one is used by Debian.
 _PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-# The reference count of a frame's snapshot of locals if only the frame, our variable and the
-# argument of `sys.getrefcount` refer to it.
+# Reference count of a frame's snapshot of its locals if nothing else uses it: the references are
+# those of the frame, of our variable and of the argument of `sys.getrefcount`.
 _UNSHARED_REFERENCES = 3
 
 
 def is_a(candidate: Any, *kinds: type) -> bool:
-    """Return whether an object is an instance of one of these classes, without its code."""
+    """Return whether an object is an instance of one of these classes, without calling its code."""
     return issubclass(type(candidate), kinds)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_users_file(file: str) -> bool:
-    """Return whether a source file belongs to the script, judged by its location."""
-    # "<string>", for example, is not a file.
+    """Return whether a source file belongs to the script, according to its location."""
+    # A name such as "<string>" is not a file.
     if not file or file.startswith(("<", OWN_FOLDER, *_LIBRARY_FOLDERS)):
         return False
     return not any(folder in file for folder in _PACKAGE_FOLDERS)
 
 
 def source_file_of(owner: object) -> str:
-    """Return the source file of a class, or of a loaded module given its name; empty if unknown."""
+    """Return the source file of a class, or of a loaded module given by name; empty if unknown."""
     module_name = vars(owner).get("__module__") if is_a(owner, type) else owner
     if not isinstance(module_name, str):
         return ""
@@ -51,11 +53,11 @@ def source_file_of(owner: object) -> str:
 
 
 def locals_of(frame: types.FrameType) -> dict[str, Any]:
-    """Return a copy of a function's locals; empty for a module, whose locals are its globals.
+    """Return a copy of a frame's locals; empty for a module, whose locals are its globals.
 
-    Python before 3.13 leaves a snapshot in the frame, which would keep the objects alive, so it is
-    emptied. If the script has called `locals()` itself, the snapshot is the script's and is left
-    alone.
+    Before Python 3.13, reading the locals leaves a snapshot in the frame, which would keep the
+    objects alive, so the snapshot is emptied. It is left alone if the script has called `locals()`
+    itself and uses it.
     """
     if not frame.f_code.co_flags & inspect.CO_NEWLOCALS:
         return {}
@@ -67,7 +69,7 @@ def locals_of(frame: types.FrameType) -> dict[str, Any]:
 
 
 def attributes_of(owner: Any) -> dict[str, Any] | None:
-    """Return the ``__dict__`` of an object, or None, without calling code of its class."""
+    """Return the ``__dict__`` of an object or None, without calling code of its class."""
     for base in type(owner).__mro__:
         descriptor: Any = vars(base).get("__dict__")
         if is_a(descriptor, types.GetSetDescriptorType):

@@ -1,8 +1,8 @@
-"""Find the name that holds an object, by following references backwards.
+"""Find the name that keeps an object alive, by following references backward.
 
-The walk asks the garbage collector what refers to an object, what refers to those objects, and so
-on until it reaches a name: a global, a local, a class attribute, or a cache. It must not find
-itself, so our own containers that hold objects of the script during the walk are excluded by `id`.
+The search asks the garbage collector which objects refer to a given object, then which objects
+refer to those, until it reaches a name: a global, a local, a class attribute or a cache. The search
+must not find itself, so its own containers that hold objects of the script are excluded by `id`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from holdfast.supervise.leaks.introspection import (
 )
 
 _MAX_LEVELS = 40
-# How many objects are followed per level.
+# Maximum number of objects to follow on each level.
 _MAX_WIDTH = 24
 
 
 @dataclass(frozen=True, slots=True)
 class HolderPath:
-    """The shortest path to an object.
+    """The shortest path from a name to an object, or the reason why there is none.
 
     Args:
-        root: What holds the object in the end: a "name"; only a "cycle" that nothing outside refers
-            to; a "container" that is known to grow; or it is "unknown".
-        links: Its links, innermost first.
+        root: The start of the path. "name": a name holds the object. "container": a container that
+            is known to grow holds it. "cycle": only a reference cycle holds it. "unknown": the
+            search was cut short.
+        links: The links of the path, innermost first.
     """
 
     root: Literal["name", "cycle", "container", "unknown"]
@@ -50,20 +51,20 @@ class HolderPath:
 
 
 class _Walk:
-    """The chains from a target to the objects that refer to it, explored level by level."""
+    """State of a breadth-first search from a target through the objects that refer to it."""
 
     def __init__(self, target: object) -> None:
-        # The chain from the target to each visited object, by the object's `id`.
+        # The chain of references from the target to each visited object, by the object's `id`.
         self.chains: dict[int, Chain] = {id(target): [target]}
-        # Chains that lead back to an object that was already visited.
+        # Chains that end at an object that was already visited.
         self.closed: list[Chain] = []
         # The objects of the newest level.
         self.frontier: list[Any] = [target]
-        # Whether objects were skipped because a level had too many.
+        # Whether a level had too many objects, so some were skipped.
         self.was_cut = False
 
     def extend(self, referrers: Iterable[tuple[Any, Any]]) -> None:
-        """Go one level further, to objects that each refer to an object of the frontier."""
+        """Advance by one level, to the objects that refer to the current frontier."""
         self.frontier = []
         for holder, held in referrers:
             chain = [*self.chains[id(held)], holder]
@@ -76,34 +77,34 @@ class _Walk:
                 self.was_cut = True
 
     def container_ids(self) -> set[int]:
-        """Return the `id` of every container here that refers to objects of the script."""
+        """Return the `id` of every container of the walk that refers to objects of the script."""
         containers = (self.frontier, self.chains, self.closed, *self.chains.values(), *self.closed)
         return {id(container) for container in containers}
 
 
 class HolderSearch:
-    """Follow objects back to what holds them, at a single point in time.
+    """Finds the names that hold given objects, at a single point in time.
 
-    The script must not run or import anything meanwhile.
+    The script must not run or import anything during the search.
 
     Args:
-        frames: Frames of running functions. Before Python 3.12 the collector does not report them
-            as referrers.
-        until: When to give up, on the clock of `time.thread_time`.
+        frames: Frames of running functions. Before Python 3.12, the garbage collector does not
+            report them as referrers.
+        until: Time at which to give up, on the clock of `time.thread_time`.
     """
 
     def __init__(self, frames: Sequence[types.FrameType], until: float) -> None:
         self._until = until
         self._running_frames = {id(frame) for frame in frames}
-        # Module names, by the `id` of the module's globals. A script may be loaded under two names;
+        # Module names by the `id` of the module's globals. If a script is loaded under two names,
         # the last one wins.
         self._modules: dict[int, str] = {}
         for name in [*sys.modules, "__main__"]:
             module = sys.modules[name]
             if is_a(module, types.ModuleType):
                 self._modules[id(vars(module))] = name
-        # Name and function of each local, by the `id` of its value. Names in the script's own files
-        # win.
+        # Name and function of each local, by the `id` of its value. Names in the script's files
+        # take precedence.
         self._locals: dict[int, tuple[str, types.CodeType]] = {}
         for frame in sorted(frames, key=lambda frame: not is_users_file(frame.f_code.co_filename)):
             for name, local in locals_of(frame).items():
@@ -111,12 +112,12 @@ class HolderSearch:
                     self._locals.setdefault(id(local), (name, frame.f_code))
 
     def find_path(self, target: object, own: set[int], growing: frozenset[int]) -> HolderPath:
-        """Return the shortest path from a name to an object, or what else holds the object.
+        """Return the shortest path from a name to an object.
 
         Args:
-            target: The object.
-            own: `id` of each of our containers that holds the object.
-            growing: `id` of each container that is known to grow.
+            target: The object to find.
+            own: `id` of every container of holdfast that holds the object.
+            growing: `id` of every container that is known to grow.
         """
         walk = _Walk(target)
         for _ in range(_MAX_LEVELS):
@@ -127,13 +128,13 @@ class HolderSearch:
             walk.extend(self._find_referrers(walk.frontier, excluded))
             if not walk.frontier or time.thread_time() > self._until:
                 break
-        # A cycle is the only holder only if all references were followed to their end.
+        # Only a complete search can prove that nothing but a cycle holds the object.
         if walk.frontier or walk.was_cut or not walk.closed:
             return HolderPath("unknown")
         return HolderPath("cycle", _best_cycle(walk.closed))
 
     def _find_end(self, walk: _Walk, target: object, growing: frozenset[int]) -> HolderPath | None:
-        """Return the path if the walk has reached a name or a growing container, or None."""
+        """Return the path if the frontier contains a name or a growing container, or None."""
         for member in walk.frontier:
             if member is not target and id(member) in growing:
                 return HolderPath("container")
@@ -143,9 +144,9 @@ class HolderSearch:
         return None
 
     def _links_from_root(self, chain: Chain) -> list[HolderLink]:
-        """Return the links of a chain if it ends at a name; otherwise none.
+        """Return the links of a chain if it ends at a name, otherwise an empty list.
 
-        A name is a local, or a named entry of a module, function, class or cache.
+        A name is a local variable, or a named entry of a module, function, class or cache.
         """
         last = chain[-1]
         local = self._locals.get(id(last))
@@ -161,9 +162,9 @@ class HolderSearch:
         return links if any(link.name for link in links) else []
 
     def _find_referrers(self, below: list[Any], excluded: set[int]) -> list[tuple[Any, Any]]:
-        """Return the objects that refer to `below`, each with the object it refers to.
+        """Return pairs of an object and the member of `below` that it refers to.
 
-        `excluded` has the `id` of each of our containers that holds one of them.
+        `excluded` holds the `id` of containers to ignore, because they belong to the search.
         """
         referrers = []
         by_id = {id(member): member for member in below}
@@ -182,14 +183,14 @@ class HolderSearch:
 
 
 def _is_root(candidate: Any) -> bool:
-    """Return whether the walk stops at an object: a class, a cache, or a module-level function."""
+    """Return whether a chain may end at an object: a class, a cache or a module-level function."""
     if is_a(candidate, types.FunctionType):
         return "<locals>" not in candidate.__qualname__
     return is_a(candidate, type) or type(candidate).__name__ == LRU_CACHE
 
 
 def _best_cycle(closed: Sequence[Chain]) -> tuple[HolderLink, ...]:
-    """Return the links of the cycle with the most names."""
+    """Return the links of the cycle that contains the most names."""
     cycles = []
     for chain in closed:
         start = next(index for index, member in enumerate(chain) if member is chain[-1])

@@ -1,7 +1,8 @@
 """Find the source line of the script that makes a named object grow.
 
-The statements of the script are examined for what they do to a name: they extend what it holds (a
-call that adds to it, an assignment to a part of it), or they bind it to something else.
+Each statement of the script is classified by its effect on the name. It may extend the object that
+the name refers to, by calling a method that adds to it or by assigning to a part of it. Or it may
+bind the name to another object.
 """
 
 from __future__ import annotations
@@ -23,29 +24,30 @@ _MAX_FILE_BYTES = 4 << 20
 _MAX_FILES = 500
 _MAX_CODE_LENGTH = 160
 _MODULE = "<module>"
-# Functions in which objects are created or reset, so lines in other functions are preferred.
+# Objects are created or reset in these functions, so lines in other functions are preferred.
 _STARTING_FUNCTIONS = (_MODULE, "__init__", "reset", "clear")
-# Methods that add to their object. Those that end with an underscore change a tensor in place.
+# Methods that add to their object. A name that ends with an underscore changes a tensor in place.
 _ADDING_METHOD = re.compile(
     r"add|append|appendleft|emit|extend|extendleft|insert|put|put_nowait|push|setdefault|update"
     r"|write|register_\w+|add_module|\w*[a-z]_"
 )
 _HOOK_REGISTRATION = re.compile(r"register_\w*hook\w*")
-# Classes whose instances are empty if they are created without arguments.
+# Classes whose instances are empty when created without arguments.
 _CONTAINERS = ("list", "dict", "set", "deque", "tuple", "OrderedDict", "Counter", "object")
 
-# What a statement does to a name: it extends what the name holds, or binds it to something else.
+# Effect of a statement: it extends the object that a name refers to, or binds the name to another
+# object.
 _Effect: TypeAlias = Literal["extends", "binds"]
 
 
 @dataclass(frozen=True, slots=True)
 class _KeepingLine:
-    """A line that may make memory grow.
+    """A source line that may make memory grow.
 
     Args:
-        rank: The larger, the more likely; see `SourceLines._lines_for`.
-        file: Its file.
-        line: Its number.
+        rank: Sort key; the most likely line has the largest. See `SourceLines._lines_for`.
+        file: File that contains the line.
+        line: Line number.
     """
 
     rank: tuple[bool, bool, int, bool, int, int]
@@ -54,10 +56,10 @@ class _KeepingLine:
 
 
 class SourceLines:
-    """Finds lines in the script's files; each file is read once.
+    """Finds lines in the script's files. Each file is read only once.
 
     Args:
-        user_files: The script's files; the main script first.
+        user_files: The script's files, beginning with the main script.
     """
 
     def __init__(self, user_files: Iterable[str]) -> None:
@@ -65,28 +67,27 @@ class SourceLines:
         self._parse = functools.cache(_ParsedFile)
 
     def find_keeping_line(self, links: Sequence[HolderLink]) -> str:
-        """Return the line that most likely makes the object at the end of a path grow.
+        """Return the line that most likely makes an object grow.
 
-        In order of preference: statements of the script over those of a library, statements that
-        extend what a name holds over those that only bind it, and names closer to the object over
-        more distant ones.
+        Statements of the script are preferred over those of a library, then statements that extend
+        an object over those that bind a name, then names close to the object over distant names.
 
         Args:
             links: The path from an object to the name that holds it, innermost link first.
 
         Returns:
-            File, line number, function and code as one string; empty if there is no such line.
+            File, line number, function and code as one string; empty if no line was found.
         """
         for link in links:
             if link.kind == "cache" and link.file:
-                # Link to the cached function itself.
+                # For a cache, return the line of the cached function itself.
                 return self._describe(link.file, link.lines[0])
         named = [
             link
             for link in _without_exceptions(links)
             if link.name.isidentifier() and link.kind != "other"
         ]
-        # Try entries last: their names are keys, which rarely appear in the source text.
+        # Try entries last, because their names are keys, which rarely appear in the source code.
         named.sort(key=lambda link: link.kind == "entry")
         lines: list[_KeepingLine] = []
         for distance, link in enumerate(named):
@@ -97,11 +98,11 @@ class SourceLines:
         return self._describe(best.file, best.line)
 
     def _lines_for(self, link: HolderLink, distance: int) -> Iterator[_KeepingLine]:
-        """Yield lines that change what a name holds.
+        """Yield the lines that extend the object of a name or bind the name.
 
         Args:
-            link: The link with the name.
-            distance: Number of links between the object and this one.
+            link: The link that has the name.
+            distance: Number of links between the object and this link.
         """
         files = [link.file]
         if link.kind not in ("local", "default"):
@@ -110,10 +111,10 @@ class SourceLines:
             parsed = self._parse(file)
             for line, effect in parsed.find_effects(link):
                 function = parsed.function_at(line)
-                # A name that a module binds only once does not grow.
+                # Module-level code runs only once, so binding a name there makes nothing grow.
                 if effect == "binds" and function == _MODULE:
                     continue
-                # From the most important criterion to the least; larger is better.
+                # The most important criterion comes first. Larger is better.
                 rank = (
                     is_users_file(file),
                     effect == "extends",
@@ -131,7 +132,7 @@ class SourceLines:
 
 
 def _without_exceptions(links: Sequence[HolderLink]) -> Sequence[HolderLink]:
-    """Return the links after the last traceback: names in an exception's frames do not hold it."""
+    """Return the links after the last traceback, because frames of an exception do not hold it."""
     last = -1
     for index, link in enumerate(links):
         if link.kind == "traceback":
@@ -140,12 +141,12 @@ def _without_exceptions(links: Sequence[HolderLink]) -> Sequence[HolderLink]:
 
 
 class _ParsedFile:
-    """The statements and functions of a file. It has none if it cannot be read or parsed."""
+    """The statements and functions of a source file; empty if it cannot be read or parsed."""
 
     def __init__(self, file: str) -> None:
         self._lines: list[str] = []
         nodes: list[ast.AST] = []
-        # The parser repeats the warnings that it gave when the script was loaded.
+        # Hide the parser's warnings, which Python has already shown when it loaded the script.
         show_warning = warnings.showwarning
         warnings.showwarning = lambda *_, **__: None
         try:
@@ -160,7 +161,7 @@ class _ParsedFile:
         self._functions = [
             node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         ]
-        # The statements that can change what a name holds.
+        # The statements that can extend an object or bind a name.
         self._statements = [
             node
             for node in nodes
@@ -168,7 +169,7 @@ class _ParsedFile:
         ]
 
     def function_at(self, line: int) -> str:
-        """Return the name of the innermost function around a line."""
+        """Return the name of the innermost function that contains a line."""
         # `ast.walk` visits outer functions first.
         name = _MODULE
         for function in self._functions:
@@ -177,13 +178,14 @@ class _ParsedFile:
         return name
 
     def code_at(self, line: int) -> str:
-        """Return the text of a line, shortened; empty if there is no such line."""
+        """Return the text of a line, shortened; empty if the line does not exist."""
         text = "".join(self._lines[line - 1 : line]).strip()
         return sanitise(text, most=_MAX_CODE_LENGTH)
 
     def find_effects(self, link: HolderLink) -> Iterator[tuple[int, _Effect]]:
-        """Yield the lines of the statements that change what a name holds, with their effects."""
-        # Most statements do not contain this word, which is quick to see.
+        """Yield line number and effect of each statement that affects a name."""
+        # Look for the word in the text first, because walking the syntax tree of every statement
+        # would be slow.
         word = "register_" if HOOK_TABLE.match(link.name) else link.name
         for statement in self._statements:
             if not _may_use_name(link, statement.lineno):
@@ -197,7 +199,7 @@ class _ParsedFile:
 
 
 def _may_use_name(link: HolderLink, line: int) -> bool:
-    """Return whether a name is visible at a line: a local only exists in its function."""
+    """Return whether a name is visible at a line. A local variable exists only in its function."""
     if link.kind not in ("local", "default") or link.lines == (0, 0):
         return True
     first, last = link.lines
@@ -205,9 +207,9 @@ def _may_use_name(link: HolderLink, line: int) -> bool:
 
 
 def _effect_of(statement: ast.stmt, link: HolderLink) -> _Effect | None:
-    """Return what a statement does to the name of a link; None if it does nothing to it."""
+    """Return the effect of a statement on the name of a link; None if it has none."""
     calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    # A dictionary of hooks is private to torch: scripts change it only by registering a hook.
+    # A dictionary of hooks is private to torch. Scripts change it only by registering a hook.
     if HOOK_TABLE.match(link.name):
         registers = any(_HOOK_REGISTRATION.fullmatch(_name_of_function(call)) for call in calls)
         return "extends" if registers else None
@@ -222,7 +224,7 @@ def _effect_of(statement: ast.stmt, link: HolderLink) -> _Effect | None:
 
 
 def _effect_of_binding(statement: ast.stmt, link: HolderLink) -> _Effect | None:
-    """Return the effect of an assignment to the name itself; an initial value has none."""
+    """Return the effect of an assignment to the name itself; None for an initial value."""
     value = getattr(statement, "value", None)
     if value is None:
         return None
@@ -233,7 +235,7 @@ def _effect_of_binding(statement: ast.stmt, link: HolderLink) -> _Effect | None:
 
 
 def _adds_to(link: HolderLink, call: ast.Call) -> bool:
-    """Return whether a call adds to what a name holds, such as ``x[0].append(1)``."""
+    """Return whether a call adds to the object of a name, such as ``x[0].append(1)``."""
     if isinstance(call.func, ast.Attribute):
         is_adding = _ADDING_METHOD.fullmatch(call.func.attr) is not None
         return is_adding and _is_part_of(link, call.func.value)
@@ -244,14 +246,14 @@ def _adds_to(link: HolderLink, call: ast.Call) -> bool:
 
 
 def _name_of_function(call: ast.Call) -> str:
-    """Return the name of the function or method that is called; empty if it has none."""
+    """Return the name of the called function or method; empty if it has no name."""
     if isinstance(call.func, ast.Attribute):
         return call.func.attr
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
 def _targets_of(statement: ast.stmt) -> list[ast.expr]:
-    """Return what a statement assigns to; of a tuple, its elements."""
+    """Return the targets of an assignment; a tuple is replaced by its elements."""
     if isinstance(statement, ast.Assign):
         remaining = list(statement.targets)
     elif isinstance(statement, (ast.AugAssign, ast.AnnAssign)):
@@ -271,10 +273,10 @@ def _targets_of(statement: ast.stmt) -> list[ast.expr]:
 
 
 def _is_part_of(link: HolderLink, expression: ast.expr) -> bool:
-    """Return whether an expression is a name or reaches into what it holds: ``x[0].values()``."""
+    """Return whether an expression is a name or a part of its object, as in ``x[0].values()``."""
     while not _is_name_of(link, expression):
         if isinstance(expression, ast.Call):
-            # What a method returns is a part of its object.
+            # The result of a method counts as a part of its object.
             expression = expression.func
             if not isinstance(expression, ast.Attribute):
                 return False
@@ -285,10 +287,10 @@ def _is_part_of(link: HolderLink, expression: ast.expr) -> bool:
 
 
 def _is_name_of(link: HolderLink, node: ast.AST) -> bool:
-    """Return whether a node is the name of a link.
+    """Return whether a syntax node is the name of a link.
 
-    Locals are plain names and attributes follow a dot. A global may be either, since another module
-    reads it as an attribute.
+    A local is a plain name, and an attribute follows a dot. A global may be either, because other
+    modules read it as an attribute of its module.
     """
     if isinstance(node, ast.Name):
         return node.id == link.name and link.kind not in ("attribute", "entry")
@@ -298,7 +300,7 @@ def _is_name_of(link: HolderLink, node: ast.AST) -> bool:
 
 
 def _is_initial_value(value: ast.expr) -> bool:
-    """Return whether an expression is one to start from: a constant or an empty container."""
+    """Return whether an expression is an initial value: a constant or an empty container."""
     if isinstance(value, ast.UnaryOp):
         value = value.operand
     if isinstance(value, (ast.List, ast.Tuple, ast.Set)):

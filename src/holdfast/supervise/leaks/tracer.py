@@ -1,9 +1,9 @@
-"""`LeakTracer`: find out inside the process what holds growing memory, on request.
+"""`LeakTracer`: on request, find out which objects in this process hold growing memory.
 
-The supervisor requests a trace, which spans a few steps. After each step all objects are examined
-to see what has grown every time. For what still grows at the end, references are followed to find
-out what holds it and which line makes it grow. Tracing only reads: it touches neither the random
-state nor gradients.
+The supervisor requests a trace, which spans a few steps. After each step, all objects are measured,
+and those that have not grown are dropped. For the remaining ones, the tracer follows references to
+find the name that holds them and the line that makes them grow. Tracing changes nothing in the
+script, including random state and gradients.
 """
 
 from __future__ import annotations
@@ -22,13 +22,20 @@ from holdfast.supervise.leaks.census import Census, Frames
 from holdfast.supervise.leaks.findings import find_leaks
 from holdfast.supervise.leaks.introspection import OWN_FOLDER
 
-# How many scans precede the one that follows references.
+# Number of scans before the final one, which also follows references.
 _SCANS = 4
 
 
 @dataclass(slots=True)
 class _TraceInProgress:
-    """A trace: its request, the steps since its first scan, and the time it has taken."""
+    """A trace in progress.
+
+    Args:
+        request: Number of the request for this trace.
+        census: The scans so far.
+        steps: Number of steps since the first scan.
+        seconds: Time that the trace has taken so far.
+    """
 
     request: int
     census: Census = field(default_factory=Census)
@@ -37,19 +44,19 @@ class _TraceInProgress:
 
 
 class LeakTracer:
-    """Traces what holds memory, each time that a trace is requested."""
+    """Runs a trace each time the supervisor requests one."""
 
     def __init__(self, emit: Callable[[EventData], None]) -> None:
         self._emit = emit
-        # Number of the newest request for which a trace was started.
+        # Number of the last request for which a trace was started.
         self._newest_request = 0
         self._trace: _TraceInProgress | None = None
 
     def after_step(self, request: int) -> None:
-        """Continue the trace in progress, or start one; an error ends the trace.
+        """Continue the current trace, or start one if requested. An error ends the trace.
 
         Args:
-            request: Number of the newest request. Every request is answered once.
+            request: Number of the newest request. A new number starts a new trace.
         """
         trace = self._trace
         if trace is not None:
@@ -59,13 +66,13 @@ class LeakTracer:
             trace = _TraceInProgress(request)
         else:
             return
-        # Cleared first, so that an error leaves the trace ended.
+        # Clear this first, so that an error ends the trace.
         self._trace = None
         if self._scan(trace):
             self._trace = trace
 
     def _scan(self, trace: _TraceInProgress) -> bool:
-        """Scan all objects and return whether the trace continues; if not, report the leaks."""
+        """Scan all objects. Return whether the trace continues; report the leaks if it does not."""
         began_at = time.monotonic()
         census = trace.census
         is_last = census.scans == _SCANS
@@ -80,9 +87,9 @@ class LeakTracer:
                 else:
                     census.scan(frames)
         except MemoryError as error:
-            why = str(error) or "no memory left"
+            why = str(error) or "out of memory"
         finally:
-            # A stored frame would keep its locals alive.
+            # A frame that is kept would keep its locals alive.
             frames.clear()
         trace.seconds += time.monotonic() - began_at
         nothing_grows = census.scans == _SCANS and not census.grown
@@ -104,7 +111,7 @@ class LeakTracer:
 
 @contextmanager
 def _script_code_disabled() -> Iterator[None]:
-    """Context manager in which neither destructors nor tensor subclasses of the script run."""
+    """Context manager that turns off garbage collection and the script's tensor subclasses."""
     was_collecting = gc.isenabled()
     gc.disable()
     try:
@@ -116,7 +123,7 @@ def _script_code_disabled() -> Iterator[None]:
 
 
 def _running_frames() -> Frames:
-    """Return the frames of all threads, except our own frames."""
+    """Return the frames of all threads, except those of holdfast."""
     frames = {}
     for top in sys._current_frames().values():
         for frame, _ in traceback.walk_stack(top):

@@ -1,8 +1,8 @@
-"""Follow the memory of a run's trainers from the supervisor, and request a trace if it leaks.
+"""`MemoryTrends`: in the supervisor, test the trainers' memory for leaks and request traces.
 
-Every few seconds, the slope test of ``growth`` is applied to the recorded steps. Growth is reported
-once it is certain, together with what holds the memory, which the trainer itself has found by a
-trace (``tracer``).
+Every few seconds, the slope test in ``growth`` is applied to the recorded steps. When growth is
+certain, it is reported, and the trainer is asked for a trace (``tracer``). The objects that hold
+the memory are then reported too.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from holdfast.recorder.run_files import BOARD_FILE, SAMPLES_FILE, read_processes
 from holdfast.supervise.leaks.growth import MemoryGrowth, MemoryReading, find_growth
 
 MemoryKind = Literal["host", "device"]
-# How many readings are kept. The slope of a long run needs no more.
+# Maximum number of readings to keep, which is enough for the slope of a long run.
 _MAX_READINGS = 2_000
-# Only this many steps before the newest one count, since a leak may begin late.
+# Only the newest steps count, because a leak may begin late in the run.
 _MAX_STEPS = 32_768
-# Growth counts as certain once the run has reached this multiple of the step at which it was first
-# suspected: by then, most warm-ups have levelled off.
+# Growth counts as certain if it is still there at this multiple of the step at which it was first
+# suspected. By then, most warm-ups have leveled off.
 _CERTAIN_AFTER = 1.25
-# In a run that has ended, smaller total growth is not worth reporting.
+# In a run that has ended, less total growth than this is not worth reporting.
 _MIN_BYTES_AT_END = 64 << 20
-# Emit a prediction again once the remaining time has fallen to this share.
+# Repeat a prediction when the remaining time has fallen to this share of the last prediction.
 _REPEAT_AT_SHARE = 0.5
 _MAX_TEXT_LENGTH = 200
-# Re-reading a whole ring takes a fifth of a second, so pause 100 times as long between reads to
-# spend at most 1 % of the time on it.
+# Pause between updates, as a multiple of the time that an update takes. Reading a whole ring buffer
+# takes 0.2 s; with this factor, updates take at most 1 % of the time.
 _PAUSE_PER_UPDATE = 100
 
 
 @dataclass(slots=True)
 class _ReadingHistory:
-    """The readings of the newest steps, thinned to every n-th step in long runs.
+    """The memory readings of the newest steps. In long runs, only every n-th reading is kept.
 
-    Keeping all samples would take 0.5 KiB per step.
+    Keeping all of them would take 0.5 KiB per step.
     """
 
     readings: list[MemoryReading] = field(default_factory=list)
-    # How many readings were added so far; of these, every `interval`-th is kept.
+    # Number of readings added so far, of which every `interval`-th is kept.
     added: int = 0
     interval: int = 1
 
     def add(self, readings: Sequence[MemoryReading], newest_step: int) -> None:
-        """Add readings, and drop those of steps long before the newest one."""
+        """Add readings, and drop those of old steps."""
         for reading in readings:
             if self.added % self.interval == 0:
                 self.readings.append(reading)
@@ -68,50 +68,50 @@ class _ReadingHistory:
         while len(self.readings) > _MAX_READINGS:
             self.readings = self.readings[::2]
             self.interval *= 2
-        # Steps have become faster, so memory is read at fewer of them.
+        # Steps have become faster, so memory is read at fewer of the steps.
         if len(self.readings) < _MAX_READINGS // 4:
             self.interval = max(1, self.interval // 2)
 
     def find_growth(self) -> MemoryGrowth | None:
-        """Return the endless growth in these readings, or None."""
+        """Return the growth of leaking memory in these readings, or None."""
         return find_growth(self.readings)
 
     def grew_early(self) -> bool:
-        """Return whether memory already grew in the part up to where a suspicion is confirmed."""
+        """Return whether memory was already growing in the earlier part of the readings."""
         count = int(len(self.readings) / _CERTAIN_AFTER)
         return find_growth(self.readings[:count]) is not None
 
 
 @dataclass(slots=True)
 class _Trainer:
-    """What is known about the memory of one process, and what has been reported about it."""
+    """Memory readings of one trainer, and the growth that was reported for it."""
 
     folder: Path
     pid: int
     events: EventFollower
     samples: SampleFollower
-    # The newest step.
+    # The trainer's newest step.
     step: int = 0
     history: dict[MemoryKind, _ReadingHistory] = field(
         default_factory=lambda: {"host": _ReadingHistory(), "device": _ReadingHistory()}
     )
-    # Step at which growth was first suspected.
+    # Step at which growth of each kind of memory was first suspected.
     suspected_at: dict[MemoryKind, int] = field(default_factory=dict)
-    # The reported growth, and the minutes left at that time if known.
+    # Reported kinds of memory, each with the minutes left when it was reported, if known.
     reported: dict[MemoryKind, float | None] = field(default_factory=dict)
     trace_requests: int = 0
 
 
 class MemoryTrends:
-    """Follow the memory of the trainers of one attempt.
+    """Tests the memory of all trainers of one attempt for leaks.
 
     Args:
         run_path: The run directory.
         emit: Records an event.
         say: Prints a message.
         attempt: Number of the attempt.
-        clock: Monotonic seconds.
-        available_bytes: Returns the host memory that is left, in bytes, or None if unknown.
+        clock: Returns monotonic seconds.
+        available_bytes: Returns the available host memory in bytes, or None if unknown.
     """
 
     def __init__(
@@ -130,27 +130,27 @@ class MemoryTrends:
         self._attempt = attempt
         self._clock = clock
         self._available_bytes = available_bytes
-        # Keyed by the name of the process's folder.
+        # The trainers by the name of their process folder.
         self._trainers: dict[str, _Trainer] = {}
         self._announced: set[str] = set()
         self._pause_until = 0.0
-        # Whether the attempt is over; then nothing is printed and no trace can be requested.
+        # Whether the attempt has ended. Then nothing is printed, and no trace can be requested.
         self._is_over = False
 
     def update(self) -> None:
-        """Read the samples recorded since the last update, test them, and report changes."""
+        """Read the newly recorded samples, test them for growth, and report changes."""
         began_at = self._clock()
         if began_at < self._pause_until:
             return
         for folder, process in read_processes(self._run_path):
             if process.role == "trainer" and process.attempt == self._attempt:
-                # The files are still being created, or a newer holdfast wrote them.
+                # The files are still being created, or were written by a newer version of holdfast.
                 with suppress(OSError, RunDirectoryError):
                     self._update_trainer(self._trainer_in(folder, process.pid))
         self._pause_until = began_at + _PAUSE_PER_UPDATE * (self._clock() - began_at)
 
     def finish(self) -> None:
-        """Test the memory once more, after the attempt has ended."""
+        """Test the memory one last time, after the attempt has ended."""
         self._pause_until = 0.0
         self._is_over = True
         self.update()
@@ -187,16 +187,16 @@ class MemoryTrends:
                 self._on_growth(trainer, kind, growth)
 
     def _on_no_growth(self, trainer: _Trainer, kind: MemoryKind) -> None:
-        """Drop a suspicion, and retract the report if there was one."""
+        """Drop the suspicion of a leak, and retract the report if there was one."""
         trainer.suspected_at.pop(kind, None)
         if kind in trainer.reported:
             del trainer.reported[kind]
             self._emit(MemoryTrend(pid=trainer.pid, what=kind, bytes_per_step=0))
 
     def _is_certain(self, trainer: _Trainer, kind: MemoryKind, growth: MemoryGrowth) -> bool:
-        """Return whether memory kept growing after the suspicion.
+        """Return whether memory has kept growing for long enough since growth was suspected.
 
-        In a run that has ended, it must have grown in both parts of the run.
+        In a run that has ended, the memory must already have grown in its earlier part.
         """
         suspected_at = trainer.suspected_at.setdefault(kind, trainer.step)
         if trainer.step >= _CERTAIN_AFTER * suspected_at:
@@ -206,7 +206,7 @@ class MemoryTrends:
         return trainer.history[kind].grew_early()
 
     def _on_growth(self, trainer: _Trainer, kind: MemoryKind, growth: MemoryGrowth) -> None:
-        """Report growth that is new, or will exhaust memory much sooner than last reported."""
+        """Report new growth, and growth that will exhaust memory much sooner than last reported."""
         minutes_left = self._minutes_left(kind, growth)
         is_new = kind not in trainer.reported
         if not is_new and not _is_much_nearer(minutes_left, trainer.reported[kind]):
@@ -231,7 +231,7 @@ class MemoryTrends:
                 request_trace(trainer.folder / BOARD_FILE, trainer.trace_requests)
 
     def _minutes_left(self, kind: MemoryKind, growth: MemoryGrowth) -> float | None:
-        """Return the minutes until the host's memory is used up; None if unknown (a device)."""
+        """Return the minutes until host memory is exhausted; None for a device or if unknown."""
         available_bytes = self._available_bytes() if kind == "host" else None
         if available_bytes is None:
             return None
@@ -245,7 +245,7 @@ class MemoryTrends:
 
 
 def _readings_of(samples: Sequence[StepSample], kind: MemoryKind) -> list[MemoryReading]:
-    """Return the readings of one kind of memory in samples."""
+    """Return the readings of one kind of memory from samples."""
     readings = []
     for sample in samples:
         used_bytes = sample.host_bytes if kind == "host" else sample.device_allocated_bytes
@@ -258,7 +258,7 @@ def _readings_of(samples: Sequence[StepSample], kind: MemoryKind) -> list[Memory
 
 
 def _is_much_nearer(minutes_left: float | None, minutes_before: float | None) -> bool:
-    """Return whether memory will be exhausted so much sooner that it should be reported again."""
+    """Return whether the remaining time has shrunk enough to report it again."""
     if minutes_left is None:
         return False
     return minutes_before is None or minutes_left < _REPEAT_AT_SHARE * minutes_before
@@ -268,7 +268,7 @@ def _describe_growth(kind: MemoryKind, growth: MemoryGrowth, minutes_left: float
     memory = "memory" if kind == "host" else "device memory"
     text = f"{memory} grows by {size(growth.bytes_per_step)} per step"
     if minutes_left is not None:
-        text += f", and will be used up in about {duration(60 * minutes_left)}"
+        text += f" and will be exhausted in about {duration(60 * minutes_left)}"
     return text
 
 
@@ -277,7 +277,7 @@ def _describe_leak(event: Event) -> str:
         return str(event.data.get(name) or "")[:_MAX_TEXT_LENGTH]
 
     text = f"the memory is held by {fact('held_by') or fact('what') or 'something'}"
-    # The location is followed by its function and its code.
+    # The location is followed by the function and the code of the line.
     place, _, _ = fact("retained_at").partition(" in ")
     if place:
         text += f" at {place}"

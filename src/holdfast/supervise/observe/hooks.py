@@ -1,11 +1,11 @@
 """Install hooks in torch and other packages once the script has imported them.
 
-torch's global hooks are used where they exist, and thin wrappers elsewhere. Every wrapper keeps the
-name, signature, result and exceptions of what it wraps, and does nothing while torch traces a
-function for compilation, so we never cause a graph break. No random state is read, and no torch
-mode is changed.
+The hooks are torch's own global hooks where these exist, and thin wrappers elsewhere. A wrapper
+preserves the name, signature, result and exceptions of its function. It does nothing while torch
+traces a function for compilation, so it never causes a graph break. No random state is read, and no
+torch mode is changed.
 
-Does not: decide what a step is (``step_tracker`` does).
+``step_tracker`` decides what counts as a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from holdfast.supervise.observe.observed_process import ObservedProcess
 from holdfast.supervise.observe.step_tracker import StepTracker
 
 Function = Callable[..., Any]
-# Functions besides `torch.save` that save in the training thread, by module.
+# Functions that save a checkpoint in the training thread, by module. `torch.save` is handled
+# separately.
 _SAVERS = {
     "holdfast.checkpoint.saver": ("snapshot", "write"),
     "safetensors.torch": ("save_file",),
@@ -31,7 +32,7 @@ _SAVERS = {
 
 
 def install(torch: ModuleType, observer: ObservedProcess) -> StepTracker:
-    """Start observing the training in this process."""
+    """Start tracking the training steps of this process."""
     tracker = StepTracker(observer, torch, partial(_was_any_made, torch.optim.Optimizer))
     hooks = _Hooks(torch, observer, tracker)
     installers: dict[str, Callable[[Any], None]] = {
@@ -48,17 +49,17 @@ def install(torch: ModuleType, observer: ObservedProcess) -> StepTracker:
     }
     for module_name, functions in _SAVERS.items():
         installers[module_name] = partial(hooks.install_in_savers, functions)
-    # Install each on its own, so that something missing in this torch version disables only its
-    # hook.
+    # Install each hook separately, so that a function missing in this torch version disables only
+    # its own hook.
     for module_name, installer in installers.items():
         observer.watch.when_imported(module_name, installer)
     return tracker
 
 
 def _was_any_made(optimizer_type: Any) -> bool:
-    """Return whether an optimizer of this class, or of a subclass, was created.
+    """Return whether an instance of this optimizer class or of a subclass has been created.
 
-    torch marks the `step` method of an optimizer's class when it creates an instance.
+    torch marks the class's `step` method when the first instance is created.
     """
     if getattr(vars(optimizer_type).get("step"), "hooked", False):
         return True
@@ -66,13 +67,13 @@ def _was_any_made(optimizer_type: Any) -> bool:
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
-    """Replace a function by the wrapper that `make` returns, with the same name and signature."""
+    """Replace a function with the wrapper that `make` returns, keeping its name and signature."""
     original = getattr(owner, name)
     setattr(owner, name, wraps(original)(make(original)))
 
 
 class _Hooks:
-    """Installs the hooks; each method is responsible for one module of torch or another package."""
+    """Installs the hooks, with one method for each module of torch or another package."""
 
     def __init__(self, torch: ModuleType, observer: ObservedProcess, tracker: StepTracker) -> None:
         self._torch: Any = torch
@@ -83,7 +84,7 @@ class _Hooks:
         return get_ident() == self._tracker.thread.identifier
 
     def _call_after(self, owner: Any, name: str, notice: Callable[..., None]) -> None:
-        """Call `notice` after every call of a function, with its result and its arguments."""
+        """After every call of a function, call `notice` with its result and arguments."""
         is_compiling = self._tracker.is_compiling
 
         def make(original: Function) -> Function:
@@ -104,7 +105,7 @@ class _Hooks:
         module.register_optimizer_step_post_hook(self._tracker.optimizer_ends)
 
     def install_in_autograd(self, module: Any) -> None:
-        """Report the begin and end of every outermost backward call."""
+        """Report the start and the end of every outermost backward call."""
         tracker = self._tracker
         is_compiling = tracker.is_compiling
         tensor_type = self._torch.Tensor
@@ -112,7 +113,7 @@ class _Hooks:
         def make(original: Function) -> Function:
             def backward(*args: Any, **kwargs: Any) -> Any:
                 thread = tracker.thread
-                # A nested call comes from a recomputed segment or from a hook.
+                # A nested call comes from activation checkpointing or from a hook.
                 if is_compiling() or thread.in_backward:
                     return original(*args, **kwargs)
                 root = args[0] if args else kwargs.get("tensors")
@@ -133,12 +134,12 @@ class _Hooks:
 
     def install_in_clipping(self, module: Any) -> None:
         self._call_after(module, "clip_grad_norm_", self._tracker.norm_computed)
-        # Both names must refer to the same object, or the function could not be pickled.
+        # Both names must refer to the same object; otherwise the function cannot be pickled.
         self._torch.nn.utils.clip_grad_norm_ = module.clip_grad_norm_
 
     def install_in_scaler(self, module: Any) -> None:
         def notice(result: Any, _scaler: Any, outputs: Any) -> None:
-            # A disabled scaler returns its argument unchanged; lists are not losses.
+            # A disabled scaler returns its argument unchanged. A list of tensors is not a loss.
             if result is not outputs and type(result) is self._torch.Tensor:
                 self._tracker.loss_scaled(outputs.detach(), weakref.ref(result))
 
@@ -153,7 +154,7 @@ class _Hooks:
 
     def install_in_loader(self, module: Any) -> None:
         _wrap(module._BaseDataLoaderIter, "__next__", self._as_wait)
-        # `__iter__` starts the workers.
+        # `__iter__` starts the worker processes, which may take a while.
         _wrap(module.DataLoader, "__iter__", partial(self._as_interruption, ProcessPhase.DATA_WAIT))
 
         def notice(_iterator: Any, loader: Any) -> None:
@@ -176,13 +177,14 @@ class _Hooks:
         _wrap(module, "_worker_loop", make)
 
     def _as_wait(self, original: Function) -> Function:
-        """Return `__next__` of a loader, wrapped so that the board shows the wait for a batch."""
+        """Wrap a loader's `__next__` so that the progress board shows the wait for a batch."""
         tracker = self._tracker
         is_grad_enabled = self._torch.is_grad_enabled
 
         def __next__(iterator: Any) -> Any:  # noqa: N807
             thread = tracker.thread
-            # A loader inside a loader, or one that another thread prefetches from.
+            # Ignore a loader nested in another loader, and a loader from which another thread
+            # prefetches.
             if thread.is_waiting or get_ident() != thread.identifier:
                 return original(iterator)
             thread.is_waiting = True
@@ -199,7 +201,7 @@ class _Hooks:
 
         return __next__
 
-    # --- beside training ---
+    # --- evaluation and saving ---
 
     def install_in_modules(self, module: Any) -> None:
         def notice(*_: Any) -> None:
@@ -217,9 +219,9 @@ class _Hooks:
             _wrap(module, name, partial(self._as_interruption, ProcessPhase.SAVING))
 
     def _as_interruption(self, phase: ProcessPhase, original: Function) -> Function:
-        """Return a function that shows `phase` on the board while the training thread runs it.
+        """Wrap a function so that the board shows `phase` while the training thread runs it.
 
-        The board returns to the previous phase afterwards. A nested call changes nothing.
+        Afterward, the board returns to the previous phase. Nested calls are ignored.
         """
         tracker = self._tracker
 

@@ -1,6 +1,6 @@
-"""Recognise the command lines of programs that launch the ranks of a run, such as torchrun.
+"""Recognize the command line of a launcher, a program such as torchrun that starts ranks.
 
-This module imports nothing heavy, since every observed process uses it.
+The module must import quickly, because every observed process uses it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _MODULES = (
     "deepspeed.launcher",
 )
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*\Z")
-# How many words at the beginning of a command line may name the program: `uv run torchrun`, `env
-# A=1 torchrun`.
+# How many words at the start of a command line are checked for a launcher, as in `uv run torchrun`
+# and `env A=1 torchrun`.
 _MAX_PREFIX_WORDS = 4
-# Options of Python that are followed by a value.
+# Options of Python that take a value as the next word.
 _OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
-# Signals that only the ranks can use.
+# Signals that mean something only to the ranks.
 _RANK_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def is_launcher(argv: Sequence[str]) -> bool:
-    """Return whether a command line runs a launcher; its first word is the program."""
+    """Return whether a command line, including the program's name, runs a launcher."""
     for index, word in enumerate(argv[:_MAX_PREFIX_WORDS]):
         name = word.rpartition("/")[2]
         if name in _PROGRAMS:
@@ -39,7 +39,7 @@ def is_launcher(argv: Sequence[str]) -> bool:
 
 
 def _runs_launcher_in_python(words: Sequence[str]) -> bool:
-    """Return whether Python runs a launcher with these arguments."""
+    """Return whether Python with these arguments runs a launcher."""
     remaining = iter(words)
     for word in remaining:
         if word in _OPTIONS_WITH_VALUE:
@@ -56,15 +56,15 @@ def _runs_launcher_in_python(words: Sequence[str]) -> bool:
 
 
 def _is_launching(program: str, words: Sequence[str]) -> bool:
-    """Return whether a program launches ranks; `accelerate` also has other commands."""
+    """Return whether a program launches ranks; of `accelerate`, only ``launch`` does."""
     return program != "accelerate" or "launch" in words
 
 
 def leave_signals_to_ranks() -> None:
-    """In a launcher, ignore the signals that only its ranks can use, unless it handles them.
+    """In a launcher, ignore the signals that are meant for its ranks, unless it handles them.
 
-    With ``--signal=USR1@60``, Slurm sends SIGUSR1 to all processes of a job step. torchrun would
-    die of it and kill the ranks while they are saving.
+    With ``--signal=USR1@60``, Slurm sends SIGUSR1 to every process of a job step. The signal would
+    kill torchrun, which would then kill its ranks while they are saving.
     """
     for number in _RANK_SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:

@@ -1,7 +1,8 @@
-"""Record what scripts log through common clients and frameworks, without a second call.
+"""Record the values that scripts log through W&B, TensorBoard and common training frameworks.
 
-The logging functions are wrapped when the script imports their module. For each one, a function
-here extracts the values and the step from its arguments.
+The logging functions of these packages are wrapped when the script imports them, so scripts need no
+changes. Each `read_*` function takes the arguments of one logging function and extracts the values
+and the step.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ from typing import Any
 from holdfast.core.importing import ImportWatch
 from holdfast.recorder.scalars import with_recording
 
-# Values by name, and the step that they belong to; None means the current step.
+# Values by name, and their step; None means the current step.
 _Logged = tuple[dict[str, Any], Any]
 
 
 def read_trainer_log(trainer: Any, logs: Any, *_: Any, **__: Any) -> _Logged:
-    """Return what ``transformers.Trainer.log`` logs, without the epoch that it always adds."""
+    """Read a call of ``transformers.Trainer.log``, without the epoch that it always adds."""
     values = {name: value for name, value in logs.items() if name != "epoch"}
     return values, trainer.state.global_step
 
 
 def read_lightning_log(connector: Any, metrics: Any, step: Any = None) -> _Logged:
-    """Return what Lightning's trainer logs for ``self.log``.
+    """Read the metrics that Lightning's trainer logs for ``self.log``.
 
-    As in Lightning itself, a metric called "step" is the step if none is given.
+    As in Lightning itself, a metric named "step" supplies the step if the argument is missing.
     """
     values = dict(metrics)
     if step is None:
@@ -35,28 +36,28 @@ def read_lightning_log(connector: Any, metrics: Any, step: Any = None) -> _Logge
 
 
 def read_wandb_log(_run: Any, data: Any, step: Any = None, *_: Any, **__: Any) -> _Logged:
-    """Return what ``wandb.log`` and ``Run.log`` log."""
+    """Read a call of ``wandb.log`` or ``Run.log``."""
     return data, step
 
 
 def read_accelerate_log(
     _accelerator: Any, values: Any, step: Any = None, *_: Any, **__: Any
 ) -> _Logged:
-    """Return what ``Accelerator.log`` logs."""
+    """Read a call of ``Accelerator.log``."""
     return values, step
 
 
 def read_scalar(
     _writer: Any, tag: Any, scalar_value: Any, global_step: Any = None, *_: Any, **__: Any
 ) -> _Logged:
-    """Return what ``SummaryWriter.add_scalar`` logs; the parameter names are the same."""
+    """Read a call of ``SummaryWriter.add_scalar``, whose parameter names must be kept."""
     return {tag: scalar_value}, global_step
 
 
 def read_scalars(
     _writer: Any, main_tag: Any, tag_scalar_dict: Any, global_step: Any = None, *_: Any, **__: Any
 ) -> _Logged:
-    """Return what ``SummaryWriter.add_scalars`` logs; the parameter names are the same."""
+    """Read a call of ``SummaryWriter.add_scalars``, whose parameter names must be kept."""
     return {main_tag: tag_scalar_dict}, global_step
 
 
@@ -66,7 +67,7 @@ _SUMMARY_WRITER = {
 }
 _CONNECTOR = "trainer.connectors.logger_connector.logger_connector"
 _LIGHTNING = {"_LoggerConnector.log_metrics": read_lightning_log}
-# For each module, its logging methods, each with the function that reads its arguments.
+# Logging methods of each module, each with the function that reads its arguments.
 _LOGGING_METHODS: dict[str, dict[str, Callable[..., Any]]] = {
     "torch.utils.tensorboard.writer": _SUMMARY_WRITER,
     "tensorboardX.writer": _SUMMARY_WRITER,
@@ -79,7 +80,7 @@ _LOGGING_METHODS: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 def install(watch: ImportWatch, note_error: Callable[[Any], None]) -> None:
-    """Record what the script logs, through modules that it imports from now on."""
+    """Wrap the logging functions of every listed module that the script imports from now on."""
 
     def wrap_methods(module: Any) -> None:
         for name, read in _LOGGING_METHODS[module.__name__].items():

@@ -1,4 +1,4 @@
-"""`ObservedProcess`: what the parts that track training need from the observer."""
+"""`ObservedProcess`: the observer's interface for the classes that track training."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
 
 
 class ObservedProcess(Protocol):
-    """The part of `ProcessObserver` that they use."""
+    """The part of `ProcessObserver` that the step tracker and its helpers use."""
 
     watch: ImportWatch
 
     @property
     def board(self) -> ProgressBoard:
-        """The board on which the process shows its progress."""
+        """The progress board of the process."""
 
     def write_settings(self, settings: dict[str, Any]) -> None:
         """Record the settings of the training run."""
 
     def open_samples(self) -> SampleRing:
-        """Open the ring buffer in which steps are recorded."""
+        """Open the ring buffer for recorded steps."""
 
     def emit(self, data: EventData) -> None:
         """Record an event."""
 
     def set_role(self, role: ProcessRole) -> None:
-        """Show the role that the process has turned out to have."""
+        """Change the recorded role of the process."""
 
     def note_error(self, error: BaseException) -> None:
-        """Note one of our errors, which must not reach the script."""
+        """Write an error of holdfast to the run directory instead of raising it into the script."""
 
 
 class _HasObserver(Protocol):
@@ -47,13 +47,13 @@ _Owner = TypeVar("_Owner", bound=_HasObserver)
 
 
 def noted(method: Callable[[_Owner, *P], None]) -> Callable[[_Owner, *P], None]:
-    """Decorate a method so that it notes its errors instead of raising them into the script."""
+    """Decorate a method so that its errors are noted instead of reaching the script."""
 
     @wraps(method)
     def noting(owner: _Owner, *args: *P) -> None:
         try:
             method(owner, *args)
-        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
             owner.observer.note_error(error)
 
     return noting

@@ -1,7 +1,7 @@
-"""The observer of one Python process: its folder in the run directory, its board, and forks.
+"""`ProcessObserver`: record one Python process in a directory of its own, and handle forks.
 
-Until torch is imported, it costs no more than its own imports. No error of holdfast may reach the
-script: failures are noted in the run directory (`ProcessObserver.note_error`).
+Until the script imports torch, the observer costs only its own import time. No error of holdfast
+may reach the script; errors are written to the run directory (`ProcessObserver.note_error`).
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ if TYPE_CHECKING:
     from holdfast.recorder.black_box import EventRing
     from holdfast.supervise.observe.step_tracker import StepTracker
 
-# The first of these environment variables that holds a number counts. torch reads the first of each
-# group; Slurm and Open MPI set the others, where nobody sets the first.
+# Environment variables that may hold each number, in order of precedence. torch reads the first
+# one. Slurm and Open MPI set the others, which matters if the first one is not set.
 _RANK_VARIABLES = {
     "rank": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
     "local_rank": ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "world_size": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
 }
-# A script that imports one of these does reinforcement learning, so its loss need not fall.
+# Reinforcement learning packages. In a script that imports one of them, a loss that does not fall
+# is not a fault.
 _ENVIRONMENT_PACKAGES = (
     "gymnasium",
     "gym",
@@ -60,16 +61,16 @@ _ENVIRONMENT_PACKAGES = (
     "torchrl",
     "ray.rllib",
 )
-# How many of our own errors a process notes.
+# Maximum number of our own errors that a process writes to the run directory.
 _MAX_NOTES = 20
 _MAX_DIGITS = 9
 _observer: ProcessObserver | None = None
 
 
 def start(run: str) -> None:
-    """Start observing this process, if the run directory exists. Further calls do nothing.
+    """Start observing this process if the run directory exists. Further calls do nothing.
 
-    ``injected/sitecustomize.py`` calls it.
+    Called by ``injected/sitecustomize.py``.
 
     Raises:
         OSError: If the run directory cannot be written.
@@ -81,10 +82,10 @@ def start(run: str) -> None:
 
 
 class ProcessObserver:
-    """Observes this process and the processes forked from it.
+    """Observes this process and all processes forked from it.
 
     Raises:
-        OSError: If the folder of this process cannot be created or written.
+        OSError: If the directory of this process cannot be created or written.
     """
 
     def __init__(self, run_path: Path, attempt: int) -> None:
@@ -108,11 +109,11 @@ class ProcessObserver:
         for package in _ENVIRONMENT_PACKAGES:
             self.watch.when_imported(package, self._on_environments)
 
-    # --- the folder of this process ---
+    # --- the directory of this process ---
 
     def _reset(self) -> None:
-        """Reset everything that was opened; called at the start and in a forked process."""
-        # The next use of `board` opens a new one.
+        """Forget all open files. Called at the start and in a forked process."""
+        # `board` is a cached property, so its next use opens a new board.
         vars(self).pop("board", None)
         self._has_exited = False
         self._folder: Path | None = None
@@ -128,12 +129,12 @@ class ProcessObserver:
     def board(self) -> ProgressBoard:
         """The progress board of this process.
 
-        In a forked process it is created on first use, since most forks never use it.
+        In a forked process, the board is created on first use, because most forks never use it.
         """
         try:
             return self._open()
         except OSError as error:
-            # If this fails, a forked process continues unobserved.
+            # The forked process continues unobserved.
             self.note_error(error)
             return ProgressBoard(None)
 
@@ -154,7 +155,7 @@ class ProcessObserver:
         return board
 
     def _write_description(self) -> None:
-        """Write the description of this process, as known now."""
+        """Write what is currently known about this process to its description file."""
         if self._info is None:
             return
         facts: dict[str, Any] = {
@@ -167,20 +168,20 @@ class ProcessObserver:
         write_process(self._run_path, self._info._replace(**facts))
 
     def _open_if_forked(self) -> None:
-        """Create the folder of a forked process, which otherwise its first use of a board does."""
+        """Make sure that a forked process has a directory; it may not have used its board yet."""
         _ = self.board
 
     def _own_folder(self) -> Path:
         self._open_if_forked()
         if self._folder is None:
-            raise FileNotFoundError("this process has no folder")
+            raise FileNotFoundError("this process has no directory")
         return self._folder
 
     def open_samples(self) -> SampleRing:
-        """Return the ring of samples, creating it on first use.
+        """Return the ring buffer for recorded steps, creating it on first use.
 
         Raises:
-            OSError: If it cannot be created.
+            OSError: If the ring buffer cannot be created.
         """
         if self._samples is None:
             self._samples = SampleRing(self._own_folder() / SAMPLES_FILE)
@@ -190,16 +191,16 @@ class ProcessObserver:
         """Record the settings of the training run.
 
         Raises:
-            OSError: If this process has no folder.
+            OSError: If this process has no directory.
         """
         write_settings(self._own_folder(), settings)
 
-    # --- what happens in the process ---
+    # --- recording ---
 
     def emit(self, data: EventData) -> None:
-        """Record an event; may be called from any thread. Never raises."""
+        """Record an event. Thread-safe; never raises."""
         try:
-            # Imported late: it takes 20 ms, and most processes without torch have no events.
+            # This import takes 20 ms, and most processes without torch never need it.
             from holdfast.core.events.event import Event
             from holdfast.recorder.black_box import EventRing
 
@@ -213,44 +214,44 @@ class ProcessObserver:
                     data=data.facts(),
                 )
                 self._events.event(event)
-        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
             self.note_error(error)
 
     def log(self, values: CheckedScalars, step: int | None = None) -> None:
-        """Record what the script logs; without a step, at the current one."""
+        """Record values that the script logs; `step` defaults to the current step."""
         if step is None:
             step = self.board.step
         self._scalars.write(values, step, None)
 
     def set_role(self, role: ProcessRole) -> None:
-        """Show the role that this process has turned out to have. Never raises."""
+        """Change the recorded role of this process. Never raises."""
         try:
             self._open_if_forked()
             if role != self._role:
                 self._role = role
                 self._write_description()
-        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
             self.note_error(error)
 
     def note_error(self, error: BaseException) -> None:
-        """Note one of our errors where the supervisor finds it. Never raises."""
+        """Write an error of holdfast to the run directory, for the supervisor. Never raises."""
         self._note_count += 1
         if self._note_count > _MAX_NOTES:
             return
-        # The run directory itself may be what failed.
+        # The error may be that the run directory cannot be written.
         with suppress(Exception):
             import traceback
 
             text = "".join(traceback.format_exception(error))
-            # This refuses a symbolic link that leads out of the run directory.
+            # `make_folder` refuses a symbolic link that leads out of the run directory.
             folder = make_folder(self._run_path, PROCESSES_FOLDER)
             with open_to_write(folder / f"failed-{os.getpid()}.txt", "ab") as file:
                 file.write(text.encode("utf-8", "replace"))
 
     def _on_exit(self, how: str, status: int | None, exit_text: str) -> None:
-        """Show that the process is exiting. Called at every sign of its exit; see `ProcessEnd`."""
+        """Record that the process is exiting. May be called several times; see `ProcessEnd`."""
         try:
-            # A forked process that has never used its board has nothing to show.
+            # A forked process that has never used its board has nothing to record.
             if "board" not in vars(self):
                 return
             if self._steps is not None:
@@ -262,7 +263,7 @@ class ProcessObserver:
 
                 self.emit(process_events.Exiting(how=how, status=status, said=exit_text or None))
             self._has_exited = True
-        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
             self.note_error(error)
 
     def _on_guard(self, path: Path) -> None:
@@ -285,23 +286,23 @@ class ProcessObserver:
         self._steps = install(torch, self)
 
     def _after_fork(self) -> None:
-        """Start observing a forked process, with a board of its own."""
+        """Start observing a forked process, with its own board."""
         try:
             self._reset()
             self._role = "other"
             if getattr(sys.modules.get("holdfast.core.forked"), "is_copying", False):
-                # A guard forked this copy to try something out; nothing is recorded about it.
+                # A guard has forked this process for an experiment, so record nothing about it.
                 self.board = ProgressBoard(None)
                 self._note_count = _MAX_NOTES
             self._process_end.after_fork()
             if self._steps is not None:
                 self._steps.reset_after_fork()
-        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
             self.note_error(error)
 
 
 def _read_number(*names: str) -> int | None:
-    """Return the number from the first of these environment variables that holds one."""
+    """Return the first number that one of these environment variables holds, or None."""
     for name in names:
         text = os.environ.get(name, "")
         if text.isdecimal() and len(text) <= _MAX_DIGITS:
@@ -310,11 +311,11 @@ def _read_number(*names: str) -> int | None:
 
 
 def _ranks_of_torch() -> dict[str, int]:
-    """Return the rank from ``torch.distributed`` if it is in use: some scripts set no variables."""
+    """Return rank and world size from ``torch.distributed``; some scripts set no variables."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None:
         return {}
-    # The module may be only partly imported, or being torn down.
+    # The module may be only partly imported, or already being torn down.
     with suppress(AttributeError, RuntimeError, ValueError):
         if distributed.is_available() and distributed.is_initialized():
             return {"rank": distributed.get_rank(), "world_size": distributed.get_world_size()}

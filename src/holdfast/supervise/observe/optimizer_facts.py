@@ -1,4 +1,4 @@
-"""Read facts from the script's optimizers, without importing torch."""
+"""Read step counts and settings from the script's optimizers, without importing torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from typing import Any
 
 from holdfast.supervise.observe.values import ValueReader
 
-# Larger counts are not exact as floats.
+# Above this, a float cannot represent every integer.
 _MAX_STEPS = 2**53
 
 
 def steps_before_this(optimizer: Any, read: Callable[[Any], Any]) -> int:
-    """Return how many steps an optimizer had made before its newest one.
+    """Return how many steps an optimizer had completed before the current one.
 
-    A resumed optimizer carries this count in its state, as Adam does; 0 if it does not. `read`
-    returns the number in a one-element tensor.
+    Adam and others keep this count in their state, so it survives a resume. Returns 0 without
+    such a count.
+
+    Args:
+        optimizer: The optimizer that has just stepped.
+        read: Returns the number in a one-element tensor.
     """
     states = getattr(optimizer, "state", None)
     state = next(iter(states.values()), None) if isinstance(states, dict) else None
@@ -38,11 +42,11 @@ def settings_of(optimizer: Any, name: str) -> dict[str, Any]:
 
 
 def only_creates_state(optimizer: Any, reader: ValueReader, *, is_before_training: bool) -> bool:
-    """Return whether a step that no backward preceded was made only to create the state.
+    """Return whether an optimizer step without a backward call only created the optimizer's state.
 
-    torch.distributed.checkpoint makes such a step with a learning rate of 0; other libraries make
-    one with zero gradients before training begins. If a script computes its gradients without
-    calling backward, they are not zero, so its steps are real.
+    Such steps are not training steps. torch.distributed.checkpoint makes one with a learning rate
+    of 0, and other libraries make one with zero gradients before training starts. A script that
+    computes its gradients without calling backward has nonzero gradients, so its steps count.
 
     Args:
         optimizer: The optimizer that has just stepped.
@@ -59,8 +63,8 @@ def only_creates_state(optimizer: Any, reader: ValueReader, *, is_before_trainin
         if parameter.grad is not None
     ]
     if not gradients:
-        # Without gradients, torch's own optimizers do nothing; others may compute gradients
-        # themselves.
+        # Without gradients, torch's own optimizers do nothing. Other optimizers may compute
+        # gradients themselves.
         return type(optimizer).__module__.startswith("torch.optim.")
     return is_before_training and reader.all_zero(gradients)
 

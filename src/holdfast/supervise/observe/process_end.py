@@ -1,8 +1,8 @@
-"""Record how a process ends: uncaught exceptions, ``sys.exit`` and the exit itself.
+"""Record how a process exits: uncaught exceptions, ``sys.exit`` and interpreter exit.
 
-The script's own hooks are called as they would be without us. A hook that the script sets later
-replaces ours; in that case the exception is read from ``sys.last_exc`` or its like when the
-interpreter exits.
+Hooks that the script has installed are still called. A hook that the script installs later replaces
+ours; the exception is then read from ``sys.last_exc`` (before Python 3.12, ``sys.last_value``) when
+the interpreter exits.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from holdfast.core.raised import describe_exception, printable
 if TYPE_CHECKING:
     from holdfast.core.events.data import EventData
 
-# Runs before multiprocessing's own finalizers, which wait for queues and children.
+# Priority that makes our finalizer run before multiprocessing's own finalizers, which wait for
+# queues and child processes.
 _FIRST_FINALIZER = 1_000_000
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep  # noqa: PTH120 - in the spelling used by frames
 _MAIN_THREAD = "MainThread"
 
 
 class ProcessEnd:
-    """Watch for the end of this process.
+    """Hooks into all the ways in which this process can exit.
 
     Args:
-        emit: Records an event; notes its own errors.
-        on_exit: Called at every sign of the exit, with the way (``"returned"``, ``"exception"`` or
-            ``"sys.exit"``), the exit status if known, and the text passed to `sys.exit`.
-        watch: Notifies when a module has been imported.
+        emit: Records an event. Never raises.
+        on_exit: Called whenever a hook notices that the process is exiting, possibly several times.
+            Its arguments are the way (``"returned"``, ``"exception"`` or ``"sys.exit"``), the exit
+            status if known, and the text passed to `sys.exit`.
+        watch: Calls back when a module has been imported.
     """
 
     def __init__(
@@ -65,11 +67,11 @@ class ProcessEnd:
         self._exit_text = ""
 
     def after_fork(self) -> None:
-        """Start over in a forked process: its parent's exceptions are not its own."""
+        """In a forked process, forget the exceptions of the parent process."""
         self._reset()
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
-            # The parent's finalizers have no effect here.
+            # A child process does not run the finalizers of its parent, so add our own.
             self._add_finalizer(util)
 
     # --- exceptions ---
@@ -97,7 +99,8 @@ class ProcessEnd:
             previous(args)
 
         threading.excepthook = excepthook
-        # Called before Python waits for threads, which may take forever. Not every Python has it.
+        # Callbacks registered here run before Python waits for threads, which may take forever. The
+        # function is private, so it may be missing.
         register_atexit = getattr(threading, "_register_atexit", None)
         if register_atexit is not None:
             register_atexit(self._leave)
@@ -105,7 +108,7 @@ class ProcessEnd:
     def _record_fatal(
         self, error: BaseException, traceback: TracebackType | None, thread: str
     ) -> None:
-        """Record, once, the exception that ends the process."""
+        """Record the exception that ends the process, unless it is already recorded."""
         if error is self._fatal_error:
             return
         self._fatal_error = error
@@ -115,9 +118,9 @@ class ProcessEnd:
     def _record(
         self, error: BaseException, traceback: TracebackType | None, thread: str, *, fatal: bool
     ) -> None:
-        # Whatever goes wrong here, the script's own hook must still be called.
+        # Suppress all errors, because the script's own hook must still be called.
         with suppress(Exception):
-            # Imported late, because it would slow down the start of every process.
+            # Importing this at the top would slow down the start of every process.
             from holdfast.core.events.process_events import ExceptionRaised
 
             facts = describe_exception(error, traceback, without=_OWN_FOLDER)
@@ -126,7 +129,7 @@ class ProcessEnd:
     # --- exits ---
 
     def _wrap_exit(self) -> None:
-        """Note calls of `sys.exit` in the main thread; in others it ends only the thread."""
+        """Note calls of `sys.exit` in the main thread; elsewhere it ends only the thread."""
         original = sys.exit
 
         @wraps(original)
@@ -138,32 +141,32 @@ class ProcessEnd:
         sys.exit = exit
 
     def _note_exit(self, status: Any) -> None:
-        """Note the argument of `sys.exit`: a status, a message (status 1) or None (status 0)."""
+        """Store the argument of `sys.exit`: a status, a message (status 1) or None (status 0)."""
         self._how = "sys.exit"
         self._status = status if isinstance(status, int) else int(status is not None)
         self._exit_text = printable(status) if type(status) is str else ""
 
     def _leave(self) -> None:
-        """Report the exit at every sign of it, since Python may still wait afterwards."""
+        """Report that the process is exiting. Python may still wait for threads afterward."""
         last_error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        # This is still unrecorded if the script's own hook has replaced ours.
+        # If the script's own hook has replaced ours, this exception is not recorded yet.
         if isinstance(last_error, BaseException):
             self._record_fatal(last_error, last_error.__traceback__, _MAIN_THREAD)
         self._on_exit(self._how, self._status, self._exit_text)
 
-    # --- children of multiprocessing, which exit by `os._exit` ---
+    # --- child processes of multiprocessing, which exit through `os._exit` ---
 
     def _hook_into_multiprocessing(self, util: ModuleType) -> None:
         self._add_finalizer(util)
         util.register_after_fork(self, lambda process_end: process_end._add_finalizer(util))
 
     def _add_finalizer(self, util: ModuleType) -> None:
-        """Report the exit of a child before the other finalizers run.
+        """Report the exit of a child process before its other finalizers run.
 
-        Up to Python 3.12, the finalizers run while the exception that ends the child is the current
-        one.
+        Up to Python 3.12, finalizers run while the exception that ends the child is being handled,
+        so `sys.exc_info` returns it.
         """
-        # The parent may have forked while it was handling an exception.
+        # If the parent forked while handling an exception, `sys.exc_info` returns that one.
         inherited_error = sys.exc_info()[1]
 
         def leave() -> None:
@@ -178,9 +181,9 @@ class ProcessEnd:
         util.Finalize(None, leave, exitpriority=_FIRST_FINALIZER)
 
     def _hook_into_traceback(self, traceback: Any) -> None:
-        """From Python 3.13 on, record the exception that ends a child when it is printed.
+        """Since Python 3.13, record the exception that ends a child process when it is printed.
 
-        There the finalizers run too late: the exception is no longer the current one.
+        In these versions, the exception is no longer being handled when the finalizers run.
         """
         previous = traceback.print_exc
 

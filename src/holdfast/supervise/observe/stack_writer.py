@@ -1,7 +1,7 @@
-"""Let ``faulthandler`` write the stacks of all threads: on a signal, and on a fatal error.
+"""Let ``faulthandler`` write the stacks of all threads on a signal and on a fatal error.
 
-If the script ever installs its own handler for `STACKS_SIGNAL`, that one replaces ours. The
-observer then shows that the signal must not be sent any more.
+If the script installs its own handler for `STACKS_SIGNAL`, it replaces ours. The observer then
+records that the signal must no longer be sent.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from holdfast.recorder.run_files import FAULTHANDLER_FILE, STACKS_SIGNAL
 
 
 class StackWriter:
-    """Has stacks written to a file of this process.
+    """Sets up ``faulthandler`` to write stacks to a file of this process.
 
     Args:
-        on_signal_taken: Called when the script installs its own handler for the signal; may raise
-            OSError.
+        on_signal_taken: Called when the script installs its own handler for the signal. An OSError
+            that it raises is ignored.
     """
 
     def __init__(self, on_signal_taken: Callable[[], None]) -> None:
         self._on_signal_taken = on_signal_taken
-        # Keep the original functions, since `watch` replaces them for the script.
+        # Keep the original functions, because `watch` replaces them for the script.
         self._enable = faulthandler.enable
         self._register = faulthandler.register
-        # If the user has enabled faulthandler, the stacks of a fatal error belong in the user's
-        # file.
+        # If the user has already enabled faulthandler, leave the stacks of a fatal error to the
+        # user's file.
         self._writes_at_death = not faulthandler.is_enabled()
         is_free = signal.getsignal(STACKS_SIGNAL) == signal.SIG_DFL
-        # The signal on which stacks are written; None if the script handles it.
+        # The signal that triggers writing the stacks; None if the script handles that signal.
         self.signal = STACKS_SIGNAL if is_free else None
 
     def open(self, folder: Path) -> None:
-        """From now on, write to the folder of this process, which may have been forked.
+        """Start writing to a file in the directory of this process. Called again after a fork.
 
         Raises:
             OSError: If the file cannot be opened.
@@ -53,7 +53,7 @@ class StackWriter:
             self._register(self.signal, file=file, all_threads=True)
 
     def watch(self) -> None:
-        """From now on, notice when the script handles the signal or enables faulthandler."""
+        """Start watching whether the script itself handles the signal or enables faulthandler."""
         signal.signal = self._wrap(signal.signal, self._on_handler)
         faulthandler.register = self._wrap(faulthandler.register, self._on_handler)
         faulthandler.enable = self._wrap(faulthandler.enable, self._on_enable)
@@ -61,7 +61,7 @@ class StackWriter:
     def _wrap(
         self, original: Callable[..., Any], notice: Callable[[Any], None]
     ) -> Callable[..., Any]:
-        """Return a wrapper that calls `notice` with the signal's number after every call."""
+        """Wrap a function so that `notice` is called after it, with the signal number or None."""
 
         @wraps(original)
         def wrapped(*args: Any, **options: Any) -> Any:

@@ -1,16 +1,16 @@
-"""`StepTracker`: derive steps of training from calls that torch makes anyway.
+"""`StepTracker`: recognize training steps in the script's calls of torch.
 
-A step ends when an optimizer has stepped. If several optimizers step after one backward, they make
-one step together. Without an optimizer, every backward is a step. If a guard owns the optimizer,
-steps have the guard's numbers; otherwise numbering continues from the count in the optimizer's
-state, as Adam has one. Only one thread is tracked: the one that calls backward, and until then the
-main thread. Other threads may load, save and evaluate at the same time.
+A step ends when an optimizer has stepped. Several optimizers that step after the same backward call
+make one step together. Without an optimizer, every backward call counts as a step. If a guard owns
+the optimizer, steps have the guard's numbers; otherwise numbering continues from the step count in
+the optimizer's state, if there is one. Only one thread is tracked: the main thread at first, then
+the thread that calls backward. Other threads may load, save and evaluate at the same time.
 
-Nothing here raises into the script: errors are noted. Methods that run at every step catch errors
-inline and avoid calls of small functions, because each call costs up to a microsecond between the
-operations of a small step. The others use `noted`.
+No error may reach the script. Methods that run at every step catch errors inline and avoid calling
+small functions, because each call costs up to a microsecond, which matters for small steps. Other
+methods use the decorator `noted`.
 
-Does not: hook into torch (``hooks`` does), or write steps down (``step_writer`` does).
+``hooks`` calls this class, and ``step_writer`` records the steps.
 """
 
 from __future__ import annotations
@@ -32,40 +32,43 @@ from holdfast.supervise.observe.values import NOT_READ, MemoryReader, PendingVal
 if TYPE_CHECKING:
     from holdfast.recorder.progress import ProgressBoard
 
-# If an optimizer exists but is never seen to step, its step is compiled, so that its hooks do not
-# run. After this many backward calls, which is more than recipes accumulate, each call counts as a
-# step.
+# If an optimizer exists but never reports a step, its step is compiled, so hooks do not run. After
+# this many backward calls, each further call counts as a step. Gradient accumulation over more
+# micro-batches is rare.
 _MAX_BACKWARDS_WITHOUT_STEP = 256
-# Loss and gradient norm are read at each of the first steps, then once per pause: a NaN that
-# matters persists.
+# Loss and gradient norm are read at each of the first steps, and after that once per pause. A NaN
+# that matters will still be there at the next reading.
 _STEPS_ALL_READ = 1000
 _READ_PAUSE_NANOSECONDS = 2_000_000
-# The board has 32 bits for the number of steps.
+# The board stores the number of steps in 32 bits.
 _MADE_MASK = 0xFFFFFFFF
-# Looking up a member of an enumeration is slow, so these are kept as module constants.
+# Looking up an enum member is slow, so these are module constants.
 _DATA_WAIT = ProcessPhase.DATA_WAIT
 _OPTIMIZER = ProcessPhase.OPTIMIZER
 
 
 class TrainingThread:
-    """The thread that trains, and the calls that it is in.
+    """State of the thread that trains: which of the wrapped calls it is currently in.
 
-    ``hooks`` reports only the outermost of several nested calls.
+    ``hooks`` uses it to report only the outermost of nested calls.
     """
 
     def __init__(self, identifier: int) -> None:
         self.identifier = identifier
-        # Whether it waits for a loader.
+        # Whether the thread is waiting for a loader.
         self.is_waiting = False
-        # Whether it does something other than training, such as saving.
+        # Whether the thread is doing something other than training, such as saving.
         self.is_interrupted = False
         self.in_backward = False
 
 
 class StepTracker:
-    """Counts the steps of this process.
+    """Counts and records the training steps of this process.
 
-    `has_optimizer` returns whether any optimizer was created.
+    Args:
+        observer: Provides the progress board and records events.
+        torch: The torch module, as the script imported it.
+        has_optimizer: Returns whether any optimizer has been created.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class StepTracker:
     ) -> None:
         self.observer = observer
         self._has_optimizer = has_optimizer
-        # This costs one function call; `torch.compiler.is_compiling` costs two.
+        # `torch.compiler.is_compiling` would cost a second function call.
         self.is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
         self._values = ValueReader(torch)
         self._read = self._values.read
@@ -82,14 +85,14 @@ class StepTracker:
         self._reset(main_thread if main_thread is not None else get_ident())
 
     def reset_after_fork(self) -> None:
-        """Start over in a forked process."""
+        """Discard all state in a forked process."""
         self._values.reset_after_fork([self._step, self._writer.late_values])
         self._memory.reset()
         self._reset(get_ident())
 
     @noted
     def finish(self) -> None:
-        """Complete the newest samples, as far as possible without waiting."""
+        """Complete the samples whose values have arrived, without waiting for others."""
         self._writer.complete()
 
     def _reset(self, thread: int) -> None:
@@ -98,74 +101,75 @@ class StepTracker:
         self._writer = StepWriter(self.observer, self._values)
         # The step in progress.
         self._step = Step()
-        # When loss and norm are read again.
+        # Monotonic time in nanoseconds at which loss and norm are read again.
         self._next_read = 0
-        # The loss that a gradient scaler scaled last, and a weak reference to the scaled loss.
+        # The loss that a gradient scaler scaled most recently, and a weak reference to the scaled
+        # loss.
         self._scaled_loss: tuple[Any, Any] | None = None
-        # Whether an optimizer is stepping, and the phase before that.
+        # Whether an optimizer is stepping, and the phase before its step.
         self._in_optimizer = False
         self._phase_before_optimizer = ProcessPhase.STARTING
-        # `id` of the optimizer that ended the newest step; 0 if none has stepped yet.
+        # `id` of the optimizer that ended the last step; 0 if none has stepped yet.
         self._last_optimizer_id = 0
         # `id` of every optimizer that has ended a step.
         self._optimizer_ids: set[int] = set()
-        # Without an optimizer step, backward calls count as steps after this many; None before the
-        # first backward.
+        # As long as no optimizer has stepped, further backward calls count as steps after this
+        # many. None before the first backward call.
         self._max_backwards_without_step: int | None = None
-        # Once a leak trace was requested.
+        # None until the supervisor has requested a leak trace.
         self._leak_tracer: Any = None
 
     # --- loader ---
 
     def wait_begins(self) -> None:
-        """The training loop has requested a batch from a loader."""
+        """Called when the training loop requests a batch from a loader."""
         try:
             now = self.observer.board.enter(_DATA_WAIT)
             step = self._step
             step.wait_began_at = now
             step.began_at = step.began_at or now
-        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
             self.observer.note_error(error)
 
     def wait_ends(self, phase: ProcessPhase | None) -> None:
-        """The loader has returned a batch, or is exhausted.
+        """Called when the loader has returned a batch or is exhausted.
 
         Args:
-            phase: The phase that follows; None for training.
+            phase: The phase to show next; None for training.
         """
         try:
             now = self.observer.board.enter(phase or self.phases.training)
             step = self._step
             step.waited += now - step.wait_began_at
-        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
             self.observer.note_error(error)
 
     @noted
     def loader_begins(self, loader: Any) -> None:
-        """The training loop begins to iterate over a loader."""
+        """Called when the training loop starts to iterate over a loader."""
         self._writer.note_loader(loader)
 
     # --- backward ---
 
     @noted
     def loss_scaled(self, loss: Any, scaled: Any) -> None:
-        """A gradient scaler has multiplied a loss.
+        """Called when a gradient scaler has scaled a loss.
 
         Args:
             loss: The loss before scaling.
-            scaled: Weak reference to the scaled loss, from which backward will start.
+            scaled: Weak reference to the scaled loss, on which the script will call backward.
         """
         self._scaled_loss = (loss, scaled)
 
     def backward_begins(self, root: Any) -> None:
-        """Backward is called.
+        """Called when backward starts.
 
         Args:
-            root: The tensor that backward starts from; None if there are several.
+            root: The tensor on which backward is called; None if there are several.
         """
         try:
             self.thread.identifier = get_ident()
-            # The gradients of the newest sample change now.
+            # The gradients now change, so a norm no longer belongs to the newest sample.
             self._writer.newest_sample = 0
             board = self.observer.board
             step = self._step
@@ -178,13 +182,13 @@ class StepTracker:
                 if step.loss is not None:
                     self._keep_earlier_loss(step.loss)
                 step.loss = self._read(root)
-        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
             self.observer.note_error(error)
 
     def _take_unscaled_loss(self, root: Any) -> Any:
-        """Return the loss before scaling, or None if backward starts from another tensor.
+        """Return the loss before scaling, or None if backward was called on a different tensor.
 
-        A sum of scaled losses, for example, cannot be unscaled.
+        For example, a sum of scaled losses cannot be unscaled.
         """
         assert self._scaled_loss is not None
         loss, scaled = self._scaled_loss
@@ -192,7 +196,7 @@ class StepTracker:
         return loss if scaled() is root else None
 
     def _keep_earlier_loss(self, loss: float | PendingValue) -> None:
-        """Keep the loss of an earlier backward call: the step's gradients are those of the sum."""
+        """Add the loss of an earlier backward call in the same step to the step's loss."""
         step = self._step
         if not isinstance(loss, PendingValue):
             step.earlier_loss += loss
@@ -203,7 +207,7 @@ class StepTracker:
             step.earlier_parts = (*step.earlier_parts, loss)
 
     def backward_ends(self) -> None:
-        """Backward has returned."""
+        """Called when backward has returned."""
         try:
             board = self.observer.board
             board.micro_step += 1
@@ -214,38 +218,38 @@ class StepTracker:
                 )
             no_optimizer_steps = self._last_optimizer_id == 0
             if no_optimizer_steps and board.micro_step > self._max_backwards_without_step:
-                # Every backward is a step.
+                # No optimizer steps, so every backward call counts as a step.
                 self._end_step(board, None)
             elif self._in_optimizer and board.steps_made > 0:
-                # The closure of an optimizer called backward; its step continues.
+                # The closure of an optimizer called backward, and the optimizer's step continues.
                 board.enter(_OPTIMIZER)
             else:
-                # Entering the same phase again shows progress.
+                # Entering the same phase again counts as progress.
                 board.enter(board.phase)
-        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
             self.observer.note_error(error)
 
     def norm_computed(self, norm: Any, *_: Any) -> None:
-        """The script has computed the gradient norm."""
+        """Called when the script has computed the gradient norm."""
         try:
             step = self._step
             if not step.reads_values:
                 return
             value = self._read(norm)
             if self._writer.newest_sample:
-                # The step with these gradients has already ended.
+                # The step to which these gradients belong has already ended.
                 self._writer.amend_norm(value)
                 return
             if isinstance(step.norm, PendingValue):
                 self._values.release(step.norm)
             step.norm = value
-        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
             self.observer.note_error(error)
 
     # --- optimizer ---
 
     def optimizer_begins(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """An optimizer is about to step; a closure may call backward within this step."""
+        """Called when an optimizer is about to step. Its closure may call backward."""
         if self.is_compiling():
             return
         try:
@@ -255,11 +259,11 @@ class StepTracker:
             self._phase_before_optimizer = board.phase
             if board.steps_made > 0:
                 board.enter(_OPTIMIZER)
-        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
             self.observer.note_error(error)
 
     def optimizer_ends(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """An optimizer has stepped."""
+        """Called when an optimizer has stepped."""
         if self.is_compiling():
             return
         try:
@@ -271,26 +275,27 @@ class StepTracker:
                 return
             self._last_optimizer_id = id(optimizer)
             rate = optimizer.param_groups[0].get("lr")
-            # A learning rate that is a tensor may be on a device, so reading it could wait.
+            # If the learning rate is a tensor on a GPU, reading it could wait for the GPU.
             if isinstance(rate, (int, float)):
                 step.learning_rate = rate
             self._end_step(board, optimizer)
-        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
             self.observer.note_error(error)
 
     def _skips_step_without_backward(self, board: ProgressBoard, optimizer: Any) -> bool:
-        """Decide whether an optimizer step that no backward preceded counts; return True if not.
+        """Return whether an optimizer step without a backward call is not a step of its own.
 
-        Two kinds do not count: a step that only creates the optimizer's state, and the step of
-        another optimizer after the same backward. For these, the phase is restored here. Any other
-        one counts, since the script computed its gradients without calling backward.
+        This applies to two kinds of optimizer steps: those that only create the optimizer's state,
+        and those of another optimizer after the same backward call. For them, this method also
+        restores the phase. All others count, because the script computed the gradients without
+        backward.
         """
         is_before_training = board.steps_made == 0 and board.micro_step == 0
         if only_creates_state(optimizer, self._values, is_before_training=is_before_training):
             board.enter(self._phase_before_optimizer)
             return True
         if board.micro_step and id(optimizer) != self._last_optimizer_id:
-            # If backward calls were counted so far, count the steps of this optimizer from now on.
+            # If backward calls have been counted so far, switch to counting this optimizer's steps.
             self._last_optimizer_id = self._last_optimizer_id or id(optimizer)
             board.enter(self.phases.training)
             return True
@@ -302,11 +307,11 @@ class StepTracker:
     # --- the end of a step ---
 
     def _end_step(self, board: ProgressBoard, optimizer: Any) -> None:
-        """Count the step in progress, record it, and begin the next one.
+        """Count and record the step in progress, and start the next one.
 
         Args:
             board: The progress board of this process.
-            optimizer: The optimizer that has stepped; None if backward calls are counted.
+            optimizer: The optimizer that has stepped; None if backward calls count as steps.
         """
         ended = self._step
         step = self._step = Step()
@@ -329,27 +334,28 @@ class StepTracker:
         step.reads_values = board.steps_made < _STEPS_ALL_READ or now >= self._next_read
         if step.reads_values:
             self._next_read = now + _READ_PAUSE_NANOSECONDS
-        # A trace is requested because of the memory readings taken here, so check after those only.
+        # The supervisor requests a leak trace because of these memory readings, so it is enough to
+        # check for a request after each reading.
         if ended.memory is not NOT_READ or self._leak_tracer is not None:
             self._trace_if_requested(board)
 
     def _correct_number(self, board: ProgressBoard, optimizer: Any) -> None:
-        """Give the step that has just ended the number of its guard or of a resumed optimizer."""
+        """Take the number of the step that has just ended from its guard or resumed optimizer."""
         guard_entry = guarded.get(id(optimizer))
         guard = None if guard_entry is None else guard_entry[1]()
         is_new = id(optimizer) not in self._optimizer_ids
         if guard is not None:
-            # The guard increments its count only after this hook.
+            # The guard increments its count after this hook has run.
             board.step = guard.global_step + 1
         elif is_new and board.steps_made == len(self._optimizer_ids) + 1:
-            # Every optimizer so far has made exactly one step. One that appears later was created
-            # during training, not resumed.
+            # All optimizers seen so far have made exactly one step. An optimizer that first steps
+            # later was created during training, so it was not resumed.
             board.step += steps_before_this(optimizer, self._read)
         if optimizer is not None:
             self._optimizer_ids.add(id(optimizer))
 
     def _trace_if_requested(self, board: ProgressBoard) -> None:
-        """Let the leak tracer scan, if the supervisor has requested a trace."""
+        """Run the leak tracer if the supervisor has requested a trace."""
         request = board.trace_requested()
         if self._leak_tracer is None:
             if request == 0:

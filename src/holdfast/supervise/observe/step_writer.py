@@ -1,7 +1,7 @@
-"""`StepWriter`: write every step that has ended into the ring of samples.
+"""`StepWriter`: record every completed step as a sample in the ring buffer.
 
-On a GPU, the loss and the gradient norm of a step arrive some steps later. They complete its sample
-then, and nothing waits for them.
+On a GPU, the loss and the gradient norm of a step reach the host a few steps later. They are then
+added to the step's sample; nothing waits for them.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ _Value: TypeAlias = float | PendingValue | None
 
 
 class Step:
-    """One step, and what was measured of it. Times are in nanoseconds, on the monotonic clock.
+    """Measurements of one step. Times are in nanoseconds, on the monotonic clock.
 
-    The class has no `__init__`, because its call would cost time at every step.
+    The class has no `__init__`, because calling one would cost time at every step.
     """
 
-    # When the step began; 0 if unknown.
+    # Start time of the step; 0 if unknown.
     began_at = 0
-    # `ProgressBoard.micro_step` when it began.
+    # Value of `ProgressBoard.micro_step` at the start of the step.
     first_micro_step = 0
-    # When it last began to wait for the loader, and how long it has waited in total.
+    # When the last wait for the loader began, and the total time of all waits.
     wait_began_at = 0
     waited = 0
-    # Whether its loss and norm are read.
+    # Whether the loss and the gradient norm are read in this step.
     reads_values = True
     # Loss of the last backward call.
     loss: _Value = None
-    # Losses of earlier backward calls: the sum of those that are known, and those that are still
-    # being copied.
+    # Losses of earlier backward calls: the sum of those that are known, and the values that are
+    # still being copied.
     earlier_loss = 0.0
     earlier_parts: tuple[PendingValue, ...] = ()
     # Gradient norm.
     norm: _Value = None
 
-    # The following is set when the step ends: its number as the script counts, its number of
-    # backward calls, its duration in seconds, the rate of the first parameter group, and the memory
-    # in use.
+    # These are set when the step ends: its number as the script counts, the number of backward
+    # calls, the duration in seconds, the learning rate of the first parameter group, and the memory
+    # use.
     number = 0
     micro_steps = 0
     seconds = math.nan
@@ -57,7 +57,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class _LateValue:
-    """A value that is still being copied, the number of its sample, and an amount to add to it."""
+    """A value that is still being copied from a GPU, to be added to a sample.
+
+    Args:
+        sample: Number of the sample.
+        kind: The field of the sample to which the value belongs.
+        value: The value.
+        addend: Number to add to the value.
+    """
 
     sample: int
     kind: Literal["loss", "part of a loss", "grad_norm"]
@@ -66,9 +73,11 @@ class _LateValue:
 
 
 class StepWriter:
-    """Records the steps of this process, and the settings of its optimizers.
+    """Records the steps of this process and the settings of its optimizers.
 
-    `reader` takes back the slots of values that have arrived.
+    Args:
+        observer: Opens the ring buffer and records settings.
+        reader: Takes back the pinned-memory slots of values that have arrived.
     """
 
     def __init__(self, observer: ObservedProcess, reader: ValueReader) -> None:
@@ -77,24 +86,25 @@ class StepWriter:
         # None until the first step has ended, or if the ring cannot be created.
         self._samples: SampleRing | None = None
         self._cannot_record = False
-        # The values that are still being copied, in the order of their steps.
+        # Values that are still being copied, in the order of their steps.
         self.late_values: deque[_LateValue] = deque()
-        # The next loss to complete is a sum; this is the sum of its parts that have arrived.
+        # A loss may be a sum over backward calls. This is the sum of the parts that have arrived
+        # for the next loss to complete.
         self._sum_of_parts = 0.0
-        # Number of the newest sample as long as the gradients of its step still exist, so that a
-        # norm computed now is that of this step; otherwise 0.
+        # Number of the newest sample while the gradients of its step still exist: a norm that is
+        # computed now belongs to that step. Otherwise 0.
         self.newest_sample = 0
-        # Numbers of the optimizers in the ring, by `id`.
+        # Number of each optimizer in the ring buffer, by the optimizer's `id`.
         self._optimizer_numbers: dict[int, int] = {}
-        # The settings of the training run.
+        # Settings of the training run, as recorded.
         self._settings: dict[str, Any] = {}
 
     def record(self, step: Step, optimizer: Any) -> None:
-        """Record a step that has ended; values still being copied complete the sample later.
+        """Record a completed step. Values that are still being copied are added later.
 
         Args:
-            step: The step.
-            optimizer: The optimizer that has stepped; None if backward calls are counted.
+            step: The completed step.
+            optimizer: The optimizer that has stepped; None if backward calls count as steps.
         """
         samples = self._samples or self._open_samples()
         if samples is None:
@@ -105,7 +115,7 @@ class StepWriter:
         loss = step.loss
         norm = step.norm
         known_loss = None
-        # If earlier losses are still being copied, the sum is not known yet.
+        # While earlier losses are still being copied, their sum is unknown.
         if type(loss) is float and not step.earlier_parts:
             known_loss = loss + step.earlier_loss
         number = samples.write(
@@ -119,7 +129,7 @@ class StepWriter:
             *step.memory,
             optimizer=optimizer_number,
         )
-        # Without a backward, a norm that is computed later cannot be that of this step.
+        # A step without a backward call has no gradients whose norm could be computed later.
         self.newest_sample = number if step.micro_steps else 0
         if step.earlier_parts or isinstance(loss, PendingValue):
             self._complete_loss_later(number, step)
@@ -129,14 +139,14 @@ class StepWriter:
             self.complete()
 
     def amend_norm(self, norm: _Value) -> None:
-        """Add the gradient norm to the newest sample, whose step has ended already."""
+        """Add the gradient norm to the newest sample, although its step has already ended."""
         if isinstance(norm, PendingValue):
             self.late_values.append(_LateValue(self.newest_sample, "grad_norm", norm))
         elif self._samples is not None:
             self._samples.amend(self.newest_sample, grad_norm=norm)
 
     def complete(self) -> None:
-        """Write the values that have arrived into their samples, without waiting for the others."""
+        """Write values that have arrived to their samples, without waiting for the others."""
         while self._samples is not None and self.late_values:
             late = self.late_values[0]
             if not late.value.has_arrived():
@@ -153,7 +163,10 @@ class StepWriter:
             self._reader.release(late.value)
 
     def _complete_loss_later(self, sample: int, step: Step) -> None:
-        """Let a loss still being copied complete its sample; without its last part, drop it."""
+        """Add a loss to its sample once all its parts have been copied.
+
+        If the loss of the last backward call could not be read, its earlier parts are dropped.
+        """
         if isinstance(step.loss, PendingValue):
             for part in step.earlier_parts:
                 self.late_values.append(_LateValue(sample, "part of a loss", part))
@@ -161,13 +174,14 @@ class StepWriter:
             self.late_values.append(last)
         else:
             for part in step.earlier_parts:
-                # The slot can be reused at once: its next copy follows this one in the stream.
+                # The slot can be reused immediately: the next copy into it follows this one in the
+                # stream.
                 self._reader.release(part)
 
     def _register_optimizer(self, optimizer: Any, samples: SampleRing) -> int:
-        """Number an optimizer that has not stepped before, and return the number; 0 for None.
+        """Return a new number for an optimizer that has not stepped before, or 0 for None.
 
-        Its name and settings are recorded, unless a guard records them.
+        The optimizer's name and settings are recorded, unless a guard records them.
         """
         if optimizer is None:
             return 0
@@ -184,14 +198,14 @@ class StepWriter:
         return number
 
     def note_loader(self, loader: Any) -> None:
-        """Note the batch size of a loader, one of the settings of the training run."""
+        """Add the batch size of a loader to the settings of the training run."""
         sampler = getattr(loader, "batch_sampler", None)
         batch_size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
         if batch_size is not None:
             self._settings.setdefault("batch_size", batch_size)
 
     def _open_samples(self) -> SampleRing | None:
-        """Return the ring of samples; None on a full disk, where steps are still counted."""
+        """Open the ring buffer; return None on a full disk, on which steps are only counted."""
         if self._cannot_record:
             return None
         try:

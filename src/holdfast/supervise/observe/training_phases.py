@@ -1,7 +1,7 @@
-"""`TrainingPhases`: the phases of training, and the phases to return to after an interruption.
+"""`TrainingPhases`: show saving, evaluation and compilation on the progress board.
 
-The board shows the current phase. Saving, evaluation and compilation interrupt training, from
-whichever phase it is in.
+They can interrupt any phase of training. After saving and compilation, the board returns to the
+phase that was interrupted.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from holdfast.supervise.observe.observed_process import ObservedProcess, noted
 
 
 class TrainingPhases:
-    """Shows the phases of a process that do not depend on its steps."""
+    """Updates the phase on the board when training is interrupted."""
 
     def __init__(self, observer: ObservedProcess) -> None:
         self.observer = observer
-        # The phase that forward and backward belong to: the first step is a phase of its own.
+        # The phase to show during forward and backward. The first step has a phase of its own.
         self.training = ProcessPhase.FIRST_STEP
-        # The phases to return to afterwards.
+        # The phases to return to after an interruption.
         self._before_interruption = ProcessPhase.STARTING
         self._before_compiling = ProcessPhase.STARTING
 
     @noted
     def interruption_begins(self, phase: ProcessPhase) -> None:
-        """Show `phase`: something that interrupts training begins, such as a save."""
+        """Show `phase`, because an interruption such as a save begins."""
         self._before_interruption = self.observer.board.phase
         self.observer.board.enter(phase)
 
     @noted
     def interruption_ends(self) -> None:
-        """Return to the phase before `interruption_begins`; it may have ended in an exception."""
+        """Return to the phase that was interrupted. Also called after an exception."""
         self.observer.board.enter(self._before_interruption)
 
     @noted
     def evaluation_begins(self) -> None:
-        """A module was switched to eval mode, which may be the only sign of an evaluation."""
+        """Called when a module is switched to eval mode. An evaluation may give no other sign."""
         board = self.observer.board
         trains = board.phase in (ProcessPhase.FORWARD_BACKWARD, ProcessPhase.END_OF_EPOCH)
         if board.steps_made > 0 and trains:
@@ -42,7 +42,7 @@ class TrainingPhases:
 
     @noted
     def compile_begins(self) -> None:
-        """A part of the model is about to be compiled by torch."""
+        """Called when torch is about to compile a part of the model."""
         self.training = ProcessPhase.FIRST_STEP
         board = self.observer.board
         if board.phase not in (ProcessPhase.DATA_WAIT, ProcessPhase.SAVING, ProcessPhase.ENDING):
@@ -51,7 +51,7 @@ class TrainingPhases:
 
     @noted
     def compile_ends(self) -> None:
-        """The compilation has finished."""
+        """Called when the compilation has finished."""
         board = self.observer.board
         if board.steps_made > 0:
             self.training = ProcessPhase.FORWARD_BACKWARD

@@ -1,10 +1,11 @@
-"""Read numbers from one-element tensors, and memory use, without synchronizing with the GPU.
+"""Read one-element tensors and memory use without synchronizing with the GPU.
 
-On the host, a number is read straight from memory, invisible to autograd and to any mode of the
-script. On a GPU it is copied to pinned memory in the script's stream, and read at a later step once
-it has arrived. Nothing waits for it, and we never initialize CUDA.
+A number on the host is read directly from its memory address, which neither autograd nor any torch
+mode of the script notices. A number on a GPU is copied to pinned memory in the script's stream. It
+is read at a later step, when it has arrived; nothing waits for it. This module never initializes
+CUDA.
 
-Nothing here imports torch: the module is passed in.
+The torch module is passed in as an argument, never imported.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
 
-# How many copies per dtype may be in flight: at one or two per step, far more than a GPU lags
-# behind.
+# Maximum number of pending copies per dtype. With one or two copies per step, a GPU never lags
+# behind this far.
 _SLOTS = 16
-# Reading /proc costs a system call, and reading the allocator's statistics 0.1 ms per device. With
-# these pauses both stay far below 1 % of the time.
+# Reading /proc costs a system call, and reading the allocator's statistics costs 0.1 ms per device.
+# With these pauses, both cost far less than 1 % of the time.
 _HOST_PAUSE_NANOSECONDS = 20_000_000
 _DEVICE_PAUSE_NANOSECONDS = 250_000_000
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -29,7 +30,7 @@ _MAX_STATM_BYTES = 64
 
 
 class _Float16:
-    """A number type that can be read from an address, like a ctypes type."""
+    """A float16 number that can be read from an address, like a ctypes type."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -48,12 +49,12 @@ class _BFloat16(_Float16):
 
 
 class PendingValue:
-    """A number that is being copied from a GPU.
+    """A number that is still being copied from a GPU.
 
     Args:
         slot: One-element tensor in pinned memory, the target of the copy.
         event: A CUDA event recorded after the copy.
-        number_type: How the number is read from the slot.
+        number_type: The ctypes-like type with which the number is read from the slot.
     """
 
     def __init__(self, slot: Any, event: Any, number_type: Any) -> None:
@@ -66,13 +67,13 @@ class PendingValue:
         return bool(self.event.query())
 
     def value(self) -> float:
-        """Return the number; call this only once it has arrived."""
+        """Return the number. Call this only after `has_arrived` has returned True."""
         number: float = self._number_type.from_address(self.slot.data_ptr()).value
         return number
 
 
 class ValueReader:
-    """Reads one-element tensors."""
+    """Reads the number in a one-element tensor."""
 
     def __init__(self, torch: ModuleType) -> None:
         self._torch: Any = torch
@@ -83,24 +84,25 @@ class ValueReader:
             torch.float16: _Float16,
             torch.bfloat16: _BFloat16,
         }
-        # The script's torch-function modes must not see our calls.
+        # Hides our calls from the script's torch-function modes.
         self._disable_torch_function: Any = torch._C.DisableTorchFunction
         self._is_torch_function_mode_enabled: Callable[[], bool] = (
             torch._C._is_torch_function_mode_enabled
         )
         self._dispatch_mode_count: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-        # Free slots in pinned memory, each with its event, by dtype.
+        # Free slots in pinned memory with their CUDA events, by dtype.
         self._free_slots: dict[Any, list[tuple[Any, Any]]] = {}
         # Slots of the parent process; see `reset_after_fork`.
         self._abandoned: list[Any] = []
 
     def reset_after_fork(self, pending: list[Any]) -> None:
-        """Start over in a forked process, which cannot use its parent's GPU.
+        """Start over in a forked process, which must not use its parent's CUDA context.
 
-        It cannot even free what belongs to that GPU, so references to everything are kept.
+        Such a process must not even free objects that belong to CUDA, so references to them are
+        kept.
 
         Args:
-            pending: What holds values that were being copied in the parent.
+            pending: Objects that hold values that the parent was copying.
         """
         self._abandoned += [self._free_slots, *pending]
         self._free_slots = {}
@@ -108,16 +110,15 @@ class ValueReader:
     def read(self, tensor: Any) -> float | PendingValue | None:
         """Return the number in a tensor, or a `PendingValue` for it.
 
-        A ``DTensor`` counts as its local part if every rank holds all of it.
+        A replicated ``DTensor`` is read through its local tensor.
 
         Returns:
-            None for anything but a plain tensor with one floating-point element on the host or a
-            CUDA device, and for a number that cannot be read without side effects.
+            The number, or None if it cannot be read without side effects. Only a plain tensor with
+            one floating-point element on the host or a CUDA device can be read.
         """
         if type(tensor) is not self._tensor_type:
             tensor = _replicated_part(tensor)
-            # Another subclass may run any code when touched, such as communicating with other
-            # ranks.
+            # Any use of another tensor subclass may run arbitrary code, such as a collective.
             if type(tensor) is not self._tensor_type:
                 return None
         if self._is_torch_function_mode_enabled():
@@ -133,19 +134,19 @@ class ValueReader:
             if tensor.is_cuda and self._may_copy():
                 return self._start_copy(tensor, number_type)
         except (RuntimeError, NotImplementedError):
-            # A tensor inside a torch.func transform, or with a sparse or other layout, has no
-            # memory that could be read directly.
+            # A tensor inside a torch.func transform, or with a sparse layout, has no memory that
+            # can be read directly.
             return None
         return None
 
     def _may_copy(self) -> bool:
-        """Return whether a copy would be invisible to modes and not be captured in a CUDA graph."""
+        """Return whether no torch dispatch mode and no CUDA graph capture would notice a copy."""
         if self._dispatch_mode_count():
             return False
         return not self._torch.cuda.is_current_stream_capturing()
 
     def _start_copy(self, tensor: Any, number_type: Any) -> PendingValue | None:
-        """Start copying a number to the host; None if all slots are in use."""
+        """Start copying a number to the host; return None if all slots are in use."""
         free_slots = self._free_slots.get(tensor.dtype)
         if free_slots is None:
             free_slots = self._allocate_slots(tensor.dtype)
@@ -167,15 +168,15 @@ class ValueReader:
         return [(memory[index : index + 1], self._torch.cuda.Event()) for index in range(_SLOTS)]
 
     def release(self, pending: PendingValue) -> None:
-        """Return the slot of a value to the free slots."""
+        """Make the slot of a value available for another copy."""
         free_slots = self._free_slots.get(pending.slot.dtype)
         if free_slots is not None:
             free_slots.append((pending.slot, pending.event))
 
     def all_zero(self, tensors: Iterable[Any]) -> bool:
-        """Return whether all elements that this rank holds are 0.
+        """Return whether all elements of these tensors on this rank are 0.
 
-        On a GPU this waits for each tensor until one is not 0.
+        On a GPU, this synchronizes once per tensor, up to the first tensor that is not 0.
         """
         with self._disable_torch_function():
             try:
@@ -190,10 +191,10 @@ class ValueReader:
 
 
 def _replicated_part(tensor: Any) -> Any:
-    """Return the local part of a replicated ``DTensor``; None if it is sharded.
+    """Return the local tensor of a replicated ``DTensor``, or None if it is sharded.
 
-    FSDP2 returns such tensors as gradient norms. Only attributes are read, since any computation
-    could communicate with other ranks. Anything other than a ``DTensor`` is returned unchanged.
+    FSDP2 returns gradient norms as replicated tensors. Only attributes are read, because any
+    computation could communicate with other ranks. Other tensors are returned unchanged.
     """
     distributed: Any = sys.modules.get("torch.distributed.tensor")
     if distributed is None or type(tensor) is not distributed.DTensor:
@@ -201,7 +202,8 @@ def _replicated_part(tensor: Any) -> Any:
     if not all(placement.is_replicate() for placement in tensor._spec.placements):
         return None
     local = tensor._local_tensor
-    # A collective may still have to fill this tensor. Whoever uses it waits for that; we never do.
+    # A collective may still be filling this tensor. Using it would wait for the collective, so read
+    # it only if the collective has completed.
     return local.elem if getattr(local, "completed", False) else local
 
 
@@ -212,7 +214,7 @@ class MemoryUse(NamedTuple):
         resident: Resident memory of this process on the host.
         allocated: Memory allocated by tensors, over all devices.
         reserved: Memory reserved by the caching allocator, over all devices.
-        peak: Sum of the devices' peaks of `allocated`.
+        peak: Peak of `allocated` on each device, summed over all devices.
     """
 
     resident: int = 0
@@ -225,30 +227,30 @@ NOT_READ = MemoryUse()
 
 
 class MemoryReader:
-    """Reads the memory use of this process and its devices, often enough to follow its course."""
+    """Reads the memory use of this process and its devices, at limited intervals."""
 
     def __init__(self, torch: ModuleType) -> None:
         self._cuda: Any = torch.cuda
         self.reset()
 
     def reset(self) -> None:
-        """Start over in this process, which may have been forked."""
+        """Forget the open file and all reading times, as needed after a fork."""
         self._statm_descriptor: int | None = None
-        # In monotonic nanoseconds; before this time `read` need not be called.
+        # Monotonic time in nanoseconds before which `read` should not be called.
         self.next_read = 0
         self._next_device_read = 0
 
     def read(self, now: int) -> MemoryUse:
-        """Return the memory use; device memory only if it was not read a moment ago.
+        """Return the memory use. Device memory is read less often than host memory.
 
         Args:
-            now: Monotonic nanoseconds, not before `next_read`.
+            now: Monotonic time in nanoseconds, not before `next_read`.
         """
         self.next_read = now + _HOST_PAUSE_NANOSECONDS
         try:
             resident = self._read_resident_bytes()
         except (OSError, ValueError, IndexError):
-            # A script that daemonized itself has closed the file.
+            # The script has closed the file, for example to run as a daemon.
             self._statm_descriptor = None
             return NOT_READ
         if now < self._next_device_read or not self._cuda.is_initialized():
@@ -262,7 +264,7 @@ class MemoryReader:
         return int(words[1]) * _PAGE_BYTES
 
     def _read_devices(self, resident: int, now: int) -> MemoryUse:
-        """Return the memory use with the statistics of all devices added."""
+        """Return the memory use of the process, with the totals over all devices."""
         device_count = self._cuda.device_count()
         self._next_device_read = now + device_count * _DEVICE_PAUSE_NANOSECONDS
         allocated = 0

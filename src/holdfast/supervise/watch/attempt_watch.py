@@ -1,4 +1,4 @@
-"""`AttemptWatch`: what the watching threads know about an attempt, and where they report."""
+"""`AttemptWatch`: the interface between the watching threads and the attempt that they watch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from holdfast.supervise.watch.limits import HangLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptWatch:
-    """An attempt to watch. The functions may be called from any thread.
+    """An attempt to watch, with callbacks for reports. The callbacks are thread-safe.
 
     Args:
         run_path: The run directory.
         attempt: Number of the attempt; processes of other attempts are ignored.
-        limits: How long phases may take.
+        limits: How long phases may go without progress.
         emit: Records an event.
-        on_hang: Called with each hang, including those that need no action but waiting.
+        on_hang: Called with every hang, even if the remedy is only to wait.
         say: Prints a message.
     """
 

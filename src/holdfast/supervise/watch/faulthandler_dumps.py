@@ -1,4 +1,4 @@
-"""Request the stacks that an observed process writes through ``faulthandler`` on a signal."""
+"""Ask an observed process for its stacks, which ``faulthandler`` writes on a signal."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from holdfast.recorder.run_files import STACKS_SIGNAL
 from holdfast.supervise.process_tree import catches
 from holdfast.supervise.watch.py_spy import MAX_FRAMES
 
-# Time to wait for a dump, which takes faulthandler 0.003 s.
+# Time limit for a dump. faulthandler needs about 0.003 s.
 _ANSWER_SECONDS = 0.5
-# The dump is complete when its file has not grown for this long.
+# A dump is complete when its file has not grown for this long.
 _QUIET_SECONDS = 0.02
 _MAX_BYTES = 4 << 20
 _THREAD = re.compile(
@@ -28,19 +28,19 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 
 
 def ask_for_stacks(pid: int, file: Path) -> tuple[ThreadLook, ...] | None:
-    """Make an observed process write its own stacks, and return them.
+    """Make an observed process write its stacks to its file, and return the new stacks.
 
     Args:
-        pid: The process.
-        file: The file that it appends its stacks to.
+        pid: PID of the observed process.
+        file: The file to which the process appends its stacks.
 
     Returns:
-        Its threads; None if it has no handler for the signal or does not respond.
+        The threads of the process; None if it has no handler for the signal or does not respond.
     """
     try:
         size_before = file.stat().st_size
-        # Refuse anything but a regular file, such as a pipe put in its place. A process without a
-        # handler would die of the signal.
+        # Opening something other than a regular file, such as a pipe, could block. The signal would
+        # kill a process that has no handler for it.
         if not file.is_file() or not catches(pid, STACKS_SIGNAL):
             return None
         os.kill(pid, STACKS_SIGNAL)
@@ -66,7 +66,10 @@ def _wait_for_dump(file: Path, size_before: int) -> None:
 
 @dataclass(slots=True)
 class _DumpedThread:
-    """A thread in a dump. `ident` is not the kernel's thread ID, but the same in every dump."""
+    """A thread in a dump.
+
+    `ident` is not the kernel's thread ID, but it is the same in every dump of a process.
+    """
 
     ident: int
     name: str
@@ -74,7 +77,7 @@ class _DumpedThread:
 
 
 def read_faulthandler(text: str) -> tuple[ThreadLook, ...]:
-    """Return the threads in a faulthandler dump, which lists the main thread last."""
+    """Parse the threads in a faulthandler dump; the last one is the main thread."""
     threads: list[_DumpedThread] = []
     for line in text.splitlines():
         thread = _THREAD.match(line)

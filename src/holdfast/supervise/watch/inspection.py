@@ -1,7 +1,7 @@
-"""Inspect a training process started without holdfast: does it make progress, and if not, why?
+"""Inspect a training process that was started without holdfast, and diagnose a hang.
 
-The process is only read, never stopped or changed. It has no progress board, so progress is
-inferred from its stacks and from what its threads do between two observations.
+The inspection never changes the process. Such a process has no progress board, so its progress is
+inferred from its stacks and from the activity of its threads between two observations.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from holdfast.supervise.watch.stacks import StackSampler, Subject, stays_at_same
 
 _cannot_inspect = partial(PolicyError, rule="H741")
 
-# CPU time per wait above which a thread counts as working. Polling threads were measured at up to
-# 225,000 ns per wait, small training steps at 1,000,000 ns.
+# CPU time per wait above which a thread counts as working rather than polling. In measurements,
+# polling threads used up to 225,000 ns per wait, and small training steps 1,000,000 ns.
 _WORK_NANOSECONDS_PER_WAIT = 400_000
 _WORKER_PHASE = "makes batches"
 _UNKNOWN_PHASE = "phase not known"
 _OWN_CODE_PHASE = "in code of its own"
-# Phases, each with a pattern for the main thread's stack. The first match wins.
+# Regular expressions that recognize a phase from the main thread's stack. The first match wins.
 _PHASES = {
     _WORKER_PHASE: r":_worker_loop$",
     "data wait": r"/torch/utils/data/dataloader\.py:|/holdfast/loader/",
@@ -50,12 +50,12 @@ IMPORT_FILE = "<frozen importlib"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What two observations of a process and its descendants have shown.
+    """Result of inspecting a process and its descendants.
 
     Args:
-        processes: The Python processes that still existed at the second one.
-        diagnosis: What is to blame if there is no progress.
-        is_moving: Whether any process whose progress counts made progress in between.
+        processes: The Python processes that still existed at the second observation.
+        diagnosis: The most likely cause if there is no progress.
+        is_moving: Whether training made progress between the two observations.
     """
 
     processes: tuple[Examined, ...]
@@ -64,24 +64,23 @@ class Inspection:
 
 
 def inspect_process(pid: int, seconds: float, folder: Path) -> Inspection:
-    """Observe a process and its descendants twice.
+    """Observe a process and its descendants twice, and compare the two observations.
 
     Args:
         pid: The process.
         seconds: Time between the two observations.
-        folder: An empty directory for the stacks.
+        folder: An empty directory, in which the stacks are written.
 
     Raises:
-        PolicyError: H741 if the process cannot be inspected or has ended in the meantime.
+        PolicyError: H741 if the process cannot be inspected or ends during the inspection.
     """
     subjects = find_subjects(pid, seconds)
     judged_pids = [subject.about.pid for subject in subjects if subject.about.judged]
-    # Threads that did some work between the observations.
+    # IDs of threads that were working between the two observations.
     working: set[int] = set()
 
     def observe_threads(_: float) -> None:
-        # Measure only during the pause, so that activity caused by the observations does not
-        # count.
+        # Measure only during the pause, because the observations themselves cause activity.
         before = _read_activities(judged_pids)
         time.sleep(seconds)
         after = _read_activities(judged_pids)
@@ -94,8 +93,8 @@ def inspect_process(pid: int, seconds: float, folder: Path) -> Inspection:
     if not judged:
         raise _cannot_inspect(
             f"process {pid} has ended",
-            limit="nothing is left to inspect",
-            fix="read its output.",
+            limit="only a running process can be inspected",
+            fix="look for the cause in the output of the process.",
         )
     diagnosis = diagnose_hang(processes, judged[0].pid)
     return Inspection(
@@ -113,8 +112,8 @@ def _is_moving(
 ) -> bool:
     """Return whether training makes progress.
 
-    A loop that mostly waits shows the same wait both times, so its stack alone is not
-    conclusive: what its threads and its loader workers did in between counts too.
+    A training loop that mostly waits may show the same stack both times, so the activity of its
+    threads and its loader workers counts too.
     """
     training_threads = {process.pid for process in judged}
     training_threads |= {
@@ -128,7 +127,7 @@ def _is_moving(
 
 
 def phase_of(process: Examined) -> str:
-    """Describe what a process is doing, judged by the stack of its main thread."""
+    """Return the phase of a process, recognized from the stack of its main thread."""
     frames = process.last.main.frames
     if not frames:
         return _UNKNOWN_PHASE
@@ -142,7 +141,7 @@ def phase_of(process: Examined) -> str:
 
 
 def _is_importing(frames: Sequence[Frame]) -> bool:
-    """Return whether the script is executing an import, whichever library is being imported."""
+    """Return whether the script is executing an import statement."""
     called_by_script = takewhile(lambda frame: not is_user_code(frame), reversed(frames))
     return any(IMPORT_FILE in frame.file for frame in called_by_script)
 
@@ -151,14 +150,14 @@ def _is_importing(frames: Sequence[Frame]) -> bool:
 
 
 def find_subjects(pid: int, seconds: float) -> list[Subject]:
-    """Return the process and its descendants, as far as they run Python.
+    """Return the process and those of its descendants that run Python.
 
-    Subjects whose progress counts are marked as judged.
+    Processes whose progress counts are marked as judged.
 
     Args:
         pid: The process.
-        seconds: Time between the two observations; assumed as the time without progress of a judged
-            process.
+        seconds: Time between the two observations, which is also reported as the time without
+            progress.
 
     Raises:
         PolicyError: H741 if the process cannot be inspected.
@@ -197,7 +196,7 @@ def _check_exists(pid: int, table: dict[int, ProcessStat]) -> None:
     if pid not in table or table[pid].state in "ZX":
         raise _cannot_inspect(
             f"no process with PID {pid}",
-            limit="only a running process has stacks",
+            limit="only a running process can be inspected",
             fix="`ps aux` lists the processes.",
         )
 
@@ -214,7 +213,7 @@ def _check_traceable(pid: int) -> None:
             fix += " `sudo sysctl kernel.yama.ptrace_scope=0` allows it for all processes."
         raise _cannot_inspect(
             f"no permission to trace process {pid}",
-            limit="the stack has to be read from its memory",
+            limit="the stack is read from the memory of the process",
             fix=fix,
         ) from error
 
@@ -229,10 +228,10 @@ def _check_py_spy() -> None:
 
 
 def _choose_judged(pids: Sequence[int], table: dict[int, ProcessStat]) -> list[int]:
-    """Return the processes whose progress counts: ranks, or else those that use torch.
+    """Return the processes whose progress counts: the ranks, or without ranks the users of torch.
 
-    If a process and its descendant both qualify, only the topmost counts. A launcher has neither a
-    rank nor torch.
+    If a process counts, its descendants do not. A launcher has no rank and does not use torch, so
+    it does not count.
     """
     all_ranks = {pid: _read_rank(pid) for pid in pids}
     ranks = {pid: rank for pid, rank in all_ranks.items() if rank is not None}
@@ -245,33 +244,33 @@ def _choose_judged(pids: Sequence[int], table: dict[int, ProcessStat]) -> list[i
 
 
 def _read_rank(pid: int) -> int | None:
-    """Return the rank that a launcher gave a process, or None."""
+    """Return the rank in the environment of a process, or None."""
     match = re.search(rb"(?:^|\0)RANK=(\d{1,9})\0", _read_proc(pid, "environ"))
     return int(match[1]) if match else None
 
 
 def _read_proc(pid: int, name: str) -> bytes:
-    """Return a file from ``/proc/<pid>``; empty if the process is gone."""
+    """Read a file in ``/proc/<pid>``; return empty bytes if the process is gone."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/{name}").read_bytes()
     return b""
 
 
-# --- what threads do ---
+# --- activity of threads ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ThreadActivity:
-    """What a thread has done so far: bytes read and written, number of waits, and CPU time."""
+    """Activity of a thread since its start: bytes read and written, number of waits, CPU time."""
 
     io_bytes: int
     waits: int
     cpu_nanoseconds: int
 
     def has_worked_since(self, before: _ThreadActivity) -> bool:
-        """Return whether the thread did more than wait.
+        """Return whether the thread has done more than wait.
 
-        A blocked thread has no new waits, and a polling thread uses little CPU time per wait.
+        A blocked thread starts no new waits, and a polling thread uses little CPU time per wait.
         """
         if self.io_bytes != before.io_bytes:
             return True
@@ -281,7 +280,7 @@ class _ThreadActivity:
 
 
 def _read_activities(pids: Sequence[int]) -> dict[int, _ThreadActivity]:
-    """Return what each thread of these processes has done so far, by thread ID."""
+    """Return the activity of each thread of these processes, by thread ID."""
     activities = {}
     for pid in pids:
         for folder in Path(f"/proc/{pid}/task").glob("*"):

@@ -1,7 +1,8 @@
-"""How long each phase of training may go without progress: learned, or set by the user.
+"""Time limits for the phases of training, learned from the run or set by the user.
 
-A phase may take 8 times its longest recent duration, and always at least its floor. Any progress
-counts: a long evaluation makes progress with every batch. Everything here is pure.
+A limit applies to the time without progress, not to the whole phase: a long evaluation makes
+progress with every batch. The learned limit is 8 times the longest recent duration, but at least
+the phase's minimum. This module reads no clock and no files.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dataclasses import dataclass, field
 from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.recorder.progress import ProcessPhase
 
-# Minimum limit of each phase, in seconds. Steps repeat, so 30 s suffice for their phases until more
-# is learned. Phases that occur once or rarely cannot be learned in time: reading a data set into
-# memory, compiling a large model, computing a metric over a whole test set, or writing a checkpoint
-# to a network disk takes minutes. (NVIDIA's resiliency extension allows 60 minutes before the first
-# step and 45 after it.)
+# Minimum limit of each phase, in seconds. 30 s are enough for the phases of a step, because steps
+# repeat and a longer limit is soon learned. A phase that occurs once or rarely gets a long minimum,
+# because nothing can be learned in time: reading a data set into memory, compiling a large model,
+# computing a metric over a test set or writing a checkpoint to a network disk takes minutes.
+# (NVIDIA's resiliency extension allows 60 minutes before the first step and 45 minutes after it.)
 FLOORS: Mapping[ProcessPhase, float] = {
     ProcessPhase.STARTING: 900.0,
     ProcessPhase.FIRST_STEP: 1800.0,
@@ -29,19 +30,19 @@ FLOORS: Mapping[ProcessPhase, float] = {
     ProcessPhase.END_OF_EPOCH: 600.0,
     ProcessPhase.ENDING: 300.0,
 }
-# The same factor as for loader workers: of a million heavy-tailed steps, none took this many times
-# as long as the longest one before it.
+# The same factor as for loader workers. Among a million steps with heavy-tailed durations, no step
+# took this many times as long as the longest step before it.
 _SLACK_FACTOR = 8.0
-# These phases occur once, so there is nothing to learn from.
+# These phases occur only once, so there is no duration to learn from.
 _PHASES_SEEN_ONCE = frozenset({ProcessPhase.STARTING, ProcessPhase.FIRST_STEP, ProcessPhase.ENDING})
-# Settings other than phases; see `HangLimits.parse`.
+# Names of settings other than phases; see `HangLimits.parse`.
 _OTHER_SETTINGS = ("all", "moving")
 _WINDOW_SECONDS = 3600.0
 _WINDOW_COUNT = 256
 
 
 def name_of(phase: ProcessPhase) -> str:
-    """Return a phase in words, such as ``"data wait"``."""
+    """Return the name of a phase for messages, such as ``"data wait"``."""
     if phase is ProcessPhase.FORWARD_BACKWARD:
         return "forward/backward"
     return phase.name.lower().replace("_", " ")
@@ -52,13 +53,13 @@ _PHASES = {name_of(phase): phase for phase in ProcessPhase}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangLimits:
-    """How long a phase may go without progress: the settings that apply to all processes.
+    """The user's time limits and the minimum limits, which apply to all processes.
 
     Args:
-        fixed: Limits in seconds set by the user, by phase; nothing is learned for these. `math.inf`
+        fixed: Limits in seconds set by the user, by phase. They replace learned limits. `math.inf`
             means no limit.
-        moving_seconds: How long a process without progress is left alone while it uses CPU time or
-            moves bytes: ending a run that still computes is worse than waiting an hour.
+        moving_seconds: How long a process without progress is left running while it uses CPU time
+            or transfers data. Killing a run that still computes is worse than waiting for an hour.
     """
 
     fixed: Mapping[ProcessPhase, float] = field(default_factory=dict)
@@ -66,12 +67,12 @@ class HangLimits:
 
     @classmethod
     def parse(cls, settings: Sequence[str]) -> HangLimits:
-        """Return the limits given on a command line, such as ``["data wait=120", "saving=off"]``.
+        """Parse limits from the command line, such as ``["data wait=120", "saving=off"]``.
 
         Args:
-            settings: Each is ``PHASE=SECONDS``, or ``PHASE=off`` for no limit. Besides the phases
-                there are ``all`` (every phase that is not named) and ``moving`` (see
-                `moving_seconds`).
+            settings: Strings of the form ``PHASE=SECONDS``, or ``PHASE=off`` for no limit. Two
+                other names are allowed: ``all`` sets every phase that is not named, and ``moving``
+                sets `moving_seconds`.
 
         Raises:
             PolicyError: H726 without ``=``, H727 for an unknown phase, H728 if the limit is not a
@@ -97,7 +98,7 @@ class HangLimits:
 
 
 def _parse_setting(setting: str) -> tuple[str, float]:
-    """Return the name and the seconds of a setting such as ``"data_wait=120s"``."""
+    """Return name and seconds of a setting such as ``"data_wait=120s"``."""
     left, equals, right = setting.partition("=")
     if not equals:
         raise PolicyError(
@@ -122,15 +123,15 @@ def _parse_setting(setting: str) -> tuple[str, float]:
     if not seconds > 0:
         raise PolicyError(
             f"{name}={text}",
-            limit="a limit is a number of seconds above 0, or 'off'",
-            fix=f"for instance '{name}=120'.",
+            limit="a limit is a positive number of seconds, or 'off'",
+            fix=f"for example '{name}=120'.",
             rule="H728",
         )
     return name, seconds
 
 
 def _parse_seconds(text: str) -> float:
-    """Return a number of seconds; infinity for ``off``, NaN for anything else."""
+    """Parse a number of seconds. Returns infinity for ``off`` and NaN for invalid text."""
     if text.lower() in ("off", "none"):
         return math.inf
     try:
@@ -141,7 +142,7 @@ def _parse_seconds(text: str) -> float:
 
 @dataclass(slots=True)
 class _LongestDuration:
-    """The longest duration of a phase in the current and in the previous window of time."""
+    """The longest duration of a phase, over the current and the previous time window."""
 
     window_began: float
     count: int = 0
@@ -164,11 +165,11 @@ class _LongestDuration:
 
 
 class LearnedLimits:
-    """The limits of one process, learned from its training.
+    """The time limits of one process, learned from its own training.
 
-    A window closes after an hour in which a phase ended at least 256 times. So a rare phase is
-    never forgotten, and the durations of a phase that occurs in every step are forgotten after one
-    to two hours.
+    A time window lasts at least an hour and until the phase has ended 256 times. A rare phase is
+    therefore never forgotten. For a phase that occurs in every step, a duration is forgotten after
+    one to two hours.
     """
 
     def __init__(self, limits: HangLimits) -> None:
@@ -176,9 +177,12 @@ class LearnedLimits:
         self._longest: dict[ProcessPhase, _LongestDuration] = {}
 
     def add_duration(self, phase: ProcessPhase, seconds: float, now: float) -> None:
-        """Learn that a phase took this long, or a part of it between two signs of progress.
+        """Learn from the duration of a phase, or from the time between two signs of progress in it.
 
-        `now` is the time on any monotonic clock, in seconds.
+        Args:
+            phase: The phase.
+            seconds: The duration.
+            now: The time on any monotonic clock, in seconds.
         """
         self._longest.setdefault(phase, _LongestDuration(now)).add(seconds, now)
 

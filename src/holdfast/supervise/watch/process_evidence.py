@@ -1,9 +1,10 @@
-"""Read the kernel's view of a process: what its threads wait for, CPU time and descriptors.
+"""Read the kernel's view of a process: CPU time, transferred bytes, and what each thread waits for.
 
-Only files are read that do not block if the process is stuck. The memory map, which may block, is
-read only if no thread is in an uninterruptible wait. What cannot be read is left out.
+Only files that never block are read, even if the process is stuck. The memory map is an exception,
+so it is read only if no thread is in an uninterruptible wait. Information that cannot be read is
+omitted.
 
-Does not: read Python frames (``py_spy`` and ``faulthandler_dumps`` do).
+``py_spy`` and ``faulthandler_dumps`` read Python frames.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MAX_THREADS = 128
 _MAX_DESCRIPTORS = 4096
 _MAX_BYTES = 4 << 20
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-# Numbers of the system calls in which a process may be stuck, from the kernel's table for each
+# System calls in which a process may be stuck, with their numbers from the kernel's table for each
 # architecture.
 _X86 = """
     read 0  write 1  open 2  close 3  poll 7  ioctl 16  pread64 17  pwrite64 18  readv 19
@@ -46,7 +47,7 @@ _ARM = """
 
 
 def _parse_system_calls(table: str) -> dict[int, str]:
-    """Return the names of system calls by number, from a text of names and numbers."""
+    """Parse a text of alternating names and numbers into names of system calls by number."""
     words = table.split()
     return {int(number): name for name, number in zip(words[::2], words[1::2], strict=True)}
 
@@ -83,8 +84,8 @@ class ThreadWait:
     """What a thread waits for.
 
     Args:
-        waits: As the kernel says; empty if unknown.
-        target: The file, pipe or socket that it waits for, if any.
+        waits: The system call or kernel function in which the thread waits; empty if unknown.
+        target: The file, pipe or socket that the thread waits for, if any.
     """
 
     waits: Waits = ""
@@ -93,12 +94,12 @@ class ThreadWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelView:
-    """One process as the kernel sees it.
+    """State of one process, as the kernel reports it.
 
     Args:
-        state: The letter in ``/proc/<pid>/stat``; empty if the process is gone.
-        cpu_seconds: CPU time of all its threads.
-        io_bytes: Bytes read and written, by whatever system call; 0 if unknown.
+        state: The state letter in ``/proc/<pid>/stat``; empty if the process is gone.
+        cpu_seconds: CPU time used by all threads.
+        io_bytes: Bytes read and written through any system call; 0 if unknown.
         waits: What each thread waits for, by thread ID.
     """
 
@@ -110,7 +111,7 @@ class KernelView:
 
 @dataclass(frozen=True, slots=True)
 class _CodeRange:
-    """A range of addresses that holds the code of a file; `end` is exclusive."""
+    """An address range to which the code of a file is mapped; `end` is exclusive."""
 
     start: int
     end: int
@@ -118,7 +119,7 @@ class _CodeRange:
 
 
 def read_kernel_view(pid: int) -> KernelView:
-    """Return the kernel's view of a process; one that is gone has no state and no threads."""
+    """Return the kernel's view of a process. If it is gone, state and threads are empty."""
     process = read_process(pid)
     if process is None:
         return KernelView(state="", cpu_seconds=0.0, io_bytes=0, waits={})
@@ -148,20 +149,21 @@ def _list_threads(pid: int) -> list[int]:
 
 
 def read_io_bytes(folder: Path) -> int:
-    """Return the bytes that a process or a thread has read and written; 0 if unknown.
+    """Return the number of bytes that a process or thread has read and written; 0 if unknown.
 
     Args:
-        folder: Its folder in ``/proc``.
+        folder: Directory of the process or thread in ``/proc``.
     """
     counters = read_fields(folder / "io")
     return counters.get("rchar", 0) + counters.get("wchar", 0)
 
 
 def _read_wait(pid: int, thread: int, code_ranges: Callable[[], list[_CodeRange]]) -> ThreadWait:
-    """Return what a thread waits for, with the file, pipe or socket concerned."""
+    """Return what a thread waits for, including the file, pipe or socket."""
     folder = f"/proc/{pid}/task/{thread}"
     channel = _read_text(f"{folder}/wchan").strip()
-    # The number of the system call, six arguments, stack pointer and program counter; or "running".
+    # The file holds the number of the system call, six arguments, the stack pointer and the program
+    # counter, or just "running".
     call = _read_text(f"{folder}/syscall").split()
     name = ""
     target = ""
@@ -192,11 +194,11 @@ def _file_at(address: int, code_ranges: list[_CodeRange]) -> str:
 
 
 def _read_code_ranges(pid: int) -> list[_CodeRange]:
-    """Return the ranges of addresses of a process that hold code."""
+    """Return the address ranges of a process that hold code."""
     code_ranges = []
     for line in _read_text(f"/proc/{pid}/maps").splitlines():
         words = line.split(maxsplit=5)
-        # Addresses, permissions, offset, device, inode and file.
+        # Fields of a line: addresses, permissions, offset, device, inode and file.
         if len(words) == 6 and "x" in words[1]:
             start, _, end = words[0].partition("-")
             code_ranges.append(_CodeRange(int(start, 16), int(end, 16), words[5]))
@@ -214,7 +216,7 @@ def uses_gpu(pid: int) -> bool:
 
 
 def is_python(pid: int) -> bool:
-    """Return whether a process runs a Python interpreter, judged by its executable's name."""
+    """Return whether a process is a Python interpreter, according to its executable's name."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/exe").readlink().name.startswith(("python", "pypy"))
     return False

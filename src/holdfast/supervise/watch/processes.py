@@ -1,9 +1,9 @@
-"""The processes that a watchdog watches: which count, and how long each makes no progress.
+"""The processes that a watchdog watches, and how long each has gone without progress.
 
-Their folders appear in the run directory as they start. Only the newest folders of helper processes
-that ended well are kept, because a long run has thousands of them.
+Each process creates a folder in the run directory when it starts. Of the helper processes that
+ended well, only the newest folders are kept, because a long run has thousands of helpers.
 
-Does not: decide what is a hang (``watchdog`` does).
+``watchdog`` decides whether a lack of progress is a hang.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from holdfast.recorder.run_files import (
 from holdfast.supervise.process_tree import read_process
 from holdfast.supervise.watch.limits import HangLimits, LearnedLimits, name_of
 
-# How often folders and process states are read; boards are read at every update.
+# Interval at which folders and process states are read. Boards are read at every update.
 _REFRESH_SECONDS = 0.5
-# How many folders of helpers that ended well are kept.
+# How many folders of helper processes that ended well are kept.
 _MAX_ENDED_FOLDERS = 64
-# Files that every process has, and that reveal nothing about a failure.
+# Files that every process has, and that say nothing about a failure.
 _USUAL_FILES = {PROCESS_FILE, BOARD_FILE, FAULTHANDLER_FILE, EVENTS_FILE}
-# Events recorded by a process that ended well.
+# Kinds of events that a process records even if it ends well.
 _HARMLESS_EVENTS = ("torch_imported", "environments_imported", "exiting")
 _FOLDER_NAME = re.compile(r"\d{1,20}-\d{1,20}")
 # Placeholder for a board that has not been read yet.
@@ -46,47 +46,48 @@ _UNKNOWN = Standing(
 
 
 class WatchedProcess:
-    """One observed process. All times are on the clock of the boards, in seconds.
+    """One observed process. All times are in seconds, on the clock of the progress boards.
 
     Args:
-        folder: Its folder in the run directory.
-        info: Its own description there.
-        limits: How long its phases may go without progress.
+        folder: Folder of the process in the run directory.
+        info: Description of the process from that folder.
+        limits: Time limits for phases without progress.
     """
 
     def __init__(self, folder: Path, info: ProcessInfo, limits: HangLimits) -> None:
         self.folder = folder
         self.info = info
         self.is_alive = True
-        # When `refresh` first saw it stopped by a signal; None while it runs.
+        # When `refresh` first found the process stopped by a signal; None if it is running.
         self.stopped_since: float | None = None
-        # The newest reading of its board.
+        # Contents of the board at the last reading.
         self.standing = _UNKNOWN
         self._learned_limits = LearnedLimits(limits)
-        # When its board was last read.
+        # When the board was last read.
         self._seen_at = 0.0
-        # Time before this does not count as time without progress: the process could not run.
+        # Time without progress is counted only from here on, because the process could not run
+        # before.
         self._counted_from = 0.0
-        # Seconds without progress after which it is examined again.
+        # Seconds without progress after which the process is examined again.
         self._next_examination_age = 0.0
         self._info_written_ns = 0
 
     @property
     def pid(self) -> int:
-        """Return its PID."""
+        """Return the PID of the process."""
         return self.info.pid
 
     @property
     def phase_name(self) -> str:
-        """Return the process's phase in words."""
+        """Return the name of the current phase for messages."""
         return name_of(self.standing.phase)
 
     # --- reading ---
 
     def read_progress(self, now: float) -> None:
-        """Read the board, and learn from a phase that has ended since the last update."""
+        """Read the board; if a phase has ended since the last update, learn from its duration."""
         standing = None
-        # A newer holdfast wrote the board, so it cannot be read and the process is not judged.
+        # A board of a newer version of holdfast cannot be read, so the process is not judged.
         with suppress(RunDirectoryError):
             standing = read_board(self.folder / BOARD_FILE)
         if standing is None:
@@ -98,11 +99,11 @@ class WatchedProcess:
         self._seen_at = now
 
     def _learn_duration(self, newer: Standing, now: float) -> None:
-        """Learn how long the phase took that was current at the last update."""
+        """Learn the duration of the phase that was current at the last update."""
         before = self.standing
         if before is _UNKNOWN:
             return
-        # If several phases have ended since, their ends are unknown, but the last known phase took
+        # If several phases have ended since, it is unknown when the first of them ended. It lasted
         # at least until the last update.
         ended_at = self._seen_at
         if newer.progress == before.progress + 1:
@@ -111,7 +112,7 @@ class WatchedProcess:
         self._learned_limits.add_duration(before.phase, max(0.0, ended_at - began_at), now)
 
     def refresh(self, now: float) -> None:
-        """Check whether the process is alive and running, and read a new description."""
+        """Update whether the process is alive, whether it is stopped, and its description."""
         process = read_process(self.pid)
         self.is_alive = (
             process is not None and process.ticks == self.info.ticks and process.state not in "ZX"
@@ -137,12 +138,12 @@ class WatchedProcess:
     # --- time without progress ---
 
     def count_from(self, now: float) -> None:
-        """Start counting time without progress from now: the process could not run before."""
+        """Restart the count of time without progress, because the process could not run before."""
         self._counted_from = now
         self._next_examination_age = 0.0
 
     def age(self, now: float) -> float:
-        """Return the seconds without progress; 0 without a readable board."""
+        """Return the time without progress in seconds, or 0 without a readable board."""
         if self.standing is _UNKNOWN:
             return 0.0
         return now - max(self.standing.since_seconds, self._counted_from)
@@ -152,13 +153,14 @@ class WatchedProcess:
         return self._learned_limits.limit(self.standing.phase)
 
     def is_moving(self, now: float) -> bool:
-        """Return whether the process is known to be within its limit."""
+        """Return whether the process has made progress within its limit, as far as is known."""
         return self.standing is not _UNKNOWN and self.age(now) <= self.limit()
 
     def seconds_until_examination(self, now: float) -> float:
-        """Return the seconds until an examination is due.
+        """Return the seconds until the next examination; negative if it is overdue.
 
-        The first one is due at its limit, later ones at the age set by `postpone_examination`.
+        The first examination is due at the limit, later ones at the age set by
+        `postpone_examination`.
         """
         return max(self.limit(), self._next_examination_age) - self.age(now)
 
@@ -166,16 +168,16 @@ class WatchedProcess:
         """Examine the process again only after this many seconds without progress."""
         self._next_examination_age = until_age
 
-    # --- its relations ---
+    # --- relations to other processes ---
 
     def is_in_same_group(self, other: WatchedProcess) -> bool:
-        """Return whether both are ranks of the same run, and so wait for each other."""
+        """Return whether both are ranks of one distributed run, and so wait for each other."""
         if self.info.rank is None or other.info.rank is None:
             return False
         return self.info.world_size != 1
 
     def is_disposable(self) -> bool:
-        """Return whether no verdict needs its folder: it is a helper that ended well."""
+        """Return whether the folder can be deleted: the process is a helper that ended well."""
         info = self.info
         is_plain_helper = info.role == "other" and info.rank is None and info.torch is None
         if info.role != "loader worker" and not is_plain_helper:
@@ -186,7 +188,7 @@ class WatchedProcess:
 
     def _ended_well(self) -> bool:
         board = read_board(self.folder / BOARD_FILE)
-        # In any other phase it was killed, or it ended without a regular interpreter exit.
+        # A process in any other phase was killed or exited without interpreter shutdown.
         if board is None or board.phase is not ProcessPhase.ENDING:
             return False
         return all(
@@ -202,24 +204,24 @@ class WatchedProcess:
 
 
 class WatchedProcesses:
-    """All observed processes of one attempt."""
+    """All observed processes of an attempt. The *judged* ones are those whose progress counts."""
 
     def __init__(self, run_path: Path, attempt: int, limits: HangLimits) -> None:
         self._folder = run_path / PROCESSES_FOLDER
         self._attempt = attempt
         self._limits = limits
         self.alive: list[WatchedProcess] = []
-        # The processes in `alive` whose progress counts.
+        # Those processes in `alive` whose progress counts.
         self.judged: list[WatchedProcess] = []
-        # Names of folders that were already read, of any attempt.
+        # Names of all folders that were already read, including those of earlier attempts.
         self._known_names: set[str] = set()
         self._disposable_folders: list[Path] = []
-        # Parent and rank of every rank that was ever judged; see `gone_ranks`.
+        # PID of the parent and rank of every rank that has ever been judged; see `gone_ranks`.
         self._seen_ranks: set[tuple[int, int]] = set()
         self._refreshed_at = float("-inf")
 
     def update(self, now: float) -> None:
-        """Read the boards of the judged processes; at intervals, list the processes again."""
+        """Read the boards of the judged processes; at intervals, refresh the list of processes."""
         if now - self._refreshed_at >= _REFRESH_SECONDS:
             self._refreshed_at = now
             self._refresh(now)
@@ -227,7 +229,7 @@ class WatchedProcesses:
             process.read_progress(now)
 
     def _refresh(self, now: float) -> None:
-        """List the processes again: add new ones, drop ended ones, and choose the judged ones."""
+        """Refresh the list of processes: add new ones, drop ended ones, choose which are judged."""
         self.alive += self._find_new_processes()
         for process in self.alive:
             process.refresh(now)
@@ -242,11 +244,11 @@ class WatchedProcesses:
                 self._seen_ranks.add((process.info.ppid, process.info.rank))
 
     def _remove_old_folders(self) -> None:
-        """Delete the folders of helpers that ended well, except the newest ones."""
+        """Delete all but the newest folders of helper processes that ended well."""
         for folder in self._disposable_folders[:-_MAX_ENDED_FOLDERS]:
             self._disposable_folders.remove(folder)
             with suppress(OSError):
-                # Refuses a link that leads out of the run directory.
+                # This refuses a symbolic link that leads out of the run directory.
                 make_folder(self._folder.parent, self._folder.name)
                 remove(folder)
 
@@ -260,17 +262,17 @@ class WatchedProcesses:
                 continue
             info = read_process_file(self._folder / name / PROCESS_FILE)
             if info is None:
-                # Its description is not written yet.
+                # The process has not written its description yet.
                 continue
             self._known_names.add(name)
             if info.attempt == self._attempt and info.folder == name:
                 yield WatchedProcess(self._folder / name, info, self._limits)
 
     def _choose_judged(self) -> list[WatchedProcess]:
-        """Return the processes whose progress counts.
+        """Return the processes whose progress is judged.
 
-        These are the trainers and ranks, since all others may be waiting for them. Before there are
-        any, it is the process that started first.
+        These are the trainers and ranks, because any other process may be waiting for them. If
+        there are none yet, it is the process that started first.
         """
         candidates = [
             process for process in self.alive if process.info.role in ("trainer", "other")
@@ -288,7 +290,7 @@ class WatchedProcesses:
         return sorted(topmost, key=lambda process: process.info.started)[:1]
 
     def gone_ranks(self, process: WatchedProcess) -> list[int]:
-        """Return the ranks of a process's group that have disappeared."""
+        """Return the ranks in the group of a process that no longer exist."""
         if process.info.rank is None:
             return []
         alive = {other.info.rank for other in self.alive}

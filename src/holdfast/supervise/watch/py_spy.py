@@ -1,4 +1,4 @@
-"""Read Python and native stacks of another process with py-spy, without stopping it."""
+"""Read the Python and native stacks of another process with py-spy."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ from typing import Any
 from holdfast.explain.evidence import Frame
 from holdfast.explain.hangs.evidence import ThreadLook, clean
 
-# Time limit in seconds. py-spy takes 0.02 s, on a busy machine 0.1 s.
+# Time limit. py-spy takes about 0.02 s, or 0.1 s on a busy machine.
 _DUMP_SECONDS = 3.0
-# The limit is longer for native stacks, since py-spy then reads the symbols of every library.
+# Time limit for native stacks, for which py-spy also reads the symbols of every library.
 _NATIVE_SECONDS = 10.0
-# How long to wait after SIGKILL: py-spy may hang together with the process that it reads.
+# How long to wait after killing py-spy, which may hang together with the process that it reads.
 _KILL_SECONDS = 1.0
-# If a loop spends half its time in C, a single sample shows it there as often as not.
+# One sample is not enough, because it catches a loop that spends half its time in C there as often
+# as not.
 _NATIVE_SAMPLES = 3
 MAX_FRAMES = 256
-# All Python code calls into these libraries (to allocate, copy or read clocks).
+# These libraries are ignored, because all Python code calls them (to allocate, to copy, to read a
+# clock).
 _C_LIBRARY = re.compile(r"lib(?:c|m|pthread)[-.]|ld-|\[vdso\]")
 _INTERPRETER = re.compile(r"(?:lib)?(?:python|pypy)\d")
 
 
 def find_py_spy() -> str:
-    """Return the path of py-spy, next to this interpreter or on the PATH; empty if missing."""
+    """Return the path of py-spy, next to this interpreter or on PATH; empty if it is missing."""
     beside_interpreter = shutil.which("py-spy", path=str(Path(sys.executable).parent))
     return beside_interpreter or shutil.which("py-spy") or ""
 
 
 @dataclass(frozen=True, slots=True)
 class NativeFunction:
-    """A native function on a stack.
+    """A native function in a stack.
 
     Args:
-        name: Name of the function, or of its library if the function has none.
-        home: What to compare between samples: the library, because not all functions have names and
-            py-spy often finds only the innermost function of MKL. Within the interpreter it is the
-            function itself.
+        name: Name of the function, or of its library if the function's name is unknown.
+        home: What identifies the function when samples are compared. Usually this is the library,
+            because not all functions have names, and because py-spy often finds only the innermost
+            function of MKL. For functions of the interpreter itself, it is the name.
     """
 
     name: str
@@ -52,17 +54,17 @@ class NativeFunction:
 
 
 class PySpy:
-    """Runs py-spy on other processes. Its path is empty if it is not installed."""
+    """Runs py-spy on other processes. `program` is its path; empty if it is not installed."""
 
     def __init__(self, program: str) -> None:
         self._program = program
 
     def read_threads(self, pid: int, *, is_stopped: bool) -> tuple[ThreadLook, ...] | None:
-        """Return the threads of a process; None if py-spy is missing, not permitted, or fails."""
+        """Return the threads of a process, or None if py-spy is missing, not permitted or fails."""
         dump = self._dump(pid, ["--nonblocking"], _DUMP_SECONDS)
         if dump is None and not is_stopped:
-            # A stack that changes while it is read may be inconsistent, so then let py-spy pause
-            # the process. A process that is already stopped cannot be paused.
+            # Without pausing the process, py-spy may have found an inconsistent stack. Let it pause
+            # the process, which is impossible if the process is already stopped.
             dump = self._dump(pid, [], _DUMP_SECONDS)
         if dump is None:
             return None
@@ -73,17 +75,18 @@ class PySpy:
     ) -> tuple[str, ...] | None:
         """Return the native functions in which the main thread stays, innermost first.
 
-        A loop calls C functions too, for a moment each, so only libraries that appear in each of a
-        few samples count. The result is empty if Python's innermost line has changed: a thread that
-        makes progress is in no native function for long.
+        A Python loop also calls C functions for short moments, so a function counts only if its
+        library appears in several consecutive samples. The result is empty if the innermost Python
+        line has changed, because the thread is then making progress.
 
         Args:
-            pid: The process.
-            python_line: Line of Python's innermost frame in the previous samples.
+            pid: PID of the process.
+            python_line: Line of the innermost Python frame in the previous samples.
             pause: Waits between two samples.
 
         Returns:
-            Names of functions, or of libraries if functions have no names; None if py-spy fails.
+            Names of functions, or of their libraries if the names are unknown; None if py-spy
+            fails.
         """
         if not self._program:
             return None
@@ -111,7 +114,7 @@ class PySpy:
         return None
 
     def _dump(self, pid: int, options: list[str], seconds: float) -> list[dict[str, Any]] | None:
-        """Return the threads that ``py-spy dump`` prints, within a time limit; None if it fails."""
+        """Run ``py-spy dump`` and return the threads, or None if it fails or takes too long."""
         command = [self._program, "dump", "--json", *options, "--pid", str(pid)]
         try:
             child = subprocess.Popen(  # noqa: S603 - our own program and a number
@@ -140,7 +143,7 @@ def _parse_dump(output: bytes) -> list[dict[str, Any]] | None:
     except (ValueError, RecursionError):
         return None
     is_dump = isinstance(threads, list) and all(isinstance(thread, dict) for thread in threads)
-    # An empty dump says nothing.
+    # An empty list of threads is useless, so treat it as a failure.
     return threads if is_dump and threads else None
 
 
@@ -168,16 +171,17 @@ def _parse_thread(thread: Mapping[str, Any]) -> ThreadLook:
 
 
 def _native_functions(thread: Mapping[str, Any], python_line: int) -> list[NativeFunction]:
-    """Return the native functions called by Python's innermost frame, if it is at a given line.
+    """Return the native functions that the innermost Python frame calls.
 
-    Functions of the C library and the kernel are left out.
+    The result is empty if that frame is not at `python_line`. Functions of the C library and of the
+    kernel are ignored.
     """
     functions: list[NativeFunction] = []
     for frame in _parse_frames(thread):
         name = clean(str(frame.get("name")))
         library = clean(Path(str(frame.get("module") or "")).name)
-        # A frame without a library is a Python frame; "?" means machine code that was not loaded
-        # from a file.
+        # A frame without a library is a Python frame, unless its file is "?", which means machine
+        # code that was not loaded from a file.
         if not library and frame.get("filename") != "?":
             return functions if frame.get("line") == python_line else []
         if library and not _C_LIBRARY.match(library):

@@ -1,11 +1,11 @@
-"""Take the stacks of stuck processes, twice, and write them to the run directory.
+"""Sample the stacks of stuck processes twice, and write them to the run directory.
 
-Three sources are tried for each process. py-spy reads it without stopping it. If py-spy is missing
-or not permitted (a container without ptrace), an observed process writes its own stacks on a
-signal. Otherwise only the kernel's view is left. Everything has a time limit: a process in an
-uninterruptible wait must not block the supervisor.
+Three sources are tried for each process. The first is py-spy, which reads the process from outside.
+If py-spy is missing or not permitted, as in a container without ptrace, an observed process writes
+its own stacks on a signal. Otherwise only the kernel's view of the process remains. All of this has
+time limits, because a process in an uninterruptible wait must not block the supervisor.
 
-Does not: interpret the stacks (``explain.hangs`` does).
+``explain.hangs`` interprets the stacks.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from holdfast.supervise.watch.process_evidence import (
 )
 from holdfast.supervise.watch.py_spy import PySpy, find_py_spy
 
-# Time between the two samples. After a second, a blocked process (no CPU time, same frames) can be
-# distinguished from a slow one.
+# Time between the two samples. One second is enough to distinguish a blocked process (no CPU time,
+# same frames) from a slow one.
 _APART_SECONDS = 1.0
 _PARALLEL_SAMPLES = 8
-# Number of further samples of a process that computes. A loop that spends most of its time in a
-# helper function shows that function in many consecutive samples.
+# Number of further samples of a process that computes. They are needed because a loop that spends
+# most of its time in a helper function shows that function in many consecutive samples.
 _MORE_SAMPLES = 3
 _MORE_SAMPLES_IF_SAME = 24
-# Range for the time between these samples. It is drawn at random, since a loop of equal steps could
-# otherwise be caught at the same line every time.
+# Range of the random time between these samples. With a fixed time, a loop of equal iterations
+# could be caught at the same line in every sample.
 _MORE_APART_SECONDS = (0.01, 0.05)
-# Independent of the random state of the training script; nobody relies on its sequence.
+# Does not use the random state of any script. Reproducibility does not matter here.
 _RANDOM = random.SystemRandom()
-# A process computes if it uses at least this share of one processor.
+# A process counts as computing if it uses at least this share of one CPU core.
 _BUSY_CPU_SHARE = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A process to examine.
+    """A process to sample.
 
     Args:
-        about: What is already known about it.
-        folder: Where it writes its stacks on `STACKS_SIGNAL`; None if it does not handle the
-            signal.
-        runs_python: Whether it is known to run Python.
+        about: Known facts about the process.
+        folder: Folder in which the process writes its stacks on `STACKS_SIGNAL`; None if it does
+            not handle the signal.
+        runs_python: Whether the process is known to run Python.
     """
 
     about: Examined
@@ -68,12 +68,12 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackDump:
-    """The stacks that were taken.
+    """The stacks of several processes, sampled at the same time.
 
     Args:
-        processes: The processes that still existed.
-        files: Names of the files that hold their stacks, by PID.
-        seconds: How long taking the stacks took.
+        processes: The processes that still existed at the second sample, with their samples.
+        files: Names of the files that hold the stacks, by PID.
+        seconds: How long sampling took.
     """
 
     processes: tuple[Examined, ...]
@@ -82,12 +82,12 @@ class StackDump:
 
 
 class StackSampler:
-    """Take stacks and write them into numbered files.
+    """Samples stacks and writes them to numbered files.
 
     Args:
         run_path: The run directory.
-        pause: Waits a number of seconds between the two samples.
-        py_spy: Path of py-spy, empty for none; by default the installed one.
+        pause: Sleeps for the given number of seconds between the two samples.
+        py_spy: Path of py-spy, or empty to do without it. By default, the installed py-spy is used.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class StackSampler:
         self._folder = run_path / STACKS_FOLDER
         self._pause = pause
         self._py_spy = PySpy(find_py_spy() if py_spy is None else py_spy)
-        # Number of the newest dump; numbering continues from earlier attempts.
+        # Number of the newest dump. Numbering continues from earlier attempts.
         prefixes = [path.name.partition("-")[0] for path in self._folder.glob("*.txt")]
         numbers = [int(prefix) for prefix in prefixes if prefix.isdigit()]
         self._number = max(numbers, default=0)
@@ -108,7 +108,7 @@ class StackSampler:
     def take(self, subjects: Sequence[Subject]) -> StackDump:
         """Sample the stacks of processes twice, about a second apart, and write them to files.
 
-        Never raises on account of a process.
+        An error in sampling a process is not raised.
         """
         began_at = time.monotonic()
         self._number += 1
@@ -126,7 +126,7 @@ class StackSampler:
         )
 
     def delete(self, dump: StackDump) -> None:
-        """Delete the files of a dump that turned out to be unnecessary."""
+        """Delete the files of a dump that is not needed."""
         for names in dump.files.values():
             for name in names:
                 with suppress(OSError):
@@ -141,13 +141,13 @@ class StackSampler:
         letter: str,
         files: dict[int, list[str]],
     ) -> list[Subject]:
-        """Sample each process once, write the samples to files, and return the processes left.
+        """Sample each process once, write the samples to files, and return the remaining processes.
 
         Args:
-            pool: Takes the samples.
-            subjects: The processes.
-            letter: Distinguishes the files of the first sample from those of the second.
-            files: Names of the files by PID; new ones are added.
+            pool: Threads that take the samples.
+            subjects: The processes to sample.
+            letter: Letter in the file names that distinguishes the first sample from the second.
+            files: File names by PID, to which the new names are added.
         """
         remaining = []
         for subject, sample in zip(subjects, pool.map(self._sample, subjects), strict=True):
@@ -156,7 +156,7 @@ class StackSampler:
             about = replace(subject.about, looks=(*subject.about.looks, sample))
             remaining.append(replace(subject, about=about))
             name = f"{self._number:04d}-{about.pid}-{letter}.txt"
-            # On a full disk, the event about the hang still contains the innermost frame.
+            # If the disk is full, the event about the hang still contains the innermost frame.
             with suppress(OSError):
                 self._write(name, about)
                 files.setdefault(about.pid, []).append(name)
@@ -170,7 +170,7 @@ class StackSampler:
     # --- samples ---
 
     def _sample(self, subject: Subject) -> ProcessLook | None:
-        """Return one sample of a process; None if it has ended."""
+        """Return one sample of a process, or None if the process has ended."""
         pid = subject.about.pid
         view = read_kernel_view(pid)
         if view.state in ("", "Z", "X"):
@@ -189,9 +189,9 @@ class StackSampler:
     def _read_threads(
         self, subject: Subject, view: KernelView
     ) -> tuple[str, tuple[ThreadLook, ...]]:
-        """Return the Python threads of a process, and before them where they were read."""
+        """Return the source of the stacks, and the Python threads of a process."""
         pid = subject.about.pid
-        # A process in an uninterruptible wait responds to nothing.
+        # A process in an uninterruptible wait does not respond to anything.
         if view.state == "D" or not (subject.runs_python or is_python(pid)):
             return "/proc", ()
         is_stopped = view.state in "Tt"
@@ -205,19 +205,20 @@ class StackSampler:
         return "/proc", ()
 
     def _sample_further(self, subject: Subject) -> Examined:
-        """Sample a process that computes a few more times, and its native code too.
+        """Take a few more samples of a process that computes, including its native stack.
 
-        The native code matters only if the Python stack does not change.
+        The native stack is sampled only if the Python stack does not change.
         """
         about = replace(subject.about, uses_gpu=uses_gpu(subject.about.pid))
         is_computing = about.cpu_share >= _BUSY_CPU_SHARE or about.last.main.waits == "running"
         if not is_computing:
             return about
         for number in range(_MORE_SAMPLES_IF_SAME):
-            # Compare functions, not lines: the innermost one may be the helper of a loop.
+            # Compare functions rather than lines, because the innermost one may be a helper of a
+            # loop.
             if number >= _MORE_SAMPLES and not stays_in_same_functions(about):
                 break
-            # Without stacks, further samples are useless.
+            # Further samples without stacks are useless.
             if about.last.source == "/proc":
                 break
             _pause_randomly()
@@ -236,21 +237,21 @@ def _pause_randomly() -> None:
 
 
 def _add_waits(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tuple[ThreadLook, ...]:
-    """Combine Python's threads with the kernel's view of them; the main thread comes first.
+    """Combine the Python threads with the kernel's view of them; the main thread comes first.
 
-    Threads without Python frames are left out, except the main one.
+    Threads without Python frames are omitted, except for the main thread.
     """
     others = [thread for thread in threads if not thread.main]
     main = [thread for thread in threads if thread.main] or [ThreadLook(tid=pid, main=True)]
-    # faulthandler does not report the kernel's thread IDs. If there are only two threads, the one
-    # other than the main thread can still be identified.
+    # faulthandler does not report the kernel's thread IDs. If there are only two threads, the other
+    # thread can still be identified.
     other_tids = [tid for tid in view.waits if tid != pid]
     only_other_tid = None
     if len(other_tids) == 1 and len(threads) == 2:
         only_other_tid = other_tids[0]
     complete = []
     for thread in [*main, *others]:
-        # The thread ID of a main thread is the PID.
+        # The thread ID of the main thread is the PID.
         tid = pid if thread.main else only_other_tid or thread.tid
         wait = view.waits.get(tid, ThreadWait())
         complete.append(replace(thread, tid=tid, waits=wait.waits, target=wait.target))
@@ -258,17 +259,17 @@ def _add_waits(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tup
 
 
 def stays_at_same_lines(about: Examined) -> bool:
-    """Return whether the main thread was at the same lines in every sample."""
+    """Return whether the main thread's stack had the same lines in every sample."""
     return _is_constant(about, lambda frame: frame)
 
 
 def stays_in_same_functions(about: Examined) -> bool:
-    """Return whether the main thread was in the same functions in every sample."""
+    """Return whether the main thread's stack had the same functions in every sample."""
     return _is_constant(about, lambda frame: (frame.file, frame.function))
 
 
 def _is_constant(about: Examined, key: Callable[[Frame], Hashable]) -> bool:
-    """Return whether the main thread had the same frames, compared by `key`, in every sample."""
+    """Return whether `key` of the main thread's frames was the same in every sample."""
     stacks = {tuple(key(frame) for frame in sample.main.frames) for sample in about.looks}
     return bool(about.last.main.frames) and len(stacks) == 1
 
@@ -277,7 +278,7 @@ def _is_constant(about: Examined, key: Callable[[Frame], Hashable]) -> bool:
 
 
 def describe(about: Examined) -> str:
-    """Return the newest sample of a process as text, innermost frames first."""
+    """Return the newest sample of a process as text, with the innermost frames first."""
     lines = [_describe_process(about)]
     if about.phase:
         lines.append(

@@ -1,7 +1,7 @@
-"""The supervisor's threads that watch a running attempt: the watchdog and the memory trend.
+"""The supervisor's two threads that watch a running attempt: the watchdog and the memory trend.
 
-An error in one of them is recorded and ends that thread, never the supervisor. They do not act on
-the command: see ``launch.attempt``.
+An error in one of them is recorded and ends only that thread. The threads never act on the command;
+``launch.attempt`` does.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from contextlib import contextmanager, suppress
 from holdfast.core.events.process_events import WatchingFailed
 from holdfast.supervise.watch.attempt_watch import AttemptWatch
 
-# A command that ends sooner needs none of this, not even the imports.
+# Start watching after this time, so that a short command does not pay for the imports.
 _FIRST_SECONDS = 1.0
-# The slope is measured over minutes, and reading the samples of a run takes a few milliseconds.
+# Interval for testing the memory trend. The trend is measured over minutes, and reading the samples
+# of a run takes a few milliseconds.
 _TREND_SECONDS = 10.0
-# A thread may be taking stacks. The threads are daemons, so the exit does not wait for them.
+# At the end, wait this long for a thread that may be sampling stacks. The threads are daemons, so
+# they cannot delay the exit of the interpreter.
 _JOIN_SECONDS = 5.0
 _MAX_MESSAGE_LENGTH = 300
 
 
 @contextmanager
 def watching(watch: AttemptWatch) -> Iterator[None]:
-    """Context manager that watches an attempt."""
+    """Context manager that watches an attempt in two background threads."""
     stop = threading.Event()
     threads = [
         _start_thread("watchdog", watch_for_hangs, watch, stop),
@@ -39,7 +41,7 @@ def watching(watch: AttemptWatch) -> Iterator[None]:
 
 
 def watch_for_hangs(watch: AttemptWatch, stop: threading.Event) -> None:
-    """Run the watchdog until the event is set."""
+    """Run the watchdog until `stop` is set."""
     if stop.wait(_FIRST_SECONDS):
         return
     from holdfast.supervise.watch.watchdog import Watchdog
@@ -48,7 +50,7 @@ def watch_for_hangs(watch: AttemptWatch, stop: threading.Event) -> None:
 
 
 def watch_memory(watch: AttemptWatch, stop: threading.Event) -> None:
-    """Follow the memory of the trainers until the event is set, then test it once more."""
+    """Test the trainers' memory for leaks until `stop` is set, and once more at the end."""
     if stop.wait(_FIRST_SECONDS):
         return
     from holdfast.supervise.leaks.trends import MemoryTrends
@@ -80,4 +82,4 @@ def _report_failure(name: str, error: Exception, watch: AttemptWatch) -> None:
     why = f"{type(error).__name__}: {error}"
     with suppress(Exception):
         watch.emit(WatchingFailed(what=name, error=why))
-        watch.say(f"the {name} is no longer watched: {why}"[:_MAX_MESSAGE_LENGTH])
+        watch.say(f"the {name} stopped after an error: {why}"[:_MAX_MESSAGE_LENGTH])

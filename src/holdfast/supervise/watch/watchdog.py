@@ -1,11 +1,11 @@
-"""Notice that training makes no progress, find out where it is stuck, and propose a remedy.
+"""Detect that training makes no progress, find out where it is stuck, and propose a remedy.
 
-The watchdog works from outside, without torch. It polls the progress boards of the training
-processes: progress counts, not that the process exists. Once a phase has gone without progress for
-longer than its limit, stacks are taken twice, a second apart; if there was no progress in between,
-a hang is reported.
+The watchdog works from outside the training processes, without torch. It polls their progress
+boards, because a process that exists does not necessarily make progress. If a phase exceeds its
+limit without progress, the watchdog samples the stacks twice, a second apart. If there is still no
+progress, it reports a hang.
 
-Does not: act on a hang (``launch.attempt`` does), or interpret stacks (``explain.hangs`` does).
+``launch.attempt`` acts on a hang, and ``explain.hangs`` interprets the stacks.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ from holdfast.supervise.watch.attempt_watch import AttemptWatch
 from holdfast.supervise.watch.processes import WatchedProcess, WatchedProcesses
 from holdfast.supervise.watch.stacks import StackDump, StackSampler, Subject
 
-# Polling pause close to a limit. A hang should be noticed within 0.2 s of its limit.
+# Polling interval close to a limit. A hang should be detected within 0.2 s after the limit is
+# exceeded.
 _POLL_SECONDS = 0.05
-# Polling pause far from any limit.
+# Polling interval far from any limit.
 _REST_SECONDS = 0.5
-# If the watchdog itself did not run for this long, the machine or the container was suspended, and
-# the training too.
+# If the watchdog itself has not run for this long, the machine or the container was suspended, and
+# so was training.
 _SUSPENDED_SECONDS = 5.0
-# holdfast's own loader replaces a stuck worker after a minute, or after 8 times its longest sample
-# so far. Do not interfere before that.
+# Leave a stuck worker to holdfast's own loader for this long. The loader replaces a worker after a
+# minute, or after 8 times the longest time that a sample has taken so far.
 _WORKER_RECOVERY_SECONDS = 180.0
 _MAX_EXAMINED = 64
-# After this many consecutive errors the watchdog gives up.
+# The watchdog gives up after this many consecutive errors.
 _MAX_ERRORS = 20
 _ERROR_PAUSE_SECONDS = 1.0
 _MAX_ERROR_LENGTH = 500
@@ -55,11 +56,11 @@ _MAX_MESSAGE_LENGTH = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Examination:
-    """An examination of a process that has exceeded its limit."""
+    """The examination of a process that has exceeded its limit."""
 
     suspect: WatchedProcess
     suspicion: HangSuspected
-    # The suspect's `Standing.progress` before the stacks were taken.
+    # The suspect's `Standing.progress` before its stacks were sampled.
     progress: int
     dump: StackDump
 
@@ -71,12 +72,12 @@ class _Examination:
 
 
 class Watchdog:
-    """Watches the processes of one attempt, in a thread of its own.
+    """Watches the processes of one attempt for hangs, in its own thread.
 
     Args:
-        watch: The attempt, and where to report.
-        clock: The clock of the boards: monotonic seconds.
-        stacks: Takes the stacks; by default they are written to the run directory.
+        watch: The attempt to watch, with callbacks for reports.
+        clock: Returns monotonic seconds, like the clock of the progress boards.
+        stacks: Samples stacks. By default, they are written to the run directory.
     """
 
     def __init__(
@@ -95,17 +96,17 @@ class Watchdog:
         self._stacks = stacks
         self._processes = WatchedProcesses(watch.run_path, watch.attempt, watch.limits)
         self._last_check_at: float | None = None
-        # Kind and place of hangs that were announced as left alone.
+        # Kind and innermost frame of each hang for which a message was printed.
         self._announced: set[tuple[str, str]] = set()
-        # PIDs that we continued after a signal had stopped them: that helps once or not at all.
+        # PIDs of stopped processes to which SIGCONT was sent. This is tried only once per process.
         self._continued: set[int] = set()
-        # PIDs of processes that a signal has stopped, and since when.
+        # Time since which a process has been stopped by a signal, by PID.
         self._stopped: dict[int, float] = {}
 
     # --- the loop ---
 
     def run(self, stop: threading.Event) -> None:
-        """Watch until the event is set; the main function of the thread."""
+        """Watch until `stop` is set. This is the main function of the thread."""
         self._stop = stop
         errors_in_a_row = 0
         while not stop.wait(self._pause_seconds()):
@@ -132,7 +133,7 @@ class Watchdog:
             self._watch.say(text[:_MAX_MESSAGE_LENGTH])
 
     def _pause_seconds(self) -> float:
-        """Return how long to sleep: no process can exceed its limit earlier, within bounds."""
+        """Return how long to sleep before the next process can exceed its limit, within bounds."""
         now = self._clock()
         pause = _REST_SECONDS
         for process in self._processes.judged:
@@ -140,7 +141,7 @@ class Watchdog:
         return max(_POLL_SECONDS, pause)
 
     def check(self, now: float) -> None:
-        """Check all processes once, and examine at most one that exceeds its limit.
+        """Check all processes once, and examine at most one process that exceeds its limit.
 
         Args:
             now: The time on the watchdog's clock.
@@ -159,16 +160,16 @@ class Watchdog:
             try:
                 self._examine(process, now)
             finally:
-                # An examination takes a while, which does not mean that the machine was suspended.
+                # An examination takes a while; this must not look as if the machine was suspended.
                 self._last_check_at = self._clock()
-            # The other processes may have changed in the meantime, so check again immediately.
+            # The other processes may have changed in the meantime, so start a new check.
             return
         self._last_check_at = now
 
-    # --- what does not count as a hang ---
+    # --- suspended, stopped and waiting processes ---
 
     def _ignore_suspension(self, now: float) -> None:
-        """Do not count the time in which this machine was suspended, such as with a closed lid."""
+        """Ignore time during which the machine was suspended, for example with a closed lid."""
         if self._last_check_at is None or now - self._last_check_at <= _SUSPENDED_SECONDS:
             return
         seconds = round(now - self._last_check_at, 1)
@@ -177,12 +178,12 @@ class Watchdog:
             process.count_from(now)
 
     def _report_stopped_processes(self, now: float) -> None:
-        """Report which trainers a signal has stopped, and which have continued."""
+        """Report judged processes that were stopped by a signal, and those that have continued."""
         judged = {process.pid: process for process in self._processes.judged}
         for process in judged.values():
             if process.stopped_since is None or process.pid in self._stopped:
                 continue
-            # Report a stop only if it lasts until the next check.
+            # Report only a stop that lasts until the next check.
             if now > process.stopped_since:
                 self._stopped[process.pid] = process.stopped_since
                 process.count_from(now)
@@ -190,7 +191,7 @@ class Watchdog:
         for pid, stopped_at in list(self._stopped.items()):
             current = judged.get(pid)
             if current is None:
-                # It has ended, or its progress does not count any more.
+                # The process has ended, or its progress no longer counts.
                 del self._stopped[pid]
             elif current.stopped_since is None:
                 del self._stopped[pid]
@@ -212,12 +213,12 @@ class Watchdog:
     def _report_continue(self, process: WatchedProcess, seconds: float) -> None:
         step = process.standing.step
         self._emit(process_events.ProcessContinued(pid=process.pid, step=step, seconds=seconds))
-        self._watch.say(f"process {process.pid} continues after {seconds:g} s")
+        self._watch.say(f"process {process.pid} continued after {seconds:g} s")
 
     def _is_paused(self, process: WatchedProcess, now: float) -> bool:
-        """Return whether the process is stopped (by Ctrl-Z or a debugger) or has ended.
+        """Return whether the process has ended, or is stopped by Ctrl-Z or a debugger.
 
-        The time in which it is stopped does not count.
+        Time during which a process is stopped does not count as time without progress.
         """
         current = read_process(process.pid)
         if current is None or current.ticks != process.info.ticks or current.state in "ZX":
@@ -229,9 +230,9 @@ class Watchdog:
         return False
 
     def _waits_for_others(self, process: WatchedProcess, now: float) -> bool:
-        """Return whether another rank is within its limit, so that this one may be waiting for it.
+        """Return whether another rank is within its limit, so this rank may be waiting for it.
 
-        A rank that a signal has stopped makes no progress, although its time does not count either.
+        A stopped rank is always within its limit, but it makes no progress, so it does not count.
         """
         return any(
             other.is_moving(now) and other.stopped_since is None
@@ -242,7 +243,7 @@ class Watchdog:
     # --- a hang ---
 
     def _examine(self, suspect: WatchedProcess, now: float) -> None:
-        """Take the stacks of a process without progress, and report what they show."""
+        """Sample the stacks of a process without progress, and report the result."""
         suspicion = process_events.HangSuspected(
             pid=suspect.pid,
             rank=suspect.info.rank,
@@ -252,7 +253,8 @@ class Watchdog:
             limit=round(suspect.limit(), 3),
         )
         self._emit(suspicion)
-        # The result applies to the whole group; examine it again once this time has doubled.
+        # The result applies to the whole group. Examine the group again when the time without
+        # progress has doubled.
         for process in self._group_of(suspect):
             process.postpone_examination(until_age=2.0 * process.age(now))
         progress = suspect.standing.progress
@@ -262,9 +264,9 @@ class Watchdog:
             suspect=suspect, suspicion=suspicion, progress=progress, dump=dump
         )
         if suspect.standing.progress != progress:
-            self._dismiss(examination, "it has made progress in the meantime")
+            self._dismiss(examination, "the process has made progress in the meantime")
         elif examination.suspect_has_ended:
-            self._dismiss(examination, "it has ended in the meantime")
+            self._dismiss(examination, "the process has ended in the meantime")
         else:
             self._diagnose(examination)
 
@@ -276,17 +278,17 @@ class Watchdog:
         ]
 
     def _diagnose(self, examination: _Examination) -> None:
-        """Report a hang, unless the process only waits for others that make progress."""
+        """Report a hang, unless the process only waits for other processes that make progress."""
         suspect = examination.suspect
         diagnosis = diagnose_hang(
             examination.dump.processes,
             suspect.pid,
             gone_ranks=self._processes.gone_ranks(suspect),
         )
-        # These may be ranks that were not recognized as such: one that waits for a slow rank is not
-        # stuck.
+        # The processes may be ranks although no rank number is known. A rank that waits for a slow
+        # rank is not stuck.
         if diagnosis.kind == "collective" and self._any_other_moves(suspect):
-            self._dismiss(examination, "it waits for others, which make progress")
+            self._dismiss(examination, "it is waiting for other processes, which make progress")
             return
         hang = self._make_hang(examination, diagnosis)
         if hang.remedy == "restart":
@@ -308,7 +310,7 @@ class Watchdog:
         )
 
     def _dismiss(self, examination: _Examination, why: str) -> None:
-        """Report that a suspicion was unfounded, and delete the stacks that were taken."""
+        """Report that a suspected hang was a false alarm, and delete its stacks."""
         self._stacks.delete(examination.dump)
         suspect = examination.suspect
         self._emit(
@@ -318,7 +320,10 @@ class Watchdog:
         )
 
     def _announce_left_alone(self, hang: Hang, *, is_starting: bool) -> None:
-        """Announce, once per place, a process that computes without progress and is left alone."""
+        """Print a message about a process that is left running although it makes no progress.
+
+        The message is printed once for each kind and place of a hang.
+        """
         place = (hang.hang_kind, hang.frame)
         if place in self._announced:
             return
@@ -334,15 +339,15 @@ class Watchdog:
         if not is_starting:
             seconds = self._watch.limits.moving_seconds
             if seconds < math.inf:
-                text += f" for {seconds / 60:.3g} min"
-            text += "; to change this, use --hang-limit moving=SECONDS"
+                text += f" for up to {seconds / 60:.3g} min"
+            text += "; use --hang-limit moving=SECONDS to change this"
         self._watch.say(text)
 
     def _make_hang(self, examination: _Examination, diagnosis: HangDiagnosis) -> Hang:
-        """Return the event that reports a hang, with the proposed remedy."""
+        """Return the event that reports a hang and proposes a remedy."""
         blamed = diagnosis.process
         dump = examination.dump
-        # The stacks of the process to blame come first.
+        # List the stacks of the blamed process first.
         pids = dict.fromkeys([blamed.pid, *(process.pid for process in dump.processes)])
         files = [name for pid in pids for name in dump.files.get(pid, ())]
         return Hang(
@@ -364,17 +369,17 @@ class Watchdog:
     def _choose_remedy(
         self, suspect: WatchedProcess, diagnosis: HangDiagnosis, seconds: float
     ) -> Remedy:
-        """Choose the cheapest remedy: ending a run that would recover costs more than waiting.
+        """Choose the cheapest remedy; killing a run that would recover costs more than waiting.
 
         Args:
             suspect: The process without progress.
-            diagnosis: What its stacks and those of the others show.
+            diagnosis: The diagnosis from the stacks of all examined processes.
             seconds: Time without progress.
         """
         blamed = diagnosis.process
         phase = suspect.standing.phase
         is_traced = blamed.last.state == "t"
-        # The process is being debugged, or nothing is known about its program.
+        # The process is being debugged, or it is not known to be a torch program.
         if is_traced or suspect.info.torch is None:
             return "wait"
         if diagnosis.kind == "stopped" and blamed.pid not in self._continued:
@@ -390,10 +395,10 @@ class Watchdog:
     # --- which processes are examined ---
 
     def _subjects(self, suspect: WatchedProcess, now: float) -> list[Subject]:
-        """Return the suspect, the other trainers, their workers and their other descendants.
+        """Return the processes to examine: the suspect, other trainers and their descendants.
 
-        Only descendants of the supervisor are included. They are in order of importance, since
-        their number is limited.
+        Only descendants of the supervisor are included, the most important ones first, because at
+        most `_MAX_EXAMINED` processes are examined.
         """
         table = read_table()
         own_pids = descendants(table, [os.getpid()])
@@ -426,12 +431,12 @@ class Watchdog:
 def _make_subject(
     process: ProcessStat, watched: WatchedProcess | None, judged_at: float | None
 ) -> Subject:
-    """Return a process to examine.
+    """Return the `Subject` for a process to examine.
 
     Args:
-        process: The process.
-        watched: The watched process; None if it does not record itself.
-        judged_at: When its progress was judged; None if its progress does not count.
+        process: The process, as listed in ``/proc``.
+        watched: The same process as watched by the watchdog; None if it does not record itself.
+        judged_at: Time of the current check; None if the progress of the process does not count.
     """
     if watched is None:
         return Subject(about=Examined(pid=process.pid, ppid=process.ppid, role="unobserved"))

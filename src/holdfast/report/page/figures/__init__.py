@@ -1,6 +1,6 @@
-"""The two figures of a page, as plain JSON values for plotly.js.
+"""The two kinds of figures on a page, as JSON values for plotly.js.
 
-``steps.step_figure`` draws curves over steps; ``timeline.timeline_figure`` shows what each process
-did over time. Their data come from the `GatheredRun` of ``page.gathering``. Colours of text, grid
-and background are left to the page's two themes.
+``steps.step_figure`` draws curves over steps, and ``timeline.timeline_figure`` shows the activity
+of each process over time. The data comes from a `GatheredRun` (see ``page.gathering``). The page's
+themes set the colors of text, grid and background.
 """

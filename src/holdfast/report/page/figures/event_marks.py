@@ -1,4 +1,4 @@
-"""Draw events as marks on a figure: one trace for each severity, and one for resumes."""
+"""Draw events as marks on a figure, with one trace per severity and one for resumes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.report.page.figures.plotly_values import Figure, label
 from holdfast.report.severity import severity
 from holdfast.report.sources import RecordedEvent
 
-# Colour and symbol of each kind of mark, in both themes. The most severe is drawn last, on top.
+# Color and symbol of each kind of mark in both themes. The most severe kind is drawn last, on top.
 _STYLES = {
     "info": ("#8c8c8c", "circle"),
     "resumed": ("#4e8fd0", "triangle-right"),
@@ -22,7 +22,7 @@ _MAX_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """An event and its position in a figure; coordinates are numbers, dates or row names."""
+    """An event and its position in a figure. Coordinates are numbers, dates or row names."""
 
     recorded: RecordedEvent
     x: str | float
@@ -30,7 +30,7 @@ class Mark:
 
 
 def mark_traces(marks: Iterable[Mark], **options: Any) -> list[Figure]:
-    """Return marks as traces.
+    """Return the traces that draw these marks.
 
     Args:
         marks: Events and their positions.

@@ -1,4 +1,4 @@
-"""The panels of the step figure: one for each quantity, with its curves and its own value axis."""
+"""The panels of the step figure, each of which has its own value axis."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from holdfast.report.curves import LOGGED, MAX_LOGGED, Band, Curve, FloatArray
 from holdfast.report.page.figures.plotly_values import Figure, json_numbers, label
 from holdfast.report.run_snapshot import Lane
 
-# Ten colours that can be told apart on white and on near-black (Tableau 10, slightly lighter than
-# its default).
+# Ten colors that are easy to distinguish on white and on near-black (Tableau 10, slightly lighter).
 _COLOURS = (
     "#4e8fd0",
     "#f28e2b",
@@ -26,36 +25,36 @@ _COLOURS = (
     "#a5785a",
 )
 _NONFINITE_COLOUR = "#e15759"
-# Opacity of a band, as the last two hexadecimal digits of its colour.
+# Opacity of a band, as the last two hexadecimal digits of its color.
 _BAND_OPACITY = "30"
 
-# The total share of the figure's height that is used for gaps between panels.
+# Total share of the figure's height for the gaps between panels.
 _GAPS_SHARE = 0.22
-# Panels with their own axis are this much lower, to leave room for the tick labels above them.
+# A panel with its own step axis is reduced to this share of its height, to leave room for the tick
+# labels above it.
 _SHARE_BELOW_AN_AXIS = 0.72
 
-# If values differ by more than this factor, a linear axis would show only the large ones.
+# Above this ratio of largest to smallest value, a linear axis would show only the large values.
 _FACTOR_FOR_LOGARITHMIC_AXIS = 100.0
-# If values differ by more than this factor, a logarithmic axis has too many decades to mark each
-# one.
+# Above this ratio, a logarithmic axis has too many decades for a tick at each one.
 _FACTOR_FOR_FEW_TICKS = 1e8
-# Values with a smaller relative difference count as constant.
+# Relative difference below which values count as constant.
 _CONSTANT = 1e-9
 _MAX_MARKS = 200
-# A line through fewer points than this is hardly visible, so its points are marked.
+# A line through fewer points is hardly visible, so the points are marked.
 _MIN_POINTS_OF_A_LINE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One panel.
+    """A panel for one or more curves.
 
     Args:
         curves: Names of the curves in it.
-        title: Text above it, as `label` returns it.
+        title: Title above the panel, as returned by `label`.
         unit: "" for a plain number, "B" for bytes, "%" for a share between 0 and 1.
         may_be_logarithmic: Whether to use a logarithmic axis if values span orders of magnitude.
-        own_scale: Whether its steps are not optimizer steps, so that it needs its own axis.
+        own_scale: Whether the steps are not optimizer steps, so the panel needs its own step axis.
     """
 
     curves: tuple[str, ...]
@@ -65,7 +64,7 @@ class Panel:
     own_scale: bool = False
 
 
-# From top to bottom; a panel without a curve is left out.
+# The panels from top to bottom. A panel without curves is omitted.
 _PANELS = (
     Panel(curves=("loss",), title="loss", may_be_logarithmic=True),
     Panel(curves=("grad_norm",), title="gradient norm", may_be_logarithmic=True),
@@ -79,24 +78,24 @@ _PANELS = (
     Panel(curves=("wait_share",), title="waiting for data", unit="%"),
     Panel(curves=("seconds",), title="seconds per step", may_be_logarithmic=True),
 )
-# Values that the script logs under one of these names are drawn in the same way.
+# If the script logs values under one of these names, they may have a logarithmic axis too.
 _LOGARITHMIC_TITLES = frozenset(panel.title for panel in _PANELS if panel.may_be_logarithmic)
-# Names of curves that share a panel, and how their lines are told apart.
+# Names and line styles of curves that share a panel.
 _NAMES_IN_PANEL = {"device_allocated_bytes": "allocated", "device_reserved_bytes": "reserved"}
 _DASHES = {"device_reserved_bytes": "dot"}
 
 
 def present_panels(lanes: Sequence[Lane]) -> list[Panel]:
-    """Return the panels for which at least one lane has a curve, those of logged values last."""
+    """Return the panels for which a lane has a curve; panels of logged values come last."""
     names = {name for lane in lanes for name in lane.curves}
     recorded = [panel for panel in _PANELS if not names.isdisjoint(panel.curves)]
     return [*recorded, *_logged_panels(lanes)]
 
 
 def _logged_panels(lanes: Sequence[Lane]) -> list[Panel]:
-    """Return a panel for each of the first names that the script logged.
+    """Return a panel for each logged name, up to a limit.
 
-    Those whose steps are not optimizer steps come last.
+    Panels whose steps are not optimizer steps come last.
     """
     names = dict.fromkeys(name for lane in lanes for name in lane.curves if name.startswith(LOGGED))
     panels = []
@@ -119,12 +118,12 @@ def _logged_panels(lanes: Sequence[Lane]) -> list[Panel]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanelArea:
-    """Where a panel lies.
+    """Position of a panel in the figure.
 
     Args:
-        axis: Suffix of its axes in plotly's layout: "", "2", "3", ...
-        bottom: Its lower edge, as a share of the height of all panels.
-        height: Its height, as a share of the height of all panels.
+        axis: Suffix of the panel's axes in plotly's layout: "", "2", "3", ...
+        bottom: Lower edge, as a share of the total height.
+        height: Height of the panel, as a share of the total height.
     """
 
     axis: str
@@ -133,7 +132,7 @@ class PanelArea:
 
 
 def panel_area(number: int, panels: int) -> PanelArea:
-    """Return where a panel lies, counted from 0 at the top."""
+    """Return the position of a panel, given its number from 0 at the top."""
     gap = _GAPS_SHARE / panels if panels > 1 else 0.0
     height = (1 - gap * (panels - 1)) / panels
     return PanelArea(
@@ -145,7 +144,7 @@ def panel_area(number: int, panels: int) -> PanelArea:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DrawnCurve:
-    """A curve of a lane, in the unit of its panel, and the colour of the lane."""
+    """A curve in the unit of its panel, with its lane and the lane's color."""
 
     lane: Lane
     name: str
@@ -163,15 +162,15 @@ class _DrawnCurve:
 
 
 class PanelDrawing:
-    """A panel with its curves, in plotly's terms.
+    """Draws a panel with its curves as plotly values.
 
     Args:
-        panel: What it shows.
-        lanes: All lanes, in the order of their colours.
-        area: Where it lies.
+        panel: The panel to draw.
+        lanes: All lanes, in the order of their colors.
+        area: Position of the panel.
 
     Attributes:
-        y_axis: The axis of its values, as traces name it.
+        y_axis: Name of the value axis in traces.
     """
 
     def __init__(self, panel: Panel, lanes: Sequence[Lane], *, area: PanelArea) -> None:
@@ -203,7 +202,7 @@ class PanelDrawing:
         return self._area.bottom + share * self._area.height
 
     def title(self) -> Figure:
-        """Return the title of the panel, as an annotation."""
+        """Return the panel's title as an annotation."""
         return {
             "text": f"<b>{self._panel.title}</b>",
             "xref": "paper",
@@ -217,7 +216,7 @@ class PanelDrawing:
         }
 
     def axes(self) -> Figure:
-        """Return the axes of the panel, as parts of the layout."""
+        """Return the panel's axes as entries of the layout."""
         axis = self._area.axis
         value_axis = {
             "zeroline": False,
@@ -231,7 +230,7 @@ class PanelDrawing:
         return axes
 
     def _value_range(self) -> Figure:
-        """Return the attributes of the value axis that depend on the unit and the values."""
+        """Return those attributes of the value axis that depend on the unit and the values."""
         finite = self._finite
         if self._unit == "%":
             return {"tickformat": ".0%", "range": [-0.02, 1.02]}
@@ -247,7 +246,7 @@ class PanelDrawing:
         return {}
 
     def traces(self) -> list[Figure]:
-        """Return the curves of the panel, with bands and marks for non-finite values."""
+        """Return the traces of all curves, with bands and with marks for non-finite values."""
         traces: list[Figure] = []
         for drawn in self._curves:
             line = self._line(drawn)
@@ -261,7 +260,7 @@ class PanelDrawing:
         return traces
 
     def _line(self, drawn: _DrawnCurve) -> Figure:
-        """Return the trace of a curve, without its band."""
+        """Return the trace of a curve without its band."""
         finite_points = int(np.isfinite(drawn.curve.values).sum())
         name_in_panel = _NAMES_IN_PANEL.get(drawn.name)
         trace_name = label(drawn.lane.label)
@@ -294,7 +293,7 @@ class PanelDrawing:
         return " ".join(part for part in parts if part)
 
     def _nonfinite_marks(self, drawn: _DrawnCurve) -> Figure:
-        """Return crosses at the lowest finite value of the panel, since no axis can show NaN."""
+        """Return crosses at the panel's lowest finite value, because no axis can show NaN."""
         steps = drawn.curve.nonfinite
         steps = steps[:: len(steps) // _MAX_MARKS + 1]
         lowest = float(self._finite.min()) if len(self._finite) else 0.0
@@ -317,21 +316,21 @@ class PanelDrawing:
 
 
 def _byte_unit(finite: FloatArray) -> tuple[str, float]:
-    """Return the binary unit for the values of a panel, and its size in bytes."""
+    """Return the best binary unit for these values, and its size in bytes."""
     if finite.max(initial=0.0) >= 2**30:
         return "GiB", 2.0**30
     return "MiB", 2.0**20
 
 
 def _spans_decades(finite: FloatArray) -> bool:
-    """Return whether values are positive and a linear axis would hide the smaller ones."""
+    """Return whether all values are positive and a linear axis would hide the smaller ones."""
     return bool(0 < finite.min() < finite.max() / _FACTOR_FOR_LOGARITHMIC_AXIS)
 
 
 def _range_around(value: float) -> list[float]:
-    """Return the axis range for a constant.
+    """Return the axis range for a constant value.
 
-    Plotly's default range is 2 wide, which would make any learning rate look like 0.
+    Plotly's default range has a width of 2, which would make any learning rate look like 0.
     """
     if value == 0:
         return [-1.0, 1.0]
@@ -340,7 +339,7 @@ def _range_around(value: float) -> list[float]:
 
 
 def _band_trace(line: Figure, band: Band) -> Figure:
-    """Return the area of a band, as a closed polygon in the colour of its line."""
+    """Return the trace of a band, as a closed polygon in the color of its line."""
     return {
         "type": "scatter",
         "mode": "none",
@@ -356,7 +355,7 @@ def _band_trace(line: Figure, band: Band) -> Figure:
 
 
 def _curve_in_legend(lane: Lane) -> str:
-    """Return the name of the curve that represents the lane in the legend."""
+    """Return the name of the curve that represents a lane in the legend."""
     for panel in _PANELS:
         for name in panel.curves:
             if name in lane.curves:

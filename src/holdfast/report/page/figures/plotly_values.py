@@ -1,7 +1,7 @@
-"""Convert texts, numbers and dates to what plotly.js accepts.
+"""Convert text, numbers and dates for plotly.js.
 
-Every text in a figure passes through `label`, because plotly.js renders some HTML in texts and a
-run may have any name.
+All text in a figure passes through `label`, because plotly.js renders some HTML tags and names in a
+run may contain anything.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Figure = dict[str, Any]
 
 
 def label(value: object, most: int = 120) -> str:
-    """Return text that plotly.js renders literally, without tags, entities or control characters.
+    """Return text that plotly.js shows literally, without tags, entities or control characters.
 
     Args:
-        value: Any text.
+        value: Any object, which is converted to text.
         most: The maximum number of characters.
     """
     text = sanitise(value, most=most)
@@ -29,7 +29,7 @@ def label(value: object, most: int = 120) -> str:
 
 
 def json_numbers(numbers: FloatArray) -> list[float | int | None]:
-    """Round numbers to seven digits, about the precision of float32; None if not finite."""
+    """Round numbers to seven digits, like float32; non-finite ones become None."""
     return [_json_number(number) for number in numbers.tolist()]
 
 
@@ -42,5 +42,5 @@ def _json_number(number: float) -> float | int | None:
 
 
 def date(unix_seconds: float) -> str:
-    """Return a time in UTC with milliseconds, in the format of plotly's date axes."""
+    """Format a time in UTC with milliseconds, as plotly's date axes expect."""
     return moment(unix_seconds, "%Y-%m-%d %H:%M:%S.%f")[:-3]

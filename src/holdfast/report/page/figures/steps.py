@@ -1,7 +1,8 @@
-"""The figure of curves over steps: stacked panels that share one axis, so they zoom together.
+"""Draw curves over steps in stacked panels that share a step axis, so they zoom together.
 
-Each quantity has a panel (``panels``), and each lane a colour. Panels whose steps are not optimizer
-steps come last and have their own axes. Events are marked at the top of the first panel.
+Each quantity has its own panel (``panels``), and each lane has its own color. Panels whose steps
+are not optimizer steps come last and have their own step axes. Marks for events are at the top of
+the first panel.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ _TOP_PIXELS = 50
 _BOTTOM_PIXELS = 44
 _LEGEND_PIXELS = 84
 _EVENTS_AXIS = "y99"
-# Kinds of harmless events that are marked nevertheless.
+# Kinds of events that are marked although they are harmless.
 _MILESTONES = frozenset(
     {"checkpoint_saved", "saved", "resumed", "attempt_started", "validated", "note"}
 )
 
 
 def step_figure(lanes: Sequence[Lane], events: Sequence[RecordedEvent] = ()) -> Figure | None:
-    """Return the curves of lanes over steps, or None if there are none.
+    """Return the figure of all curves over steps, or None if there are no curves.
 
     Args:
-        lanes: Lanes in the order of their colours.
-        events: Events to mark; only warnings, errors and milestones are drawn.
+        lanes: Lanes in the order of their colors.
+        events: Events to mark, of which only warnings, errors and milestones are drawn.
     """
     panels = present_panels(lanes)
     if not panels:
@@ -60,10 +61,10 @@ def step_figure(lanes: Sequence[Lane], events: Sequence[RecordedEvent] = ()) -> 
 
 
 def share_equal_curves(lanes: Sequence[Lane]) -> Sequence[Lane]:
-    """Return lanes in which curves that are identical in all lanes are drawn only once.
+    """Move curves that are identical in all lanes to an additional lane, so they are drawn once.
 
-    For example, the learning rate is often the same on all ranks. Such curves move to an additional
-    lane, labelled "all alike".
+    For example, the learning rate is often the same on all ranks. The additional lane has the label
+    "all alike".
     """
     curves_by_name: dict[str, list[Curve]] = {}
     for lane in lanes:
@@ -93,7 +94,7 @@ def _is_equal(curve: Curve, other: Curve) -> bool:
 
 
 def _layout(panels: int, *, has_legend: bool) -> Figure:
-    """Return the layout of the whole figure; each panel adds its axes and its title."""
+    """Return the layout of the figure, to which each panel adds its axes and its title."""
     pixels = _PANEL_PIXELS * panels
     return {
         "height": _TOP_PIXELS + _BOTTOM_PIXELS + pixels,
@@ -118,7 +119,7 @@ def _layout(panels: int, *, has_legend: bool) -> Figure:
 
 
 def _event_traces(lanes: Sequence[Lane], events: Sequence[RecordedEvent]) -> list[Figure]:
-    """Return events as marks at the top of the first panel, each with a vertical line below it."""
+    """Return the marks of events at the top of the first panel, with vertical lines below them."""
     marks = []
     for recorded in events:
         is_shown = severity(recorded.event) != "info" or recorded.event.kind in _MILESTONES
@@ -129,9 +130,10 @@ def _event_traces(lanes: Sequence[Lane], events: Sequence[RecordedEvent]) -> lis
 
 
 def _step_at(lanes: Sequence[Lane], recorded: RecordedEvent) -> float | None:
-    """Return the step that training had reached at the time of an event, or None before it began.
+    """Return the training step at the time of an event, or None before the first step.
 
-    The step of the event itself is not used: its source may count steps differently, or not at all.
+    The step in the event itself is not used, because its source may count steps differently or not
+    at all.
     """
     now = recorded.event.unix_seconds
     begun = [lane for lane in lanes if lane.begun is not None and lane.begun <= now]
@@ -144,7 +146,7 @@ def _step_at(lanes: Sequence[Lane], recorded: RecordedEvent) -> float | None:
 
 
 def _with_line_down(trace: Figure) -> Figure:
-    """Return marks on the event axis, with error bars that draw lines over the panel's height."""
+    """Move marks to the event axis, and add error bars that draw lines across the panel."""
     line = {
         "type": "data",
         "symmetric": False,

@@ -12,19 +12,19 @@ from holdfast.report.page.gathered_run import GatheredRun
 from holdfast.report.page.goodput import breaks
 from holdfast.report.run_snapshot import Lane, ProcessSnapshot, role_order
 
-# The colour of each kind of bar, the same in both themes.
+# Color of each kind of bar, the same in both themes.
 _COLOURS = {"starting": "#8fa3b8", "training": "#45a95a", "ending": "#b8a26b"}
 _MAX_ROWS = 40
 _ROW_PIXELS = 34
 _MARGIN_PIXELS = 144
-# Width of the space for row names: per character, and at most.
+# Width of the space for row names: pixels per character, and maximum.
 _CHARACTER_PIXELS = 8
 _MAX_NAME_PIXELS = 230
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bar:
-    """What a process did between two Unix times; `kind` is a key of `_COLOURS`."""
+    """A period of a process between two Unix times; `kind` is a key of `_COLOURS`."""
 
     kind: str
     row: str
@@ -49,8 +49,8 @@ def timeline_figure(run: GatheredRun) -> Figure | None:
 def _rows(run: GatheredRun) -> list[str]:
     """Return the names of the rows, from top to bottom, at most `_MAX_ROWS`.
 
-    Loader workers get a row only if they recorded an event: each epoch has its own workers, and
-    their ends are unknown.
+    A loader worker gets a row only if it recorded an event, because each epoch has new workers and
+    it is unknown when they ended.
     """
     sources = dict.fromkeys(recorded.source for recorded in run.events)
     processes = sorted(run.processes, key=lambda process: role_order(process.role))
@@ -75,7 +75,7 @@ def _bars(run: GatheredRun) -> Iterator[_Bar]:
 
 
 def _bars_of_process(process: ProcessSnapshot) -> Iterator[_Bar]:
-    """Yield when a process started, trained and ended, where that is known."""
+    """Yield bars for the start, the training and the end of a process, as far as they are known."""
     started = 0.0 if process.info is None else process.info.started
     ended = started if process.ended is None else process.ended
     if not 0 < started <= ended:
@@ -104,7 +104,7 @@ def _last_phase(process: ProcessSnapshot) -> str:
 
 
 def _bars_of_guard(run: GatheredRun, lane: Lane) -> Iterator[_Bar]:
-    """Yield a bar for each process in which a guard trained: the first, and those that resumed."""
+    """Yield a bar for each process in which a guard trained: the first, and each resumed one."""
     if lane.begun is None or lane.ended is None:
         return
     gaps = breaks(run, lane)
@@ -135,7 +135,7 @@ def _bar_trace(kind: str, bars: list[_Bar]) -> Figure:
         "opacity": 0.85,
         "y": [label(bar.row) for bar in bars],
         "base": [date(bar.begin) for bar in bars],
-        # In milliseconds, and at least one, so that the bar can be seen.
+        # The length is in milliseconds, and at least 1 so that the bar is visible.
         "x": [max(1.0, (bar.end - bar.begin) * 1000) for bar in bars],
         "marker": {"color": _COLOURS[kind], "line": {"width": 0}},
         "hovertext": [label(bar.text, 300) for bar in bars],
@@ -157,13 +157,13 @@ def _layout(rows: list[str]) -> Figure:
             "t": 40,
             "b": 64,
         },
-        # Below the dates.
+        # Place the legend below the dates.
         "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
         "xaxis": {"type": "date", "tickangle": 0},
         "yaxis": {
             "type": "category",
             "categoryorder": "array",
-            # Plotly draws the first category at the bottom.
+            # Reverse the rows, because plotly draws the first category at the bottom.
             "categoryarray": [label(row) for row in reversed(rows)],
             "fixedrange": True,
             "automargin": False,
