@@ -298,9 +298,9 @@ class RunState:
     def _phase_after_rollback(self) -> Phase:
         """Return the phase that follows the restoration of an earlier state.
 
-        An attempt that has begun continues. A loop that has rewound its data is at the boundary before
-        the first batch of that state. A broken state was made by the batch in use, which therefore
-        counts as used.
+        An attempt that has begun continues. A loop that has rewound its data is at the boundary
+        before the first batch of that state. A broken state was made by the batch in use, which
+        therefore counts as used.
         """
         if self.is_attempting:
             return self._phase
