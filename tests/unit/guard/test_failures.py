@@ -61,6 +61,7 @@ def a_step(*, measured: bool = False) -> Work:
 def test_the_first_rule_that_recognizes_an_error_decides(
     error: Exception, plan: StepPlan, measured: bool, kind: type[Failure]
 ) -> None:
+    """An error is the kind of failure that the earliest of all rules makes of it."""
     failure = failure_of(error, a_step(measured=measured), plan)
 
     assert type(failure) is kind
@@ -79,10 +80,12 @@ def test_the_first_rule_that_recognizes_an_error_decides(
     ],
 )
 def test_any_other_error_leaves_the_guard(error: Exception, plan: StepPlan, measured: bool) -> None:
+    """An error that no remedy is known for is no reason to repeat the attempt."""
     assert failure_of(error, a_step(measured=measured), plan) is None
 
 
 def test_a_failure_names_what_its_remedy_needs() -> None:
+    """A failure carries the position of the part, or the module and why it cannot be recomputed."""
     block = nn.Linear(2, 2)
     differs = RecomputeDiffersError(block, "it draws from its own generator")
 

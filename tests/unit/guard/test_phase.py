@@ -107,6 +107,7 @@ def at(*transitions: str, kind: type[RunState] = RunState) -> RunState:
 def test_each_legal_path_leads_to_its_phase(
     transitions: str, phase: Phase, soundness: Soundness
 ) -> None:
+    """Phase and soundness follow from the transitions, and say whether the state may be saved."""
     state = at(*transitions.split())
 
     assert (state.phase, state.soundness) == (phase, soundness)
@@ -174,6 +175,7 @@ def test_every_transition_outside_the_table_is_refused() -> None:
 def test_the_table_has_no_transition_that_would_damage_a_run(
     phase: Phase, transition: Transition
 ) -> None:
+    """What would mix two states, or lose one, is not in the table."""
     assert (phase, transition) not in TRANSITIONS
 
 
@@ -207,6 +209,7 @@ def test_a_rollback_makes_the_state_sound_or_breaks_it(before: str, after: Phase
 
 
 def test_nothing_is_saved_while_the_models_hold_averages() -> None:
+    """The state may be saved again once the trained weights are in the models."""
     state = at("open")
 
     state.swap_in_averages()
