@@ -153,8 +153,8 @@ def _chain(error: BaseException, *, with_contexts: bool = False) -> Iterator[Bas
 
     Args:
         error: The error.
-        with_contexts: Whether to also yield the errors during whose handling these were raised
-            (``__context__``).
+        with_contexts: Whether to also follow ``__context__``: the error that was being handled when
+            another one was raised.
     """
     visited: set[int] = set()
     pending: list[BaseException | None] = [error]

@@ -30,7 +30,7 @@ COMPILED = (
     " time; call torch.utils.checkpoint in forward instead, which is compiled too"
 )
 # The attributes that every nn.Module has.
-OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+COMMON_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 # A fingerprint processes this many elements at a time, so that their fp64 copy stays small.
 _FINGERPRINT_CHUNK = 2**16
@@ -49,10 +49,10 @@ class RecomputeDiffersError(CheckpointError):
 
 
 def may_be_caused_by_recomputing(error: Exception) -> bool:
-    """Return whether an error may not occur if nothing is recomputed.
+    """Return whether an error may have been caused by recomputation, so a retry may avoid it.
 
-    Besides errors of activation checkpointing, these are in-place changes of a block's input:
-    autograd saves the inputs of a recomputed block and refuses them if they were changed.
+    This includes autograd's error about in-place changes: autograd saves the inputs of a recomputed
+    block and raises if they were changed.
     """
     return isinstance(error, CheckpointError) or "modified by an inplace operation" in str(error)
 
@@ -409,5 +409,5 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in OWN_ATTRIBUTES and name != "forward"
+        if name not in COMMON_ATTRIBUTES and name != "forward"
     }

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from holdfast.memory.recompute import OWN_ATTRIBUTES, ReplacedForward
+from holdfast.memory.recompute import COMMON_ATTRIBUTES, ReplacedForward
 from holdfast.memory.tensors import has_storage, tensors_of, versions_of
 
 # Recomputing more modules must lower the peak by at least this fraction to be worth the time.
@@ -232,8 +232,8 @@ class SavedBytes:
         """Return the modules to recompute from now on: the active ones, and more if that helps.
 
         Groups of modules are added greedily. Each time, the group is added that lowers the peak
-        most, until no group lowers it by at least 5 %. Of these groups, the first ones are chosen,
-        as many as are needed to reach half of the total reduction.
+        most, until no group lowers it by at least 5 %. Of these groups, only the first ones are
+        chosen: as many as reach half of the total reduction.
 
         Args:
             active: Names of the modules that were recomputed in the measured pass.
@@ -424,7 +424,7 @@ class _Recorder:
         return number
 
     def _begin_pass_after_backward(self) -> None:
-        """Begin a new measurement if a backward pass has run, which frees all saved tensors."""
+        """Begin a new measurement after a backward pass, because it frees all saved tensors."""
         if not self._backward_has_run:
             return
         self._largest = self.largest_pass()
@@ -474,7 +474,7 @@ def _state_of(module: nn.Module) -> dict[tuple[str, int], int]:
     for name, value in vars(module).items():
         if isinstance(value, torch.Tensor):
             state[name, id(value)] = versions_of([value])[0]
-        elif isinstance(value, (list, dict, set, deque)) and name not in OWN_ATTRIBUTES:
+        elif isinstance(value, (list, dict, set, deque)) and name not in COMMON_ATTRIBUTES:
             state[name, id(value)] = len(value)
     return state
 

@@ -157,8 +157,8 @@ def measure(values: torch.Tensor) -> Operand:
 def bad_rows(bad: torch.Tensor, batch_size: int | None) -> tuple[int, ...]:
     """Return the samples, as rows along the batch axis, in which a tensor has NaN or Inf.
 
-    The batch axis is the first axis of length `batch_size`. If there is none, the first axis is
-    used if its length is a multiple of `batch_size`: it then has several positions per sample.
+    The batch axis is the first axis of length `batch_size`. Without such an axis, it is axis 0 if
+    its length is a multiple of `batch_size`, because it may have several positions per sample.
 
     Args:
         bad: The result of `nonfinite` for the tensor.

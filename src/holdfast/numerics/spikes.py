@@ -40,7 +40,7 @@ _LAG = 32
 _LEAST_WINDOW = 64
 # Number of values to store.
 _KEPT_VALUES = 256
-# The window is evaluated after each batch of this many values, because that takes two sorts.
+# The window is evaluated once per this many new values, because an evaluation takes two sorts.
 _REFRESH = 16
 
 # --- Levels: medians of the newest losses.
@@ -81,7 +81,7 @@ _TAIL = 2.0
 # 0.6 per step and is full after 20 steps.
 
 _DRIFT_BACK = 0.6
-# The largest value of the CUSUM. The level becomes odd when it is reached.
+# The largest value of the CUSUM. The level becomes odd when the CUSUM is within 1 of it.
 _DRIFT_FULL = 12.0
 # The level stops being odd if the CUSUM falls below this.
 _DRIFT_OVER = 6.0

@@ -289,8 +289,8 @@ class OriginTracer(TorchDispatchMode):
         self._running.append(module)
 
     def _end_module(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        # Remove inner modules too. They are still in the list if activation checkpointing has ended
-        # their recomputation early, which it does with an exception.
+        # Remove inner modules too. Activation checkpointing ends a recomputation early with an
+        # exception, so the modules inside have not been removed yet.
         for depth in range(len(self._running) - 1, -1, -1):
             if self._running[depth] is module:
                 del self._running[depth:]
