@@ -1,15 +1,15 @@
 """Facts about loss functions: forbidden calls, identity, and side effects.
 
-**Forbidden calls.** A loss function returns a loss, and leaves backward and the optimizers to the
-guard. It may compute gradients, but not with respect to parameters.
+**Forbidden calls.** A loss function must return a loss, and leave backward and the optimizers to
+the guard. It may compute gradients, but not with respect to parameters.
 
-**Identity.** A lambda in a loop is a new object each time, but the same function. Two partials of
-one function with different ``reduction`` are different functions. Functions are distinguished by
-their code, and by the strings and flags that are bound to them. Numbers do not count, since a step
-number or a changing weight would make a new function in every step.
+**Identity.** A lambda in a loop is a new object each time, but still the same function. Two
+partials of a function with different values of ``reduction`` are different functions. Functions are
+identified by their code, and by the strings and flags that are bound to them. Numbers are ignored,
+since a step number or a changing weight would make a new function in every step.
 
-**Side effects.** If a call changes plain attributes of modules, or variables of the function, no
-checkpoint holds the change, and a retry makes it once more.
+**Side effects.** If a call changes plain attributes of modules or variables of the function, no
+checkpoint contains the change, and each retry repeats it.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from holdfast.guard.state.trees import same
 Called: TypeAlias = Literal["backward", "step", "zero_grad"]
 _FIX = {
     "backward": (
-        "leave out loss.backward() and return the loss with its graph: guard.step runs backward."
-        " For the gradient of something else, such as an input, use torch.autograd.grad(loss, x)."
+        "remove loss.backward() and return the loss with its graph: guard.step runs backward. For"
+        " any other gradient, such as that of an input, use torch.autograd.grad(loss, x)."
     ),
     "step": (
-        "leave out optimizer.step(), and scaler.step() around it: guard.step does that after it has"
-        " checked the gradients. To step one of several optimizers, name it: guard.step(batch,"
-        " loss_fn, optimizer=...)."
+        "remove optimizer.step(), and scaler.step() around it: guard.step runs it after checking"
+        " the gradients. To step one of several optimizers, name it: guard.step(batch, loss_fn,"
+        " optimizer=...)."
     ),
-    "zero_grad": "leave it out: guard.step clears the gradients itself.",
+    "zero_grad": "remove it: guard.step clears the gradients itself.",
 }
 
 
@@ -58,13 +58,13 @@ class CalledInsideError(BatchError):
 
 
 def called_inside(called: Called) -> CalledInsideError:
-    """Return H209 for a loss function that has made a forbidden call."""
+    """Return an H209 error for a loss function that has made a forbidden call."""
     action = f"called {called}()"
     if called == "backward":
         action = "ran backward into parameters"
     error = CalledInsideError(
         f"loss_fn {action}",
-        limit="it may only return a loss, because it may be called several times per step",
+        limit="it must only return a loss, because it may be called several times per step",
         fix=_FIX[called],
         rule="H209",
     )
@@ -73,14 +73,14 @@ def called_inside(called: Called) -> CalledInsideError:
 
 
 class ReturningALoss:
-    """A context for calls of a loss function.
+    """Context for calling a loss function.
 
-    Inside it, optimizers refuse to step. Leaving it raises H209 if the ``.grad`` of a parameter has
-    changed.
+    Inside the context, optimizers refuse to step. If the ``.grad`` of a parameter has changed, H209
+    is raised on exit.
 
     Args:
-        optimizers: The optimizers of the guard.
-        parameters: The parameters of the guard.
+        optimizers: The guard's optimizers.
+        parameters: The guard's parameters.
     """
 
     __slots__ = ("_before", "_optimizers", "_own", "_parameters")
@@ -96,8 +96,8 @@ class ReturningALoss:
             attributes = vars(optimizer)
             # Schedulers replace `step` in the same way.
             self._own.append((attributes, attributes.get("step")))
-            # `zero_grad` is not replaced, since frameworks may call it when there are no gradients.
-            # A call that does clear gradients is noticed at the end.
+            # `zero_grad` is not replaced, because frameworks may call it when there are no
+            # gradients. If a call does clear gradients, this is detected on exit.
             attributes["step"] = _refuse_step
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -116,13 +116,13 @@ def _refuse_step(*_: Any, **__: Any) -> NoReturn:
 
 
 def _marks(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the identity and the version counter of each gradient."""
+    """Return the identity and version counter of each gradient."""
     return [(id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
 
 
 @contextlib.contextmanager
 def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Surround a backward pass, and raise H211 if hooks of parameters have changed weights."""
+    """Run backward within this context. If parameter hooks change weights, H211 is raised."""
     hooked = [
         p
         for p in parameters
@@ -134,23 +134,23 @@ def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     if moved:
         raise BatchError(
             f"hooks have changed {counted(moved, 'parameter')} in backward",
-            limit="a step can be retried, clipped or skipped only while the weights are unchanged",
+            limit="a step can only be retried, clipped or skipped while the weights are unchanged",
             fix=(
                 "remove the hooks that call optimizer.step(), pass the optimizer to Guard, and"
-                " start again: the weights of this step cannot be restored."
+                " restart the run: the weights of this step cannot be restored."
             ),
             rule="H211",
         )
 
 
 class FilledOutside:
-    """Finds gradients that the script computed between creating the guard and the first step.
+    """Detects gradients that the script computed after creating the guard, before the first step.
 
     Args:
-        parameters: The parameters of the guard.
+        parameters: The guard's parameters.
     """
 
-    # The number of steps that all guards of this process have begun.
+    # The number of steps started so far by all guards in this process.
     begun = 0
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -162,7 +162,7 @@ class FilledOutside:
 
         If there are gradients, this synchronizes with the device.
         """
-        # If another guard has run a step since, the gradients may come from that.
+        # If another guard has run a step in the meantime, the gradients may come from that step.
         others_have_stepped = FilledOutside.begun != self._begun_before
         FilledOutside.begun += 1
         were_empty = self._empty
@@ -178,13 +178,13 @@ class FilledOutside:
             raise BatchError(
                 f"{counted(len(filled), 'parameter')} had a gradient before the first step",
                 limit=(
-                    "guard.step clears the gradients first, so those of a backward() outside of it"
-                    " would be lost"
+                    "guard.step first clears all gradients, so gradients from a backward() outside"
+                    " of it would be lost"
                 ),
                 fix=(
-                    "let loss_fn include that loss, as in loss_a + loss_b, and remove the"
-                    " backward() outside of it; if the gradients are not needed, call"
-                    " optimizer.zero_grad() before guard.step."
+                    "include that loss in loss_fn, as in loss_a + loss_b, and remove the backward()"
+                    " outside of it. If the gradients are not needed, call optimizer.zero_grad()"
+                    " before guard.step."
                 ),
                 rule="H210",
             )
@@ -192,16 +192,16 @@ class FilledOutside:
 
 # --- identity
 
-# Partials, methods and closures are followed this far.
+# Partials, methods and closures are followed up to this depth.
 _DEPTH = 3
 
 
 def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
-    """Return a text that identifies a loss function, and is the same after a restart of the run.
+    """Return a text that identifies a loss function, and stays the same after a restart.
 
     Args:
         loss_fn: The loss function.
-        depth: How many levels of bound objects to include. At 0 only the code counts.
+        depth: How many levels of bound objects to include. With 0, only the code counts.
     """
     if isinstance(loss_fn, TwoPass):
         return f"{description_of(loss_fn.outputs, depth)} {description_of(loss_fn.loss, depth)}"
@@ -217,10 +217,10 @@ def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
             try:  # noqa: SIM105 - `suppress` is slower, and this runs in every step
                 bound.append(cell.cell_contents)
             except ValueError:
-                # The variable has no value yet.
+                # The variable has not been assigned yet.
                 pass
         bound += [*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values()]
-        # A function in a script may use flags in global variables.
+        # A function in a script may use flags stored in global variables.
         outside = getattr(loss_fn, "__globals__", {})
         bound += [flag for name in code.co_names if type(flag := outside.get(name)) in (bool, str)]
         return _with(_name_of(code), bound, depth) if bound else _name_of(code)
@@ -230,7 +230,7 @@ def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _name_of(code: types.CodeType) -> str:
-    # A line may hold two lambdas, which only their code tells apart.
+    # A line may contain two lambdas, which differ only in their code.
     checksum = zlib.crc32(code.co_code + repr(code.co_names).encode())
     return f"{code.co_qualname}:{code.co_firstlineno}:{checksum:x}"
 
@@ -261,10 +261,11 @@ def _has_weights(value: Any) -> bool:
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 # Only these containers are iterated, because iterating over others may itself have side effects.
 _CONTAINERS = (list, tuple, set, frozenset, deque, np.ndarray)
-# Containers with more entries than this are compared only by their length.
+# Containers with more entries than this are compared only by length.
 _LOOKED_AT = 64
 # Tensors with more elements than this are compared only by their sum.
 _WHOLE = 1 << 20
+# The attributes that every module has.
 # The attributes that every module has.
 _OF_TORCH = frozenset(vars(nn.Module()))
 
@@ -277,19 +278,20 @@ def find_side_effects(
     known: Sequence[Any] = (),
     logs_too: bool = False,
 ) -> tuple[str, ...]:
-    """Return the names of attributes and variables that a second pass over some samples changes.
+    """Return the names of attributes and variables that a second forward pass changes.
 
-    State that a pass only overwrites, such as the last attention map or a cache that is filled
-    once, is the same after the second pass and is not returned. Variables from outside the loss
-    function, and its attributes, may be counters or logs. They count only if the second loss
-    differs from the first.
+    State that each pass overwrites with the same value, such as the last attention map or a cache
+    that is filled once, is not returned.
+
+    Attributes of the loss function, and variables from outside of it, may be mere counters or logs.
+    They count only if the second loss differs from the first.
 
     Args:
         models: The models by name.
         loss_fn: The loss function.
-        forward: Runs a forward pass, the same one each time, and returns the loss; NaN if there was
-            not enough memory.
-        known: Objects that are restored, and therefore do not count.
+        forward: Function that runs the same forward pass each time and returns the loss, or NaN if
+            it ran out of memory.
+        known: Objects that are restored anyway, so that they do not count.
         logs_too: Whether variables and attributes of the loss function always count.
 
     Returns:
@@ -333,9 +335,9 @@ def _attributes(models: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def _variables(function: Any, own: Sequence[Any]) -> dict[str, Any]:
-    """Return copies of the outside variables that a function can reach.
+    """Return copies of the outside variables that a function can access.
 
-    They are its free variables, globals, bound arguments, and the attributes of its object.
+    These are its free variables, globals, bound arguments, and the attributes of its object.
     """
     variables: dict[str, Any] = {}
     while isinstance(function, functools.partial):
@@ -363,7 +365,7 @@ def _variables(function: Any, own: Sequence[Any]) -> dict[str, Any]:
 def _inside(value: Any) -> Any:
     """Return the attributes of a user's object, such as a criterion with a counter.
 
-    Any other value is returned as it is.
+    Any other value is returned unchanged.
     """
     if isinstance(value, nn.Module):
         attributes = {name: own for name, own in vars(value).items() if name not in _OF_TORCH}
@@ -374,10 +376,10 @@ def _inside(value: Any) -> Any:
 
 
 def _snapshot(value: Any, depth: int) -> Any:
-    """Return a value in a form that can be compared later.
+    """Return a copy of a value for a later comparison.
 
-    Plain values are returned unchanged, small tensors are copied, and containers are followed to a
-    given depth. For any other value, only the type counts.
+    Plain values are returned unchanged, small tensors are copied, and containers are copied up to a
+    depth. All other values are represented by their type.
     """
     if isinstance(value, _PLAIN):
         return value
