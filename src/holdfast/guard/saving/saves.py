@@ -148,7 +148,7 @@ class Saving:
         self._buffers: HostBuffers | None = None
         self._in_background = policy.async_save and self._every is not None
         # Whether the buffers were prepared before the first save was due.
-        self._made_ready = False
+        self._buffers_prepared = False
         self._refused: str | None = None
         # The numbers of saves in this process that succeeded and that failed.
         self.saved = 0
@@ -275,11 +275,11 @@ class Saving:
         try:
             self._hold_directory()
         except OSError as error:
-            if first and (lasting := _for_good(error)) is not None:
+            if first and (lasting := _lasting_error(error)) is not None:
                 raise lasting from error
-            self._failed_at_once(error, started)
+            self._record_early_failure(error, started)
             return
-        self._tried()
+        self._note_attempt()
         try:
             shot = snapshot(self._state(), self._record.global_step)
         except Exception as error:
@@ -288,15 +288,15 @@ class Saving:
                 self._tried_at_step = None
                 # A state that can never be saved must be reported before training starts.
                 raise
-            self._failed_at_once(error, started)
+            self._record_early_failure(error, started)
             return
         named = () if first else self._must_be_finite()
         save = _Save(shot=shot, must_be_finite=named, position=self._position(), started=started)
         self._carry_out(save, nonfinite_tensors)
-        if first and (lasting := _for_good(save.error)) is not None:
+        if first and (lasting := _lasting_error(save.error)) is not None:
             self._tried_at_step = None
             raise lasting from save.error
-        self._take_in(save, first=first)
+        self._process_result(save, first=first)
 
     def save_again(self) -> None:
         """Save state that the script has changed, even if this step already has a checkpoint."""
@@ -335,21 +335,21 @@ class Saving:
             return
         started = self._clock.monotonic_seconds()
         try:
-            begun: bool | None = False
+            is_started: bool | None = False
             if self._job is None:
-                begun = self._hand_over(started)
-            if begun is False and self._writers.are_several:
+                is_started = self._start_in_background(started)
+            if is_started is False and self._writers.are_several:
                 # The other ranks have started to write their parts, so this rank must wait for its
                 # writer instead of trying again at the next boundary.
                 self.finish()
-                begun = self._hand_over(started)
+                is_started = self._start_in_background(started)
         except RunDirectoryError:
             raise
         except Exception as error:  # noqa: BLE001 - the user's state_dict may raise anything
             let_through(error)
-            self._failed_at_once(error, started)
+            self._record_early_failure(error, started)
             return
-        if begun is None:
+        if is_started is None:
             # Saving in the background is not possible.
             self.save()
 
@@ -375,19 +375,19 @@ class Saving:
             )
             self._record.emit(run_events.RecordingMovedAside(what=what))
 
-    def _tried(self) -> None:
+    def _note_attempt(self) -> None:
         """Note that a save was attempted now. The next interval starts here."""
         self._tried_at_step = self._record.global_step
         self.chooser.tried(self._clock.monotonic_seconds())
 
-    def _failed_at_once(self, error: Exception, started: float) -> None:
+    def _record_early_failure(self, error: Exception, started: float) -> None:
         """Record that a save has failed before any file was written.
 
         Args:
             error: The error.
             started: The time when the save started.
         """
-        self._tried()
+        self._note_attempt()
         self.failed += 1
         self._newest_failure = describe_error(error)
         # The other ranks are waiting for the result of this rank's part.
@@ -397,7 +397,7 @@ class Saving:
             self._record.global_step, error, self._clock.monotonic_seconds() - started
         )
 
-    def _hand_over(self, started: float) -> bool | None:
+    def _start_in_background(self, started: float) -> bool | None:
         """Copy the state, and start a thread that writes it.
 
         Returns:
@@ -409,7 +409,7 @@ class Saving:
         if buffers is None:
             return False if self._job is not None else None
         self._hold_directory()
-        self._tried()
+        self._note_attempt()
         shot = snapshot(encoded, self._record.global_step, buffers)
         copies: list[tuple[str, torch.Tensor]] = []
         not_copied: list[tuple[str, torch.Tensor]] = []
@@ -433,7 +433,7 @@ class Saving:
         )
         if bad[1] and not self._writers.are_several:
             self._refuse(save, *bad)
-            self._take_in(save)
+            self._process_result(save)
         else:
             try:
                 self._job = BackgroundJob(
@@ -459,7 +459,7 @@ class Saving:
                 their names.
         """
         step = save.shot.global_step
-        cpu_began = time.thread_time()
+        cpu_started = time.thread_time()
         try:
             shares = self._writers.all(lambda: [save.bad, find_nonfinite(save.must_be_finite)])
             bad = [name for share in shares for names, _ in share for name in names]
@@ -475,7 +475,7 @@ class Saving:
             return save
         removed = self._remove_old_checkpoints(entry)
         save.entry = entry
-        save.cpu_seconds = time.thread_time() - cpu_began
+        save.cpu_seconds = time.thread_time() - cpu_started
         stall = self._end(save)
         self._record.emit(
             run_events.CheckpointSaved(
@@ -541,15 +541,15 @@ class Saving:
             self.collected()
         if (
             self._in_background
-            and not self._made_ready
+            and not self._buffers_prepared
             and self._record.global_step > (self._tried_at_step or 0)
         ):
             # The optimizers have created their state, so its size is known. With "auto", buffers
             # are prepared shortly before a save is due, since a run that ends earlier needs none.
-            self._made_ready = self._every != "auto" or self.chooser.is_overdue(
+            self._buffers_prepared = self._every != "auto" or self.chooser.is_overdue(
                 now + _AHEAD_SECONDS, auto=True
             )
-            if self._made_ready and self._job is None:
+            if self._buffers_prepared and self._job is None:
                 # When the save is due, the same error will be raised again and handled.
                 with contextlib.suppress(Exception):
                     self._buffers_for(needed_bytes(encode(self._state()).tensors))
@@ -568,7 +568,7 @@ class Saving:
             self._stop_background(f"the writer thread failed: {describe_error(error)}")
         else:
             if save is not None:
-                self._take_in(save)
+                self._process_result(save)
 
     def collected(self) -> Saving:
         """Process a finished save, if there is one, and return this object."""
@@ -576,7 +576,7 @@ class Saving:
             self.finish()
         return self
 
-    def _take_in(self, save: _Save, *, first: bool = False) -> None:
+    def _process_result(self, save: _Save, *, first: bool = False) -> None:
         """Process the result of a save that has ended. This runs in the training thread."""
         if save.entry is None:
             self.failed += 1
@@ -643,7 +643,9 @@ class Saving:
 
         From now on, saves run in the training thread.
         """
-        wanted = not self._made_ready and self._record.global_step > (self._tried_at_step or 0)
+        wanted = not self._buffers_prepared and self._record.global_step > (
+            self._tried_at_step or 0
+        )
         if self._in_background and (self._buffers is not None or wanted):
             self.finish()
             self._buffers = None
@@ -653,7 +655,7 @@ class Saving:
 
     def resumed(self, entry: Entry) -> None:
         """Note that the state was just restored from a checkpoint."""
-        self._tried()
+        self._note_attempt()
         self._saved_at = self._position()
         self.saved_as = entry
 
@@ -675,7 +677,7 @@ def _raised(error: Exception) -> Any:
     raise error
 
 
-def _for_good(error: Exception | None) -> Exception | None:
+def _lasting_error(error: Exception | None) -> Exception | None:
     """Return the error to raise after the first save, if later saves cannot succeed either.
 
     Returns None for errors that may go away, such as a full disk.

@@ -57,9 +57,9 @@ class Draws:
         self._seed = seed
         self._in_order = in_order
         # The draws of the call with all samples. None before that call.
-        self._made: list[_Draw] | None = None
+        self._whole_draws: list[_Draw] | None = None
         # The numbers given to the parts, by operation and generator state.
-        self._given: dict[Any, list[Any]] = {}
+        self._numbers_of_parts: dict[Any, list[Any]] = {}
         self._samples = 0
 
     def start(self, samples: int) -> None:
@@ -68,9 +68,9 @@ class Draws:
         Args:
             samples: The number of samples.
         """
-        self._made = None
+        self._whole_draws = None
         self._samples = samples
-        self._given.clear()
+        self._numbers_of_parts.clear()
 
     @contextlib.contextmanager
     def call(self, first: int, samples: int) -> Iterator[None]:
@@ -89,8 +89,8 @@ class Draws:
             # Each part gets a different seed. If the seeds were the same, it would seem that the
             # loss function had seeded the generator.
             torch.default_generator.manual_seed(self._seed + first)
-        if self._made is None:
-            self._made = recorded = []
+        if self._whole_draws is None:
+            self._whole_draws = recorded = []
             before = capture()
             with _Drawing(self._devices, lambda draw: recorded.append(draw.copied())):
                 yield
@@ -101,7 +101,7 @@ class Draws:
             self.drew |= bool(recorded) or self.outside_torch
             self.shared |= self.outside_torch and not self._in_order
             return
-        recorded_draws = iter(self._made)
+        recorded_draws = iter(self._whole_draws)
 
         def repeat(draw: _Draw) -> None:
             self._repeat(next(recorded_draws, None), draw, first, samples)
@@ -110,7 +110,7 @@ class Draws:
             with _Drawing(self._devices, repeat):
                 yield
         except Exception as error:
-            if not self._made or find_out_of_memory(error) is not None:
+            if not self._whole_draws or find_out_of_memory(error) is not None:
                 raise
             raise NotRepeatableError from error
         if next(recorded_draws, None) is not None:
@@ -120,11 +120,17 @@ class Draws:
     def backward(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which a recomputed forward pass gets the same numbers again."""
 
-        def again(draw: _Draw) -> None:
-            for new, old in zip(draw.drawn, self._given.get(draw.place(), draw.drawn), strict=True):
+        def repeat_numbers(draw: _Draw) -> None:
+            for new, old in zip(
+                draw.drawn, self._numbers_of_parts.get(draw.place(), draw.drawn), strict=True
+            ):
                 new.copy_(old)
 
-        return _Drawing(self._devices, again) if self._given else contextlib.nullcontext()
+        return (
+            _Drawing(self._devices, repeat_numbers)
+            if self._numbers_of_parts
+            else contextlib.nullcontext()
+        )
 
     def _repeat(self, recorded: _Draw | None, draw: _Draw, first: int, samples: int) -> None:
         """Overwrite the numbers that a part has just drawn with those of the whole batch.
@@ -150,7 +156,7 @@ class Draws:
         for old, new in zip(recorded.drawn, draw.drawn, strict=True):
             self.shared |= old.shape == new.shape and samples < self._samples
             new.copy_(self._rows(old, new, first, samples))
-        self._given[draw.place()] = draw.copied().drawn
+        self._numbers_of_parts[draw.place()] = draw.copied().drawn
 
     def _rows(
         self, whole: torch.Tensor, part: torch.Tensor, first: int, samples: int
@@ -181,7 +187,7 @@ class _Draw(NamedTuple):
 
     op: Any
     # The state before the call of each generator that was used.
-    began: list[torch.Tensor]
+    states_before: list[torch.Tensor]
     # The tensors that the result depends on.
     inputs: list[Any]
     # The tensors that were drawn.
@@ -195,7 +201,7 @@ class _Draw(NamedTuple):
 
     def place(self) -> Any:
         """Return the operation and the states of its generators, as a key."""
-        return self.op, *(state.numpy().tobytes() for state in self.began)
+        return self.op, *(state.numpy().tobytes() for state in self.states_before)
 
 
 class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -213,12 +219,12 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = self._states(kwargs)
         result = func(*args, **kwargs)
         after = self._states(kwargs)
-        began = [old for old, new in zip(before, after, strict=True) if not same(old, new)]
+        states_before = [old for old, new in zip(before, after, strict=True) if not same(old, new)]
         # Some operations with this tag draw nothing, such as attention without dropout.
-        if began:
+        if states_before:
             read, written = _read_and_written(func, args)
             inputs = _tensors((read, kwargs))
-            self._on_draw(_Draw(func, began, inputs, _tensors((result, written))))
+            self._on_draw(_Draw(func, states_before, inputs, _tensors((result, written))))
         return result
 
     def _states(self, kwargs: Any) -> list[torch.Tensor]:

@@ -90,7 +90,7 @@ class ReturningALoss:
         self._parameters = parameters
 
     def __enter__(self) -> None:
-        self._before = _marks(self._parameters)
+        self._before = _gradient_versions(self._parameters)
         self._own: list[tuple[dict[str, Any], Any]] = []
         for optimizer in self._optimizers:
             attributes = vars(optimizer)
@@ -106,7 +106,7 @@ class ReturningALoss:
                 attributes.pop("step", None)
             else:
                 attributes["step"] = own
-        after = _marks(self._parameters)
+        after = _gradient_versions(self._parameters)
         if kind is None and after != self._before:
             raise called_inside("zero_grad" if len(after) < len(self._before) else "backward")
 
@@ -115,7 +115,7 @@ def _refuse_step(*_: Any, **__: Any) -> NoReturn:
     raise called_inside("step")
 
 
-def _marks(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+def _gradient_versions(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Return the identity and version counter of each gradient."""
     return [(id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
 
@@ -207,9 +207,11 @@ def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
         return f"{description_of(loss_fn.outputs, depth)} {description_of(loss_fn.loss, depth)}"
     if isinstance(loss_fn, functools.partial):
         bound = [*loss_fn.args, *(loss_fn.keywords[name] for name in sorted(loss_fn.keywords))]
-        return _with(description_of(loss_fn.func, depth), bound, depth)
+        return _with_bound_values(description_of(loss_fn.func, depth), bound, depth)
     if isinstance(loss_fn, types.MethodType):
-        return _with(description_of(loss_fn.__func__, depth), [loss_fn.__self__], depth)
+        return _with_bound_values(
+            description_of(loss_fn.__func__, depth), [loss_fn.__self__], depth
+        )
     code = getattr(loss_fn, "__code__", None)
     if code is not None:
         bound = []
@@ -223,9 +225,9 @@ def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
         # A function in a script may use flags stored in global variables.
         outside = getattr(loss_fn, "__globals__", {})
         bound += [flag for name in code.co_names if type(flag := outside.get(name)) in (bool, str)]
-        return _with(_name_of(code), bound, depth) if bound else _name_of(code)
+        return _with_bound_values(_name_of(code), bound, depth) if bound else _name_of(code)
     bound = [own for key, own in getattr(loss_fn, "__dict__", {}).items() if key not in _OF_TORCH]
-    return _with(type(loss_fn).__qualname__, bound, depth)
+    return _with_bound_values(type(loss_fn).__qualname__, bound, depth)
 
 
 @functools.lru_cache(maxsize=256)
@@ -235,14 +237,14 @@ def _name_of(code: types.CodeType) -> str:
     return f"{code.co_qualname}:{code.co_firstlineno}:{checksum:x}"
 
 
-def _with(name: str, bound: Iterable[Any], depth: int) -> str:
+def _with_bound_values(name: str, bound: Iterable[Any], depth: int) -> str:
     if depth == 0:
         return name
-    texts = [text for value in bound if (text := _plain(value, depth - 1))]
+    texts = [text for value in bound if (text := _describe_value(value, depth - 1))]
     return f"{name}({', '.join(texts)})" if texts else name
 
 
-def _plain(value: Any, depth: int) -> str:
+def _describe_value(value: Any, depth: int) -> str:
     if value is None or isinstance(value, (bool, str)):
         return repr(value)[:80]
     # A module counts only if it is a criterion. Modules with weights are the models themselves.
@@ -262,9 +264,9 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 # Only these containers are iterated, because iterating over others may itself have side effects.
 _CONTAINERS = (list, tuple, set, frozenset, deque, np.ndarray)
 # Containers with more entries than this are compared only by length.
-_LOOKED_AT = 64
+_MOST_ENTRIES = 64
 # Tensors with more elements than this are compared only by their sum.
-_WHOLE = 1 << 20
+_MOST_ELEMENTS = 1 << 20
 # The attributes that every module has.
 # The attributes that every module has.
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -315,11 +317,11 @@ def find_side_effects(
     return tuple(sorted(changed))
 
 
-def _changed(once: Mapping[str, Any], twice: Mapping[str, Any]) -> set[str]:
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
     changed = {
-        name for name, value in twice.items() if name in once and not same(once[name], value)
+        name for name, value in after.items() if name in before and not same(before[name], value)
     }
-    return changed | (set(once) ^ set(twice))
+    return changed | (set(before) ^ set(after))
 
 
 def _attributes(models: Mapping[str, nn.Module]) -> dict[str, Any]:
@@ -355,14 +357,14 @@ def _variables(function: Any, own: Sequence[Any]) -> dict[str, Any]:
         outside = inspect.getclosurevars(function)
         variables |= {**outside.globals, **outside.nonlocals}
     return {
-        f"loss_fn: {name}": _snapshot(_inside(value), depth=2)
+        f"loss_fn: {name}": _snapshot(_attributes_of_object(value), depth=2)
         for name, value in variables.items()
         if not isinstance(value, (types.ModuleType, types.FunctionType, type))
         and not any(value is owned for owned in own)
     }
 
 
-def _inside(value: Any) -> Any:
+def _attributes_of_object(value: Any) -> Any:
     """Return the attributes of a user's object, such as a criterion with a counter.
 
     Any other value is returned unchanged.
@@ -384,12 +386,12 @@ def _snapshot(value: Any, depth: int) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.Tensor):
-        if value.numel() <= _WHOLE:
+        if value.numel() <= _MOST_ELEMENTS:
             return value.detach().clone()
         return [value.shape, float(value.detach().double().sum())]
-    if isinstance(value, Mapping) and depth and len(value) <= _LOOKED_AT:
+    if isinstance(value, Mapping) and depth and len(value) <= _MOST_ENTRIES:
         return {str(key): _snapshot(entry, depth - 1) for key, entry in value.items()}
     if isinstance(value, _CONTAINERS):
-        entries = list(value) if depth and len(value) <= _LOOKED_AT else []
+        entries = list(value) if depth and len(value) <= _MOST_ENTRIES else []
         return [len(value), *(_snapshot(entry, depth - 1) for entry in entries)]
     return type(value).__name__

@@ -191,13 +191,13 @@ def merged(verdicts: Sequence[SplitCheckResult], **facts: Any) -> SplitCheckResu
         verdicts: The results of the checks.
         **facts: Fields to set in the combined result.
     """
-    chosen = max(verdicts, key=lambda verdict: _FROM_BEST_TO_WORST.index(verdict.outcome))
+    worst = max(verdicts, key=lambda verdict: _FROM_BEST_TO_WORST.index(verdict.outcome))
     failed = tuple(dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.failed))
-    every = dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.held)
+    all_held = dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.held)
     held = tuple(
-        sorted((weighting for weighting in every if weighting not in failed), key=Weighting.rank)
+        sorted((weighting for weighting in all_held if weighting not in failed), key=Weighting.rank)
     )
-    together: dict[str, Any] = {
+    combined: dict[str, Any] = {
         "changes_batch": any(verdict.changes_batch for verdict in verdicts),
         "draws": max((verdict.draws for verdict in verdicts), key=_DRAWS.index),
         "changed_buffer": next(
@@ -208,14 +208,14 @@ def merged(verdicts: Sequence[SplitCheckResult], **facts: Any) -> SplitCheckResu
         ),
         "selects": next((verdict.selects for verdict in verdicts if verdict.selects), ""),
     }
-    if chosen.outcome in ("exact", "random") and failed and not held:
+    if worst.outcome in ("exact", "random") and failed and not held:
         # Every weighting that held for one batch failed for another.
-        together |= {"outcome": "coupled", "difference": math.nan}
-    elif chosen.outcome == "exact":
-        together["difference"] = max(
+        combined |= {"outcome": "coupled", "difference": math.nan}
+    elif worst.outcome == "exact":
+        combined["difference"] = max(
             verdict.difference for verdict in verdicts if verdict.outcome == "exact"
         )
-    return replace(chosen, held=held, failed=failed, **{**together, **facts})
+    return replace(worst, held=held, failed=failed, **{**combined, **facts})
 
 
 class _Difference(NamedTuple):
@@ -254,7 +254,7 @@ class SplitCheck:
     _seed: int = field(default=0, init=False)
     _buffers: BufferKeeper | None = field(default=None, init=False)
     # Whether the loss function declares items, and whether it changes its batch.
-    _seen: tuple[bool, bool] = field(default=(False, False), init=False)
+    _loss_facts: tuple[bool, bool] = field(default=(False, False), init=False)
     # The share of the samples in the first part. None for all samples but one.
     _first_share: float | None = field(default=None, init=False)
     # The names of states whose values after the parts differ from those after the whole batch.
@@ -273,7 +273,9 @@ class SplitCheck:
         """
         self.states.keep()
         windows = [
-            w for w, few in micro_batches(batch, size, min(_SAMPLES, size), self.split) if few > 1
+            window
+            for window, num_samples in micro_batches(batch, size, min(_SAMPLES, size), self.split)
+            if num_samples > 1
         ]
         if not callable(self.split) and size > _SAMPLES:
             # Samples that are far apart in the batch are more likely to differ.
@@ -284,11 +286,11 @@ class SplitCheck:
         changed_buffer = self._find_changed_buffer(windows[0])
         side_effects = self._side_effects(windows[0]) if self.in_a_copy else ()
         weightings = list(dict.fromkeys([*find_weightings(batch, size), *self.known]))
-        with self._trying():
-            results = self._through(windows, weightings)
+        with self._evaluating():
+            results = self._check_sets(windows, weightings)
             if not callable(self.split):
-                results += self._with_an_empty_sample(batch, size, weightings, empty)
-                results += self._of_one_label(windows[0], batch, weightings)
+                results += self._check_empty_parts(batch, size, weightings, empty)
+                results += self._check_one_label(windows[0], batch, weightings)
             selects = self._find_selection(windows[0])
         changed_buffer = changed_buffer or next(iter(self.uneven), "")
         return merged(
@@ -310,7 +312,7 @@ class SplitCheck:
         self.states.keep()
         weightings = list(dict.fromkeys([*find_weightings(part, size), *self.known]))
         results: list[SplitCheckResult] = []
-        with self._trying():
+        with self._evaluating():
             for share in (_HALVES, _QUARTERS) if size >= _SAMPLES else (_HALVES,):
                 self._first_share = share
                 result = self._compare_if_it_fits(part, weightings)
@@ -322,7 +324,7 @@ class SplitCheck:
         return merged(results, changed_buffer=changed_buffer, selects=selects)
 
     @contextlib.contextmanager
-    def _trying(self) -> Iterator[None]:
+    def _evaluating(self) -> Iterator[None]:
         """Run evaluations within this context, in training mode except for mixing layers.
 
         On exit, buffers and states are restored.
@@ -333,9 +335,11 @@ class SplitCheck:
         plain = sdpa_kernel(SDPBackend.MATH) if self._devices() else contextlib.nullcontext()
         with _modes(self.models.values(), mixing_layers), plain, torch.enable_grad():
             yield
-        self._begin(0)
+        self._restore_start(0)
 
-    def look(self, batch: Any, size: int | None, *, logs_too: bool = False) -> SplitCheckResult:
+    def detect_side_effects(
+        self, batch: Any, size: int | None, *, logs_too: bool = False
+    ) -> SplitCheckResult:
         """Return only the side effects of a forward pass.
 
         Args:
@@ -346,13 +350,13 @@ class SplitCheck:
                 a log, or in a counter that may have an effect later.
         """
         self.states.keep()
-        few = (
+        window = (
             batch
             if size is None
             else micro_batches(batch, size, min(_SAMPLES, size), self.split)[0][0]
         )
         return SplitCheckResult(
-            outcome="trusted", side_effects=self._side_effects(few, logs_too=logs_too)
+            outcome="trusted", side_effects=self._side_effects(window, logs_too=logs_too)
         )
 
     def _side_effects(self, window: Any, *, logs_too: bool = False) -> tuple[str, ...]:
@@ -368,7 +372,7 @@ class SplitCheck:
             self.models, self.loss_fn, forward, known=self.states.objects(), logs_too=logs_too
         )
 
-    def _through(
+    def _check_sets(
         self, windows: Sequence[Any], weightings: Sequence[Weighting]
     ) -> list[SplitCheckResult]:
         """Compare the first and last set of samples, then sets that distinguish weightings.
@@ -399,24 +403,24 @@ class SplitCheck:
                 next_windows.append(others.pop(differences.index(largest)))
         return results
 
-    def _with_an_empty_sample(
+    def _check_empty_parts(
         self, batch: Any, size: int, weightings: Sequence[Weighting], empty: int | None
     ) -> list[SplitCheckResult]:
         """Run the check on sets of samples, one of which has no items but may still have a loss."""
         one_by_one = micro_batches(batch, size, 1, self.split)[:_MOST_ONE_BY_ONE]
-        chosen = [
+        positions = [
             tuple(with_an_empty_one(weighting, one_by_one, _SAMPLES)) for weighting in weightings
         ]
         if empty is not None:
-            chosen.insert(
+            positions.insert(
                 0, (*[place for place in range(size) if place != empty][: _SAMPLES - 1], empty)
             )
         return [
             self._compare_if_it_fits(select(batch, size, places, self.split), weightings)
-            for places in list(dict.fromkeys(filter(None, chosen)))[:_MOST_EMPTY]
+            for places in list(dict.fromkeys(filter(None, positions)))[:_MOST_EMPTY]
         ]
 
-    def _of_one_label(
+    def _check_one_label(
         self, window: Any, batch: Any, weightings: Sequence[Weighting]
     ) -> list[SplitCheckResult]:
         """Run the check on these samples as if all of them had the rarest label in the batch.
@@ -428,7 +432,7 @@ class SplitCheck:
         uneven_before = len(self.uneven)
         labels = []
 
-        def relabelled(leaf: Any, whole: Any) -> Any:
+        def relabeled(leaf: Any, whole: Any) -> Any:
             if (
                 not isinstance(leaf, torch.Tensor)
                 or whole.shape != (size,)
@@ -440,13 +444,13 @@ class SplitCheck:
             return torch.full_like(leaf, values[counts.argmin()])
 
         result = None
-        self._begin(0)
+        self._restore_start(0)
         states = self.states.now()
         # Changing these integers may fail, because they may be lengths or row numbers, not labels.
         with contextlib.suppress(Exception):
-            alike = pytree.tree_map(relabelled, window, batch)
+            relabeled_window = pytree.tree_map(relabeled, window, batch)
             if labels:
-                result = self._compare(alike, weightings, SplitCheck._difference)
+                result = self._compare(relabeled_window, weightings, SplitCheck._difference)
         # The integers may be row numbers in a state that the loss function writes to.
         are_rows = not same(states, self.states.now())
         del self.uneven[uneven_before:]
@@ -462,11 +466,11 @@ class SplitCheck:
         return [replace(result, why=why)]
 
     def _cut(self, window: Any) -> _Parts:
-        few = batch_size(window, self.split)
-        first = few - 1
+        num_samples = batch_size(window, self.split)
+        first = num_samples - 1
         if self._first_share is not None:
-            first = min(first, math.ceil(self._first_share * few))
-        return micro_batches(window, few, first, self.split)
+            first = min(first, math.ceil(self._first_share * num_samples))
+        return micro_batches(window, num_samples, first, self.split)
 
     def _compare_if_it_fits(self, window: Any, weightings: Sequence[Weighting]) -> SplitCheckResult:
         """Compare the gradients of 4 samples. If memory is short, use 2, or only their losses."""
@@ -492,12 +496,12 @@ class SplitCheck:
 
         If the random numbers cannot be repeated, this falls back to evaluation mode.
         """
-        result = self._compare_as_it_is(window, weightings, compare)
+        result = self._compare_in_this_mode(window, weightings, compare)
         if result.draws != "unknown" or not result.declared:
             return result
         # The loss may draw random numbers only in training mode.
         with _modes(self.models.values(), nn.Module.modules):
-            result = self._compare_as_it_is(window, weightings, compare)
+            result = self._compare_in_this_mode(window, weightings, compare)
         if result.outcome in ("exact", "random"):
             return replace(
                 result,
@@ -506,7 +510,7 @@ class SplitCheck:
             )
         return result
 
-    def _compare_as_it_is(
+    def _compare_in_this_mode(
         self, window: Any, weightings: Sequence[Weighting], compare: _Compared
     ) -> SplitCheckResult:
         """Compare some samples with their two parts, in the current mode of the models."""
@@ -567,7 +571,7 @@ class SplitCheck:
         whole = [(window, batch_size(window, self.split))]
         parts = self._cut(window)
         by_samples = compare(self, whole, parts, SAMPLES, 0)
-        declared, changes = self._seen
+        declared, changes = self._loss_facts
         if math.isnan(by_samples.of_gradients):
             why = "its gradient is zero, or not finite"
             return SplitCheckResult(
@@ -648,7 +652,7 @@ class SplitCheck:
         If the gradient of the whole set is zero or not finite, the difference of gradients is NaN.
         """
         self._clear()
-        self._begin(0, whole)
+        self._restore_start(0, whole)
         expected_loss = self._accumulate(whole, whole, SAMPLES)
         norm = self._norm()
         states_after_whole = self.states.now()
@@ -659,7 +663,7 @@ class SplitCheck:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = -parameter.grad
-        self._begin(seed)
+        self._restore_start(seed)
         loss = self._accumulate(parts, whole, weighting)
         states_after_parts = self.states.now()
         tolerance = self._least_tolerance()
@@ -696,9 +700,9 @@ class SplitCheck:
                 float(loss.detach()) for loss in self._losses(parts, weighting, needs_graph=False)
             )
 
-        self._begin(0, whole)
+        self._restore_start(0, whole)
         expected = without_graph(lambda: value(whole, SAMPLES))
-        self._begin(seed)
+        self._restore_start(seed)
         loss = without_graph(lambda: value(parts, weighting))
         if not math.isfinite(expected):
             return _Difference(math.nan, 0.0)
@@ -708,11 +712,11 @@ class SplitCheck:
         """Add the gradient of the mean over some parts to ``.grad``, and return the mean."""
         if isinstance(self.loss_fn, TwoPass) and parts is not whole:
             run = TwoPassRun(
-                call=self._called,
+                call=self._call,
                 backward=lambda loss, inputs: loss.backward(inputs=inputs),  # type: ignore[no-untyped-call]
                 keeper=lambda: BufferKeeper(dict(self.models)),
                 devices=self._devices(),
-                inputs=self._reached,
+                inputs=self._trainable,
             )
             return float(run.accumulate(self.loss_fn, whole[0][0], parts).total().detach())
         losses = self._losses(parts, weighting)
@@ -720,10 +724,10 @@ class SplitCheck:
             # The loss of a part without items has no gradient.
             if loss.requires_grad:
                 with contextlib.nullcontext() if self._draws is None else self._draws.backward():
-                    loss.backward(inputs=self._reached())  # type: ignore[no-untyped-call]
+                    loss.backward(inputs=self._trainable())  # type: ignore[no-untyped-call]
         return math.fsum(float(loss.detach()) for loss in losses)
 
-    def _reached(self) -> list[torch.Tensor]:
+    def _trainable(self) -> list[torch.Tensor]:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     def _losses(
@@ -741,7 +745,7 @@ class SplitCheck:
             first += samples
         if len(parts) == 1:
             ((whole_terms, changes_batch),) = results
-            self._seen = (
+            self._loss_facts = (
                 whole_terms.declared or isinstance(self.loss_fn, TwoPass),
                 changes_batch,
             )
@@ -769,7 +773,7 @@ class SplitCheck:
             terms = read_loss(self.loss_fn(copy), samples, needs_graph=needs_graph)
         return terms, versions_of(tensors) != versions
 
-    def _called(self, function: Callable[[Any], Any], part: Any) -> Any:
+    def _call(self, function: Callable[[Any], Any], part: Any) -> Any:
         with self.calling():
             return function(copied(part))
 
@@ -779,9 +783,9 @@ class SplitCheck:
         If the size of the dimension from which a function selects grows with the number of samples,
         it selects samples.
         """
-        few = batch_size(window, self.split)
+        num_samples = batch_size(window, self.split)
         selections = []
-        for part, _ in [(window, few), self._cut(window)[0]]:
+        for part, _ in [(window, num_samples), self._cut(window)[0]]:
             finder = SelectionFinder(self.models.values())
             # The trials have shown that the loss can be called. If tracing it fails, no selection
             # is detected.
@@ -819,15 +823,15 @@ class SplitCheck:
 
     def _terms_once(self, window: Any) -> Terms | None:
         """Run the loss function once and return its terms, or None if it runs out of memory."""
-        self._begin(0)
+        self._restore_start(0)
         try:
             # In a copy, the loss function runs with gradients, as in training, since some loss
             # functions change state only then.
             if self.in_a_copy:
                 with torch.enable_grad():
-                    loss = self._called(self.loss_fn, window)
+                    loss = self._call(self.loss_fn, window)
             else:
-                loss = without_graph(lambda: self._called(self.loss_fn, window))
+                loss = without_graph(lambda: self._call(self.loss_fn, window))
             return read_loss(loss, None, needs_graph=False)
         except Exception as error:
             if find_out_of_memory(error) is None:
@@ -862,7 +866,7 @@ class SplitCheck:
         norms = [torch.linalg.vector_norm(gradient).double().cpu() for gradient in wide]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
-    def _begin(self, seed: int, whole: _Parts | None = None) -> None:
+    def _restore_start(self, seed: int, whole: _Parts | None = None) -> None:
         """Restore the state in which every evaluation starts.
 
         Args:
@@ -939,8 +943,8 @@ def _modes(
     """
     models = list(models)
     modes = {module: module.training for model in models for module in of(model)}
-    every = [module for model in models for module in model.modules()]
-    dropout = {module: module.dropout for module in every if isinstance(module, nn.RNNBase)}
+    modules = [module for model in models for module in model.modules()]
+    dropout = {module: module.dropout for module in modules if isinstance(module, nn.RNNBase)}
     try:
         for module in modes:
             # cuDNN does not support backward through a recurrent layer in evaluation mode.

@@ -75,7 +75,7 @@ LossFunction: TypeAlias = Callable[[Any], Any]
 _PIECES = 8
 # At most this many loss functions are distinguished by the strings that are bound to them. If there
 # are more, such a string probably changes in every step.
-_MOST_KNOWN = 64
+_MOST_HISTORIES = 64
 # The first batches that distinguish weightings are all tried, up to this number. After that, only
 # the 32nd, 64th, and so on are tried.
 _ALWAYS = 16
@@ -112,7 +112,7 @@ def steps_between_checks(check_seconds: float, step_seconds: float) -> int:
 
 
 @dataclass(slots=True)
-class _Known:
+class _LossHistory:
     """The trial results and step counts of one loss function."""
 
     # The combined result of all trials so far. None before the first trial.
@@ -128,7 +128,7 @@ class _Known:
     tried_empty: bool = False
     # The facts in the last report: the hazard that forbids splitting, the weighting, and whether
     # splitting may change the gradient later.
-    said: tuple[tuple[str, str] | None, Weighting, bool] | None = None
+    reported: tuple[tuple[str, str] | None, Weighting, bool] | None = None
     # The last step in which a check passed.
     equal_until_step: int | None = None
     # The number of comparisons of a micro-batch with its halves.
@@ -146,7 +146,7 @@ class _Known:
     # Whether these side effects have been reported.
     warned: bool = False
 
-    def chosen(self) -> Weighting:
+    def weighting_of_parts(self) -> Weighting:
         """Return the weighting of parts, according to the trials so far."""
         return SAMPLES if self.verdict is None else self.verdict.weighting()
 
@@ -194,9 +194,9 @@ class SplitSafety:
         self._buffers = buffers
         self._record = record
         # The history of each loss function, by its description.
-        self._known: dict[str, _Known] = {}
+        self._histories: dict[str, _LossHistory] = {}
         # A weak reference to the last loss function, and its history.
-        self._last: tuple[Callable[[], Any], _Known] = (lambda: None, _Known())
+        self._last_function: tuple[Callable[[], Any], _LossHistory] = (lambda: None, _LossHistory())
         # Why the first batch without a batch dimension could not be split. None if there was none.
         self._uncuttable: str | None = None
         self._reported_no_copy = False
@@ -263,19 +263,19 @@ class SplitSafety:
             BatchError: H206 or H207 if the policy sets the micro-batch size and splitting would
                 change training.
         """
-        known = self._of(work.loss_fn)
+        history = self._history_of(work.loss_fn)
         splits_now = part is not None
-        if not splits_now and known.settled:
+        if not splits_now and history.settled:
             return False, True
         # In a window, the flags of the function may have changed since the first batch.
         self.describe(work.loss_fn)
-        known = self._last[1]
-        known.steps += 1
-        known.split_steps += splits_now
+        history = self._last_function[1]
+        history.steps += 1
+        history.split_steps += splits_now
         self._has_run_here = False
         size = work.size
         can_fork = self._forks()
-        trial_is_due = self._is_trial_due(known, work, part)
+        trial_is_due = self._is_trial_due(history, work, part)
         # The batches of a window must be weighted even if none of them is split.
         is_weighted = (
             isinstance(work.batch, Window) and len(work.batch) > 1 and not work.batch.added
@@ -283,65 +283,67 @@ class SplitSafety:
         may_ever_split = self._policy.micro_batch_size is not None and size is not None
         # Without a fork, the trial runs in this process, so it waits until its result is needed.
         may_try = may_ever_split and size != 1 and (can_fork or splits_now or is_weighted)
-        has_looked = False
+        has_detected_effects = False
         if trial_is_due and may_try:
-            has_looked = self._try_split(known, work, splits=splits_now or is_weighted)
-        must_compare = may_try and splits_now and self._is_later_check_due(known, due=trial_is_due)
+            has_detected_effects = self._try_split(history, work, splits=splits_now or is_weighted)
+        must_compare = (
+            may_try and splits_now and self._is_later_check_due(history, due=trial_is_due)
+        )
         if part is not None and must_compare:
-            self._compare_halves(known, work, part)
+            self._compare_halves(history, work, part)
         # The second step is included, since the first batch may be special. For example, the loss
         # function may reset a counter at the start of an epoch.
-        if known.steps <= 2:
-            self._check_side_effects(known, work, look=can_fork and not has_looked)
+        if history.steps <= 2:
+            self._check_side_effects(history, work, detect=can_fork and not has_detected_effects)
 
-        refused = self._refused(known)
+        refused = self._refused(history)
         if splits_now and refused is not None:
-            self._stop_splitting(known, *refused)
-        facts = (refused, known.chosen(), known.may_turn_wrong())
-        if known.steps == 1 or (splits_now and facts != known.said):
-            self._say(known, size, refused)
-        known.said = facts
+            self._stop_splitting(history, *refused)
+        facts = (refused, history.weighting_of_parts(), history.may_turn_wrong())
+        if history.steps == 1 or (splits_now and facts != history.reported):
+            self._report_promises(history, size, refused)
+        history.reported = facts
         was_checked = trial_is_due or must_compare
-        if refused is None and splits_now and was_checked and not known.steps_in_doubt:
-            known.equal_until_step = self._record.global_step
-        has_verdict = known.verdict is not None and known.verdict.outcome != "unknown"
+        if refused is None and splits_now and was_checked and not history.steps_in_doubt:
+            history.equal_until_step = self._record.global_step
+        has_verdict = history.verdict is not None and history.verdict.outcome != "unknown"
         # Before a split or a retry, changes in the loss function are still detected.
-        known.settled = has_verdict or not (can_fork or is_weighted) or not may_ever_split
+        history.settled = has_verdict or not (can_fork or is_weighted) or not may_ever_split
         return self._has_run_here, refused is None
 
-    def _is_trial_due(self, known: _Known, work: Work, part: int | None) -> bool:
+    def _is_trial_due(self, history: _LossHistory, work: Work, part: int | None) -> bool:
         """Return whether a trial with four samples is due in this step."""
         if part is None:
-            return _is_power_of_two(known.steps)
-        is_due = _is_power_of_two(known.split_steps)
-        if not is_due and self._tells_apart(known, work):
-            known.telling_steps += 1
-            is_due = known.telling_steps <= _ALWAYS or _is_power_of_two(known.telling_steps)
-        if not known.tried_empty and work.size is not None and not callable(work.split):
+            return _is_power_of_two(history.steps)
+        is_due = _is_power_of_two(history.split_steps)
+        if not is_due and self._tells_apart(history, work):
+            history.telling_steps += 1
+            is_due = history.telling_steps <= _ALWAYS or _is_power_of_two(history.telling_steps)
+        if not history.tried_empty and work.size is not None and not callable(work.split):
             # The first part without items in a run must be tried.
             batch = largest_of(work.batch, work.split)
             parts = micro_batches(batch, work.size, part, work.split)
-            known.tried_empty = bool(with_an_empty_one(known.chosen(), parts, 2))
-            is_due = is_due or known.tried_empty
+            history.tried_empty = bool(with_an_empty_one(history.weighting_of_parts(), parts, 2))
+            is_due = is_due or history.tried_empty
         return is_due
 
-    def _check_side_effects(self, known: _Known, work: Work, *, look: bool) -> None:
+    def _check_side_effects(self, history: _LossHistory, work: Work, *, detect: bool) -> None:
         """Look for side effects of a forward pass, and report them once.
 
         Args:
-            known: The history of the loss function.
+            history: The history of the loss function.
             work: The step.
-            look: Whether to look for side effects if none are known yet.
+            detect: Whether to look for side effects if none are known yet.
         """
-        if look and not known.side_effects:
-            side_effects = self._look_for_side_effects(known, work)
+        if detect and not history.side_effects:
+            side_effects = self._detect_side_effects(history, work)
             if side_effects is not None:
-                known.side_effects = side_effects
-        if known.side_effects and not known.warned:
-            known.warned = True
+                history.side_effects = side_effects
+        if history.side_effects and not history.warned:
+            history.warned = True
             self._record.emit(
                 run_events.SideEffects(
-                    attributes=known.side_effects,
+                    attributes=history.side_effects,
                     why=(
                         "each forward pass changes them, including the one of a retry, and no"
                         " checkpoint contains them. Keep such state in a buffer, or in an object"
@@ -350,26 +352,28 @@ class SplitSafety:
                 )
             )
 
-    def _stop_splitting(self, known: _Known, hazard: SplitHazard, why: str) -> None:
+    def _stop_splitting(self, history: _LossHistory, hazard: SplitHazard, why: str) -> None:
         """Report that batches must not be split, although this step was about to split its batch.
 
         Raises:
             BatchError: H206 or H207 if the policy sets the micro-batch size.
         """
-        if known.split_steps > 1:
+        if history.split_steps > 1:
             self._record.emit(
                 run_events.SplitStopped(
                     why=why,
                     allow_split_with=hazard,
-                    equal_until_step=known.equal_until_step,
+                    equal_until_step=history.equal_until_step,
                 )
             )
         if isinstance(self._policy.micro_batch_size, int):
             raise self._refusal(hazard, why)
 
-    def _say(self, known: _Known, size: int | None, refused: tuple[str, str] | None) -> None:
+    def _report_promises(
+        self, history: _LossHistory, size: int | None, refused: tuple[str, str] | None
+    ) -> None:
         """Record what a split promises, or why batches are not split."""
-        verdict = known.verdict
+        verdict = history.verdict
         obstacle = refused[1] if refused else self._uncuttable
         split_promise = None
         weighting = None
@@ -382,9 +386,9 @@ class SplitSafety:
         else:
             split = "possible"
         if verdict is not None:
-            weighting = "as declared" if verdict.declared else str(known.chosen())
+            weighting = "as declared" if verdict.declared else str(history.weighting_of_parts())
             if not obstacle:
-                split_promise = self._promise_of_split(known)
+                split_promise = self._promise_of_split(history)
         self._record.emit(
             run_events.Promises(
                 batch_size=size,
@@ -393,10 +397,10 @@ class SplitSafety:
                 weighting=weighting,
                 split_check=None if verdict is None else verdict.facts(),
                 # This is None on an accelerator, where no side effects are detected.
-                side_effects=known.side_effects,
+                side_effects=history.side_effects,
             )
         )
-        is_first = known.split_steps <= 1
+        is_first = history.split_steps <= 1
         if refused is not None and self._policy.micro_batch_size == "auto" and is_first:
             self._record.emit(run_events.SplitRefused(why=refused[1], allow_split_with=refused[0]))
 
@@ -409,13 +413,13 @@ class SplitSafety:
                 smallest=0,
             )
         self.describe(work.loss_fn)
-        known = self._last[1]
+        history = self._last_function[1]
         if work.size > 1:
-            self._try_split(known, work)
-        refused = self._refused(known)
+            self._try_split(history, work)
+        refused = self._refused(history)
         return Remedies(
             no_split=None if refused is None else refused[1],
-            split_promise=self._promise_of_split(known),
+            split_promise=self._promise_of_split(history),
             smallest=self.smallest_part(),
         )
 
@@ -426,11 +430,11 @@ class SplitSafety:
     def _mixing_layers(self) -> list[nn.Module]:
         return [layer for model in self.parts.models.values() for layer in mixing_layers(model)]
 
-    def _of(self, loss_fn: LossFunction) -> _Known:
+    def _history_of(self, loss_fn: LossFunction) -> _LossHistory:
         """Return the history of a loss function."""
-        if self._last[0]() is not loss_fn:
+        if self._last_function[0]() is not loss_fn:
             self.describe(loss_fn)
-        return self._last[1]
+        return self._last_function[1]
 
     def describe(self, loss_fn: LossFunction) -> str:
         """Return the text that identifies a loss function with its current flags.
@@ -439,23 +443,23 @@ class SplitSafety:
         """
         text = description_of(loss_fn)
         key = text
-        if key not in self._known and len(self._known) >= _MOST_KNOWN:
+        if key not in self._histories and len(self._histories) >= _MOST_HISTORIES:
             key = description_of(loss_fn, 0)
-        known = self._known.get(key) or self._known.setdefault(key, _Known())
+        history = self._histories.get(key) or self._histories.setdefault(key, _LossHistory())
         try:
-            self._last = (weakref.ref(loss_fn), known)
+            self._last_function = (weakref.ref(loss_fn), history)
         except TypeError:
             # This function does not support weak references, so it must be described each time.
-            self._last = ((lambda: None), known)
+            self._last_function = ((lambda: None), history)
         return text
 
     def weighting(self, loss_fn: LossFunction) -> Weighting:
         """Return the weighting of a batch's parts, for a loss function without declared items."""
-        return self._of(loss_fn).chosen()
+        return self._history_of(loss_fn).weighting_of_parts()
 
     def empty_is_tried(self, loss_fn: LossFunction) -> bool:
         """Return whether no trial is needed before a part without items is left out."""
-        return self._of(loss_fn).tried_empty or not self._policy.check_split
+        return self._history_of(loss_fn).tried_empty or not self._policy.check_split
 
     def may_leave_out(self, work: Work, place: int) -> bool:
         """Run a trial to find out whether a part with a loss but without items can be left out.
@@ -469,23 +473,23 @@ class SplitSafety:
         Raises:
             BatchError: H207 if it cannot be left out and the policy sets the micro-batch size.
         """
-        known = self._of(work.loss_fn)
-        known.tried_empty = True
-        self._try_split(known, work, empty=place)
-        refused = self._refused(known)
+        history = self._history_of(work.loss_fn)
+        history.tried_empty = True
+        self._try_split(history, work, empty=place)
+        refused = self._refused(history)
         if refused is not None:
             if isinstance(self._policy.micro_batch_size, int):
                 raise self._refusal(*refused)
-            known.said = (refused, known.chosen(), known.may_turn_wrong())
-            self._say(known, work.size, refused)
+            history.reported = (refused, history.weighting_of_parts(), history.may_turn_wrong())
+            self._report_promises(history, work.size, refused)
         return refused is None
 
-    def _tells_apart(self, known: _Known, work: Work) -> bool:
+    def _tells_apart(self, history: _LossHistory, work: Work) -> bool:
         """Return whether this batch distinguishes weightings that were equal in all trials so far.
 
         This counts entries in the batch's integer tensors and masks, unless items are declared.
         """
-        verdict = known.verdict
+        verdict = history.verdict
         size = work.size
         if verdict is None or verdict.outcome not in ("exact", "random") or verdict.declared:
             return False
@@ -499,9 +503,9 @@ class SplitSafety:
         pieces = micro_batches(batch, size, -(-size // _PIECES), work.split)
         return disagreement(remaining, pieces) > TELLING
 
-    def _hazards(self, known: _Known) -> dict[SplitHazard, str]:
+    def _hazards(self, history: _LossHistory) -> dict[SplitHazard, str]:
         """Return the reasons not to split, by the names that the policy uses to allow them."""
-        verdict = known.verdict
+        verdict = history.verdict
         hazards: dict[SplitHazard, str] = {}
         # Only layers in training mode count. In evaluation mode, they are harmless.
         norms = self._mixing_layers()
@@ -525,26 +529,26 @@ class SplitSafety:
             hazards["coupled_loss"] = _coupling(verdict)
         return hazards
 
-    def _refused(self, known: _Known) -> tuple[SplitHazard, str] | None:
+    def _refused(self, history: _LossHistory) -> tuple[SplitHazard, str] | None:
         """Return the first hazard that the policy does not allow and its description, or None."""
-        for name, why in self._hazards(known).items():
+        for name, why in self._hazards(history).items():
             if name not in self._policy.allow_split_with:
                 return name, why
         return None
 
-    def _promise_of_split(self, known: _Known) -> Promise:
+    def _promise_of_split(self, history: _LossHistory) -> Promise:
         """Return the promise of a split. Hazards that the policy allows are included."""
-        if self._hazards(known):
+        if self._hazards(history):
             return "changes training"
-        draws = "none" if known.verdict is None else known.verdict.draws
+        draws = "none" if history.verdict is None else history.verdict.draws
         if draws in ("shared", "unknown"):
             # If samples share random numbers, splitting changes the variance of the loss, but not
             # its expected value.
             return "changes training"
-        if known.may_turn_wrong():
+        if history.may_turn_wrong():
             return "changes training"
         dropout = any(
-            module.training and _drops(module)
+            module.training and _has_dropout(module)
             for model in self.parts.models.values()
             for module in model.modules()
         )
@@ -590,12 +594,12 @@ class SplitSafety:
             self._record.emit(run_events.SplitNotTried(why=why))
 
     def _try_split(
-        self, known: _Known, work: Work, empty: int | None = None, *, splits: bool = True
+        self, history: _LossHistory, work: Work, empty: int | None = None, *, splits: bool = True
     ) -> bool:
         """Run a trial split with the batch of a step, and store the verdict.
 
         Args:
-            known: The history of the loss function.
+            history: The history of the loss function.
             work: The step.
             empty: The position of a sample to try as a part without items, or None.
             splits: Whether this step is about to be split, so that the verdict is needed now.
@@ -604,7 +608,7 @@ class SplitSafety:
             Whether the trial has also looked for side effects.
         """
         if not self._policy.check_split:
-            known.verdict = SplitCheckResult(outcome="trusted", why="check_split=False")
+            history.verdict = SplitCheckResult(outcome="trusted", why="check_split=False")
             return False
         assert work.size is not None
         size = work.size
@@ -613,22 +617,22 @@ class SplitSafety:
             empty = None
 
         result = self._verdict_of(
-            known, work, lambda check: check.run(batch, size, empty), here=splits
+            history, work, lambda check: check.run(batch, size, empty), here=splits
         )
         if result.not_made:
             # There is no verdict yet. The first split tries again.
             return False
-        known.verdict = result if known.verdict is None else merged([known.verdict, result])
-        if known.verdict.changes_batch or known.verdict.outcome != "unknown":
-            known.changes_batch = known.verdict.changes_batch or bool(known.changes_batch)
-        looked = result.outcome != "unknown" and not self._has_run_here
-        if looked:
-            known.side_effects = known.verdict.side_effects
-        return looked
+        history.verdict = result if history.verdict is None else merged([history.verdict, result])
+        if history.verdict.changes_batch or history.verdict.outcome != "unknown":
+            history.changes_batch = history.verdict.changes_batch or bool(history.changes_batch)
+        has_detected = result.outcome != "unknown" and not self._has_run_here
+        if has_detected:
+            history.side_effects = history.verdict.side_effects
+        return has_detected
 
     def _verdict_of(
         self,
-        known: _Known,
+        history: _LossHistory,
         work: Work,
         run: Callable[[SplitCheck], SplitCheckResult],
         *,
@@ -645,13 +649,13 @@ class SplitSafety:
         """
         result = None
         if self._forks():
-            check = self._split_check(known, work, in_a_copy=True)
+            check = self._split_check(history, work, in_a_copy=True)
             result = in_a_copy(lambda: attempted(lambda: run(check)))
             if result.not_made:
                 self._report_no_copy(result.why)
         if result is None or (result.not_made and here):
             self._has_run_here = True
-            check = self._split_check(known, work, in_a_copy=False)
+            check = self._split_check(history, work, in_a_copy=False)
             # The caller restores the buffers and the random state of accelerators.
             with isolated(), self.alone():
                 result = attempted(lambda: run(check))
@@ -661,61 +665,63 @@ class SplitSafety:
 
     def note_split_step(self, loss_fn: LossFunction, seconds: float) -> None:
         """Note the duration of a split step's attempt, which limits the time spent on checks."""
-        known = self._of(loss_fn)
-        known.timed_steps += 1
-        known.timed_seconds += seconds
+        history = self._history_of(loss_fn)
+        history.timed_steps += 1
+        history.timed_seconds += seconds
 
-    def _is_later_check_due(self, known: _Known, *, due: bool) -> bool:
+    def _is_later_check_due(self, history: _LossHistory, *, due: bool) -> bool:
         """Return whether a micro-batch must be compared with its halves.
 
         This is never due in the first split step, when it is not certain that a micro-batch of this
         size fits in memory.
         """
-        verdict = known.verdict
-        if not self._policy.check_split or known.split_steps < 2 or verdict is None:
+        verdict = history.verdict
+        if not self._policy.check_split or history.split_steps < 2 or verdict is None:
             return False
         if verdict.outcome not in ("exact", "random"):
             # Here, a split makes no promise that could turn out to be wrong.
             return False
-        if due or known.steps_in_doubt > 0:
+        if due or history.steps_in_doubt > 0:
             return True
-        return known.split_steps % known.steps_between_checks == 0
+        return history.split_steps % history.steps_between_checks == 0
 
-    def _compare_halves(self, known: _Known, work: Work, part: int) -> None:
+    def _compare_halves(self, history: _LossHistory, work: Work, part: int) -> None:
         """Compare a micro-batch of this step with its two halves."""
-        assert known.verdict is not None
+        assert history.verdict is not None
         assert work.size is not None
         batch = largest_of(work.batch, work.split)
         clock = self._record.clock
         parts = micro_batches(batch, work.size, max(2, part), work.split)
         candidates = [(piece, samples) for piece, samples in parts if samples > 1]
-        piece, samples = candidates[known.later_checks % len(candidates)]
-        known.later_checks += 1
+        piece, samples = candidates[history.later_checks % len(candidates)]
+        history.later_checks += 1
 
-        began = clock.monotonic_seconds()
+        started = clock.monotonic_seconds()
         comparison = self._verdict_of(
-            known, work, lambda check: check.compare_halves(piece, samples), here=False
+            history, work, lambda check: check.compare_halves(piece, samples), here=False
         )
-        seconds = clock.monotonic_seconds() - began
-        known.add_comparison(comparison)
-        if known.timed_steps:
-            step_seconds = known.timed_seconds / known.timed_steps
-            known.steps_between_checks = steps_between_checks(seconds, step_seconds)
-        known.timed_steps = 0
-        known.timed_seconds = 0.0
+        seconds = clock.monotonic_seconds() - started
+        history.add_comparison(comparison)
+        if history.timed_steps:
+            step_seconds = history.timed_seconds / history.timed_steps
+            history.steps_between_checks = steps_between_checks(seconds, step_seconds)
+        history.timed_steps = 0
+        history.timed_seconds = 0.0
 
-    def _look_for_side_effects(
-        self, known: _Known, work: Work, *, logs_too: bool = False
+    def _detect_side_effects(
+        self, history: _LossHistory, work: Work, *, logs_too: bool = False
     ) -> tuple[str, ...] | None:
         """Return the names of state that a forward pass changes, or None if a trial fails."""
-        check = self._split_check(known, work, in_a_copy=True)
+        check = self._split_check(history, work, in_a_copy=True)
         size = work.size
         batch = work.batch if size is None else largest_of(work.batch, work.split)
-        result = in_a_copy(lambda: attempted(lambda: check.look(batch, size, logs_too=logs_too)))
+        result = in_a_copy(
+            lambda: attempted(lambda: check.detect_side_effects(batch, size, logs_too=logs_too))
+        )
         if result.outcome == "unknown" and size is not None:
             # A trial with few samples may fail, for example if a state has the batch's size.
             result = in_a_copy(
-                lambda: attempted(lambda: check.look(batch, None, logs_too=logs_too))
+                lambda: attempted(lambda: check.detect_side_effects(batch, None, logs_too=logs_too))
             )
         if result.called:
             raise called_inside(result.called)
@@ -726,19 +732,24 @@ class SplitSafety:
 
         If trials are impossible, the only entry states that this is unknown.
         """
-        known = self._of(work.loss_fn)
-        names = known.side_effects
+        history = self._history_of(work.loss_fn)
+        names = history.side_effects
         # The loss function may have started to change state after the first steps.
         if not names and self._forks():
-            names_now = self._look_for_side_effects(known, work, logs_too=True)
+            names_now = self._detect_side_effects(history, work, logs_too=True)
             if names_now is not None:
                 names = names_now
         if names is None and self._forks():
             return ("unknown, because a trial was not possible",)
         return names or ()
 
-    def _split_check(self, known: _Known, work: Work, *, in_a_copy: bool) -> SplitCheck:
+    def _split_check(self, history: _LossHistory, work: Work, *, in_a_copy: bool) -> SplitCheck:
         """Return a new check of the step's loss function."""
+        held: tuple[Weighting, ...] = ()
+        has_passed = False
+        if history.verdict is not None:
+            held = history.verdict.held
+            has_passed = history.verdict.outcome in ("exact", "random")
         return SplitCheck(
             loss_fn=work.loss_fn,
             split=work.split,
@@ -748,8 +759,8 @@ class SplitSafety:
             calling=self._calling,
             rounds_to_half=self._policy.precision != "fp32",
             in_a_copy=in_a_copy,
-            known=() if known.verdict is None else known.verdict.held,
-            has_passed=known.verdict is not None and known.verdict.outcome in ("exact", "random"),
+            known=held,
+            has_passed=has_passed,
         )
 
     @contextlib.contextmanager
@@ -765,15 +776,15 @@ class SplitSafety:
             function: The function to call: the loss function or a part of it.
             part: The batch or a part of it.
         """
-        known = self._of(loss_fn)
-        if known.changes_batch is False:
+        history = self._history_of(loss_fn)
+        if history.changes_batch is False:
             return function(part)
         copy = copied(part)
         tensors = tensors_in(copy)
         before = versions_of(tensors)
         result = function(copy)
-        if known.changes_batch is None:
-            known.changes_batch = versions_of(tensors) != before
+        if history.changes_batch is None:
+            history.changes_batch = versions_of(tensors) != before
         return result
 
     def batch_was_changed(self, loss_fn: LossFunction) -> BatchError:
@@ -791,7 +802,7 @@ class SplitSafety:
 
     def notice_change(self, loss_fn: LossFunction) -> None:
         """Note that a loss function changes its batch, so that it gets copies from now on."""
-        self._of(loss_fn).changes_batch = True
+        self._history_of(loss_fn).changes_batch = True
 
 
 def _is_power_of_two(count: int) -> bool:
@@ -821,6 +832,6 @@ def _coupling(verdict: SplitCheckResult) -> str:
     return f"the gradient over 4 samples {difference}{tried}"
 
 
-def _drops(module: nn.Module) -> bool:
+def _has_dropout(module: nn.Module) -> bool:
     rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
     return isinstance(rate, float) and rate > 0

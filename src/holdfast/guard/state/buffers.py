@@ -56,7 +56,7 @@ class BufferKeeper:
         ]
         self._constant: list[_Place] = []
         # Whether the first step has shown which buffers change.
-        self._known = False
+        self._has_learned = False
         # For each mutable buffer, the tensor at the last `keep` and a copy of its values.
         self._before: list[torch.Tensor | None] = []
         self._copies: list[torch.Tensor | None] = []
@@ -78,7 +78,9 @@ class BufferKeeper:
         buffers = [place.now() for place in self._mutable]
         self._note_versions()
         if not self._copies_fit(buffers):
-            self._copies = [None if buffer is None else _room_for(buffer) for buffer in buffers]
+            self._copies = [
+                None if buffer is None else _uninitialized_like(buffer) for buffer in buffers
+            ]
         self._before = buffers
         _copy(self._copies, self._before)
         if earlier:
@@ -93,7 +95,9 @@ class BufferKeeper:
         )
         if are_same_tensors:
             return True
-        return [_kind(buffer) for buffer in buffers] == [_kind(copy) for copy in self._copies]
+        return [_layout_of(buffer) for buffer in buffers] == [
+            _layout_of(copy) for copy in self._copies
+        ]
 
     def copies(self) -> dict[str, torch.Tensor]:
         """Return the values of the mutable buffers at the last `keep`, by name."""
@@ -129,7 +133,7 @@ class BufferKeeper:
             The names of buffers and states that have changed for the first time.
         """
         late = self.states.learn()
-        if self._known:
+        if self._has_learned:
             return self._learn_late() + late if self._constant else late
         changed: list[_Place] = []
         constant: list[_Place] = []
@@ -141,7 +145,7 @@ class BufferKeeper:
                 changed.append(place)
         self._mutable = changed
         self._constant = constant
-        self._known = True
+        self._has_learned = True
         self._before = []
         self._copies = []
         self._versions = []
@@ -183,7 +187,9 @@ class BufferKeeper:
 
     def mutable_outside_norms(self) -> list[str]:
         """Return the names of the mutable buffers, except the statistics of norm layers."""
-        return [place.name for place in self._mutable if self._known and not place.is_statistic]
+        return [
+            place.name for place in self._mutable if self._has_learned and not place.is_statistic
+        ]
 
     def running_statistics(self) -> list[tuple[str, torch.Tensor]]:
         """Return the running statistics of norm layers by name, to check that they are finite.
@@ -194,7 +200,7 @@ class BufferKeeper:
         return [(place.name, buffer) for place in norms if (buffer := place.now()) is not None]
 
 
-def _kind(buffer: torch.Tensor | None) -> tuple[object, ...] | None:
+def _layout_of(buffer: torch.Tensor | None) -> tuple[object, ...] | None:
     """Return the properties that two tensors must share for one to be copied into the other."""
     if buffer is None or has_no_values(buffer):
         return None
@@ -232,7 +238,7 @@ def _once(
     ]
 
 
-def _room_for(buffer: torch.Tensor) -> torch.Tensor:
+def _uninitialized_like(buffer: torch.Tensor) -> torch.Tensor:
     """Return an uninitialized tensor that a buffer can be copied into."""
     if has_no_values(buffer):
         return buffer

@@ -73,19 +73,21 @@ class StateKeeper:
     """
 
     def __init__(self, states: Mapping[str, Stateful], *, every: bool = False) -> None:
-        self._kept = [_Kept(name, stateful, every=every) for name, stateful in states.items()]
+        self._tracked = [
+            _TrackedState(name, stateful, every=every) for name, stateful in states.items()
+        ]
 
     def names(self) -> list[str]:
         """Return the names of all objects."""
-        return [kept.name for kept in self._kept]
+        return [tracked.name for tracked in self._tracked]
 
     def objects(self) -> list[Any]:
         """Return all objects."""
-        return [kept.stateful for kept in self._kept]
+        return [tracked.stateful for tracked in self._tracked]
 
     def untouched(self) -> set[str]:
         """Return the names of the large objects that no step has changed so far."""
-        return {kept.name for kept in self._kept if kept.untouched}
+        return {tracked.name for tracked in self._tracked if tracked.untouched}
 
     def keep(self, *, look: bool = False) -> None:
         """Copy the objects that may change.
@@ -94,13 +96,13 @@ class StateKeeper:
             look: Whether to detect a change in every large object, by computing its fingerprint.
                 Otherwise, this is done only in some steps.
         """
-        for kept in self._kept:
-            kept.keep(look=look)
+        for tracked in self._tracked:
+            tracked.keep(look=look)
 
     def put_back(self) -> list[str]:
         """Restore all objects to the last `keep`. Return the names of objects where this failed."""
         with torch.no_grad():
-            return [kept.name for kept in self._kept if not kept.put_back()]
+            return [tracked.name for tracked in self._tracked if not tracked.put_back()]
 
     def learn(self) -> list[str]:
         """Note which large objects have changed in an attempt that will be committed.
@@ -108,14 +110,14 @@ class StateKeeper:
         Returns:
             The names of objects that have changed for the first time.
         """
-        return [kept.name for kept in self._kept if kept.large and kept.learn()]
+        return [tracked.name for tracked in self._tracked if tracked.large and tracked.learn()]
 
     def now(self) -> dict[str, Any]:
         """Return copies of the current state of all objects."""
-        return {kept.name: copied(kept.stateful.state_dict()) for kept in self._kept}
+        return {tracked.name: copied(tracked.stateful.state_dict()) for tracked in self._tracked}
 
 
-class _Kept:
+class _TrackedState:
     """A stateful object with a copy of its state."""
 
     def __init__(self, name: str, stateful: Stateful, *, every: bool) -> None:

@@ -44,10 +44,10 @@ def copied(tree: Any, copy_tensor: Callable[[torch.Tensor], torch.Tensor] = torc
         return copy_tensor(tree.detach())
     if type(tree) in _MAPPINGS:
         factory = (tree.default_factory,) if isinstance(tree, collections.defaultdict) else ()
-        made = type(tree)(*factory)
+        container = type(tree)(*factory)
         for key, value in tree.items():
-            made[key] = copied(value, copy_tensor)
-        return made
+            container[key] = copied(value, copy_tensor)
+        return container
     if is_flat(tree):
         return type(tree)(tree)
     if type(tree) in (list, tuple):
@@ -133,7 +133,8 @@ def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
         )
     if isinstance(first, (list, tuple, collections.deque)):
         return len(first) == len(second) and all(
-            same(one, other, tolerance=tolerance) for one, other in zip(first, second, strict=True)
+            same(item, other_item, tolerance=tolerance)
+            for item, other_item in zip(first, second, strict=True)
         )
     # Objects without their own `__eq__` would be equal only to themselves, so compare attributes.
     has_own_equality = any("__eq__" in vars(kind) for kind in type(first).__mro__[:-1])
