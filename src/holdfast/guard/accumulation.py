@@ -235,9 +235,9 @@ class _Divided(torch.autograd.Function):
 
 
 def divided(loss: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the same loss value, with a gradient that is divided by the batches in a step.
+    """Return the same loss, with its gradient divided by the number of batches in a step.
 
-    With this function, the guard records the loss as the loss function returned it.
+    The value does not change, so the guard records the loss as the loss function returned it.
 
     Args:
         loss: The loss of one batch, shape ``()``.

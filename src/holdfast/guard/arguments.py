@@ -147,15 +147,15 @@ def _accepts(method: Any, *, argument_count: int) -> bool:
 
 
 def _describe_type(kind: str, needed_type: type, value: Any) -> str:
-    """Return what an argument takes, for the error message about a wrong value."""
+    """Return a description of the values that an argument accepts, for an error message."""
     if needed_type is not Stateful:
         return f"a torch {kind}"
     if isinstance(value, DataLoader):
         return (
-            "something with state_dict() and load_state_dict(state), such as a holdfast.DataLoader"
+            "an object with state_dict() and load_state_dict(state), such as a holdfast.DataLoader"
             " (not torch's DataLoader)"
         )
-    return "something with state_dict() and load_state_dict(state)"
+    return "an object with state_dict() and load_state_dict(state)"
 
 
 def _describe(value: Any) -> str:

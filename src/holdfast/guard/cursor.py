@@ -1,4 +1,4 @@
-"""Count the epochs and batches that have been trained, and return to that position.
+"""Count the epochs and batches that the run has trained on, and return to that position.
 
 A batch counts as trained once the loop body has finished with it. A batch that was fetched but not
 trained is fetched again after a resume or a rollback. How a loader is moved to a position depends
@@ -84,14 +84,14 @@ class Cursor:
         self._progress = EpochProgress()
         self._position = position_in(loader, devices, self._progress)
         # Why a resume on a different number of ranks promises less. Empty if the promise is not
-        # affected, and from the end of the epoch in which the checkpoint was saved.
+        # affected. Cleared at the end of the epoch in which the checkpoint was saved.
         self._changed_ranks = ""
         # Whether this process started the epoch after its first batch, due to a resume or rollback.
         self._begun_in_the_middle = False
         # Whether the loop was left before a step was run on its current batch.
         self.left_in_batch = False
-        # The batch that the loop body is using. The loop refers to it too until the next batch is
-        # fetched, so this reference does not keep it in memory any longer.
+        # The batch that the loop body is using. The loop also refers to it until the next batch is
+        # fetched, so this reference does not extend its lifetime.
         self._handed_out: HandedOut | None = None
         # The random state before the current batch was fetched.
         self._before_fetch: RandomState | None = None
@@ -200,7 +200,7 @@ class Cursor:
     def fetch(self, iterator: Iterator[Any]) -> Any:
         """Return the next batch. It counts as trained only after `advance`."""
         self._before_fetch = self._position.before_fetch()
-        # From here on, a signal may interrupt.
+        # From here on, a signal may interrupt the fetch.
         self._progress.fetching = True
         try:
             batch = next(iterator)
@@ -377,5 +377,5 @@ def _settings_were_changed(settings: Sequence[str]) -> str:
 
 
 def _ranks(number: int) -> str:
-    """Return a number of ranks with its noun, such as "2 ranks"."""
+    """Return a number of ranks as text, such as "2 ranks"."""
     return "1 rank" if number == 1 else f"{number} ranks"

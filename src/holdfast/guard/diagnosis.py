@@ -28,7 +28,7 @@ class Diagnosis:
     def __init__(self, parts: Parts, policy: Policy, record: RunRecord) -> None:
         self._record = record
         self._is_open = False
-        # The reason of the last step whose NaN or Inf was traced to an origin.
+        # The origin of NaN or Inf in the last step where it was traced, as text.
         self._origin: str | None = None
         for rule in policy.ignore_rules:
             find_rule(rule)

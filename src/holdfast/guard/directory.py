@@ -41,7 +41,7 @@ class RunFile:
     saved_in: str | None
 
     def to_json(self) -> bytes:
-        """Return the contents in JSON."""
+        """Return the contents as JSON."""
         return json.dumps({"format": FORMAT, "run": self.run, "saved_in": self.saved_in}).encode()
 
 
@@ -175,7 +175,7 @@ class RunDirectory:
     def _lost(self, problem: str) -> CheckpointError:
         return _checkpoints_lost(
             self.path,
-            where=f", and {self.checkpoints} {problem}",
+            where=f", but {self.checkpoints} {problem}",
             new_start="choose another run directory ",
         )
 
@@ -264,7 +264,7 @@ def check_checkpoints_found(run_dir: Path, *, new_start: str) -> None:
         return
     if saved_in is not None:
         raise _checkpoints_lost(
-            run_dir, where=f" in {saved_in}, and none is found", new_start=new_start
+            run_dir, where=f" in {saved_in}, but none were found", new_start=new_start
         )
 
 

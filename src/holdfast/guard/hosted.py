@@ -46,7 +46,7 @@ def hosted_policy(policy: Any, *, host: str, **settings: Any) -> Policy:
 
     Args:
         policy: A policy in any form that `Policy.of` accepts.
-        host: What the user calls the place where the framework is configured, for messages.
+        host: The place where the user configures the framework, as named in messages.
         **settings: The framework's settings, by policy field: ``max_grad_norm`` (None if it does
             not clip), ``precision`` and others.
 
@@ -69,7 +69,7 @@ def with_host_settings(
 
     Args:
         policy: The user's policy.
-        host: What the user calls the place where the framework is configured, for messages.
+        host: The place where the user configures the framework, as named in messages.
         settings: The framework's settings, by policy field.
         limit: The limit to state in the error. It may contain ``{host}`` and ``{value}``.
 
@@ -332,7 +332,7 @@ class HostedGuard(Guard):
 
     @contextlib.contextmanager
     def evaluating_alone(self) -> Iterator[None]:
-        """Let this rank evaluate the models without the others, gradients or lasting effects."""
+        """Let only this rank evaluate the models, without gradients or lasting effects."""
         models = list(self._parts.models.values())
         with self._ranks.alone(), evaluating(models, self._parts.devices()):
             yield

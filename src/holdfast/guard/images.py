@@ -119,7 +119,7 @@ def _check_tag(tag: object) -> None:
 
 
 def _is_one_tag_too_many(folder: Path) -> bool:
-    """Return whether this would be a new tag although the maximum number of tags is reached."""
+    """Return whether the folder would be a new tag beyond the maximum number of tags."""
     if folder.is_dir():
         return False
     return sum(1 for _ in folder.parent.iterdir()) >= MOST_TAGS

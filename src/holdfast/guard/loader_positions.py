@@ -1,4 +1,4 @@
-"""Return to a position in a loader, in a way that depends on the type of loader.
+"""Return to a position in a loader. There is one class for each type of loader.
 
 `StatefulLoader`   has ``state_dict`` and ``load_state_dict``, and restores its position itself
 `HoldfastLoader`   a `holdfast.DataLoader`, which does so exactly and without reading any data
@@ -239,7 +239,7 @@ class HoldfastLoader(StatefulLoader):
             super()._refresh_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make `begin` return to a saved position. A position in another order is refused now."""
+        """Make `begin` return to a saved position. A position of another order is refused."""
         super().load_state_dict(state)
         if self._must_load:
             self._loader.load_state_dict(self._state)
@@ -248,9 +248,9 @@ class HoldfastLoader(StatefulLoader):
 class ReplayedLoader:
     """Tracks a loader without ``state_dict``, by reading and discarding batches after a resume.
 
-    The last discarded batch is read with the same random state as originally, since the next batch
-    may depend on it. For torch's own DataLoader, the state of its samplers and its persistent
-    workers are restored too.
+    The last discarded batch is read with the same random state as in the original run, since the
+    next batch may depend on it. For torch's own DataLoader, the state of its samplers and its
+    persistent workers are restored too.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class ReplayedLoader:
         return iter(self._loader)
 
     def _replay(self, random_state: RandomState | None) -> Iterator[Any]:
-        """Start the epoch as originally, and discard the batches that were already trained.
+        """Start the epoch as in the original run, and discard the batches already trained.
 
         The replay draws random numbers. All random state is restored afterwards, so training
         continues as if there had been no replay.

@@ -55,7 +55,7 @@ def looks_like_an_optimizer(value: Any) -> bool:
 
 
 def _groups_of(value: Any) -> list[Any]:
-    """Return an object's ``param_groups``, or an empty list if they are not an optimizer's."""
+    """Return an object's ``param_groups``, or an empty list if it is not like an optimizer."""
     try:
         groups = value.param_groups
     except Exception:  # noqa: BLE001 - a property or `__getattr__` may raise anything
@@ -248,7 +248,7 @@ def failed_without_closure(error: Exception) -> bool:
 
 
 def closure_missing(name: str, optimizer: Any) -> PolicyError:
-    """Return H107 for an optimizer whose ``step`` needs a closure or another argument."""
+    """Return an H107 error for an optimizer whose ``step`` needs a closure or other argument."""
     return PolicyError(
         f"optimizer {name!r} is a {type(optimizer).__name__}, whose step() needs a closure or"
         " another argument",

@@ -188,7 +188,7 @@ class RunRecord:
         self.scalars.close()
 
     def _record_end(self, how: End | None) -> End:
-        """Record how the run ended, unless the event of an error already shows it. Return how."""
+        """Record how the run ended, unless an error was recorded as its end, and return how."""
         error = sys.exception()
         if how is None and error is not None:
             self.left_by(error)

@@ -191,12 +191,12 @@ class Counters:
     def note_rollback(self, from_step: int, beyond: int) -> None:
         """Count a rollback.
 
-        Repeating the steps before the one that failed does not end a row of rollbacks, because
-        those steps were good the first time too.
+        Repeating the steps before the failed one does not end a series of rollbacks, because those
+        steps were good the first time too.
 
         Args:
             from_step: The step that failed.
-            beyond: The number of steps beyond it that the run must reach to end the row.
+            beyond: The series ends once the run is this many steps past the failed step.
         """
         self.rollbacks += 1
         self.rollbacks_in_a_row += 1

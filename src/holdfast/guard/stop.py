@@ -43,8 +43,8 @@ from holdfast.core.standard_streams import write_to_stderr
 # received. Without this window, the second signal would kill the process.
 _ONE_REQUEST_SECONDS = 0.1
 
-# If a program should survive the end of its terminal or a Ctrl-C in it, a shell or `nohup` starts
-# it with these signals ignored. The guard leaves them ignored.
+# If a program is meant to survive a Ctrl-C or the closing of its terminal, a shell or `nohup`
+# starts it with these signals ignored. The guard leaves them ignored.
 _STAY_IGNORED = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
 
 # These two signals are the usual way to stop training, so our handler replaces even handlers in C.
@@ -364,9 +364,9 @@ def _raise_again(number: int, handler: Any) -> None:
 def _on_signal_in_a_fork(number: int) -> None:
     """Handle a signal in a forked child: SIGTERM kills it, and the first other signal is ignored.
 
-    A terminal, a scheduler or Slurm's ``--signal`` signals all processes, but means the parent,
-    which could not finish its step if its workers died. SIGTERM kills the child, since parents use
-    it to terminate their children.
+    A terminal, a scheduler or Slurm's ``--signal`` sends a signal to all processes, although it is
+    meant for the parent, which could not finish its step if its workers died. SIGTERM kills the
+    child, since parents use it to terminate their children.
     """
     if number == signal.SIGTERM:
         _raise_again(number, signal.SIG_DFL)

@@ -60,7 +60,7 @@ def accelerate_guard(
     policy: Any = None,
     **overrides: Any,
 ) -> AcceleratedGuard:
-    """Return a guard for objects that ``accelerator.prepare`` has returned. Plain ones work too.
+    """Return a guard for objects that an accelerator has prepared. Unprepared ones work too.
 
     Args:
         accelerator: The accelerator, which determines the device, the precision and
@@ -219,7 +219,7 @@ def _unwrap_scheduler(scheduler: Any, num_processes: int) -> Any:
 class _AsPrepared:
     """Mixin that makes a scheduler advance as under Accelerate, possibly several times per step.
 
-    A scheduler with `total_steps`, such as ``OneCycleLR``, stops advancing when it reaches them.
+    A scheduler with `total_steps`, such as ``OneCycleLR``, stops advancing after that many steps.
     """
 
     _holdfast_advances: int
@@ -251,7 +251,7 @@ def _guarded_loader(loader: Any, accelerator: Any) -> Any:
         if steps > 1:
             raise unsupported(
                 f"gradient_accumulation_steps={steps} with a holdfast.DataLoader",
-                reason="each of its batches is a whole step, which is split if memory is short",
+                reason="each batch of this loader is a whole step, and is split if memory is short",
                 fix=(
                     f"multiply its batch_size by {steps}, and remove gradient_accumulation_steps"
                     " from the Accelerator. micro_batch_size= limits the samples per backward pass."
@@ -261,7 +261,7 @@ def _guarded_loader(loader: Any, accelerator: Any) -> Any:
     if getattr(loader, "use_stateful_dataloader", False):
         raise unsupported(
             "use_stateful_dataloader=True",
-            reason="its position is ahead of the batches that were trained",
+            reason="the loader's position runs ahead of the batches that were trained",
             fix="remove it. The guard restores the position itself.",
         )
     return PreparedLoader(loader, accelerator.device, steps)

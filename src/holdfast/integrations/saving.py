@@ -43,7 +43,9 @@ def emit_or_log(emit: Emit | None, event: EventData) -> None:
 
 
 def on_all_ranks(work: Callable[[], _T]) -> _T:
-    """Run a task on all ranks, wait until all have finished, and return this rank's result.
+    """Run this rank's part of a task, wait for all ranks, and return this rank's result.
+
+    All ranks must call this function.
 
     Raises:
         OSError: The task failed on another rank. If it fails on this rank, the original error is

@@ -191,11 +191,11 @@ class BestOf:
         return self._folder / "checkpoints" / entry.path.name
 
     def keep(self, value: float, entry: Entry, most: int) -> None:
-        """Add a checkpoint that was linked, and remove checkpoints that are no longer the best.
+        """Add a linked checkpoint, and remove checkpoints that are no longer among the best.
 
         Args:
             value: The value of the metric.
-            entry: The checkpoint that was linked.
+            entry: The linked checkpoint.
             most: The number of best checkpoints to keep.
         """
         candidates = [best for best in self.kept if best.global_step != entry.global_step]

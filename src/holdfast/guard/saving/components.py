@@ -250,7 +250,7 @@ def check_fits(trees: Mapping[str, Any], live: Mapping[str, Any], parts: Parts, 
         where: The name of the checkpoint, for messages.
 
     Raises:
-        RunDirectoryError: H304 if the checkpoint is of another model.
+        RunDirectoryError: H304 if the checkpoint belongs to another model.
         CheckpointError: H313 if the checkpoint has other optimizers, schedulers or state.
         TypeError, ValueError or LookupError: If a guard cannot have written the contents.
     """

@@ -32,7 +32,7 @@ from holdfast.core.clock import Clock
 from holdfast.core.errors import HoldfastError, NonFiniteError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.core.policy.policy import Policy
-from holdfast.core.text import counted
+from holdfast.core.text import counted, size
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.phase import RunState
 from holdfast.guard.record import RunRecord, describe_error
@@ -127,7 +127,7 @@ class Saving:
         self._store = store
         self._record = record
         # The interval in steps, or "auto". None if this process saves nothing.
-        self._every = policy.save_interval_steps if writers is not None else None
+        self._interval = policy.save_interval_steps if writers is not None else None
         self._writers = writers or Writers()
         self._keep_latest_k = policy.keep_latest_k
         self._clock = clock
@@ -146,7 +146,7 @@ class Saving:
         self._held_at = clock.monotonic_seconds()
         self._job: BackgroundJob[_Save | None] | None = None
         self._buffers: HostBuffers | None = None
-        self._in_background = policy.async_save and self._every is not None
+        self._in_background = policy.async_save and self._interval is not None
         # Whether the buffers were prepared before the first save was due.
         self._buffers_prepared = False
         self._refused: str | None = None
@@ -167,17 +167,17 @@ class Saving:
         Args:
             after_steps: If not 0, return whether a save will be due after this many more steps.
         """
-        every = self._every
-        if every is None:
+        interval = self._interval
+        if interval is None:
             return False
         step = self._record.global_step + after_steps
         last_step = self._tried_at_step
         if last_step is None:
             return True
         now = self._clock.monotonic_seconds()
-        if step > last_step and self.chooser.is_overdue(now, auto=every == "auto"):
+        if step > last_step and self.chooser.is_overdue(now, auto=interval == "auto"):
             return True
-        return isinstance(every, int) and step // every > last_step // every
+        return isinstance(interval, int) and step // interval > last_step // interval
 
     @property
     def has_unsaved(self) -> bool:
@@ -188,7 +188,7 @@ class Saving:
     def may_save_more(self) -> bool:
         """Return whether this run saves, has attempted its first save, and may save again now."""
         return (
-            self._every is not None
+            self._interval is not None
             and self._tried_at_step is not None
             and self._run_state.may_be_saved
         )
@@ -356,7 +356,7 @@ class Saving:
     def _is_pointless(self) -> bool:
         """Return whether there is nothing to save, or the state must not be saved."""
         return (
-            self._every is None
+            self._interval is None
             or not self._run_state.may_be_saved
             or self._saved_at == self._position()
         )
@@ -546,7 +546,7 @@ class Saving:
         ):
             # The optimizers have created their state, so its size is known. With "auto", buffers
             # are prepared shortly before a save is due, since a run that ends earlier needs none.
-            self._buffers_prepared = self._every != "auto" or self.chooser.is_overdue(
+            self._buffers_prepared = self._interval != "auto" or self.chooser.is_overdue(
                 now + _AHEAD_SECONDS, auto=True
             )
             if self._buffers_prepared and self._job is None:
@@ -611,25 +611,26 @@ class Saving:
         if self._buffers is not None and self._buffers.size_bytes >= needed:
             return self._buffers
         self._buffers = None
-        size = int(_SPARE * needed)
-        available = None if size <= _SMALL_BYTES else available_bytes()
-        if available is not None and size > _MOST_MEMORY * available:
+        size_bytes = int(_SPARE * needed)
+        available = None if size_bytes <= _SMALL_BYTES else available_bytes()
+        if available is not None and size_bytes > _MOST_MEMORY * available:
             self._stop_background(
-                f"copies of the state would take {size} of {available} available bytes"
+                f"copies of the state would take {size(size_bytes)}, and"
+                f" {size(available)} are available"
             )
             return None
         try:
-            buffers = HostBuffers(size, cuda=self._cuda)
-            if size > _SMALL_BYTES:
+            buffers = HostBuffers(size_bytes, cuda=self._cuda)
+            if size_bytes > _SMALL_BYTES:
                 self._job = BackgroundJob(buffers.touch, self._directory.path)
         except (OSError, RuntimeError) as error:
             # There was not enough memory, or the thread could not be started.
             self._stop_background(
-                f"{size} bytes for copies of the state could not be allocated ({error})"
+                f"{size(size_bytes)} for copies of the state could not be allocated ({error})"
             )
             return None
         self._buffers = buffers
-        if size <= _SMALL_BYTES:
+        if size_bytes <= _SMALL_BYTES:
             buffers.touch()
         return buffers if self._job is None else None
 

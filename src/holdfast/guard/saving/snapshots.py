@@ -33,7 +33,7 @@ _SMALL_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """A snapshot."""
+    """A copy of the training state in host memory."""
 
     # The number of optimizer steps in the state.
     global_step: int

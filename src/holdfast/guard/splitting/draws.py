@@ -1,4 +1,4 @@
-"""Give the parts of a batch the same random numbers as the whole batch, for a comparison.
+"""Give the parts of a batch the same random numbers as the whole batch, to compare gradients.
 
 The loss function's random numbers for the whole batch are recorded. Each part then receives its own
 rows of them. With this, the gradients of a random loss can be compared as exactly as those of any

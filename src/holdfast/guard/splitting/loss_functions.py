@@ -101,11 +101,11 @@ class ReturningALoss:
             attributes["step"] = _refuse_step
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for attributes, own in self._own:
-            if own is None:
+        for attributes, original_step in self._own:
+            if original_step is None:
                 attributes.pop("step", None)
             else:
-                attributes["step"] = own
+                attributes["step"] = original_step
         after = _gradient_versions(self._parameters)
         if kind is None and after != self._before:
             raise called_inside("zero_grad" if len(after) < len(self._before) else "backward")
@@ -226,7 +226,9 @@ def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
         outside = getattr(loss_fn, "__globals__", {})
         bound += [flag for name in code.co_names if type(flag := outside.get(name)) in (bool, str)]
         return _with_bound_values(_name_of(code), bound, depth) if bound else _name_of(code)
-    bound = [own for key, own in getattr(loss_fn, "__dict__", {}).items() if key not in _OF_TORCH]
+    bound = [
+        value for key, value in getattr(loss_fn, "__dict__", {}).items() if key not in _OF_TORCH
+    ]
     return _with_bound_values(type(loss_fn).__qualname__, bound, depth)
 
 
@@ -254,8 +256,10 @@ def _describe_value(value: Any, depth: int) -> str:
 
 
 def _has_weights(value: Any) -> bool:
-    own = value.__dict__ if isinstance(value, nn.Module) else {}
-    return bool(own.get("_parameters")) or any(map(_has_weights, own.get("_modules", {}).values()))
+    attributes = value.__dict__ if isinstance(value, nn.Module) else {}
+    return bool(attributes.get("_parameters")) or any(
+        map(_has_weights, attributes.get("_modules", {}).values())
+    )
 
 
 # --- side effects
@@ -268,7 +272,6 @@ _MOST_ENTRIES = 64
 # Tensors with more elements than this are compared only by their sum.
 _MOST_ELEMENTS = 1 << 20
 # The attributes that every module has.
-# The attributes that every module has.
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
@@ -277,7 +280,7 @@ def find_side_effects(
     loss_fn: Callable[[Any], Any],
     forward: Callable[[], float],
     *,
-    known: Sequence[Any] = (),
+    restored: Sequence[Any] = (),
     logs_too: bool = False,
 ) -> tuple[str, ...]:
     """Return the names of attributes and variables that a second forward pass changes.
@@ -293,19 +296,19 @@ def find_side_effects(
         loss_fn: The loss function.
         forward: Function that runs the same forward pass each time and returns the loss, or NaN if
             it ran out of memory.
-        known: Objects that are restored anyway, so that they do not count.
+        restored: Objects that are restored anyway, so that they do not count.
         logs_too: Whether variables and attributes of the loss function always count.
 
     Returns:
         Names such as ``"layer.calls"`` or ``"loss_fn: hidden"``.
     """
-    own = [*known, *(module for model in models.values() for module in model.modules())]
+    ignored = [*restored, *(module for model in models.values() for module in model.modules())]
     first_loss = forward()
     first_attributes = _attributes(models)
-    first_variables = _variables(loss_fn, own)
+    first_variables = _variables(loss_fn, ignored)
     second_loss = forward()
     second_attributes = _attributes(models)
-    second_variables = _variables(loss_fn, own)
+    second_variables = _variables(loss_fn, ignored)
 
     changed = _changed(first_attributes, second_attributes)
     is_nan = math.isnan(first_loss) or math.isnan(second_loss)
@@ -336,7 +339,7 @@ def _attributes(models: Mapping[str, nn.Module]) -> dict[str, Any]:
     }
 
 
-def _variables(function: Any, own: Sequence[Any]) -> dict[str, Any]:
+def _variables(function: Any, ignored: Sequence[Any]) -> dict[str, Any]:
     """Return copies of the outside variables that a function can access.
 
     These are its free variables, globals, bound arguments, and the attributes of its object.
@@ -346,7 +349,7 @@ def _variables(function: Any, own: Sequence[Any]) -> dict[str, Any]:
         variables |= {"argument": [*function.args, *function.keywords.values()]}
         function = function.func
     if isinstance(function, TwoPass):
-        return {**_variables(function.outputs, own), **_variables(function.loss, own)}
+        return {**_variables(function.outputs, ignored), **_variables(function.loss, ignored)}
     owner = getattr(function, "__self__", function)
     if not isinstance(
         owner, (nn.Module, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
@@ -360,7 +363,7 @@ def _variables(function: Any, own: Sequence[Any]) -> dict[str, Any]:
         f"loss_fn: {name}": _snapshot(_attributes_of_object(value), depth=2)
         for name, value in variables.items()
         if not isinstance(value, (types.ModuleType, types.FunctionType, type))
-        and not any(value is owned for owned in own)
+        and not any(value is ignored_object for ignored_object in ignored)
     }
 
 
@@ -370,7 +373,9 @@ def _attributes_of_object(value: Any) -> Any:
     Any other value is returned unchanged.
     """
     if isinstance(value, nn.Module):
-        attributes = {name: own for name, own in vars(value).items() if name not in _OF_TORCH}
+        attributes = {
+            name: attribute for name, attribute in vars(value).items() if name not in _OF_TORCH
+        }
         return {**attributes, **dict(value.named_buffers())}
     if isinstance(value, (*_PLAIN, *_CONTAINERS, Mapping, torch.Tensor)) or callable(value):
         return value

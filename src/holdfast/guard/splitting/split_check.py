@@ -247,7 +247,7 @@ class SplitCheck:
     # Whether this process is a copy that will be discarded, so that side effects are harmless.
     in_a_copy: bool
     # The weightings that held in earlier batches.
-    known: Sequence[Weighting] = ()
+    earlier_weightings: Sequence[Weighting] = ()
     # Whether splitting kept the gradient in earlier batches.
     has_passed: bool = False
     _draws: Draws | None = field(default=None, init=False)
@@ -255,7 +255,7 @@ class SplitCheck:
     _buffers: BufferKeeper | None = field(default=None, init=False)
     # Whether the loss function declares items, and whether it changes its batch.
     _loss_facts: tuple[bool, bool] = field(default=(False, False), init=False)
-    # The share of the samples in the first part. None for all samples but one.
+    # The share of the samples in the first part. If None, the first part has all samples but one.
     _first_share: float | None = field(default=None, init=False)
     # The names of states whose values after the parts differ from those after the whole batch.
     uneven: list[str] = field(default_factory=list)
@@ -285,7 +285,7 @@ class SplitCheck:
             ]
         changed_buffer = self._find_changed_buffer(windows[0])
         side_effects = self._side_effects(windows[0]) if self.in_a_copy else ()
-        weightings = list(dict.fromkeys([*find_weightings(batch, size), *self.known]))
+        weightings = list(dict.fromkeys([*find_weightings(batch, size), *self.earlier_weightings]))
         with self._evaluating():
             results = self._check_sets(windows, weightings)
             if not callable(self.split):
@@ -310,7 +310,7 @@ class SplitCheck:
             size: The number of samples in the micro-batch.
         """
         self.states.keep()
-        weightings = list(dict.fromkeys([*find_weightings(part, size), *self.known]))
+        weightings = list(dict.fromkeys([*find_weightings(part, size), *self.earlier_weightings]))
         results: list[SplitCheckResult] = []
         with self._evaluating():
             for share in (_HALVES, _QUARTERS) if size >= _SAMPLES else (_HALVES,):
@@ -369,7 +369,7 @@ class SplitCheck:
             return loss
 
         return find_side_effects(
-            self.models, self.loss_fn, forward, known=self.states.objects(), logs_too=logs_too
+            self.models, self.loss_fn, forward, restored=self.states.objects(), logs_too=logs_too
         )
 
     def _check_sets(
@@ -406,7 +406,10 @@ class SplitCheck:
     def _check_empty_parts(
         self, batch: Any, size: int, weightings: Sequence[Weighting], empty: int | None
     ) -> list[SplitCheckResult]:
-        """Run the check on sets of samples, one of which has no items but may still have a loss."""
+        """Run the check on sets of samples that include a sample without items.
+
+        Such a sample may still have a loss.
+        """
         one_by_one = micro_batches(batch, size, 1, self.split)[:_MOST_ONE_BY_ONE]
         positions = [
             tuple(with_an_empty_one(weighting, one_by_one, _SAMPLES)) for weighting in weightings
@@ -425,8 +428,8 @@ class SplitCheck:
     ) -> list[SplitCheckResult]:
         """Run the check on these samples as if all of them had the rarest label in the batch.
 
-        Four samples rarely have the same label, so a loss that compares labels might not show
-        otherwise that it couples samples.
+        Four samples rarely have the same label. Without this check, a loss that compares labels
+        might not reveal that it couples samples.
         """
         size = batch_size(batch, self.split)
         uneven_before = len(self.uneven)
@@ -678,10 +681,11 @@ class SplitCheck:
         return _Difference(_finite_or_inf(self._norm() / norm), of_losses)
 
     def _is_rounding(self, expected: float, loss: float) -> bool:
-        """Return whether two losses are equal up to rounding, so that gradients do not matter.
+        """Return whether two losses are equal up to rounding. Their gradients are then ignored.
 
         Near a minimum, the gradients of samples cancel out, and only rounding remains. A loss near
-        zero consists mostly of rounding errors of its logits. Neither shows coupled samples.
+        zero consists mostly of rounding errors of its logits. Neither means that samples are
+        coupled.
         """
         is_exact = not self._devices() and self._least_tolerance() != _HALF_TOLERANCE
         allowed = _SMALL_OF_LOSS if is_exact else self._least_tolerance() * _OF_LOSS_WHERE_ROUNDED

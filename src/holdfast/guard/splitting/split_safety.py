@@ -345,7 +345,7 @@ class SplitSafety:
                 run_events.SideEffects(
                     attributes=history.side_effects,
                     why=(
-                        "each forward pass changes them, including the one of a retry, and no"
+                        "each forward pass changes them, including that of a retry, and no"
                         " checkpoint contains them. Keep such state in a buffer, or in an object"
                         " passed as state="
                     ),
@@ -537,7 +537,7 @@ class SplitSafety:
         return None
 
     def _promise_of_split(self, history: _LossHistory) -> Promise:
-        """Return the promise of a split. Hazards that the policy allows are included."""
+        """Return what a split promises. Hazards that the policy allows lower the promise."""
         if self._hazards(history):
             return "changes training"
         draws = "none" if history.verdict is None else history.verdict.draws
@@ -759,7 +759,7 @@ class SplitSafety:
             calling=self._calling,
             rounds_to_half=self._policy.precision != "fp32",
             in_a_copy=in_a_copy,
-            known=held,
+            earlier_weightings=held,
             has_passed=has_passed,
         )
 
@@ -769,7 +769,7 @@ class SplitSafety:
             yield
 
     def called(self, loss_fn: LossFunction, function: Callable[[Any], Any], part: Any) -> Any:
-        """Call a function of the batch, with a copy if the function may change the batch.
+        """Call a function with the batch, or with a copy if the function may change it.
 
         Args:
             loss_fn: The loss function of the step.

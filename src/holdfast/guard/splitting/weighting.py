@@ -59,9 +59,10 @@ class Weighting:
         }[self.kind]
 
     def count(self, part: Any, samples: int) -> float | torch.Tensor:
-        """Return the weight of a part, which is the number of counted entries in it.
+        """Return the weight of a part: how many of the counted entries it contains.
 
-        On an accelerator, the result is a tensor.
+        For ``"total"``, this is the sum of the part's tensor. On an accelerator, the result is a
+        tensor.
 
         Args:
             part: A part of the batch.
@@ -141,7 +142,9 @@ def _of_tensor(keys: Keys, leaf: torch.Tensor, size: int) -> list[Weighting]:
     ).tolist()
     if not more_than_mask:
         return _entries("mask", keys, (0, 1), shifts)
-    ignored = [padding for padding, there in zip(_PADDINGS, others, strict=False) if there]
+    ignored = [
+        padding for padding, is_present in zip(_PADDINGS, others, strict=False) if is_present
+    ]
     row_ends = others[len(_PADDINGS) :]
     ignored += [
         int(value)

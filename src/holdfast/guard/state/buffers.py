@@ -116,13 +116,13 @@ class BufferKeeper:
         for place, buffer in zip(self._mutable, self._before, strict=True):
             place.module._buffers[place.key] = buffer
         _copy(_once(self._before, self._before), _once(self._copies, self._before))
-        late = self._learn_late()
+        newly_mutable = self._learn_newly_mutable()
         for place in self._mutable[len(self._before) :]:
             now = place.now()
             self._before.append(now)
             is_copied = now is not None and not has_no_values(now)
             self._copies.append(now.detach().clone() if is_copied else now)  # type: ignore[union-attr]
-        return late + self.states.put_back()
+        return newly_mutable + self.states.put_back()
 
     def learn(self) -> list[str]:
         """Note which buffers and states have changed in an attempt that will be committed.
@@ -132,9 +132,11 @@ class BufferKeeper:
         Returns:
             The names of buffers and states that have changed for the first time.
         """
-        late = self.states.learn()
+        changed_states = self.states.learn()
         if self._has_learned:
-            return self._learn_late() + late if self._constant else late
+            if not self._constant:
+                return changed_states
+            return self._learn_newly_mutable() + changed_states
         changed: list[_Place] = []
         constant: list[_Place] = []
         for place, before, copy in zip(self._mutable, self._before, self._copies, strict=True):
@@ -149,20 +151,20 @@ class BufferKeeper:
         self._before = []
         self._copies = []
         self._versions = []
-        return [place.name for place in changed] + late
+        return [place.name for place in changed] + changed_states
 
-    def _learn_late(self) -> list[str]:
+    def _learn_newly_mutable(self) -> list[str]:
         """Treat constant buffers that have changed as mutable from now on. Return their names."""
-        late = [
+        newly_mutable = [
             place
             for place, (buffer, version) in zip(self._constant, self._versions, strict=True)
             if place.now() is not buffer or _version(buffer) != version
         ]
-        if late:
-            self._constant = [place for place in self._constant if place not in late]
-            self._mutable = self._mutable + late
+        if newly_mutable:
+            self._constant = [place for place in self._constant if place not in newly_mutable]
+            self._mutable = self._mutable + newly_mutable
             self._note_versions()
-        return [place.name for place in late]
+        return [place.name for place in newly_mutable]
 
     def _note_versions(self) -> None:
         self._versions = [(place.now(), _version(place.now())) for place in self._constant]

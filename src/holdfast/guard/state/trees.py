@@ -58,7 +58,7 @@ def copied(tree: Any, copy_tensor: Callable[[torch.Tensor], torch.Tensor] = torc
 
 
 def is_flat(tree: Any) -> bool:
-    """Return whether this is a list or tuple of plain values only, of which there may be many."""
+    """Return whether a node is a list or tuple that contains only plain values."""
     return type(tree) in (list, tuple) and _PLAIN.issuperset(map(type, tree))
 
 

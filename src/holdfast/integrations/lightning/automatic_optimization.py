@@ -60,7 +60,7 @@ class AutomaticOptimization(Optimization):
         self._further_args: tuple[Any, ...] = ()
         # The closure of the current optimizer step, or None outside of one.
         self._closure: Callable[[], Any] | None = None
-        # The part of the batch that the guard is computing, and its loss.
+        # The part of the batch whose loss the guard is computing, and that loss.
         self._part: Any = None
         self._loss: torch.Tensor | None = None
         # What ``training_step``, or Lightning's closure around it, has returned in this attempt.
@@ -217,7 +217,7 @@ class AutomaticOptimization(Optimization):
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Call Lightning's hooks between the backward pass and the step of an optimizer."""
         if self._closure is None:
-            # Other code is stepping the optimizer, outside of an optimizer step of Lightning.
+            # Other code is stepping the optimizer, outside of Lightning's optimizer step.
             return
         self._call_hooks("on_after_backward")
         self._call_hooks("on_before_optimizer_step", optimizer)

@@ -1,6 +1,6 @@
 """Keep Lightning's checkpoint files complete and verified, and never remove the last good one.
 
-Each file ``name.ckpt`` is followed by ``name.ckpt.manifest.json``, which contains its digest. The
+Each file ``name.ckpt`` has a manifest, ``name.ckpt.manifest.json``, which contains its digest. The
 manifest is written last, so a file without one is incomplete. Lightning's ``ModelCheckpoint`` and
 ``Trainer`` decide when to save and what to save.
 """
@@ -53,7 +53,7 @@ def save_stopped(trainer: Any) -> None:
 
 
 class VerifiedCheckpointIO(TorchCheckpointIO):
-    """Checkpoint plugin that seals Lightning's checkpoints and verifies them, on local disks.
+    """Checkpoint plugin that seals and verifies Lightning's checkpoints on local disks.
 
     - Weights or optimizer state with NaN or Inf are not saved, and a disk error does not end
       training. An event reports either case.
@@ -217,7 +217,7 @@ def _local_path(path: Any) -> Path | None:
 
 
 def _nonfinite_names(checkpoint: dict[str, Any]) -> list[str]:
-    """Return the names of tensors that are too damaged for the checkpoint to be saved.
+    """Return the names of tensors whose values must not be saved.
 
     These are weights and buffers with NaN, and optimizer state with NaN or Inf. Inf is allowed in
     the state dict, because it may be intended: the state dict also contains buffers, such as masks

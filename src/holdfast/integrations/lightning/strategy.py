@@ -474,8 +474,8 @@ class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """Set up as Lightning does, but with our own SIGTERM handler.
 
-        Lightning's handler runs a collective right away. It would mix with the collectives that the
-        other ranks are running.
+        Lightning's handler runs a collective right away, which would interfere with the collectives
+        of the other ranks.
         """
         connector = trainer._signal_connector
         vars(connector).pop("_sigterm_notifier_fn", None)
@@ -534,8 +534,8 @@ class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
 def _reset_finished_epoch(fit_loop: Any) -> None:
     """Let training begin a new epoch after resuming from the last batch of an epoch.
 
-    Otherwise, Lightning would skip the start of the new epoch, and later take checkpoints from the
-    middle of it for checkpoints from its end.
+    Otherwise, Lightning would skip the start of the new epoch, and later mistake checkpoints from
+    the middle of it for checkpoints from its end.
     """
     progress = fit_loop.epoch_progress.current
     if fit_loop.restarted_mid_epoch and progress.ready == progress.processed:

@@ -108,6 +108,6 @@ def _saves_on_exceptions(module: Any) -> PolicyError | None:
             return _unsupported_on_ranks(
                 "a checkpoint on exceptions",
                 module,
-                reason="a failing rank would wait there for the other ranks",
+                reason="a failing rank would wait in the save for the other ranks",
             )
     return None

@@ -8,9 +8,8 @@ options of the recipe (``max_grad_norm``, ``nonfinite_patience``, ``grad_accumul
 results are bit-exactly those of SpeechBrain, with three exceptions:
 
 - All parameter groups of each optimizer are clipped. SpeechBrain clips only the first group.
-- All parameter groups of each optimizer are clipped. SpeechBrain clips only the first group.
-- The last window of an epoch makes a step even if it is incomplete. SpeechBrain discards its
-  gradients.
+- The last window of an epoch is trained as a step even if it is incomplete. SpeechBrain discards
+  its gradients.
 - An optimizer that is frozen by ``freeze_optimizers`` gets no gradients. SpeechBrain accumulates
   them until the optimizer is stepped again.
 
@@ -25,7 +24,7 @@ Other differences:
 - A checkpoint within an epoch is delayed until the end of a window. After SIGTERM, a checkpoint is
   saved and the process exits.
 - A Brain with its own ``fit_batch``, such as a GAN, must call `HoldfastMixin.guarded_step` there.
-  Steps made in any other way are not guarded.
+  All other steps are not guarded.
 - Checkpoints are sealed when they are complete, and verified before they are loaded.
 
 Only a single process is supported.

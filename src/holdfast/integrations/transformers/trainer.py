@@ -154,8 +154,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         yet.
 
         Raises:
-            HoldfastError: H307 or H312 if no checkpoint can be loaded; H401, H402, H501 or H503 if
-                a step fails for good.
+            HoldfastError: H307 or H312 if no checkpoint can be loaded. H401, H402, H501 or H503 if
+                a step fails and cannot be retried.
             SystemExit, KeyboardInterrupt: After a signal has stopped training, as in
                 ``Guard.batches``.
         """
@@ -295,7 +295,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         training.window = []
         if len(batches) != self.current_gradient_accumulation_steps:
             # If the length of the epoch is unknown, its last, incomplete window is trained together
-            # with the first window of the next epoch. Then the Trainer's count is too low.
+            # with the first window of the next epoch. The Trainer's item count is then too low.
             num_items_in_batch = self._get_num_items_in_batch(batches, self.args.device)
         guard.note_next_samples(_sample_indices(training.indices))
         training.indices = []
