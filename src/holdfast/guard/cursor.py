@@ -230,7 +230,7 @@ class Cursor:
         self._position.note_counted(self._before_fetch)
 
     def leave(self) -> None:
-        """Note that the loop has abandoned its iterator. The next `begin` returns to this place."""
+        """Abandon the iterator. The next `begin` returns to this position."""
         self._position.leave()
         self._handed_out = None
         if self._progress.fetching:

@@ -139,7 +139,7 @@ class RunDirectory:
         return self._run_file.saved_in
 
     def note_saved(self, folder: str | None = CHECKPOINTS) -> None:
-        """Note the folder of the run's checkpoints, so that a later start notices if it is lost.
+        """Store the folder of the run's checkpoints, so that a later start notices if it is lost.
 
         Args:
             folder: The folder, or None if the next start should not expect a checkpoint.
@@ -160,7 +160,7 @@ class RunDirectory:
             raise self._lost("contains no checkpoint")
 
     def note_resumed_from(self, run_id: str) -> None:
-        """Note the run whose checkpoint this run continues from, and take over its id.
+        """Take over the id of the run whose checkpoint this run continues from.
 
         Raises:
             CheckpointError: H312 if this run has saved checkpoints of its own, which are missing.

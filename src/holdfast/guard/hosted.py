@@ -169,7 +169,7 @@ class HostedGuard(Guard):
         self.ready()
 
     def note_next_samples(self, indices: list[int] | None) -> None:
-        """Note the dataset indices of the next step's samples, in order."""
+        """Store the dataset indices of the next step's samples, in order."""
         if isinstance(self._cursor, ExternalCursor):
             self._cursor.next_samples = indices
 
@@ -180,7 +180,7 @@ class HostedGuard(Guard):
     # --- checkpoints of the framework
 
     def note_checkpoint_folder(self, folder: str | os.PathLike[str], *, resumed: bool) -> None:
-        """Note where the framework saves its checkpoints.
+        """Store where the framework saves its checkpoints.
 
         Args:
             folder: The framework's checkpoint folder.
@@ -247,7 +247,7 @@ class HostedGuard(Guard):
         self._record.emit(run_events.Resumed(by="the framework"))
 
     def note_state_replaced(self) -> None:
-        """Note that the framework has replaced the weights and the optimizer state."""
+        """Handle a replacement of weights and optimizer state by the framework."""
         self._engine.state_was_replaced()
 
     def check_lock(self) -> None:

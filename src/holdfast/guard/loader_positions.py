@@ -65,20 +65,20 @@ class ResumePosition(Protocol):
         """
 
     def before_fetch(self) -> RandomState:
-        """Note the position, and return the random state that belongs to it."""
+        """Store the position, and return the random state that belongs to it."""
 
     def after_fetch(self, batch: Any) -> HandedOut | None:
-        """Note the position after a batch, and return the batch with its samples, if known."""
+        """Store the position after a batch, and return the batch with its samples, if known."""
 
     def note_counted(self, before_fetch: RandomState | None) -> None:
-        """Note that the current batch now counts as trained.
+        """Prepare for a replay, because the current batch now counts as trained.
 
         Args:
             before_fetch: The random state before the batch was fetched.
         """
 
     def leave(self) -> None:
-        """Note that the iterator was abandoned, so that `begin` must return to this position."""
+        """Abandon the iterator. The next `begin` must return to this position."""
 
     def end_epoch(self) -> None:
         """Discard the state of the epoch that has just ended."""
@@ -150,7 +150,7 @@ class StatefulLoader:
             self._must_load = False
 
     def before_fetch(self) -> RandomState:
-        """Note the position, and return the random state that belongs to it."""
+        """Store the position, and return the random state that belongs to it."""
         self._state = self._current_state()
         return capture(self._devices)
 
@@ -178,7 +178,7 @@ class StatefulLoader:
         return {"loader": self._state}
 
     def _refresh_state(self) -> None:
-        """Update the noted position, unless the loader is ahead of it or has yet to move to it."""
+        """Update the stored position, unless the loader is ahead of it or has yet to move to it."""
         if not self._progress.fetching and not self._must_load:
             self._state = self._current_state()
 
@@ -217,7 +217,7 @@ class HoldfastLoader(StatefulLoader):
         return self._loader.position()
 
     def after_fetch(self, batch: Any) -> HandedOut | None:
-        """Note the position after a batch, and return the batch with its samples."""
+        """Store the position after a batch, and return the batch with its samples."""
         self._state_after_batch = self._loader.position()
         return HandedOut(batch, self._loader)
 
@@ -407,7 +407,7 @@ class ReplayedLoader:
         self._compare_settings(state.get("settings", {}))
 
     def _compare_settings(self, saved: dict[str, Any]) -> None:
-        """Note which settings differ from those in the checkpoint."""
+        """Store which settings differ from those in the checkpoint."""
         settings = self._settings()
         self.changed_settings = tuple(
             f"{name}={saved[name]!r}"

@@ -224,7 +224,7 @@ class StopRequest:
             self._note_request(signal.Signals(number), frame)
 
     def _note_request(self, number: signal.Signals, frame: FrameType | None) -> None:
-        """Note the request, announce it on stderr, and let the next signal kill the process."""
+        """Store the request, announce it on stderr, and let the next signal kill the process."""
         requests = self._with_outer_requests(number)
         for request in requests:
             request._settling = True

@@ -61,8 +61,8 @@ def open_guard(
         **parts: The model, optimizer and other arguments of `Guard`.
 
     Raises:
-        CheckpointError: H312 if no checkpoint was loaded although the folder contains one that is a
-            broken link.
+        CheckpointError: H312 if no checkpoint was loaded, but the folder contains a checkpoint that
+            is a broken link.
     """
     if checkpoints is not None and not resumed:
         _check_links(*checkpoints)
@@ -93,8 +93,8 @@ def carried_state(guard: HostedGuard, devices: list[torch.device], **trees: Any)
     Args:
         guard: The run's guard.
         devices: The devices, apart from the CPU, whose random state is saved.
-        **trees: Additional nested containers of values and tensors. `decode_carried` returns each
-            of them by its keyword.
+        **trees: Additional nested containers of values and tensors. Read them with
+            `decode_carried`.
     """
     encoder = Encoder("holdfast")
     trees["random_state"] = capture(devices).to_tree()
@@ -103,7 +103,7 @@ def carried_state(guard: HostedGuard, devices: list[torch.device], **trees: Any)
 
 
 def decode_carried(carried: Mapping[str, Any], name: str) -> Any:
-    """Return a tree that was passed to `carried_state` under this keyword, or None."""
+    """Return a tree by the keyword under which it was passed to `carried_state`, or None."""
     tree = carried.get("trees", {}).get(name)
     return decode(tree, dict(carried.get("tensors", {})))
 

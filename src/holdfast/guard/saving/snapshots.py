@@ -111,7 +111,7 @@ class Snapshots:
         return available is None or size <= _MOST_MEMORY * available
 
     def failed(self, global_step: int) -> None:
-        """Note that a snapshot failed. After `_MOST_FAILURES` in a row, no more are taken."""
+        """Count a failed snapshot. After `_MOST_FAILURES` in a row, no more are taken."""
         self._last_step = global_step
         self._last_seconds = self._clock.monotonic_seconds()
         self._failures += 1

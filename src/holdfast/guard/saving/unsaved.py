@@ -41,7 +41,7 @@ class Run(Protocol):
     """A run that may still be open when the process exits, because its loop was left early."""
 
     def end_at_exit(self) -> None:
-        """Save if a stop was requested. Otherwise, note the steps that are not in a checkpoint."""
+        """Save if a stop was requested. Otherwise, remember the unsaved steps."""
 
 
 _runs: weakref.WeakSet[Run] = weakref.WeakSet()
@@ -54,7 +54,7 @@ def watch(run: Run) -> None:
 
 
 def note_unsaved(run_dir: Path, why: str) -> None:
-    """Note that a run has ended with unsaved steps.
+    """Remember that a run has ended with unsaved steps.
 
     Args:
         run_dir: The run directory.
@@ -68,7 +68,7 @@ def note_unsaved(run_dir: Path, why: str) -> None:
 
 
 def note_left_steps(run_dir: Path, from_step: int, to_step: int) -> None:
-    """Note that a loop was left early with these steps unsaved, without a failed save."""
+    """Remember that a loop was left early with these steps unsaved, without a failed save."""
     if not _is_in_a_test():
         _left_steps[run_dir] = from_step, to_step
 
@@ -79,7 +79,7 @@ def forget_left_steps(run_dir: Path) -> None:
 
 
 def note_saved(run_dir: Path) -> None:
-    """Note that a run has saved a checkpoint, so that its earlier failed saves do not matter."""
+    """Forget the failed saves and unsaved steps of a run, after it has saved a checkpoint."""
     _unsaved.pop(run_dir, None)
     forget_left_steps(run_dir)
 

@@ -88,7 +88,7 @@ _MOST_ONE_BY_ONE = 256
 # Cutting and counting one set takes 0.1 ms.
 _LOOKED_THROUGH = 64
 _NOT_REPEATABLE = (
-    "called again, the loss gives a different gradient: it carries state, or its random numbers"
+    "when called again, the loss has a different gradient: it carries state, or its random numbers"
     " cannot be repeated for parts of the batch (a permutation, a numpy generator), so no trial can"
     " show whether the parts add up to the whole"
 )
@@ -576,7 +576,7 @@ class SplitCheck:
         by_samples = compare(self, whole, parts, SAMPLES, 0)
         declared, changes = self._loss_facts
         if math.isnan(by_samples.of_gradients):
-            why = "its gradient is zero, or not finite"
+            why = "the gradient of the samples is zero or not finite"
             return SplitCheckResult(
                 outcome="unknown", declared=declared, changes_batch=changes, why=why
             )

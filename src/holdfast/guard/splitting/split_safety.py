@@ -664,7 +664,7 @@ class SplitSafety:
         return result
 
     def note_split_step(self, loss_fn: LossFunction, seconds: float) -> None:
-        """Note the duration of a split step's attempt, which limits the time spent on checks."""
+        """Add up how long split steps take, which limits the time spent on checks."""
         history = self._history_of(loss_fn)
         history.timed_steps += 1
         history.timed_seconds += seconds
@@ -801,7 +801,7 @@ class SplitSafety:
         )
 
     def notice_change(self, loss_fn: LossFunction) -> None:
-        """Note that a loss function changes its batch, so that it gets copies from now on."""
+        """Remember that a loss function changes its batch, so that it gets copies from now on."""
         self._history_of(loss_fn).changes_batch = True
 
 

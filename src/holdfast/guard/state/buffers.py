@@ -125,7 +125,7 @@ class BufferKeeper:
         return newly_mutable + self.states.put_back()
 
     def learn(self) -> list[str]:
-        """Note which buffers and states have changed in an attempt that will be committed.
+        """Determine which buffers and states have changed in an attempt that will be committed.
 
         In the first step, this compares the values of all buffers.
 

@@ -40,7 +40,7 @@ class FrozenParameters:
         self._frozen: list[tuple[str, nn.Parameter]] = []
 
     def choose(self) -> bool:
-        """Note which parameters are frozen at the moment, and return whether there are any."""
+        """Determine which parameters are frozen at the moment, and return whether there are any."""
         self._frozen = [(name, p) for name, p in self._all if not p.requires_grad]
         return bool(self._frozen)
 
@@ -105,7 +105,7 @@ class StateKeeper:
             return [tracked.name for tracked in self._tracked if not tracked.put_back()]
 
     def learn(self) -> list[str]:
-        """Note which large objects have changed in an attempt that will be committed.
+        """Determine which large objects have changed in an attempt that will be committed.
 
         Returns:
             The names of objects that have changed for the first time.
@@ -198,7 +198,7 @@ class _TrackedState:
             return False
 
     def learn(self) -> bool:
-        """Note whether the object has changed.
+        """Determine whether the object has changed.
 
         Returns:
             Whether this is a large object that has changed for the first time.

@@ -32,7 +32,7 @@ class TrainedWeights:
         self._numbers: list[torch.Tensor] = []
 
     def remember(self) -> None:
-        """Note the current weights. This takes a few microseconds and does not synchronize."""
+        """Store a few of the weights. This takes microseconds and does not synchronize."""
         self._numbers = [_some_numbers(parameter).clone() for parameter in self._parameters]
 
     def are_in_place(self) -> bool:

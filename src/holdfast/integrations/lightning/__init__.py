@@ -6,7 +6,7 @@
 
 With a strategy, Lightning still provides ``training_step``, ``self.log``, hooks, accumulation,
 schedules, precision and clipping, in the usual order. As long as nothing goes wrong, the results
-are bit-exactly those of plain Lightning. Differences:
+are bit-for-bit identical to those of plain Lightning. Differences:
 
 - When ``on_before_zero_grad`` is called, the gradients of the last step no longer exist.
 - ``on_before_optimizer_step`` sees clipped gradients, unless ``configure_gradient_clipping`` is
@@ -19,9 +19,9 @@ are bit-exactly those of plain Lightning. Differences:
 With ``accumulate_grad_batches``, each window of batches is one step, and each batch in it is a
 transaction.
 
-Checkpoints contain the random state, so training resumes with the same dropout. Whether it resumes
-with the same batches depends on the loader: a `holdfast.DataLoader` always does. Torch's loader
-does only if the checkpoint is from the end of an epoch.
+Checkpoints contain the random state, so training resumes with the same dropout. With a
+`holdfast.DataLoader`, it also resumes with the same batches. With torch's loader, it does so only
+if the checkpoint is from the end of an epoch.
 
 Read in this order: ``strategy`` (opens the guard in ``fit`` and closes it), ``optimization``,
 ``automatic_optimization`` and ``manual_optimization`` (run the steps), ``step_logs`` (corrects

@@ -5,7 +5,7 @@
 ``compute_forward``, ``compute_objectives``, the hooks, ``freeze_optimizers``, precision, the
 options of the recipe (``max_grad_norm``, ``nonfinite_patience``, ``grad_accumulation_factor``,
 ``precision``) and the checkpointer work as in SpeechBrain. As long as nothing goes wrong, the
-results are bit-exactly those of SpeechBrain, with three exceptions:
+results are bit-for-bit identical to SpeechBrain's, with three exceptions:
 
 - All parameter groups of each optimizer are clipped. SpeechBrain clips only the first group.
 - The last window of an epoch is trained as a step even if it is incomplete. SpeechBrain discards

@@ -86,7 +86,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         self._holdfast_accumulation: Accumulation | None = None
         # The carried state from the loaded checkpoint, until the guard is opened.
         self._holdfast_carried: dict[str, Any] | None = None
-        # The same state if the checkpoint is from within an epoch, until the first batch is loaded.
+        # The same state if the checkpoint is from within an epoch. It is kept until the first batch
+        # is loaded.
         self._holdfast_carried_within_epoch: dict[str, Any] | None = None
         # The loader of this epoch if it is a `holdfast.DataLoader`, and the position to resume at.
         self._holdfast_loader: DataLoader | None = None
