@@ -298,7 +298,7 @@ class Guard:
         self._position_known = True
         with naming_lack_of_memory("iterating over batches"):
             self._stop.reset(raised=self._ending() is not None)
-            # This is a generator, so the directory is opened when the first batch is requested.
+            # `_loop` is a generator, so the directory is opened when the first batch is requested.
             self._ready()
             self._asked.install()
             yield from self._boundaries.begin(cursor, max_epochs, max_steps, self._release)

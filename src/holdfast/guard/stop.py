@@ -117,8 +117,9 @@ class StopRequest:
     def reset(self, *, raised: bool = False) -> None:
         """Clear a request that has ended a loop, when another loop begins.
 
-        A signal stops the whole script, so its request also ends any later loop. It is cleared only
-        if the script has caught the exception raised by the stop, and then begins another loop.
+        A signal stops the whole script, so its request also ends any later loop. The request is
+        cleared only if the script has caught the exception raised by the stop, and then begins
+        another loop.
 
         Args:
             raised: Whether the request has caused an exception to be raised.
@@ -235,7 +236,7 @@ class StopRequest:
         try:
             _wait_for_signals_of_the_same_request()
         finally:
-            # This must run even if the handler of another signal has raised during the wait: loader
+            # The rest must run even if another signal's handler has raised during the wait: loader
             # workers receive the same signal, and torch's SIGCHLD handler raises when one of them
             # dies.
             for request in requests:

@@ -160,8 +160,8 @@ def _set_exit_code() -> None:
     )
 
 
-# This is registered on import because atexit functions run in reverse order. A function that the
-# script registers later, such as `guard.close`, runs before this one and may still save.
+# `_end_runs` is registered on import because atexit functions run in reverse order. A function that
+# the script registers later, such as `guard.close`, runs before it and may still save.
 atexit.register(_end_runs)
 os.register_at_fork(after_in_child=_unsaved.clear)
 os.register_at_fork(after_in_child=_left_steps.clear)

@@ -10,10 +10,10 @@ parameters, that is a loss or depends on one, that is a mask computed from such 
 depends on a selection. A selection counts only if the returned loss depends on it. For example, an
 accuracy that is only logged does not count.
 
-Some selections have the same result in a part as in the whole batch. They do not count: masks
-computed from the batch alone (padding, ``ignore_index``), selections within a sample (the classes
-of a beam, the pixels of an image), and selections inside the model (the experts for a token),
-unless they depend on a loss.
+Some selections do not count, because they have the same result in a part as in the whole batch:
+masks computed from the batch alone (padding, ``ignore_index``), selections within a sample (the
+classes of a beam, the pixels of an image), and selections inside the model (the experts for a
+token), unless they depend on a loss.
 
 Values that leave torch as an array or a list cannot be traced. If the loss function then picks
 entries of a loss vector by position, the positions may have been computed from those values, so

@@ -396,7 +396,7 @@ class SplitSafety:
                 split_promise=split_promise,
                 weighting=weighting,
                 split_check=None if verdict is None else verdict.facts(),
-                # This is None on an accelerator, where no side effects are detected.
+                # On an accelerator, side effects are not detected, and the value is None.
                 side_effects=history.side_effects,
             )
         )

@@ -122,7 +122,7 @@ def _of_tensor(keys: Keys, leaf: torch.Tensor, size: int) -> list[Weighting]:
     """Return the weightings that a tensor of the batch may represent."""
     shifts = [-1]
     if leaf.ndim == 2:
-        # These may be labels of the next token, along the dimension that is not the batch.
+        # The tensor may contain next-token labels, along the dimension that is not the batch.
         shifts.append(1 if leaf.shape[0] == size else 0)
     if leaf.dtype == torch.bool:
         return _entries("mask", keys, (0, 1), shifts)

@@ -256,8 +256,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         """Train on one batch, as ``Brain.fit_batch`` does.
 
         Returns:
-            The loss, shape ``()``, on the CPU. It is NaN or Inf if the batch was skipped because of
-            a non-finite loss.
+            The loss, shape ``()``, on the CPU. If it is NaN or Inf, the batch was skipped for that
+            reason.
         """
         accumulation = self._holdfast_accumulation
         if accumulation is None:
