@@ -599,8 +599,8 @@ class Guard:
                 becomes black. The recorded event counts both.
 
         Raises:
-            PolicyError: H105 for an invalid tag or image, H742 if Pillow is missing. The extra
-                ``report`` installs it. A full disk does not raise an error.
+            PolicyError: H105 for an invalid tag or image, H742 if Pillow is missing. Install the
+                extra ``report`` to get Pillow. A full disk does not raise an error.
         """
         with self._session.recording():
             keep_image(self._directory.path, self._record, tag, image)

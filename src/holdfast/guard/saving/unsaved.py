@@ -85,7 +85,7 @@ def note_saved(run_dir: Path) -> None:
 
 
 def _is_in_a_test() -> bool:
-    """Return whether this process is running a pytest test. Then pytest sets the exit code."""
+    """Return whether this process is running a pytest test, so that pytest sets the exit code."""
     return "pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ
 
 

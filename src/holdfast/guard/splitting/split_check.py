@@ -71,8 +71,8 @@ _HALF_TOLERANCE = 5e-2
 # these limits. Rounding never exceeds both of them.
 _SMALL = 2e-5
 _SMALL_OF_LOSS = 3e-6
-# On accelerators and in half precision, losses must agree within this share of the tolerance. Losses
-# are means of terms that do not cancel, so rounding affects them less than gradients.
+# On accelerators and in half precision, losses must agree within this share of the tolerance.
+# Losses are means of terms that do not cancel, so rounding affects them less than gradients.
 _OF_LOSS_WHERE_ROUNDED = 0.1
 # Weights that differ by less than this change gradients by less than a coupled loss does.
 TELLING = 0.01
