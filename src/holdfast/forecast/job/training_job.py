@@ -501,12 +501,12 @@ def _check_single_device(built: BuiltJob) -> None:
 
 
 def _untrained_optimizer(what: str) -> PolicyError:
-    """Return the error for an optimizer that the step does not train with (H412)."""
+    """Return the error for an optimizer that the step does not use (H412)."""
     return PolicyError(
         what,
         limit=(
-            "without a step of each optimizer, the forecast would miss the optimizer's state and"
-            " the memory for training its parameters"
+            "an optimizer that is never stepped has no state, so the forecast would miss this state"
+            " and the memory for training the parameters"
         ),
         fix=(
             "return only optimizers that the step uses, directly or in hooks. One call of step()"

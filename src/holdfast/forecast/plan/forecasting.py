@@ -55,8 +55,8 @@ class ForecastRequest:
         factory: The factory, as ``"module:function"`` or ``"file.py:function"``. `job.building`
             describes what it may return.
         devices: The devices to plan for.
-        precisions: The precisions to try: ``"fp32"``, ``"bf16"`` or ``"fp16"``. The first one
-            should be what the job uses now, because equally fast plans prefer earlier precisions.
+        precisions: The precisions to try: ``"fp32"``, ``"bf16"`` or ``"fp16"``. Begin with the one
+            that the job uses now: among equally fast plans, earlier precisions are preferred.
         global_batch_size: Samples per optimizer step, or None for one micro-batch per step.
         margin_bytes: Memory to keep free, or None for the device's default.
         verify: Whether to trace each recommended plan with its own settings.
@@ -128,8 +128,8 @@ class DeviceForecast:
         shown: The plan whose memory is shown in detail: `best`, or else the plan that lacks the
             least memory.
         trace: The step of the plan in `shown`.
-        verification: The verification of the recommended plan. If no plan passed, that of the last
-            plan that was verified. None if no plan was verified.
+        verification: The verification of the recommended plan. If no plan passed, the verification
+            of the last plan that was tried. None if no plan was verified.
     """
 
     target: Target
@@ -370,9 +370,9 @@ class Forecaster:
                 assumed.append(Assumption(what=what))
             if self._request.global_batch_size is not None and not result.accumulates:
                 what = (
-                    "the step calls backward itself, so its batch was not split into"
-                    f" micro-batches: the global batch of {self._request.global_batch_size} samples"
-                    " is passed to it whole, and no accumulated gradients are counted"
+                    "the step calls backward itself, so its batch was not split: the step receives"
+                    f" the global batch of {self._request.global_batch_size} samples at once, and"
+                    " no accumulated gradients are counted"
                 )
                 assumed.append(Assumption(what=what))
             return _TracedJob(
