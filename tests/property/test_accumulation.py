@@ -22,7 +22,8 @@ from holdfast.guard.splitting.split_safety import SplitSafety
 from holdfast.guard.splitting.two_pass import TwoPass
 from holdfast.guard.splitting.weighting import SAMPLES, disagreement, find_weightings, shares
 from holdfast.guard.state.buffers import BufferKeeper
-from holdfast.guard.step.passes import LossScale, Passes, PassResult
+from holdfast.guard.state.loss_scale import LossScale
+from holdfast.guard.step.passes import Passes, PassResult
 from holdfast.loader.splitting import micro_batches
 
 _FAST = settings(deadline=None, max_examples=60)
@@ -105,7 +106,7 @@ def _passed(model: _Model, loss: Any, batch: Any, samples: int) -> PassResult:
     passes = Passes(promises, LossScale("cpu", enabled=False), "cpu", "fp32")
     size = len(batch["x"])
     pieces = micro_batches(batch, size, samples)
-    return passes.parted(pieces, size, loss, list(model.parameters()), lambda: None, batch=batch)
+    return passes.parted(pieces, loss, list(model.parameters()), lambda: None, batch=batch)
 
 
 @_FAST

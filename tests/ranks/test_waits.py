@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 import holdfast
 from holdfast.checkpoint import saver
-from holdfast.guard.ranks import messages
+from holdfast.guard.ranks import inbox
 
 TIMEOUT_SECONDS = 3.0
 
@@ -109,7 +109,7 @@ def test_a_rank_that_does_not_come_ends_the_wait_after_the_timeout_of_the_group(
 
 def writing_slowly(rank, run, how):
     with_short_timeout()
-    messages._ANSWER_SECONDS = 2.0
+    inbox._ANSWER_SECONDS = 2.0
     guard, model = guard_of(rank, run, "resharded", save_interval_steps=2)
     write = saver.write_tensors
 

@@ -24,7 +24,8 @@ _MAX_STATE_BYTES = 1 << 30
 _OUT_OF_MEMORY = ("[enforce fail", "CUDA out of memory")
 
 
-def _all_rows(_component: str, _name: str, _shape: torch.Size) -> Share | None:
+def all_rows(_component: str, _name: str, _shape: torch.Size) -> Share | None:
+    """Return None: read all rows of every tensor."""
     return None
 
 
@@ -32,7 +33,7 @@ def read_components(
     entry: Entry,
     names: Iterable[str],
     into: Groups | None = None,
-    share_of: Callable[[str, str, torch.Size], Share | None] = _all_rows,
+    share_of: Callable[[str, str, torch.Size], Share | None] = all_rows,
 ) -> dict[str, Any]:
     """Return the trees of the requested components, skipping those not in the checkpoint.
 

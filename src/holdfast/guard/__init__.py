@@ -10,6 +10,7 @@ guard         `Guard`, the public class; ``hosted`` and ``accumulation`` adapt i
               frameworks
 arguments     checks the arguments of `Guard` and collects them in `Parts`, with ``optimizers``,
               ``schedules`` and ``scheduler_interface``
+context       what the objects that carry out a run share
 run           one run: the loop over batches, its steps, recovery from NaN and spikes, resuming
 step          one step: attempts, passes and replays; ``result`` defines their results
 splitting     whether a batch may be split, and how its parts are weighted

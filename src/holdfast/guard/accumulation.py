@@ -10,8 +10,7 @@ whether the whole step is skipped or continues without the samples that caused i
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,29 +30,31 @@ class Accumulation:
 
     Args:
         guard: The guard. Once this object exists, no other code may call ``guard.step``.
-        begins: Function called at the start of each attempt. It must undo any changes that an
-            earlier attempt made outside the guard.
     """
 
-    def __init__(self, guard: HostedGuard, begins: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, guard: HostedGuard) -> None:
         self._guard = guard
         self._steps = guard.steps
         self._engine = guard.steps.engine
         self._attempts = guard.steps.engine.attempts
-        self._begins = begins
         # The accumulated gradients of earlier batches, without loss scaling.
-        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._gradients = guard.steps.engine.earlier_gradients
+        self._gradients.discard()
         # Copies of the buffers from before the first batch of the step.
         self._buffers = self._attempts.safety.keeper()
         # The random state before the first batch of the step. None between two steps.
         self._begun: RandomState | None = None
         # Why the step will be skipped once its last batch arrives. None if it will be committed.
         self._spoiled: str | None = None
-        # True during an attempt of the step, but not during a trial split or a replay that searches
-        # for a cause.
-        self.attempting = False
-        self._observing = self._attempts.observing
-        self._attempts.observing = self._attempt
+
+    @property
+    def attempt(self) -> int | None:
+        """Return the number of the attempt that is being made; it differs for every attempt.
+
+        None while no attempt is being made: when the guard calls the loss function now, that is a
+        trial of a split or a replay that searches for a cause.
+        """
+        return self._attempts.current
 
     @property
     def pending(self) -> bool:
@@ -65,12 +66,11 @@ class Accumulation:
 
     def show(self) -> None:
         """Set ``grad`` of each parameter to its accumulated gradient, for code that reads it."""
-        for parameter, gradient in self._gradients.items():
-            parameter.grad = gradient
+        self._gradients.show()
 
     def forget(self) -> None:
         """Discard the accumulated gradients. The next batch then starts a new step."""
-        self._gradients = {}
+        self._gradients.discard()
         self._begun = None
         self._spoiled = None
 
@@ -81,9 +81,9 @@ class Accumulation:
         if self._begun is None:
             return None
         gradients = {
-            name: self._gradients[parameter]
+            name: gradient
             for name, parameter in self._named_parameters()
-            if parameter in self._gradients
+            if (gradient := self._gradients.get(parameter)) is not None
         }
         return {
             "gradients": gradients,
@@ -98,11 +98,13 @@ class Accumulation:
         Parameters and buffers must have the same values as at that time.
         """
         gradients = state["gradients"]
-        self._gradients = {
-            parameter: gradients[name].to(parameter.device)
-            for name, parameter in self._named_parameters()
-            if name in gradients
-        }
+        self._gradients.hold(
+            {
+                parameter: gradients[name].to(parameter.device)
+                for name, parameter in self._named_parameters()
+                if name in gradients
+            }
+        )
         self._buffers.keep(state["buffers"])
         self._begun = RandomState.from_tree(state["random_state"])
         self._spoiled = state["spoiled"]
@@ -142,20 +144,21 @@ class Accumulation:
         names = self._steps.parts.optimizer_names(optimizer)
         work = self._engine.begin(batch, loss_fn, names, split)
         attempt = self._engine.attempt(work)
-        session.counters.out_of_memory += work.out_of_memory
+        session.counters.note_out_of_memory(work.out_of_memory)
         if not attempt.facts.nonfinite:
-            self._gradients, outcome = self._engine.keep(work, attempt)
+            gradients, outcome = self._engine.keep(work, attempt)
+            self._gradients.hold(gradients)
             return outcome.result(None)
 
         outcome = self._engine.skip(work, attempt)
         sound_batch = self._engine.without_bad_samples(work, outcome)
         if sound_batch is not None:
-            recovery.dropped(outcome, batch)
+            recovery.samples.report_dropped_samples(outcome, batch)
             return self.add(sound_batch, loss_fn, optimizer=optimizer, split=split)
         self._spoiled = recovery.after_refused_step(outcome, batch)
         if session.counters.rollbacks != rollbacks:
             # The run has rolled back to other weights, so the accumulated gradients are outdated.
-            self._gradients = {}
+            self._gradients.discard()
         return outcome.result(self._spoiled)
 
     def _begin_step(self) -> None:
@@ -195,30 +198,6 @@ class Accumulation:
             restore(begun)
         else:
             self._buffers.learn()
-
-    @contextlib.contextmanager
-    def _attempt(self) -> Iterator[None]:
-        """Run an attempt in this context, and add the accumulated gradients to the new ones."""
-        self._begins()
-        self.attempting = True
-        try:
-            with self._observing() or contextlib.nullcontext():
-                yield
-        finally:
-            self.attempting = False
-        self._add_kept_gradients()
-
-    def _add_kept_gradients(self) -> None:
-        for parameter, unscaled in self._gradients.items():
-            # In fp16, the new gradients are scaled. Otherwise, `scale` returns its input unchanged.
-            gradient = self._attempts.loss_scale.scale(unscaled)
-            if parameter.grad is None:
-                parameter.grad = gradient.clone()
-            elif parameter.grad.layout != gradient.layout:
-                # A sparse and a dense gradient cannot be added in place.
-                parameter.grad = parameter.grad + gradient
-            else:
-                parameter.grad.add_(gradient)
 
 
 class _Divided(torch.autograd.Function):

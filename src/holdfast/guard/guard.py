@@ -2,7 +2,8 @@
 
 The work is done in these modules:
 
-- ``run/session.py``: the open run directory, resuming, and the contents of a checkpoint
+- ``run/session.py``: the open run directory; ``run/saved_state.py``: the contents of a checkpoint;
+  ``run/restoration.py``: resuming and rolling back
 - ``run/loop.py``: `Guard.batches`, and when to save and to stop between batches
 - ``run/steps.py``: `Guard.step`, and the recovery after a refused step
 - ``step/engine.py``: one step as a transaction
@@ -30,11 +31,12 @@ from holdfast.core.policy.policy import Policy
 from holdfast.core.standard_streams import reserve_standard_descriptors
 from holdfast.core.vector_functions import settle_vector_functions
 from holdfast.guard.arguments import check_loader, gather_parts
+from holdfast.guard.context import RunContext
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.evaluation import BatchEvaluator, EvaluationFunction
 from holdfast.guard.images import keep_image
-from holdfast.guard.ranks.recognise import ranks_of
+from holdfast.guard.ranks.recognize import ranks_of
 from holdfast.guard.record import End, RunRecord
 from holdfast.guard.result import Statistics, StepResult
 from holdfast.guard.run.loop import Loop
@@ -142,7 +144,7 @@ class Guard:
         policy: Policy,
     ) -> None:
         ranks = self._ranks
-        self.policy = ranks.policy(policy)
+        self.policy = ranks.supported_policy(policy)
         schedules = Schedules(
             self._parts.schedulers,
             self._parts.optimizers,
@@ -160,7 +162,7 @@ class Guard:
             and self._parts.device_type() == "cpu"
         ):
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
-        self._cursor = None if loader is None else Cursor(loader, self._parts.devices())
+        self._cursor = None if loader is None else self._cursor_over(loader)
         # The best values of each validation metric, by the metric's name.
         self._validated: dict[str, BestOf] = {}
         # True once the position in the data is settled: either `batches` has moved there, or the
@@ -176,7 +178,6 @@ class Guard:
         self._record = RunRecord(
             self._directory.recorder, clock, ranks.rank if ranks.world_size > 1 else None
         )
-        self._engine = StepEngine(self._parts, self.policy, self._record, split, ranks)
         self._loader = loader
         self._split = split
         self._evaluator = BatchEvaluator(
@@ -185,10 +186,14 @@ class Guard:
             self.policy.precision,
             may_split=ranks.world_size == 1,
         )
-        self._session = Session(self._engine, self._directory, clock, self._cursor, schedules)
+        context = RunContext.of(
+            self._parts, self.policy, self._record, ranks, self._cursor, schedules
+        )
+        self._session = Session(context, self._directory, clock)
+        self._engine = StepEngine(context, split, self._session.reserves)
         self._recovery = Recovery(self._session)
         self._steps = Steps(self._session, self._engine, self._recovery)
-        self._stop, saves = ranks.agreed(self._asked, self._session.saving, self._cursor)
+        self._stop, saves = ranks.connect(self._asked, self._session.saving, self._cursor)
         self._boundaries = Loop(self._session, self._stop, saves, self._recovery)
         weakref.finalize(self, self._asked.uninstall)
         # At exit, this must run before the interpreter shuts down. If the observer's hooks were
@@ -198,15 +203,19 @@ class Guard:
             self._open()
         try:
             with naming_lack_of_memory("resuming from a checkpoint"):
-                self.resumed_from: Path | None = self._session.resume()
+                self.resumed_from: Path | None = self._session.restoration.resume()
             self._report_steps_left_behind()
             self._trained_weights.remember()
         except BaseException:
             self._release()
             raise
 
+    def _cursor_over(self, loader: Iterable[Any]) -> Cursor:
+        """Return the position at the beginning of a loader."""
+        return Cursor(loader, self._parts.devices())
+
     def _report_steps_left_behind(self) -> None:
-        self._session.report_steps_left_behind()
+        self._session.restoration.report_steps_left_behind()
 
     # --- facts
 
@@ -322,7 +331,7 @@ class Guard:
         step. A save may then be due, and a stop request ends the process.
         """
         self._session.check_not_in_step()
-        if self._stop.honoured and self._ending() is not None:
+        if self._stop.honored and self._ending() is not None:
             # The script has caught the exception that the stop raised, and continues training.
             self._stop.reset(raised=True)
         if not self._record.is_open:
@@ -387,7 +396,7 @@ class Guard:
 
         If another rank's error caused it, that error is raised instead.
         """
-        cause = self._ranks.leave(error)
+        cause = self._ranks.announce_failure(error)
         self._record.left_by(cause or error)
         if cause is not None:
             raise cause from error
@@ -419,7 +428,7 @@ class Guard:
             self._session.check_averages()
             self._boundaries.count_batch()
             try:
-                self._session.save_the_rest(self._open)
+                self._session.save_unsaved(self._open)
             finally:
                 self._release()
 
@@ -433,13 +442,13 @@ class Guard:
             self.close()
         else:
             self._record.left_by(kind if error is None else error)
-            self._ranks.leave(RuntimeError(kind.__name__) if error is None else error)
+            self._ranks.announce_failure(RuntimeError(kind.__name__) if error is None else error)
             self._release("failed")
 
     def _end_process(self) -> NoReturn:
         """Save a checkpoint and exit, because there is no loop over `batches` that could end."""
         self._swapped.close()
-        self._stop.honoured = True
+        self._stop.honor()
         request = run_events.StopRequested(
             reason=str(self._stop.reason),
             signal=self._stop.signal_name,
@@ -447,7 +456,7 @@ class Guard:
         )
         self._record.emit(request)
         self._boundaries.count_batch()
-        self._session.save_the_rest(self._open)
+        self._session.save_unsaved(self._open)
         # If the run has not completed a step yet, this writes its first checkpoint.
         self._session.save()
         self._release("stopped")
@@ -504,7 +513,6 @@ class Guard:
         """
         self._session.check_averages()
         number = as_metric(value, keep, patience)
-        self._session.validated = True
         if name not in self._validated:
             # All ranks read the file here, before any of them writes it.
             self._validated[name] = BestOf(
@@ -514,7 +522,7 @@ class Guard:
         with self._ranks.together():
             # NaN is not equal to itself, so the values are compared as text.
             self._ranks.agree("guard.validated", lambda: {name: repr(number)})
-        self._session.counters.epochs_validated = self.epoch
+        self._session.counters.note_validation(self.epoch)
         changed = self._session.schedules.validated(number, mode, self.epoch)
         if name == "loss":
             self._engine.diagnosis.validated(number)
@@ -526,7 +534,7 @@ class Guard:
             if self._session.is_open:
                 # The weights include the last step's batch, so the checkpoint must count it.
                 self._boundaries.count_batch()
-            entry = self._session.checkpoint_of_now(and_then=best.link)
+            entry = self._session.save_current(and_then=best.link)
         if entry is not None:
             best.keep(number, entry, most)
         best.write()
@@ -718,7 +726,7 @@ class Guard:
                 requests the next batch inside the context.
         """
         self._session.check_not_in_step()
-        self._session.check_averages(there=True)
+        self._session.check_averages(required=True)
         with ExitStack() as self._swapped:
             self._swapped.enter_context(self._parts.averages_swapped_in(self._session.state))
             yield

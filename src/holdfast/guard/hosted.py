@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -114,11 +114,15 @@ class ExternalCursor(Cursor):
     """
 
     # The dataset indices of the next step's samples, or None if the framework has not set them.
-    next_samples: list[int] | None = None
+    _next_samples: list[int] | None = None
+
+    def note_next_samples(self, indices: list[int] | None) -> None:
+        """Set the dataset indices of the next step's samples, in order."""
+        self._next_samples = indices
 
     def sample_indices(self, batch: Any, size: int | None) -> list[int] | None:  # noqa: ARG002 - the host knows
         """Return the dataset indices of the step's samples, or None if they are unknown."""
-        return self.next_samples
+        return self._next_samples
 
 
 class HostedGuard(Guard):
@@ -139,14 +143,9 @@ class HostedGuard(Guard):
     # The number of failed saves of the framework.
     _failed_host_saves = 0
 
-    def __init__(
-        self, run_dir: str | os.PathLike[str], *, loader: Any = None, **parts: Any
-    ) -> None:
-        super().__init__(run_dir, loader=loader, **parts)
-        if loader is not None:
-            cursor = ExternalCursor(loader, self._parts.devices())
-            self._cursor = cursor
-            self._session.cursor = cursor
+    def _cursor_over(self, loader: Iterable[Any]) -> Cursor:
+        """Return an `ExternalCursor`, since the framework iterates the loader."""
+        return ExternalCursor(loader, self._parts.devices())
 
     # --- steps
 
@@ -171,11 +170,11 @@ class HostedGuard(Guard):
     def note_next_samples(self, indices: list[int] | None) -> None:
         """Store the dataset indices of the next step's samples, in order."""
         if isinstance(self._cursor, ExternalCursor):
-            self._cursor.next_samples = indices
+            self._cursor.note_next_samples(indices)
 
     def count_from(self, global_step: int) -> None:
         """Continue from the framework's global step, if its checkpoint has no carried state."""
-        self._record.global_step = global_step
+        self._record.move_to_step(global_step)
 
     # --- checkpoints of the framework
 
@@ -209,7 +208,7 @@ class HostedGuard(Guard):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the carried state for a framework's checkpoint, as JSON values."""
-        state = self._session.training_state()
+        state = self._session.saved_state.training()
         encoder = Encoder("holdfast")
         encoded: dict[str, Any] = encoder.encode({name: state[name] for name in _CARRIED_STATE})
         assert not encoder.tensors, sorted(encoder.tensors)
@@ -238,17 +237,17 @@ class HostedGuard(Guard):
         if of_ranks is not None:
             first_rank = of_ranks["each"][0]
             state.update(self._ranks.own_state({**first_rank, **state, "ranks": of_ranks}))
-            self._session.load_own_tensors(state)
-        self._session.go_on_from(state)
+            self._session.saved_state.load_own_tensors(state)
+        self._session.restoration.continue_from(state)
         self._engine.loss_scale.load_state_dict(state["loss_scale"])
-        self._engine.state_was_replaced()
-        self._record.global_step = state["global_step"]
+        self._session.restoration.note_state_replaced()
+        self._record.move_to_step(state["global_step"])
         self._host_saved_at = state["global_step"]
         self._record.emit(run_events.Resumed(by="the framework"))
 
     def note_state_replaced(self) -> None:
         """Handle a replacement of weights and optimizer state by the framework."""
-        self._engine.state_was_replaced()
+        self._session.restoration.note_state_replaced()
 
     def check_lock(self) -> None:
         """Raise H301 if another run has taken the run directory. Call this before saving."""
@@ -262,7 +261,7 @@ class HostedGuard(Guard):
 
         The check covers weights, statistics and moments. A state with NaN or Inf must not be saved.
         """
-        names, count = nonfinite_tensors(self._session.must_be_finite())
+        names, count = nonfinite_tensors(self._session.saved_state.must_be_finite())
         if not count:
             return None
         return f"NaN or Inf in {counted(count, 'tensor')}: {', '.join(names)}"

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, final
 
 from torch.optim import Optimizer
 
@@ -259,3 +259,22 @@ def closure_missing(name: str, optimizer: Any) -> PolicyError:
         fix="use an optimizer whose step() needs no closure, for example AdamW.",
         rule="H107",
     )
+
+
+@final
+class OptimizerMemory:
+    """The temporary memory that optimizers use in their steps.
+
+    Args:
+        optimizers: The optimizers of the run.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+
+    def release(self) -> None:
+        """Make optimizers update one tensor at a time, which needs the least temporary memory."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                if not group.get("fused") and "foreach" in group:
+                    group["foreach"] = False

@@ -162,8 +162,7 @@ class Parts:
         """Put averaged parameters and buffers into the models inside the context.
 
         Args:
-            state: The state of the run. Its ``averaged`` is True inside the context. Do not save
-                during that time.
+            state: The state of the run. It forbids saving inside the context.
         """
         # An average that has never been updated contains the initial weights.
         names = [name for name, average in self.averages.items() if average.n_averaged > 0]
@@ -176,13 +175,13 @@ class Parts:
             for _, tensor in named_tensors(self.averages[name].module)
         ]
         trained = [tensor.clone() for tensor in in_models]
-        state.averaged = True
+        state.swap_in_averages()
         try:
             _copy_all(in_averages, in_models)
             yield
         finally:
             _copy_all(trained, in_models)
-            state.averaged = False
+            state.swap_out_averages()
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

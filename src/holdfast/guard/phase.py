@@ -1,50 +1,152 @@
-"""The phase of a run, and the transitions between phases.
+"""The phase of a run, and whether the state in memory is sound.
 
-    closed → at boundary → in step → committing → after step → at boundary
-                              ↓           ↓
-             (taken back: as before)   rolling back → after step, or rewound → at boundary
+`Phase` says what the run is doing. `Soundness` says whether the weights, buffers and moments in
+memory belong to one point in the data; it outlasts the phases. `TRANSITIONS` names every change of
+phase that may happen, and `RunState` raises an AssertionError for any other one:
 
-The state may be saved only at a boundary and after a step. The engine, its callers and the session
-call the transitions. Nothing checks that only the transitions drawn here happen.
+    closed → at boundary → in step → committing → after step → at boundary → ... → closed
+                              ↓          ↓            ↓
+                          taken back   failed    rolling back → after step, or at boundary
+
+The engine, its callers and the session make the transitions. The state may be saved only between
+two steps, and only while it is sound.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from enum import Enum
+from enum import StrEnum
 
 
-class Phase(Enum):
-    """The moment in a run to which the weights, buffers and moments in memory belong."""
+class Phase(StrEnum):
+    """What a run is doing."""
 
-    # At a boundary, and the run directory is not locked.
+    # The run directory is not locked.
     CLOSED = "closed"
     # The loop body has finished with the last batch.
     AT_BOUNDARY = "at boundary"
-    # The step is being attempted, and can still be taken back.
+    # A step is being attempted, and can still be taken back.
     IN_STEP = "in step"
-    # Optimizers are changing the weights. If that fails, the run must return to an earlier state.
+    # The same, after another step with this batch, such as that of a second optimizer.
+    IN_FURTHER_STEP = "in a further step"
+    # Optimizers are changing the weights, or the counters of the step are being updated.
     COMMITTING = "committing"
-    # A step was committed or skipped, and the rest of the loop body has yet to run.
+    # A step was committed, skipped or undone, and the rest of the loop body has yet to run.
     AFTER_STEP = "after step"
     # An earlier state is being restored.
     ROLLING_BACK = "rolling back"
+
+
+class Soundness(StrEnum):
+    """Whether the state in memory belongs to one point in the data.
+
+    Only the restoration of an earlier state makes an unsound state sound again.
+    """
+
+    SOUND = "sound"
     # An earlier state was restored, and the loop must return to an earlier position in the data
     # before it continues.
     REWOUND = "rewound"
-    # The state is inconsistent. It is never saved, and only a return to an earlier state repairs
-    # it.
+    # The state is inconsistent, for example because a step was committed only in part.
     BROKEN = "broken"
 
 
-_MAY_BE_SAVED = (Phase.CLOSED, Phase.AT_BOUNDARY, Phase.AFTER_STEP)
-# Phases that persist through steps and boundaries until an earlier state is restored.
-_LASTING = (Phase.REWOUND, Phase.BROKEN)
+class Transition(StrEnum):
+    """What may change the phase; the method of `RunState` with the same name makes it."""
+
+    OPEN = "open"
+    CLOSE = "close"
+    BEGIN = "begin"
+    TAKE_BACK = "take_back"
+    COMMIT = "commit"
+    COMMITTED = "committed"
+    SKIPPED = "skipped"
+    STEP_FAILED = "step_failed"
+    BOUNDARY = "boundary"
+    ROLL_BACK = "roll_back"
+    REWOUND = "rewound"
+    SPOIL = "spoil"
+
+
+# Every change of phase that may happen. Where a phase leads to itself, the transition is known to
+# occur in it and changes nothing.
+TRANSITIONS: dict[tuple[Phase, Transition], Phase] = {
+    # The directory is locked. If an error has interrupted `close`, the phase is still the one
+    # before it.
+    (Phase.CLOSED, Transition.OPEN): Phase.AT_BOUNDARY,
+    (Phase.AT_BOUNDARY, Transition.OPEN): Phase.AT_BOUNDARY,
+    (Phase.AFTER_STEP, Transition.OPEN): Phase.AFTER_STEP,
+    # The directory is unlocked. User code may do that at any time, even in a loss function or in a
+    # signal handler. A step that has begun then ends as usual.
+    (Phase.CLOSED, Transition.CLOSE): Phase.CLOSED,
+    (Phase.AT_BOUNDARY, Transition.CLOSE): Phase.CLOSED,
+    (Phase.IN_STEP, Transition.CLOSE): Phase.IN_STEP,
+    (Phase.IN_FURTHER_STEP, Transition.CLOSE): Phase.IN_FURTHER_STEP,
+    (Phase.COMMITTING, Transition.CLOSE): Phase.COMMITTING,
+    (Phase.AFTER_STEP, Transition.CLOSE): Phase.CLOSED,
+    (Phase.ROLLING_BACK, Transition.CLOSE): Phase.ROLLING_BACK,
+    # A step begins. In the phase of committing, a hook of an optimizer makes a step of its own. The
+    # phase is closed if an error has interrupted `Session.open`.
+    (Phase.CLOSED, Transition.BEGIN): Phase.IN_STEP,
+    (Phase.AT_BOUNDARY, Transition.BEGIN): Phase.IN_STEP,
+    (Phase.AFTER_STEP, Transition.BEGIN): Phase.IN_FURTHER_STEP,
+    (Phase.COMMITTING, Transition.BEGIN): Phase.IN_FURTHER_STEP,
+    # Everything that the step has changed is restored.
+    (Phase.IN_STEP, Transition.TAKE_BACK): Phase.AT_BOUNDARY,
+    (Phase.IN_FURTHER_STEP, Transition.TAKE_BACK): Phase.AFTER_STEP,
+    # The optimizers begin to change the weights.
+    (Phase.IN_STEP, Transition.COMMIT): Phase.COMMITTING,
+    (Phase.IN_FURTHER_STEP, Transition.COMMIT): Phase.COMMITTING,
+    # The committed step is complete. After the step of a hook, its phase is that of the step which
+    # the hook belongs to.
+    (Phase.COMMITTING, Transition.COMMITTED): Phase.AFTER_STEP,
+    (Phase.AFTER_STEP, Transition.COMMITTED): Phase.AFTER_STEP,
+    # The batch of a step that was taken back is skipped.
+    (Phase.CLOSED, Transition.SKIPPED): Phase.AFTER_STEP,
+    (Phase.AT_BOUNDARY, Transition.SKIPPED): Phase.AFTER_STEP,
+    (Phase.AFTER_STEP, Transition.SKIPPED): Phase.AFTER_STEP,
+    # A step ends with an error, before it has begun, after it was taken back, or in its middle.
+    (Phase.CLOSED, Transition.STEP_FAILED): Phase.CLOSED,
+    (Phase.AT_BOUNDARY, Transition.STEP_FAILED): Phase.AT_BOUNDARY,
+    (Phase.IN_STEP, Transition.STEP_FAILED): Phase.AFTER_STEP,
+    (Phase.IN_FURTHER_STEP, Transition.STEP_FAILED): Phase.AFTER_STEP,
+    (Phase.COMMITTING, Transition.STEP_FAILED): Phase.AFTER_STEP,
+    (Phase.AFTER_STEP, Transition.STEP_FAILED): Phase.AFTER_STEP,
+    # The loop body has finished with a batch, whether a step was run with it or not. Inside a step,
+    # the loss function or a hook has requested the next batch.
+    (Phase.CLOSED, Transition.BOUNDARY): Phase.CLOSED,
+    (Phase.AT_BOUNDARY, Transition.BOUNDARY): Phase.AT_BOUNDARY,
+    (Phase.IN_STEP, Transition.BOUNDARY): Phase.IN_STEP,
+    (Phase.IN_FURTHER_STEP, Transition.BOUNDARY): Phase.IN_FURTHER_STEP,
+    (Phase.COMMITTING, Transition.BOUNDARY): Phase.COMMITTING,
+    (Phase.AFTER_STEP, Transition.BOUNDARY): Phase.AT_BOUNDARY,
+    # The restoration of an earlier state begins: after a step, when a save was refused at a
+    # boundary, or when an optimizer has failed in the middle of its step.
+    (Phase.CLOSED, Transition.ROLL_BACK): Phase.ROLLING_BACK,
+    (Phase.AT_BOUNDARY, Transition.ROLL_BACK): Phase.ROLLING_BACK,
+    (Phase.COMMITTING, Transition.ROLL_BACK): Phase.ROLLING_BACK,
+    (Phase.AFTER_STEP, Transition.ROLL_BACK): Phase.ROLLING_BACK,
+    # The loop must return to an earlier position in the data.
+    (Phase.CLOSED, Transition.REWOUND): Phase.CLOSED,
+    (Phase.AT_BOUNDARY, Transition.REWOUND): Phase.AT_BOUNDARY,
+    (Phase.AFTER_STEP, Transition.REWOUND): Phase.AFTER_STEP,
+    # The state in memory is wrong and could not be restored.
+    (Phase.CLOSED, Transition.SPOIL): Phase.CLOSED,
+    (Phase.AT_BOUNDARY, Transition.SPOIL): Phase.AT_BOUNDARY,
+    (Phase.IN_STEP, Transition.SPOIL): Phase.AFTER_STEP,
+    (Phase.IN_FURTHER_STEP, Transition.SPOIL): Phase.AFTER_STEP,
+    (Phase.COMMITTING, Transition.SPOIL): Phase.AFTER_STEP,
+    (Phase.AFTER_STEP, Transition.SPOIL): Phase.AFTER_STEP,
+    (Phase.ROLLING_BACK, Transition.SPOIL): Phase.AFTER_STEP,
+}
+
+_BETWEEN_STEPS = (Phase.CLOSED, Phase.AT_BOUNDARY, Phase.AFTER_STEP)
+_ATTEMPTING = (Phase.IN_STEP, Phase.IN_FURTHER_STEP)
 
 
 class RunState:
-    """The phase of one run.
+    """The phase of one run, the soundness of its state, and what its models hold.
 
     Example:
         >>> state = RunState()
@@ -54,96 +156,172 @@ class RunState:
     """
 
     def __init__(self) -> None:
-        self.phase = Phase.CLOSED
-        # Whether the script iterates `Guard.batches`, which marks the boundaries.
-        self.in_loop = False
-        # Whether the models hold averaged weights instead of the trained ones.
-        self.averaged = False
-        self._before_step = Phase.CLOSED
+        self._phase = Phase.CLOSED
+        self._soundness = Soundness.SOUND
+        self._in_loop = False
+        self._averaged = False
+
+    @property
+    def phase(self) -> Phase:
+        """Return what the run is doing."""
+        return self._phase
+
+    @property
+    def soundness(self) -> Soundness:
+        """Return whether the state in memory belongs to one point in the data."""
+        return self._soundness
+
+    @property
+    def in_loop(self) -> bool:
+        """Return whether the script iterates `Guard.batches`, which marks the boundaries."""
+        return self._in_loop
+
+    @property
+    def averaged(self) -> bool:
+        """Return whether the models hold averaged weights instead of the trained ones."""
+        return self._averaged
 
     @property
     def may_be_saved(self) -> bool:
         """Return whether the state is consistent, so that a run can resume from a checkpoint."""
-        return self.phase in _MAY_BE_SAVED and not self.averaged
+        return (
+            self._phase in _BETWEEN_STEPS
+            and self._soundness is Soundness.SOUND
+            and not self._averaged
+        )
 
     @property
     def batch_is_used(self) -> bool:
         """Return whether a step was committed or skipped since the last boundary."""
-        return self.phase is Phase.AFTER_STEP
+        return self._phase is Phase.AFTER_STEP and self._soundness is Soundness.SOUND
+
+    @property
+    def must_rewind(self) -> bool:
+        """Return whether the loop must now return to an earlier position in the data."""
+        return self._soundness is Soundness.REWOUND and self._phase in _BETWEEN_STEPS
+
+    @property
+    def is_attempting(self) -> bool:
+        """Return whether a step has begun that can still be taken back."""
+        return self._phase in _ATTEMPTING
+
+    @property
+    def is_changing(self) -> bool:
+        """Return whether a step or a rollback is in progress."""
+        return self._phase not in _BETWEEN_STEPS
+
+    def _follow(self, transition: Transition) -> None:
+        """Enter the phase to which a transition leads, or raise an AssertionError."""
+        following = TRANSITIONS.get((self._phase, transition))
+        if following is None:
+            raise AssertionError(
+                f"phase {self._phase.value!r} has no transition {transition.value!r}"
+            )
+        self._phase = following
+
+    # --- the run directory
 
     def open(self) -> None:
         """Note that the run directory was locked."""
-        if self.phase is Phase.CLOSED:
-            self.phase = Phase.AT_BOUNDARY
+        self._follow(Transition.OPEN)
 
     def close(self) -> None:
-        """Note that the run directory was unlocked. An inconsistent state stays inconsistent."""
-        if self.phase in (Phase.AT_BOUNDARY, Phase.AFTER_STEP):
-            self.phase = Phase.CLOSED
+        """Note that the run directory was unlocked."""
+        self._follow(Transition.CLOSE)
+
+    # --- a step
 
     def begin(self) -> None:
         """Note that a step begins."""
-        self._before_step = self.phase
-        self.phase = Phase.IN_STEP
+        self._follow(Transition.BEGIN)
 
     def take_back(self) -> None:
-        """Note that a step was taken back, and return to the phase before it."""
-        self.phase = self._before_step
+        """Note that a step was taken back."""
+        self._follow(Transition.TAKE_BACK)
 
     def commit(self) -> None:
         """Note that the optimizers begin to change the weights."""
-        self.phase = Phase.COMMITTING
+        self._follow(Transition.COMMIT)
 
     def committed(self) -> None:
         """Note that a committed step is complete, including counters and schedulers."""
-        if self._before_step in _LASTING:
-            self.phase = self._before_step
-        else:
-            self.phase = Phase.AFTER_STEP
+        self._follow(Transition.COMMITTED)
 
     def skipped(self) -> None:
         """Note that a step was taken back and its batch is skipped."""
-        if self.phase not in _LASTING:
-            self.phase = Phase.AFTER_STEP
+        self._follow(Transition.SKIPPED)
 
     def step_failed(self) -> None:
         """Note that a step ended with an error.
 
-        The state stays valid if the step was taken back and the batch has had no other step.
-        Otherwise the batch has been processed only in part.
+        The state stays sound if the step was taken back and the batch has had no other step.
+        Otherwise the batch has been processed only in part, which a loop that is about to rewind
+        repairs.
         """
-        if self.phase in (Phase.IN_STEP, Phase.COMMITTING) and self._before_step is Phase.REWOUND:
-            # The loop will restore the earlier state once more.
-            self.phase = Phase.REWOUND
-        elif self.phase not in (Phase.AT_BOUNDARY, Phase.REWOUND, Phase.CLOSED):
-            self.phase = Phase.BROKEN
+        is_whole = self._phase in (Phase.CLOSED, Phase.AT_BOUNDARY)
+        self._follow(Transition.STEP_FAILED)
+        if self._soundness is Soundness.SOUND and not is_whole:
+            self._soundness = Soundness.BROKEN
+
+    # --- the loop
+
+    def enter_loop(self) -> None:
+        """Note that the script iterates `Guard.batches`."""
+        self._in_loop = True
+
+    def leave_loop(self) -> None:
+        """Note that the loop over `Guard.batches` has ended."""
+        self._in_loop = False
 
     def boundary(self) -> None:
         """Note that the loop body has finished with a batch."""
-        if self.phase is Phase.AFTER_STEP:
-            self.phase = Phase.AT_BOUNDARY
+        self._follow(Transition.BOUNDARY)
+
+    # --- an earlier state
 
     @contextlib.contextmanager
     def rolling_back(self) -> Iterator[None]:
-        """Surround the restoration of an earlier state; an error leaves the phase `BROKEN`."""
-        before = self.phase
-        self.phase = Phase.ROLLING_BACK
+        """Surround the restoration of an earlier state; an error leaves the state broken."""
+        following = self._phase_after_rollback()
+        self._follow(Transition.ROLL_BACK)
         try:
             yield
         except BaseException:
-            self.phase = Phase.BROKEN
+            self.spoil()
             raise
-        if before in (Phase.CLOSED, Phase.AT_BOUNDARY):
-            self.phase = before
-        elif before is Phase.REWOUND:
-            self.phase = Phase.AT_BOUNDARY
-        else:
-            self.phase = Phase.AFTER_STEP
+        self._soundness = Soundness.SOUND
+        self._phase = following
+
+    def _phase_after_rollback(self) -> Phase:
+        """Return the phase that follows the restoration of an earlier state.
+
+        The loop that has rewound its data is at the boundary before the first batch of that state.
+        A broken state was made by the batch in use, which therefore counts as used.
+        """
+        if self.must_rewind:
+            return Phase.AT_BOUNDARY
+        if self._soundness is Soundness.SOUND and self._phase in (Phase.CLOSED, Phase.AT_BOUNDARY):
+            return self._phase
+        return Phase.AFTER_STEP
 
     def rewound(self) -> None:
         """Note that the loop must return to an earlier position in the data."""
-        self.phase = Phase.REWOUND
+        self._follow(Transition.REWOUND)
+        self._soundness = Soundness.REWOUND
 
     def spoil(self) -> None:
         """Note that the state in memory is wrong and could not be restored."""
-        self.phase = Phase.BROKEN
+        self._soundness = Soundness.BROKEN
+        self._follow(Transition.SPOIL)
+
+    # --- averaged weights
+
+    def swap_in_averages(self) -> None:
+        """Note that averaged weights are about to replace the trained ones in the models."""
+        assert not self._averaged
+        self._averaged = True
+
+    def swap_out_averages(self) -> None:
+        """Note that the trained weights are in the models again."""
+        assert self._averaged
+        self._averaged = False

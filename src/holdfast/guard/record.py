@@ -132,7 +132,22 @@ class RunRecord:
         # How the run ended, according to the last event.
         self.ended: End = "failed"
         self.scalars = Scalars(lambda: directory, self.emit)
-        self.global_step = 0
+        self._global_step = 0
+
+    # --- the step of the run
+
+    @property
+    def global_step(self) -> int:
+        """Return the number of optimizer steps that went into the weights."""
+        return self._global_step
+
+    def count_step(self) -> None:
+        """Count a committed step."""
+        self._global_step += 1
+
+    def move_to_step(self, global_step: int) -> None:
+        """Continue at the step of a state that was restored."""
+        self._global_step = global_step
 
     # --- opening and closing
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
 
+from holdfast.core.containers import check_count
 from holdfast.core.events.decisions import Decision
 from holdfast.numerics.gradients import GradientFacts, Group
 from holdfast.numerics.provenance import Origin
@@ -179,6 +180,42 @@ class Counters:
     row_ends_at: int = 0
     # The number of epochs that were complete at the last call to `Guard.validated`.
     epochs_validated: int = 0
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore the totals in a checkpoint. Counters that it lacks start at 0."""
+        restored = Counters(**{name: check_count(value) for name, value in saved.items()})
+        for counter in fields(self):
+            setattr(self, counter.name, getattr(restored, counter.name))
+
+    def note_out_of_memory(self, attempts: int = 1) -> None:
+        """Count attempts that ran out of memory."""
+        self.out_of_memory += attempts
+
+    def note_skipped_step(self) -> None:
+        """Count a step that was skipped."""
+        self.skipped_steps += 1
+
+    def note_spike(self) -> None:
+        """Count a step that was refused because its loss or gradient norm stood out."""
+        self.spikes_in_a_row += 1
+
+    def note_nonfinite(self) -> None:
+        """Count a step that was refused because of NaN or Inf."""
+        self.nonfinite_in_a_row += 1
+
+    def note_resume(self) -> None:
+        """Count a resume from a checkpoint."""
+        self.resumes += 1
+
+    def note_validation(self, epochs: int) -> None:
+        """Note how many epochs were complete when a metric was reported."""
+        self.epochs_validated = epochs
+
+    def end_rows(self) -> None:
+        """Start all rows of failures again from 0."""
+        self.nonfinite_in_a_row = 0
+        self.spikes_in_a_row = 0
+        self.rollbacks_in_a_row = 0
 
     def note_good_step(self, global_step: int) -> None:
         """Count a committed step, and reset the counts of failures in a row."""

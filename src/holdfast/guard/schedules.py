@@ -117,6 +117,8 @@ class Schedules:
         has_epochs: bool,
     ) -> None:
         self._interval = interval
+        # Whether any metric was reported, of whichever mode and value.
+        self._has_metric = False
         self._schedules: list[Schedule] = []
         if interval is None:
             # The caller advances the schedulers, but `Guard.validated` still passes on metrics.
@@ -166,6 +168,7 @@ class Schedules:
         Returns:
             The names of the schedulers that have changed a learning rate.
         """
+        self._has_metric = True
         value = float(metric)
         if not math.isfinite(value):
             return []
@@ -174,7 +177,12 @@ class Schedules:
         ]
 
     def without_metric(self) -> list[str]:
-        """Return the names of the schedulers that need a metric but have never received one."""
+        """Return the names of the schedulers that need a metric but have never received one.
+
+        Empty once a metric was reported, even one that no scheduler uses.
+        """
+        if self._has_metric:
+            return []
         return [schedule.name for schedule in self._schedules if schedule.lacks_metric]
 
     def state_dict(self) -> dict[str, int]:

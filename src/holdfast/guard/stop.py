@@ -77,7 +77,7 @@ class StopRequest:
         # The rank that received the request, if the run has several ranks.
         self.rank: int | None = None
         # Whether a loop has ended because of the request.
-        self.honoured = False
+        self._honored = False
         # Signals that keep a handler in C, such as the one that ``faulthandler.register`` installs.
         self.left_alone: list[str] = []
 
@@ -110,9 +110,18 @@ class StopRequest:
             return None
         return self.signal.name
 
+    @property
+    def honored(self) -> bool:
+        """Return whether a loop has ended because of the request."""
+        return self._honored
+
     def request(self, reason: str) -> None:
         """Ask the run to stop. If it was asked before, the first reason is kept."""
         self.reason = self.reason or reason
+
+    def honor(self) -> None:
+        """Note that the loop ends because of the request."""
+        self._honored = True
 
     def reset(self, *, raised: bool = False) -> None:
         """Clear a request that has ended a loop, when another loop begins.
@@ -124,11 +133,11 @@ class StopRequest:
         Args:
             raised: Whether the request has caused an exception to be raised.
         """
-        if self.honoured and (raised or not self.by_signal):
+        if self._honored and (raised or not self.by_signal):
             self.reason = None
             self.signal = None
             self.rank = None
-        self.honoured = False
+        self._honored = False
 
     # --- code that a signal may interrupt
 
@@ -148,7 +157,7 @@ class StopRequest:
         Otherwise, the loop honors the request at its next boundary. A request that has already
         ended a loop does not interrupt the code after that loop.
         """
-        has_ended_a_loop = self.by_signal and self.honoured
+        has_ended_a_loop = self.by_signal and self._honored
         if has_ended_a_loop or (self.by_signal and not allowed()):
             yield
             return

@@ -161,6 +161,10 @@ class MemoryLadder:
         reason = f"micro-batches of {counted(samples, 'sample')} do not fit"
         return self._as_decision(reason, batch_size)
 
+    def adopt(self, plan: StepPlan) -> None:
+        """Use a plan that all ranks have agreed on."""
+        self.plan = plan
+
     def without_split(self) -> None:
         """Undo a split, because it turned out that batches cannot be split."""
         self.plan = replace(self.plan, micro_batch_size=None)

@@ -18,7 +18,8 @@ from holdfast.guard.arguments import gather_parts
 from holdfast.guard.record import RunRecord
 from holdfast.guard.splitting.split_safety import SplitSafety
 from holdfast.guard.state.buffers import BufferKeeper
-from holdfast.guard.step.passes import LossScale, Passes
+from holdfast.guard.state.loss_scale import LossScale
+from holdfast.guard.step.passes import Passes
 
 
 def guarded(run_dir: Any, model: Any, optimizer: Any = None, **settings: Any) -> holdfast.Guard:

@@ -112,7 +112,7 @@ def parted(
     """Return what `Passes.parted` says for a batch of 8."""
     pieces = micro_batches(batch, 8, samples)
     return passes_of(model, run_dir).parted(
-        pieces, 8, loss, list(model.parameters()), lambda: None, **options
+        pieces, loss, list(model.parameters()), lambda: None, **options
     )
 
 

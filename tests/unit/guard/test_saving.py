@@ -236,7 +236,7 @@ def test_out_of_memory_takes_the_copies_back(tmp_path, disk):
     """
     guard, parts = after(4, tmp_path, save_interval_steps=2)
     disk.free_soon()
-    guard._engine.spare_memory()
+    guard._session.reserves.free()
     assert saved_steps(guard) == [0, 2]
     assert guard._session.saving._buffers is None
     for _ in range(3):
@@ -249,7 +249,7 @@ def test_out_of_memory_takes_the_copies_back(tmp_path, disk):
 def test_out_of_memory_takes_back_what_is_not_there_yet(tmp_path):
     """No memory is asked for later that was short before the first save was near."""
     guard, parts = after(4, tmp_path, save_interval_steps="auto")
-    guard._engine.spare_memory()
+    guard._session.reserves.free()
     assert len(events(guard, "saves_synchronous")) == 1
     step(guard, parts)
     guard.close()

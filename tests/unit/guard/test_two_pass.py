@@ -61,7 +61,7 @@ def run(
     model.zero_grad()
     every = list(model.parameters())
     return passes_of(model, run_dir).parted(
-        pieces(batch, sizes), 12, loss, every, lambda: inputs, batch=batch
+        pieces(batch, sizes), loss, every, lambda: inputs, batch=batch
     )
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import distributed
 
 from holdfast.guard.ranks.messages import Messages
 
@@ -21,7 +22,18 @@ _TAG = 0x486F6C64
 _REASON = "has ended or timed out before it created its guard"
 
 
-def watch_arrival(group: Any, messages: Messages) -> None:
+def connect_ranks(group: Any) -> Messages:
+    """Connect this rank to the others, and watch whether its neighbors create their guards.
+
+    Args:
+        group: The process group of the model.
+    """
+    messages = Messages(distributed.get_rank(), distributed.get_world_size())
+    _watch_neighbors(group, messages)
+    return messages
+
+
+def _watch_neighbors(group: Any, messages: Messages) -> None:
     """Tell the neighbors that this rank creates its guard; tell all ranks if a neighbor is lost.
 
     Args:
@@ -44,7 +56,7 @@ def watch_arrival(group: Any, messages: Messages) -> None:
             messages.lose(neighbor, _REASON)
             return
         wait = partial(_wait_for_neighbor, [received, sent], messages, neighbor)
-        messages.start_alone(wait, f"holdfast-arrival-{neighbor}")
+        messages.start_thread_without_store(wait, f"holdfast-arrival-{neighbor}")
 
 
 def _wait_for_neighbor(works: list[Any], messages: Messages, neighbor: int) -> None:

@@ -32,51 +32,51 @@ class Collectives:
 
     def __init__(self) -> None:
         self._at_begin: Counter[str] = Counter()
-        self._foreseen: Counter[str] = Counter()
-        self._settled: Counter[str] | None = None
+        self._excluded: Counter[str] = Counter()
+        self._count_when_frozen: Counter[str] | None = None
 
     def begin(self) -> None:
         """Start counting from 0, at the beginning of an attempt."""
-        self._settled = None
-        self._foreseen = Counter()
+        self._count_when_frozen = None
+        self._excluded = Counter()
         self._at_begin = sequence_numbers()
 
-    def foresee(self, group: Any) -> None:
+    def exclude_next(self, group: Any) -> None:
         """Exclude the next collective on a group from the count.
 
         Call this before the collective starts, since otherwise another thread might count it.
         """
-        self._foreseen[group.group_name] += 1
+        self._excluded[group.group_name] += 1
 
-    def settle(self) -> None:
+    def freeze(self) -> None:
         """Freeze the count.
 
         Later collectives cannot be distinguished from those that torch starts.
         """
-        if self._settled is None:
-            self._settled = self._count()
+        if self._count_when_frozen is None:
+            self._count_when_frozen = self._count()
 
-    def begun(self) -> Counter[str]:
-        """Return how many were started on each group until the count was settled."""
+    def started(self) -> Counter[str]:
+        """Return how many were started on each group until the count was frozen."""
         count = self._count()
-        # Read after counting, because if another thread has settled the count in between, our count
+        # Read after counting, because if another thread has frozen the count in between, our count
         # may include later collectives.
-        settled = self._settled
-        return count if settled is None else settled
+        when_frozen = self._count_when_frozen
+        return count if when_frozen is None else when_frozen
 
-    def begun_since_settled(self) -> Counter[str]:
-        """Return how many were started on each group after the count was settled.
+    def started_since_frozen(self) -> Counter[str]:
+        """Return how many were started on each group after the count was frozen.
 
-        Those announced by `foresee` are excluded.
+        Those announced by `exclude_next` are excluded.
         """
-        assert self._settled is not None
-        return self._count() - self._settled
+        assert self._count_when_frozen is not None
+        return self._count() - self._count_when_frozen
 
     def _count(self) -> Counter[str]:
-        # The numbers are read before `_foreseen`, so that every collective of the guard that they
+        # The numbers are read before `_excluded`, so that every collective of the guard that they
         # include has been announced by then.
         total = sequence_numbers()
-        return total - self._at_begin - self._foreseen
+        return total - self._at_begin - self._excluded
 
 
 def sequence_numbers() -> Counter[str]:
@@ -85,7 +85,7 @@ def sequence_numbers() -> Counter[str]:
     return Counter({name: _number(group) for group, name in groups})
 
 
-def shared_with(rank: int) -> set[str]:
+def groups_shared_with(rank: int) -> set[str]:
     """Return the names of the groups that include both this process and another rank."""
     groups = list(distributed_c10d._world.pg_names.items())
     return {

@@ -12,7 +12,7 @@ import time
 import torch
 
 from holdfast.core.events.run_events import RankIsSlow
-from holdfast.guard.ranks.row import Column, Rows
+from holdfast.guard.ranks.row import Rows
 
 # Nothing is reported about an epoch with fewer steps than this.
 _LEAST_STEPS = 20
@@ -30,11 +30,11 @@ class Pace:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         # When the last step ended.
-        self._ended: float | None = None
+        self._step_ended: float | None = None
         # When this rank started the current step.
-        self._came = 0.0
+        self._step_began = 0.0
         # When the current attempt at it started.
-        self._began = 0.0
+        self._attempt_began = 0.0
         self._clear()
 
     def _clear(self) -> None:
@@ -45,27 +45,27 @@ class Pace:
         self._steps = 0
         self._since = time.perf_counter()
 
-    def come(self) -> None:
+    def begin_step(self) -> None:
         """Note that this rank starts a step."""
-        self._came = time.perf_counter()
+        self._step_began = time.perf_counter()
 
-    def begin(self) -> None:
+    def begin_attempt(self) -> None:
         """Note that an attempt starts on all ranks."""
-        self._began = time.perf_counter()
+        self._attempt_began = time.perf_counter()
 
-    def said(self) -> dict[str, float]:
+    def fields_of_row(self) -> dict[str, float]:
         """Return this rank's seconds between the last two steps and in forward, for its row."""
-        between = 0.0 if self._ended is None else self._came - self._ended
-        return {"between": between, "forward": time.perf_counter() - self._began}
+        between = 0.0 if self._step_ended is None else self._step_began - self._step_ended
+        return {"between": between, "forward": time.perf_counter() - self._attempt_began}
 
-    def end(self, rows: Rows) -> None:
+    def end_step(self, rows: Rows) -> None:
         """Add a step that has succeeded on all ranks."""
-        for rank, row in enumerate(rows.each):
-            self._items[rank] += row[Column.ITEMS]
-            self._between[rank] += row[Column.BETWEEN]
-            self._forward[rank] += row[Column.FORWARD]
+        for rank, row in enumerate(rows.by_rank):
+            self._items[rank] += row.items
+            self._between[rank] += row.between
+            self._forward[rank] += row.forward
         self._steps += 1
-        self._ended = time.perf_counter()
+        self._step_ended = time.perf_counter()
 
     def slowest(self, rows: Rows) -> RankIsSlow | None:
         """Return the rank that the others had to wait for, if there is one; start a new epoch.
@@ -100,7 +100,7 @@ class Pace:
             of_others=others / self._steps,
             share=lead / seconds,
             items_a_step=tuple(items / self._steps for items in self._items),
-            peak_bytes=tuple(int(row[Column.ITEMS]) for row in rows.each),
+            peak_bytes=tuple(int(row.items) for row in rows.by_rank),
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, final
 
 import torch
 from torch import distributed
@@ -19,6 +19,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.guard.ranks.collectives import NoCollectives
+from holdfast.guard.ranks.distributed_model import DistributedModel
+from holdfast.guard.ranks.gradient_order import (
+    GradientOrder,
+    trained_parameters,
+    without_hooks,
+)
 from holdfast.guard.ranks.tape import ROW, Tape
 from holdfast.memory.oom import find_out_of_memory
 
@@ -35,59 +41,54 @@ _STATELESS = (
 _ENQUEUED = "_static_graph_delay_allreduce_enqueued"
 
 
-class Replicated:
-    """One model in DistributedDataParallel.
+@final
+class ReplicatedModel(DistributedModel):
+    """One model in DistributedDataParallel; used by `DdpRanks`.
 
     Args:
         wrapper: The DistributedDataParallel module.
         name: The name of the model.
+        tape: Records the collectives of this rank.
     """
 
-    why_not_alone = None
-    norms = shares = None
-    unobserved: ClassVar[Mapping[str, Any]] = {}
-
-    def __init__(self, wrapper: DistributedDataParallel, name: str) -> None:
+    def __init__(self, wrapper: DistributedDataParallel, name: str, tape: Tape) -> None:
+        super().__init__(wrapper.process_group, next(wrapper.parameters()).device)
         # Much of the wrapper has no type annotations.
         self._wrapper: Any = wrapper
         self._name = name
         self.ignored = [f"{name}.{key}" for key in sorted(wrapper.parameters_to_ignore)]
-        self.group: Any = wrapper.process_group
-        self.device: torch.device = next(wrapper.parameters()).device
+        self._tape = tape
         self._broadcasts: bool = wrapper.broadcast_buffers
         # The sequence number of the group after the exchange of the row was started.
-        self._after_row = 0
+        self._sequence_after_row = 0
         self._attempts = 0
-        # The order in which the gradients were computed in the first step, as positions of
-        # parameters. torch lays out its buckets in this order.
-        self._order: list[int] = []
-        # The hooks that record this order.
-        self._noting: list[Any] = []
-        # With two ranks the order does not matter, since the sum of two numbers is the same in any
-        # order.
-        if self.group.size() > 2 and not (wrapper.find_unused_parameters or wrapper.static_graph):
-            self._noting = [
-                parameter.register_post_accumulate_grad_hook(
-                    lambda _, at=at: self._order.append(at)
-                )  # type: ignore[no-untyped-call]
-                for at, parameter in enumerate(self._trained())
-            ]
-        self.refused = {"micro_batch_size": ("auto", None)} if wrapper.static_graph else {}
-        # Whether losses are scaled, for fp16.
-        self.scales = False
+        self._gradient_order = GradientOrder(wrapper)
         # Whether backward contains collectives of the loss or the model; None until the first step
         # has shown that.
-        self._talks_in_backward: bool | None = None
+        self._has_collectives_in_backward: bool | None = None
         # How many reductions of gradients torch starts in a step.
         self._reductions = 0
 
-    def record(self, tape: Tape) -> None:
-        """Record the collectives of this rank on a tape from now on."""
-        self._tape = tape
+    @property
+    def allowed_values(self) -> Mapping[str, Sequence[Any]]:
+        """Return the values that fields of the policy may have with this model, by name."""
+        return {"micro_batch_size": ("auto", None)} if self._wrapper.static_graph else {}
+
+    @property
+    def policy_overrides(self) -> Mapping[str, Any]:
+        """Return an empty mapping: a replica supports whatever a single process does."""
+        return {}
+
+    @property
+    def why_not_split(self) -> str | None:
+        """Return what this model does not support if a batch is split, or None."""
+        if self._wrapper.static_graph and not getattr(self._wrapper, _ENQUEUED):
+            return "a first step in several parts, from which torch cannot record a static_graph,"
+        return None
 
     # --- an attempt
 
-    def begin(self) -> None:
+    def begin_attempt(self) -> None:
         """Start an attempt on all ranks, with the buffers of the first rank.
 
         The buffers are broadcast once here, and not in each call of the model, because a rank that
@@ -96,8 +97,7 @@ class Replicated:
         wrapper = self._wrapper
         self._attempts += 1
         self.rebuild()
-        if self._noting:
-            self._order.clear()
+        self._gradient_order.begin_attempt()
         wrapper.broadcast_buffers = self._broadcasts
         # In an evaluation, the first call of the model broadcasts the buffers, and torch does not
         # send them again after that. If only one rank has evaluated the model, this call makes the
@@ -107,15 +107,38 @@ class Replicated:
         wrapper.broadcast_buffers = False
         self._tape.begin()
 
-    def row_begins(self) -> None:
+    def before_row(self) -> None:
         """Note that the row is about to be exchanged.
 
         From here on, collectives are no longer counted: torch's reductions of gradients follow.
         """
-        self._tape.collectives.settle()
+        self._tape.collectives.freeze()
         self._tape.note(self.group, ROW)
 
-    def keeps_apart(self, name: str) -> bool:
+    def after_row(self) -> None:
+        """Note that the exchange of the row has begun."""
+        self._sequence_after_row = self._sequence_number()
+
+    def end_attempt(self) -> None:
+        """End an attempt: let calls of the model broadcast buffers again, for evaluations."""
+        self._wrapper.broadcast_buffers = self._broadcasts
+        # Forward passes without gradients clear this flag, so it could otherwise differ on a rank
+        # that has failed.
+        self._wrapper.require_forward_param_sync = True
+        self._gradient_order.end_recording()
+        self._tape.end()
+
+    @property
+    def sends_before_row(self) -> bool:
+        """Return whether an attempt broadcasts buffers before it exchanges the row."""
+        return self._broadcasts and len(self._wrapper.modules_buffers) > 0
+
+    def _sequence_number(self) -> int:
+        return int(self.group._get_sequence_number_for_group())
+
+    # --- state
+
+    def may_differ(self, name: str) -> bool:
         """Return whether a buffer or a frozen weight may differ between ranks.
 
         That is so if it is not broadcast, or if the user has registered a buffer hook, which may
@@ -127,91 +150,35 @@ class Replicated:
             return True
         return not self._broadcasts or hasattr(wrapper, "buffer_hook")
 
-    def row_begun(self) -> None:
-        """Note that the exchange of the row has begun."""
-        self._after_row = self._count()
-
-    def end(self) -> None:
-        """End an attempt: let calls of the model broadcast buffers again, for evaluations."""
-        self._wrapper.broadcast_buffers = self._broadcasts
-        # Forward passes without gradients clear this flag, so it could otherwise differ on a rank
-        # that has failed.
-        self._wrapper.require_forward_param_sync = True
-        self._note_no_more()
-        self._tape.end()
-
-    def _note_no_more(self) -> None:
-        for hook in self._noting:
-            hook.remove()
-        self._noting = []
-
     @property
-    def sends_before_row(self) -> bool:
-        """Return whether an attempt broadcasts buffers before it exchanges the row."""
-        return self._broadcasts and len(self._wrapper.modules_buffers) > 0
+    def gradient_order(self) -> list[int]:
+        """Return the order in which the gradients are summed; see `GradientOrder`."""
+        return self._gradient_order.recorded()
 
-    @property
-    def order(self) -> list[int]:
-        """Return the order of gradients in which the buckets are laid out.
-
-        Empty if it is not known or does not matter.
-        """
-        if sorted(self._order) != list(range(len(self._trained()))):
-            return []
-        return self._order
-
-    def lay_out(self, order: list[int]) -> None:
-        """Make torch lay out its buckets in a given order, on all ranks.
-
-        Otherwise the gradients of a resumed run would be summed in a different order, and differ in
-        their last bits. This does nothing after the first step of the process, in which torch lays
-        out the buckets.
-
-        Args:
-            order: The order of an earlier process, as returned by `order`.
-        """
-        parameters = self._trained()
-        if not self._noting or len(order) != len(parameters):
-            return
-        self._note_no_more()
-        self._order = order
-        self._wrapper.reducer.prepare_for_forward()
-        self._wrapper.reducer.prepare_for_backward([])
-        with _without_hooks(parameters):
-            # One at a time, because with several, autograd would choose the order.
-            for at in order:
-                torch.autograd.backward(parameters[at], torch.zeros_like(parameters[at]))
-        for parameter in parameters:
-            parameter.grad = None
-
-    def _count(self) -> int:
-        return int(self.group._get_sequence_number_for_group())
-
-    @property
-    def why_not_apart(self) -> str | None:
-        """Return what this model does not support if a batch is split, or None."""
-        if self._wrapper.static_graph and not getattr(self._wrapper, _ENQUEUED):
-            return "a first step in several parts, from which torch cannot record a static_graph,"
-        return None
+    def lay_out_gradients(self, order: list[int]) -> None:
+        """Sum the gradients in the order of an earlier process; see `GradientOrder.restore`."""
+        self._gradient_order.restore(order)
 
     # --- collectives of the loss or the model
 
     def own_collectives(self) -> int:
         """Return how many collectives the loss or the model has started in a complete attempt."""
-        in_forward = self._tape.collectives.begun().total()
-        in_backward = self._in_backward()
+        in_forward = self._tape.collectives.started().total()
+        in_backward = self._collectives_in_backward()
         if in_backward is not None:
-            self._talks_in_backward = bool(in_backward or self._talks_in_backward)
+            self._has_collectives_in_backward = bool(
+                in_backward or self._has_collectives_in_backward
+            )
         return in_forward + (in_backward or 0)
 
-    def _in_backward(self) -> int | None:
+    def _collectives_in_backward(self) -> int | None:
         """Return how many collectives the loss or the model has started in backward.
 
         None if that is not known.
         """
-        if self._learns_graph:
+        if self._records_graph:
             return None
-        late = self._tape.collectives.begun_since_settled()
+        late = self._tape.collectives.started_since_frozen()
         on_own_group = late.pop(self.group.group_name, 0)
         if on_own_group != self._reductions:
             reductions = self._count_reductions(on_own_group)
@@ -248,11 +215,11 @@ class Replicated:
 
     # --- after a failed attempt
 
-    def why_unpayable(self) -> str | None:
+    def why_not_completable(self) -> str | None:
         """Return why the reductions of this model cannot be started by hand; None if they can."""
-        if self._learns_graph:
+        if self._records_graph:
             return "torch was recording the static graph, which cannot be interrupted"
-        if self._talks_in_backward:
+        if self._has_collectives_in_backward:
             return "the loss or the model starts collectives in backward, between those of torch"
         hook = self._unknown_hook()
         if hook is not None:
@@ -260,7 +227,7 @@ class Replicated:
         return None
 
     @property
-    def _learns_graph(self) -> bool:
+    def _records_graph(self) -> bool:
         """Return whether torch is recording the static graph in this attempt."""
         return bool(self._wrapper.static_graph and self._attempts == 1)
 
@@ -279,35 +246,39 @@ class Replicated:
             None, or why this rank cannot start the collectives that the others are waiting in.
         """
         obstacle = self._tape.wait_for_row()
-        if obstacle is None and self._talks_in_backward is None and self._tape.collectives.begun():
+        if (
+            obstacle is None
+            and self._has_collectives_in_backward is None
+            and self._tape.collectives.started()
+        ):
             return (
                 "it is not known yet whether the loss or the model also starts collectives in"
                 " backward"
             )
         return obstacle
 
-    def pay_nan(self) -> bool:
+    def reduce_nan(self) -> bool:
         """Start the reductions of gradients that are still missing in this attempt, with NaN.
 
         Returns:
             Whether any were missing.
         """
         buckets = self._wrapper.reducer._get_zeros_like_grad_buckets()
-        missing = buckets[self._count() - self._after_row :]
+        missing = buckets[self._sequence_number() - self._sequence_after_row :]
         for bucket in missing:
             bucket.buffer().fill_(math.nan)
         self._reduce(missing)
         return bool(missing)
 
-    def pay_own(self) -> None:
+    def reduce_gradients(self) -> None:
         """Average the gradients of all ranks, after passes in which nothing was reduced.
 
         They are passed to the reducer as in a backward pass, because only the reducer knows which
         gradient belongs to which bucket.
         """
-        begun = self._count()
+        begun = self._sequence_number()
         reducer = self._wrapper.reducer
-        parameters = [p for p in self._trained() if p.grad is not None]
+        parameters = [p for p in trained_parameters(self._wrapper) if p.grad is not None]
         gradients = [parameter.grad for parameter in parameters]
         reducer.prepare_for_forward()
         outputs = []
@@ -319,9 +290,9 @@ class Replicated:
         for parameter in parameters:
             parameter.grad = None
         # The hooks of the parameters have already run for each part of the batch.
-        with _without_hooks(parameters):
+        with without_hooks(parameters):
             torch.autograd.backward(parameters[::-1], gradients[::-1])
-        if self._count() == begun:
+        if self._sequence_number() == begun:
             raise RuntimeError(
                 "DistributedDataParallel did not reduce the gradients that were passed to it"
             )
@@ -334,32 +305,25 @@ class Replicated:
         else:
             sent = [self._begin_sum(bucket.buffer()) for bucket in buckets]
         if wrapper.find_unused_parameters:
-            sent.append(
-                self._begin_sum(
-                    torch.zeros(len(self._trained()), dtype=torch.int32, device=self.device)
-                )
-            )
+            count = len(trained_parameters(wrapper))
+            are_used = torch.zeros(count, dtype=torch.int32, device=self.device)
+            sent.append(self._begin_sum(are_used))
         for work in sent:
             work.wait()
 
     def _begin_sum(self, tensor: torch.Tensor) -> Any:
         return distributed.all_reduce(tensor, group=self.group, async_op=True)
 
-    def _trained(self) -> list[torch.Tensor]:
-        return [
-            parameter for parameter in self._wrapper.module.parameters() if parameter.requires_grad
-        ]
-
-    def reset(self) -> None:
+    def discard_attempt(self) -> None:
         """Discard an attempt that has failed on some rank. All ranks must call this."""
         self._tape.count_failed_attempt()
         self._wrapper.reducer._reset_state()
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """Surround the passes over the parts of a batch, in which backward reduces nothing.
 
-        The gradients are reduced once, by `pay_own`, after the last part.
+        The gradients are reduced once, by `reduce_gradients`, after the last part.
         """
         with self._wrapper.no_sync():
             yield
@@ -392,23 +356,3 @@ class Replicated:
             # Otherwise parameters that were used here would count as used in the next step.
             if wrapper.find_unused_parameters:
                 wrapper.reducer._reset_state()
-
-
-@contextlib.contextmanager
-def _without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Remove the hooks of parameters inside the context."""
-    hook_dicts = [
-        hooks
-        for p in parameters
-        for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)
-        if hooks
-    ]
-    # The dicts themselves must stay, since autograd holds references to them.
-    copies = [dict(hooks) for hooks in hook_dicts]
-    for hooks in hook_dicts:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, copy in zip(hook_dicts, copies, strict=True):
-            hooks.update(copy)

@@ -1,13 +1,13 @@
 """The row of numbers that each rank sends to all others in each step, during the backward pass.
 
-`Said` is what a rank sends, `PendingRow` the exchange, and `Rows` what it receives from all ranks.
+`Row` is what a rank sends, `PendingRows` the exchange, and `Rows` what it receives from all ranks.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -20,32 +20,11 @@ STEP = 0.0
 EPOCH_END = 1.0
 
 
-class Column(IntEnum):
-    """The positions of the numbers in a row. `Said` and `Place` describe them."""
-
-    KIND = 0
-    NUMBER = 1
-    # At the end of an epoch, the items are the peak memory of the rank in bytes.
-    ITEMS = 2
-    LOSS = 3
-    STOP = 4
-    SAVE = 5
-    REFUSED = 6
-    REPEATS = 7
-    FAILED = 8
-    BETWEEN = 9
-    FORWARD = 10
-    GUARD = 11
-    EPOCH = 12
-    BATCH = 13
-    PASSED = 14
-
-
 # Newer versions of torch warn of the older name.
 _gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """The position of a rank in its data.
 
     Attributes:
@@ -59,79 +38,70 @@ class Place(NamedTuple):
     passed: int = 0
 
 
-_NOWHERE = Place()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """The row of one rank, without its loss and items."""
+class Row(NamedTuple):
+    """The row of one rank. It is sent as fp64 numbers, so all fields become floats on the way."""
 
     # `STEP` or `EPOCH_END`.
     kind: float = STEP
     # The number of the attempt, or of the end of an epoch.
-    number: int
-    # The number of the guard among those of this process, in the order of their creation.
-    guard: int
+    number: float = 0.0
+    # The number of items of the loss. At the end of an epoch, the peak memory of the rank in bytes.
+    items: float = 0.0
+    loss: float = 0.0
     # 0 without a stop request, 1 for a request by a call, 1 plus the signal number for a signal.
     stop: float = 0.0
     # Whether a save is due after this step, and whether a save was refused. Only the values of the
     # first rank count.
-    save: bool = False
-    refused: bool = False
+    save: float = False
+    refused: float = False
     # Whether another rank trains on the same samples and counts them.
-    repeats: bool = False
+    repeats: float = False
     # Whether the attempt has failed on this rank, or its optimizer has failed in the last step.
-    failed: bool = False
+    failed: float = False
     # Seconds from the end of the last step to the start of this one.
     between: float = 0.0
     # Seconds from the start of the attempt to its loss.
     forward: float = 0.0
-    # The position in the data, which must be the same on all ranks.
-    place: Place = _NOWHERE
+    # The number of the guard among those of this process, in the order of their creation.
+    guard: float = 0.0
+    # The position in the data, which must be the same on all ranks; see `Position`.
+    epoch: float = 0.0
+    batch: float = 0.0
+    passed: float = 0.0
 
-    def numbers(self, loss: float, items: float) -> list[float]:
-        """Return the row as numbers, with the loss and the number of items of this rank."""
-        # In the order of `Column`.
-        row = (
-            self.kind,
-            self.number,
-            items,
-            loss,
-            self.stop,
-            self.save,
-            self.refused,
-            self.repeats,
-            self.failed,
-            self.between,
-            self.forward,
-            self.guard,
-            *self.place,
-        )
-        return [float(number) for number in row]
+    @property
+    def position(self) -> Position:
+        """Return the position of the rank in its data."""
+        return Position(int(self.epoch), int(self.batch), int(self.passed))
+
+
+_WIDTH = len(Row._fields)
+_ITEMS = Row._fields.index("items")
+_LOSS = Row._fields.index("loss")
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of all ranks."""
 
-    # The row of each rank, in order of rank.
-    each: list[list[float]]
+    # In order of rank.
+    by_rank: list[Row]
 
     @property
     def items(self) -> float:
         """Return the total number of items over all ranks."""
-        return sum(row[Column.ITEMS] for row in self.each)
+        return sum(row.items for row in self.by_rank)
 
     @property
     def loss(self) -> float:
         """Return the mean loss over the items of all ranks."""
-        weighted = (row[Column.ITEMS] * row[Column.LOSS] for row in self.each)
+        weighted = (row.items * row.loss for row in self.by_rank)
         return sum(weighted) / self.items
 
     @property
     def stop(self) -> tuple[int, float]:
         """Return the rank with the strongest stop request, and that request."""
-        requests = [row[Column.STOP] for row in self.each]
+        requests = [row.stop for row in self.by_rank]
         strongest = max(requests)
         return requests.index(strongest), strongest
 
@@ -142,24 +112,24 @@ class Rows:
 
     def which_failed(self) -> list[bool]:
         """Return for each rank whether its row says that it has failed."""
-        return [bool(row[Column.FAILED]) for row in self.each]
+        return [bool(row.failed) for row in self.by_rank]
 
     def suspects(self) -> list[int]:
         """Return the ranks on which NaN or Inf may have originated.
 
         They are those whose loss is not finite or, if there are none, all ranks.
         """
-        losses = [row[Column.LOSS] for row in self.each]
+        losses = [row.loss for row in self.by_rank]
         nonfinite = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         return nonfinite or list(range(len(losses)))
 
-    def places(self) -> list[Place]:
+    def positions(self) -> list[Position]:
         """Return the position of each rank in its data."""
-        return [Place(*(int(number) for number in row[Column.EPOCH :])) for row in self.each]
+        return [row.position for row in self.by_rank]
 
     def check(self) -> None:
-        """Raise H116 unless all ranks are at the same place."""
-        if all(_must_agree(row) == _must_agree(self.each[0]) for row in self.each):
+        """Raise H116 unless all ranks are at the same step, with the same batch."""
+        if all(_must_agree(row) == _must_agree(self.by_rank[0]) for row in self.by_rank):
             return
         raise RankError(
             self._difference(),
@@ -178,33 +148,33 @@ class Rows:
 
     def _difference(self) -> str:
         """Return a sentence about the first difference, in guard, kind, number or batch."""
-        guards = [row[Column.GUARD] for row in self.each]
+        guards = [row.guard for row in self.by_rank]
         if len({*guards}) > 1:
             return (
                 f"the ranks are at guards {', '.join(f'{guard:.0f}' for guard in guards)}, in order"
                 " of creation"
             )
-        places = self.places()
-        kinds = [row[Column.KIND] for row in self.each]
+        positions = self.positions()
+        kinds = [row.kind for row in self.by_rank]
         if len({*kinds}) > 1:
             ended, stepping = kinds.index(EPOCH_END), kinds.index(STEP)
             text = (
                 f"the loader of rank {ended} has ended its epoch, and rank {stepping} makes another"
                 " step"
             )
-            has_skipped = places[ended].passed > places[stepping].passed
+            has_skipped = positions[ended].passed > positions[stepping].passed
             return f"{text}; {self._passed_over(ended, stepping)}" if has_skipped else text
-        numbers = [row[Column.NUMBER] for row in self.each]
+        numbers = [row.number for row in self.by_rank]
         if len({*numbers}) > 1:
             return f"the ranks are at steps {', '.join(f'{number:.0f}' for number in numbers)}"
-        ahead = max(range(len(places)), key=lambda rank: places[rank][:2])
-        behind = min(range(len(places)), key=lambda rank: places[rank][:2])
+        ahead = max(range(len(positions)), key=lambda rank: positions[rank][:2])
+        behind = min(range(len(positions)), key=lambda rank: positions[rank][:2])
         return self._passed_over(ahead, behind)
 
     def _passed_over(self, ahead: int, behind: int) -> str:
         """Return a sentence about the batches that one rank has skipped and another has not."""
-        places = self.places()
-        first, other = places[ahead], places[behind]
+        positions = self.positions()
+        first, other = positions[ahead], positions[behind]
         text = (
             f"rank {ahead} is at batch {first.batch} of epoch {first.epoch}, and rank {behind} at"
             " batch "
@@ -225,26 +195,33 @@ class Rows:
         return f"{text}: rank {ahead} has skipped {which} of epoch {first.epoch}, without a step"
 
 
-def _must_agree(row: list[float]) -> list[float]:
+def _must_agree(row: Row) -> tuple[float, ...]:
     """Return the part of a row that must be equal on all ranks.
 
     That is kind, number, guard and, in a step, the epoch and the batch. At the end of an epoch the
     batches may differ: a rank may have skipped an empty last batch, which does no harm.
     """
-    columns = [Column.KIND, Column.NUMBER, Column.GUARD]
-    if row[Column.KIND] == STEP:
-        columns += [Column.EPOCH, Column.BATCH]
-    return [row[column] for column in columns]
+    if row.kind == STEP:
+        return row.kind, row.number, row.guard, row.epoch, row.batch
+    return row.kind, row.number, row.guard
 
 
-class PendingRow:
-    """A running exchange of rows: sends the row of this rank, and receives those of all ranks."""
+class PendingRows:
+    """A running exchange of rows.
 
-    def __init__(self, said: Said, loss: Any, items: Any, device: torch.device, group: Any) -> None:
-        self._row = torch.tensor(said.numbers(0.0, 0.0), dtype=torch.float64, device=device)
-        self._row[Column.ITEMS] = items
-        self._row[Column.LOSS] = loss
-        self._all = torch.empty(len(Column) * group.size(), dtype=torch.float64, device=device)
+    Args:
+        row: The row of this rank. Its loss and items are replaced by the next two arguments.
+        loss: The loss of this rank: a number, or a tensor of shape ``()`` that need not be ready.
+        items: The number of its items, likewise.
+        device: The device of the process group's collectives.
+        group: The process group.
+    """
+
+    def __init__(self, row: Row, loss: Any, items: Any, device: torch.device, group: Any) -> None:
+        self._row = torch.tensor(row, dtype=torch.float64, device=device)
+        self._row[_ITEMS] = items
+        self._row[_LOSS] = loss
+        self._all = torch.empty(_WIDTH * group.size(), dtype=torch.float64, device=device)
         self._work = _gather(self._all, self._row, group=group, async_op=True)
         self._rows: Rows | None = None
 
@@ -257,6 +234,11 @@ class PendingRow:
         if self._rows is None:
             assert self._work is not None
             self._work.wait()
-            self._rows = Rows(self._all.view(-1, len(Column)).tolist())
+            self._rows = rows_of(self._all.view(-1, _WIDTH).tolist())
             self._rows.check()
         return self._rows
+
+
+def rows_of(numbers: Iterable[Iterable[float]]) -> Rows:
+    """Return the rows of all ranks, given their numbers in order of rank."""
+    return Rows([Row._make(row) for row in numbers])

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, final
 
 import torch
 from torch import distributed, nn
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from holdfast.checkpoint.tensor_files import Share
 from holdfast.core.errors import CheckpointError
 from holdfast.guard.parts import Parts
+from holdfast.guard.ranks.distributed_model import DistributedModel
 from holdfast.guard.ranks.tape import ROW, Tape
 from holdfast.guard.saving.components import component_of
 from holdfast.guard.state.trees import copied
@@ -29,74 +30,72 @@ from holdfast.numerics.gradients import local
 _scatter: Any = (
     getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
 )
-_ALONE = (
-    "its origin cannot be traced, because one rank cannot run a sharded model without the others"
-)
 
 
-class Sharded:
-    """One model under ``fully_shard``.
-
-    It has the attributes and methods of `Replicated`.
+@final
+class ShardedModel(DistributedModel):
+    """One model under ``fully_shard``; used by `FsdpRanks`.
 
     Args:
         model: The model.
+        tape: Records the collectives of this rank.
     """
 
-    why_not_alone = _ALONE
-    # Shards of the weights are gathered before the row is exchanged.
-    sends_before_row = True
-    ignored: ClassVar[list[str]] = []
-    why_not_apart = "a step over several batches of a sharded model"
-    # The ranks would have to agree on the micro-batch size before each pass.
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"micro_batch_size": ("auto", None)}
-    # The order of gradients does not matter here.
-    order: ClassVar[list[int]] = []
-    # All ranks must run the same number of passes, so batches are not split. All must recompute the
-    # same modules, so no rank tries to recompute less.
-    unobserved: ClassVar[Mapping[str, Any]] = {
-        "diagnose": False,
-        "micro_batch_size": None,
-        "grow_after_steps": 2**31,
-    }
-
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, tape: Tape) -> None:
+        first = next(p for p in model.parameters() if isinstance(p, DTensor))
+        super().__init__(distributed.group.WORLD, first.to_local().device)
         self._root: Any = model
         self._modules: list[Any] = [
             module for module in model.modules() if isinstance(module, FSDPModule)
         ]
-        self.group: Any = distributed.group.WORLD
-        first = next(p for p in model.parameters() if isinstance(p, DTensor))
-        self.device = first.to_local().device
+        self._tape = tape
         self._mesh = first.device_mesh
         self._shards: Any = self._mesh.get_group(self._mesh.ndim - 1)
-        # Whether losses are scaled, for fp16.
-        self.scales = False
         # torch's parameter group for each of these modules, or None if it has none.
         self._groups: list[Any] = []
         # Why the collectives of the model cannot be started by hand; None if they can.
-        self._unknown: str | None = None
+        self._obstacle: str | None = None
+        self._record_collectives()
 
-    def record(self, tape: Tape) -> None:
-        """Record the collectives of this rank on a tape from now on."""
-        self._tape = tape
+    def _record_collectives(self) -> None:
+        """Record the collectives that torch starts for this model on the tape from now on."""
         if self._mesh.ndim > 1:
-            self._unknown = "replicas of its shards would continue without it"
+            self._obstacle = "replicas of its shards would continue without it"
         elif not hasattr(self._root, "reset_iter_state"):
-            self._unknown = "this version of torch cannot discard an unfinished attempt"
-        for at, module in enumerate(self._modules if self._unknown is None else ()):
+            self._obstacle = "this version of torch cannot discard an unfinished attempt"
+        for at, module in enumerate(self._modules if self._obstacle is None else ()):
             groups = module._get_fsdp_state()._fsdp_param_groups
             self._groups.append(groups[0] if groups else None)
             if len(groups) > 1 or any(group._use_post_forward_mesh for group in groups):
-                self._unknown = "one of its modules is sharded in several ways"
+                self._obstacle = "one of its modules is sharded in several ways"
             elif groups:
                 gather, scatter = groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm
-                module.set_custom_all_gather(_Noted(gather, partial(_note, tape, "gather", at)))
+                module.set_custom_all_gather(
+                    _Noted(gather, partial(_note, self._tape, "gather", at))
+                )
                 module.set_custom_reduce_scatter(
-                    _Noted(scatter, partial(_note, tape, "scatter", at))
+                    _Noted(scatter, partial(_note, self._tape, "scatter", at))
                 )
 
-    def begin(self) -> None:
+    @property
+    def allowed_values(self) -> Mapping[str, Sequence[Any]]:
+        """Return the values that fields of the policy may have with this model, by name."""
+        # The ranks would have to agree on the micro-batch size before each pass.
+        return {"micro_batch_size": ("auto", None)}
+
+    @property
+    def policy_overrides(self) -> Mapping[str, Any]:
+        """Return the settings of the policy that this model replaces, by name."""
+        # All ranks must run the same number of passes, so batches are not split. All must recompute
+        # the same modules, so no rank tries to recompute less.
+        return {"diagnose": False, "micro_batch_size": None, "grow_after_steps": 2**31}
+
+    @property
+    def sends_before_row(self) -> bool:
+        """Return True, because shards of the weights are gathered before the row is exchanged."""
+        return True
+
+    def begin_attempt(self) -> None:
         """Start an attempt.
 
         Parameters are resharded first, since an evaluation, which has no backward pass, leaves them
@@ -106,18 +105,18 @@ class Sharded:
             module.reshard()
         self._tape.begin()
 
-    def keeps_apart(self, _: str) -> bool:
+    def may_differ(self, name: str) -> bool:  # noqa: ARG002 - this is so for all names
         """Return True, because buffers are not broadcast."""
         return True
 
-    def row_begins(self) -> None:
+    def before_row(self) -> None:
         """Note that the row is about to be exchanged."""
         self._tape.note(self.group, ROW)
 
-    def row_begun(self) -> None:
+    def after_row(self) -> None:
         """Do nothing, since collectives are not counted from here on."""
 
-    def end(self) -> None:
+    def end_attempt(self) -> None:
         """Note that the attempt is over."""
         self._tape.end()
 
@@ -126,15 +125,13 @@ class Sharded:
 
         Returns 0 if they cannot be distinguished from those of torch.
         """
-        if self._unknown is not None:
+        if self._obstacle is not None:
             return 0
-        return self._tape.collectives.begun().total()
+        return self._tape.collectives.started().total()
 
-    def why_unpayable(self) -> str | None:
+    def why_not_completable(self) -> str | None:
         """Return why the collectives of this model cannot be started by hand; None if they can."""
-        if self.scales:
-            return "the fp16 gradient scaler starts collectives as well"
-        return self._unknown
+        return self._obstacle
 
     def follow(self, row: Callable[[], None]) -> str | None:
         """Start the collectives that the other ranks start in this attempt.
@@ -186,11 +183,16 @@ class Sharded:
     def _nan(self, size: int, dtype: str) -> torch.Tensor:
         return torch.full((size,), math.nan, dtype=getattr(torch, dtype), device=self.device)
 
-    def reset(self) -> None:
+    def discard_attempt(self) -> None:
         """Discard an attempt that has failed on some rank. All ranks must call this."""
         self._tape.count_failed_attempt()
 
-    def lay_out(self, order: list[int]) -> None:
+    @property
+    def gradient_order(self) -> list[int]:
+        """Return an empty list, since the order of gradients does not matter here."""
+        return []
+
+    def lay_out_gradients(self, order: list[int]) -> None:
         """Do nothing, since the order of gradients does not matter here."""
 
     def norms(self, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -206,7 +208,7 @@ class Sharded:
         distributed.all_reduce(squares, group=self._shards)
         return list(squares.pow(0.5))
 
-    def share(self, trees: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
+    def part_to_save(self, trees: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
         """Return this rank's part of a checkpoint.
 
         Each rank saves its rows of the sharded tensors; the first one also saves everything else.
@@ -221,7 +223,7 @@ class Sharded:
                 parts[component] = copied(tree, partial(_own_part, is_first=is_first))
         return parts
 
-    def shares(self, parts: Parts) -> Callable[[str, str, torch.Size], Share | None]:
+    def rows_to_load(self, parts: Parts) -> Callable[[str, str, torch.Size], Share | None]:
         """Return a function that returns which rows of a saved tensor this rank needs.
 
         It takes the component, the name and the shape of the tensor. Moments are sharded in the
@@ -301,7 +303,7 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def why_unknown(parameter: torch.Tensor, world_size: int) -> str | None:
+def why_unsupported(parameter: torch.Tensor, world_size: int) -> str | None:
     """Return why the sharding of a parameter is not supported, or None if it is."""
     if not isinstance(parameter, DTensor):
         return "is sharded in part only" if parameter.requires_grad else None

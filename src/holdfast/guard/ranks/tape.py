@@ -21,8 +21,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.guard.ranks.collectives import Collectives, shared_with
+from holdfast.guard.ranks.collectives import Collectives, groups_shared_with
 from holdfast.guard.ranks.messages import Messages
+from holdfast.guard.ranks.store import RankStore
 
 # The time between two checks for new entries on the tapes of the other ranks, or on our own.
 _POLL_SECONDS = 0.002
@@ -41,7 +42,7 @@ class Tape:
         # The number of attempts that failed on any rank. It is the same on all ranks, and is part
         # of the keys of their messages.
         self._failed_attempts = 0
-        messages.start(self._serve, "holdfast-tape")
+        messages.start_thread(self._serve, "holdfast-tape")
 
     def begin(self) -> None:
         """Start a new tape for an attempt. All ranks must call this equally often."""
@@ -58,13 +59,13 @@ class Tape:
             group: The process group of the collective.
             entry: A description, as JSON values. `follow` passes it as the arguments of `begin`.
         """
-        self.collectives.foresee(group)
+        self.collectives.exclude_next(group)
         if not self._is_over:
             self._entries.append([*entry])
 
     def end(self) -> None:
         """Note that this rank has finished running the model in this attempt."""
-        self.collectives.settle()
+        self.collectives.freeze()
         self._is_over = True
 
     def follow(self, begin: Callable[..., None]) -> str | None:
@@ -89,7 +90,7 @@ class Tape:
             if obstacle is not None:
                 return obstacle
             entry = next(
-                filter(None, (self._messages.said(f"{name}/{position}") for name in names)), None
+                filter(None, (self._messages.read(f"{name}/{position}") for name in names)), None
             )
             if entry is not None:
                 begin(*json.loads(entry))
@@ -97,7 +98,7 @@ class Tape:
                 last_entry_time = time.monotonic()
                 continue
             lengths = {
-                rank: self._messages.said(f"{name}/end")
+                rank: self._messages.read(f"{name}/end")
                 for name, rank in zip(names, self._messages.others, strict=True)
             }
             late = [
@@ -128,7 +129,7 @@ class Tape:
             late = [
                 rank
                 for name, rank in zip(names, self._messages.others, strict=True)
-                if not (self._messages.said(f"{name}/0") or self._messages.said(f"{name}/end"))
+                if not (self._messages.read(f"{name}/0") or self._messages.read(f"{name}/end"))
             ]
             if not late:
                 return self._obstacle(names, all_have_ended=True)
@@ -155,7 +156,7 @@ class Tape:
         """
         self.end()
         name = f"tape/{self._failed_attempts}"
-        self._messages.call(name, str(self._attempt))
+        self._messages.request(name, str(self._attempt))
         return [f"{name}/{rank}" for rank in self._messages.others]
 
     def _obstacle(self, names: list[str], *, all_have_ended: bool = False) -> str | None:
@@ -167,11 +168,11 @@ class Tape:
             all_have_ended: Whether the counts of the other ranks are final. If so, a rank that has
                 started fewer collectives than this one is an obstacle too.
         """
-        own = self.collectives.begun()
+        own = self.collectives.started()
         for name, rank in zip(names, self._messages.others, strict=True):
-            text = self._messages.said(f"{name}/collectives")
+            text = self._messages.read(f"{name}/collectives")
             others_count = Counter(json.loads(text or "{}"))
-            groups = shared_with(rank)
+            groups = groups_shared_with(rank)
             if any(others_count[group] > own[group] for group in groups):
                 return (
                     f"rank {rank} is in a collective of the loss or the model that this rank has"
@@ -188,23 +189,23 @@ class Tape:
         """Note that an attempt has failed on some rank. All ranks must call this equally often."""
         self._failed_attempts += 1
 
-    def _serve(self, store: Any) -> None:
+    def _serve(self, store: RankStore) -> None:
         """Send this rank's tape whenever another rank asks for it, in a thread."""
         # The store raises an error once it is gone, which means that the run is over.
         with contextlib.suppress(RuntimeError):
             for failed_attempts in itertools.count():
                 name = f"tape/{failed_attempts}"
                 # The rank that asks sends the number of the attempt, see `_request_tapes`.
-                attempt = self._messages.called(store, name)
+                attempt = self._messages.wait_for_request(store, name)
                 if attempt is None:
                     return
                 self._send(store, f"{name}/{self._messages.rank}", int(attempt))
 
-    def _send(self, store: Any, name: str, attempt: int) -> None:
+    def _send(self, store: RankStore, name: str, attempt: int) -> None:
         """Send the tape of an attempt, entry by entry, until the attempt is over.
 
         Args:
-            store: The store of the process group.
+            store: The connection of the thread.
             name: The prefix of the keys.
             attempt: The number of the attempt, which this rank may not have started yet.
         """
@@ -219,11 +220,11 @@ class Tape:
             new = self._entries[sent:]
             # The count is taken after reading the entries, and sent before them. A rank that has
             # read an entry thus knows about all collectives that were started before it.
-            begun = self.collectives.begun()
+            begun = self.collectives.started()
             if begun != collectives:
-                store.set(f"{name}/collectives", json.dumps(begun))
+                store.set_text(f"{name}/collectives", json.dumps(begun))
                 collectives = begun
             for entry in new:
-                store.set(f"{name}/{sent}", json.dumps(entry))
+                store.set_text(f"{name}/{sent}", json.dumps(entry))
                 sent += 1
-        store.set(f"{name}/end", str(sent))
+        store.set_text(f"{name}/end", str(sent))

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.core.errors import PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.guard.cursor import Cursor
-from holdfast.guard.phase import Phase
-from holdfast.guard.ranks.one import PLACE, Saves
+from holdfast.guard.ranks.interface import PLACE, Saves
 from holdfast.guard.record import End
 from holdfast.guard.run.own_steps import OwnStepsRefused
 from holdfast.guard.run.session import Session
@@ -34,6 +34,45 @@ _STEPS_WITHOUT_METRIC = 1000
 # Each of the first epochs is recorded as an event, up to this many. After that only a few are, so
 # that these events never fill the ring of the recorder.
 _EPOCHS_WITH_EVENTS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Where a loop ends, over all restarts of the run; None for no limit.
+
+    Raises:
+        PolicyError: H105 for a limit that is not a whole number.
+    """
+
+    epochs: int | None
+    steps: int | None
+
+    def __post_init__(self) -> None:
+        for name, limit in (("max_epochs", self.epochs), ("max_steps", self.steps)):
+            if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
+                raise PolicyError(
+                    f"{name}={limit!r}",
+                    limit=f"{name} counts in whole numbers",
+                    fix="pass a whole number.",
+                    rule="H105",
+                )
+
+    def are_reached(self, *, epochs: int, steps: int) -> bool:
+        """Return whether a run with so many epochs and steps has reached one of the limits."""
+        if self.epochs is not None and epochs >= self.epochs:
+            return True
+        return self.steps is not None and steps >= self.steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EpochBegin:
+    """The run as it was when a loop began to read an epoch."""
+
+    # See `Loop._progress`.
+    progress: tuple[int, int]
+    # Whether the loop reads the epoch from its first batch.
+    is_whole: bool
+    global_step: int
 
 
 class Loop:
@@ -111,83 +150,92 @@ class Loop:
             max_steps: The limit in optimizer steps, or None.
             release: Called with how the run ended, to unlock the directory.
         """
-        for name, limit in (("max_epochs", max_epochs), ("max_steps", max_steps)):
-            if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
-                raise PolicyError(
-                    f"{name}={limit!r}",
-                    limit=f"{name} counts in whole numbers",
-                    fix="pass a whole number.",
-                    rule="H105",
-                )
+        limits = Limits(epochs=max_epochs, steps=max_steps)
+        self._begin_loop(cursor, limits)
+        how: End = "failed"
+        try:
+            self._session.save_first()
+            with self._own_steps:
+                while not self._is_finished(cursor, limits):
+                    yield from self._epoch(cursor, limits)
+            how = self._end_loop(cursor)
+        except GeneratorExit:
+            with self._record.errors():
+                how = "stopped" if self._save_as_asked() else "left"
+            raise
+        except BaseException as error:
+            self._note_failure(error)
+            raise
+        finally:
+            self._leave_loop(cursor, how, release)
 
-        def finished() -> bool:
-            enough = max_epochs is not None and cursor.epoch >= max_epochs
-            enough = enough or (max_steps is not None and self._record.global_step >= max_steps)
-            return enough or self._stop.reason is not None
+    def _is_finished(self, cursor: Cursor, limits: Limits) -> bool:
+        """Return whether the loop ends at this boundary."""
+        if limits.are_reached(epochs=cursor.epoch, steps=self._record.global_step):
+            return True
+        return self._stop.reason is not None
 
-        self._state.in_loop = True
+    def _begin_loop(self, cursor: Cursor, limits: Limits) -> None:
+        self._state.enter_loop()
         begun = run_events.LoopStarted(
             resume_promise=cursor.promise,
             epoch=cursor.epoch,
             batches=cursor.batches,
-            max_epochs=max_epochs,
-            max_steps=max_steps,
+            max_epochs=limits.epochs,
+            max_steps=limits.steps,
         )
         self._record.emit(begun)
         self._report_unkept(cursor)
         self._epochs = 0
         # Discard reports about loaders that were advanced before the loop.
         take_unkept_loaders()
-        how: End = "failed"
+
+    def _end_loop(self, cursor: Cursor) -> End:
+        """Save the state at the end of the loop, and return how the run has ended."""
+        if self._stop.reason is None:
+            self._report_waiting_schedulers(cursor.epoch)
+        self._report_unkept_numbers()
+        self._honor_stop()
+        self._session.save()
+        if self._stop.by_signal:
+            # A launcher kills all ranks when the first one exits, so they wait here until the
+            # checkpoint is complete.
+            self._ranks.agree("stop", dict)
+        # A request may have come during the save.
+        self._honor_stop()
+        return "finished" if self._stop.reason is None else "stopped"
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Record an error that ends the loop, and save the state if it is complete.
+
+        Raises:
+            The error of another rank, if that has caused this one.
+        """
+        cause = self._ranks.announce_failure(error)
+        self._record.left_by(cause or error)
+        is_interrupt = not isinstance(error, Exception)
+        directory_is_lost = isinstance(error, RunDirectoryError)
+        if not is_interrupt and self._ranks.world_size == 1 and not directory_is_lost:
+            # The loader failed at a boundary, so the state is complete.
+            self._session.saving.save()
+        if cause is not None:
+            raise cause from error
+
+    def _leave_loop(self, cursor: Cursor, how: End, release: Callable[[End], None]) -> None:
+        """Unlock the run directory, after a return to the state to which a step has rolled back."""
         try:
-            self._session.save_first()
-            with self._own_steps:
-                while not finished():
-                    yield from self._epoch(cursor, finished, needs_steps=max_steps is not None)
-            if self._stop.reason is None:
-                self._report_waiting_schedulers(cursor.epoch)
-            self._report_unkept_numbers()
-            self._honour_stop()
-            self._session.save()
-            if self._stop.by_signal:
-                # A launcher kills all ranks when the first one exits, so they wait here until the
-                # checkpoint is complete.
-                self._ranks.agree("stop", dict)
-            # A request may have come during the save.
-            self._honour_stop()
-            how = "finished" if self._stop.reason is None else "stopped"
-        except GeneratorExit:
-            with self._record.errors():
-                how = "stopped" if self._save_as_asked() else "left"
-            raise
+            if self._state.must_rewind:
+                self._recovery.roll_back_again()
         except BaseException as error:
-            cause = self._ranks.leave(error)
-            self._record.left_by(cause or error)
-            directory_is_lost = isinstance(error, RunDirectoryError)
-            if (
-                isinstance(error, Exception)
-                and self._ranks.world_size == 1
-                and not directory_is_lost
-            ):
-                # The loader failed at a boundary, so the state is complete.
-                self._session.saving.save()
-            if cause is not None:
-                raise cause from error
+            how = "failed"
+            self._record.left_by(error)
             raise
         finally:
-            try:
-                if self._state.phase is Phase.REWOUND:
-                    self._recovery.go_back_again()
-            except BaseException as error:
-                how = "failed"
-                self._record.left_by(error)
-                raise
-            finally:
-                # No matter what fails, release the lock and restore the signal handlers.
-                self.count_batch()
-                cursor.leave()
-                self._state.in_loop = False
-                release(how)
+            # No matter what fails, release the lock and restore the signal handlers.
+            self.count_batch()
+            cursor.leave()
+            self._state.leave_loop()
+            release(how)
 
     def _save_as_asked(self) -> bool:
         """Save when a loop is left early, if a stop was requested.
@@ -210,10 +258,10 @@ class Loop:
         self._session.save()
         return True
 
-    def _honour_stop(self) -> None:
+    def _honor_stop(self) -> None:
         """If a stop was requested, record once that this loop ends because of it."""
-        if self._stop.reason is not None and not self._stop.honoured:
-            self._stop.honoured = True
+        if self._stop.reason is not None and not self._stop.honored:
+            self._stop.honor()
             request = run_events.StopRequested(
                 reason=self._stop.reason,
                 signal=self._stop.signal_name,
@@ -221,9 +269,7 @@ class Loop:
             )
             self._record.emit(request)
 
-    def _epoch(
-        self, cursor: Cursor, finished: Callable[[], bool], *, needs_steps: bool
-    ) -> Iterator[Any]:
+    def _epoch(self, cursor: Cursor, limits: Limits) -> Iterator[Any]:
         """Yield the remaining batches of an epoch.
 
         Ends early if the loop is finished, if a signal interrupts the wait for a batch, or if the
@@ -231,12 +277,14 @@ class Loop:
         """
         place = {PLACE: [cursor.epoch, cursor.batches]}
         self._ranks.agree("epoch", lambda: place | self._session.parts.settings())
-        iterator = cursor.begin(self._session.random_state)
+        iterator = cursor.begin(self._session.restoration.random_state)
         self._report_unkept(cursor)
-        self._session.random_state = None
-        progress_before = self._progress()
-        is_whole = cursor.batches == 0
-        steps_before = self._record.global_step
+        self._session.restoration.note_loader_started()
+        begun = _EpochBegin(
+            progress=self._progress(),
+            is_whole=cursor.batches == 0,
+            global_step=self._record.global_step,
+        )
         while True:
             try:
                 with self._stop, naming_lack_of_memory("fetching a batch"):
@@ -247,30 +295,40 @@ class Loop:
                 return
             yield batch
             self._session.check_averages()
-            if self._state.phase is Phase.REWOUND:
+            if self._state.must_rewind:
                 # The rest of the loop body has run on the restored state, so restore that again.
-                self._recovery.go_back_again()
+                self._recovery.roll_back_again()
                 return
-            cursor.advance(used=self._state.batch_is_used)
-            self._state.boundary()
-            self._report_unkept_loaders()
-            # A save that is due at the last batch can wait for the end of the epoch. With several
-            # ranks, the first one has already taken that into account for all.
-            if self._ranks.world_size > 1 or not cursor.seems_to_end:
-                self._save_if_due()
-            if finished():
+            self._pass_boundary(cursor)
+            if self._is_finished(cursor, limits):
                 return
+        self._end_epoch(cursor, begun, needs_steps=limits.steps is not None)
+
+    def _pass_boundary(self, cursor: Cursor) -> None:
+        """Count the batch with which the loop body has finished, and save if a save is due."""
+        cursor.advance(used=self._state.batch_is_used)
+        self._state.boundary()
+        self._report_unkept_loaders()
+        # A save that is due at the last batch can wait for the end of the epoch. With several
+        # ranks, the first one has already taken that into account for all.
+        if self._ranks.world_size > 1 or not cursor.seems_to_end:
+            self._save_if_due()
+
+    def _end_epoch(self, cursor: Cursor, begun: _EpochBegin, *, needs_steps: bool) -> None:
+        """Record the end of an epoch, advance the schedulers, and save if a save is due."""
         if (slow := self._ranks.end_epoch()) is not None:
             self._record.emit(slow)
-        stepped = progress_before != self._progress()
+        stepped = begun.progress != self._progress()
         epoch = cursor.end_epoch(needs_steps=needs_steps, stepped=stepped)
-        if is_whole:
+        if begun.is_whole:
             self._epochs += 1
-        if cursor.epoch <= _EPOCHS_WITH_EVENTS or (is_whole and _is_power_of_two(self._epochs)):
-            steps_in_epoch = self._record.global_step - steps_before if is_whole else None
+        if cursor.epoch <= _EPOCHS_WITH_EVENTS or (
+            begun.is_whole and _is_power_of_two(self._epochs)
+        ):
+            steps = self._record.global_step - begun.global_step
             ended = run_events.EpochEnded(
                 epochs=cursor.epoch,
-                steps=steps_in_epoch,
+                steps=steps if begun.is_whole else None,
                 batches=epoch.batches,
                 batch_size=epoch.batch_size,
             )
@@ -319,7 +377,7 @@ class Loop:
 
     def _report_waiting_schedulers(self, epochs: int) -> None:
         """Report once which schedulers need a metric but have received none in the whole run."""
-        if epochs < _EPOCHS_WITHOUT_METRIC or self._session.validated or self._reported_waiting:
+        if epochs < _EPOCHS_WITHOUT_METRIC or self._reported_waiting:
             return
         waiting = self._session.schedules.without_metric()
         if waiting:

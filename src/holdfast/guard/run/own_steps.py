@@ -16,10 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.core.errors import BatchError
 from holdfast.guard.parts import Parts
-from holdfast.guard.phase import Phase, RunState
-
-# The phases in which `Guard.step` runs. Its optimizers may be wrappers that step another optimizer.
-_PHASES_OF_A_GUARDED_STEP = (Phase.IN_STEP, Phase.COMMITTING, Phase.ROLLING_BACK)
+from holdfast.guard.phase import RunState
 
 # The states of all guards in this process: a loop that was never closed must not refuse the steps
 # of another guard.
@@ -71,9 +68,10 @@ class OwnStepsRefused:
 
         Cost: less than a microsecond in a guarded step.
         """
-        if self._state.phase in _PHASES_OF_A_GUARDED_STEP:
+        # The optimizers of a guarded step may be wrappers that step another optimizer.
+        if self._state.is_changing:
             return
-        if any(state.phase in _PHASES_OF_A_GUARDED_STEP for state in _states):
+        if any(state.is_changing for state in _states):
             return
         name = self._name_of(optimizer)
         if name is None and not self._moves_guarded_parameters(optimizer):

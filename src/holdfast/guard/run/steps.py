@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,14 +17,15 @@ from holdfast.core.errors import (
     BatchError,
     DivergenceError,
     HoldfastError,
-    LoaderError,
     NonFiniteError,
     OutOfMemoryError,
 )
 from holdfast.core.events import run_events
 from holdfast.core.events.data import Promise
 from holdfast.core.events.decisions import Decision, RollBack, SkipStep, Stop
-from holdfast.guard.result import Outcome, PartialOptimizerStep, Provenance, StepAttempt, StepResult
+from holdfast.guard.optimizers import OptimizerMemory
+from holdfast.guard.result import Outcome, PartialOptimizerStep, StepAttempt, StepResult
+from holdfast.guard.run.sample_reports import SampleReports
 from holdfast.guard.run.session import Session
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
@@ -50,8 +51,10 @@ class Recovery:
         self._session = session
         self._record = session.record
         self._policy = session.policy
+        self.samples = SampleReports(session.record, session.cursor)
+        # The step at which an optimizer has last failed in the middle of its step.
         self._failed_half_way_at: int | None = None
-        session.ranks.spare_memory = self._spare_optimizer_memory
+        self._optimizer_memory = OptimizerMemory(session.parts.optimizers.values())
 
     # --- steps that left no trace
 
@@ -103,10 +106,10 @@ class Recovery:
         Returns:
             Why the step was refused and what was done, as `StepResult.reason`.
         """
-        self._session.counters.skipped_steps += 1
+        self._session.counters.note_skipped_step()
         if outcome.decision is None:
             return self._after_nonfinite_step(outcome, batch)
-        self._session.counters.spikes_in_a_row += 1
+        self._session.counters.note_spike()
         return self._carry_out(outcome.decision, outcome.decision.reason, DivergenceError)
 
     def _after_nonfinite_step(self, outcome: Outcome, batch: Any) -> str:
@@ -117,8 +120,8 @@ class Recovery:
             if not math.isfinite(loss):
                 # A NaN in the loss makes all gradients NaN, so names of parameters do not help.
                 reason = describe_nonfinite(loss, [], 0)
-            indices = self._dataset_indices(outcome, batch)
-            reason += f"; {self.report_origin(outcome.provenance, indices)}"
+            indices = self.samples.dataset_indices(outcome, batch)
+            reason += f"; {self.samples.report_origin(outcome.provenance, indices)}"
         if outcome.loss_scale is not None:
             collapsed = outcome.loss_scale < 1.0
             kind = run_events.LossScaleCollapsed if collapsed else run_events.LossScaleLowered
@@ -126,7 +129,7 @@ class Recovery:
             # fp16 training finds its loss scale by trial and error, so this is not a failure.
             if not collapsed:
                 return f"{reason}; fp16 loss scale lowered to {outcome.loss_scale:g}"
-        counters.nonfinite_in_a_row += 1
+        counters.note_nonfinite()
         decision = decide_after_nonfinite(
             reason=reason,
             in_a_row=counters.nonfinite_in_a_row,
@@ -149,7 +152,7 @@ class Recovery:
             Why the step was refused and what was done.
         """
         counters = self._session.counters
-        self._record.emit(self._placed(decision, error))
+        self._record.emit(self._with_position(decision, error))
         if isinstance(decision, RollBack):
             if self._roll_back(spiked=error is DivergenceError):
                 return f"{reason}; rolled back to step {self._record.global_step}"
@@ -163,16 +166,14 @@ class Recovery:
                     reason=f"{decision.reason}; there is no checkpoint to return to",
                     promise=decision.promise,
                 )
-            self._record.emit(self._placed(decision, error))
+            self._record.emit(self._with_position(decision, error))
         if isinstance(decision, Stop):
             # If the script catches the error and continues, assume that it has fixed the cause.
-            counters.nonfinite_in_a_row = 0
-            counters.spikes_in_a_row = 0
-            counters.rollbacks_in_a_row = 0
+            counters.end_rows()
             if error is DivergenceError:
                 # Diverged weights are never saved.
                 self._session.state.spoil()
-            raise self._persistent(decision.reason, error)
+            raise self._error_of_lasting_trouble(decision.reason, error)
         return reason
 
     def _roll_back(self, *, spiked: bool = False) -> bool:
@@ -218,7 +219,7 @@ class Recovery:
         if spiked:
             candidates.insert(0, certainly_good)
         for before_step in candidates:
-            training = self._session.roll_back(
+            training = self._session.restoration.roll_back(
                 rewind_data=False, before_step=before_step, trusted=before_step == certainly_good
             )
             if training is not None:
@@ -241,13 +242,13 @@ class Recovery:
             rollbacks_in_a_row=self._session.counters.rollbacks_in_a_row,
             max_rollbacks=self._policy.max_rollbacks,
         )
-        self._record.emit(self._placed(decision, NonFiniteError))
+        self._record.emit(self._with_position(decision, NonFiniteError))
         if isinstance(decision, RollBack) and self._roll_back():
             return
         self._session.state.spoil()
-        raise self._persistent(why, NonFiniteError)
+        raise self._error_of_lasting_trouble(why, NonFiniteError)
 
-    def _persistent(self, reason: str, error: type[HoldfastError]) -> HoldfastError:
+    def _error_of_lasting_trouble(self, reason: str, error: type[HoldfastError]) -> HoldfastError:
         """Return the error that stops a run because the trouble persists."""
         if error is DivergenceError:
             return DivergenceError(
@@ -273,89 +274,12 @@ class Recovery:
             rule="H501",
         )
 
-    # --- samples
-
-    def report_origin(self, provenance: Provenance, indices: Sequence[int] | None) -> str:
-        """Record where NaN or Inf came from, and return that as a message.
-
-        Args:
-            provenance: What a replay of the step has shown.
-            indices: The dataset index of each sample in the batch, or None if they are not known.
-        """
-        rank = f"{provenance.where}: " if provenance.where else ""
-        if provenance.origin is None:
-            self._record.emit(run_events.NonfiniteNotTraced(why=rank + provenance.problem))
-            if rank:
-                return rank + provenance.problem
-            return f"its origin is not known: {provenance.problem}"
-
-        samples = provenance.samples
-        bad_indices = _at_places(indices, samples)
-        self._record.emit(
-            run_events.NonfiniteOrigin(
-                origin=asdict(provenance.origin), bad_samples=samples, dataset_indices=bad_indices
-            )
-        )
-        message = f"{rank}{provenance.origin}"
-        if samples:
-            in_dataset = ""
-            if bad_indices is not None:
-                in_dataset = f" (dataset index {_listed(bad_indices)})"
-            message += f"; without sample {_listed(samples)} of the batch{in_dataset} it is finite"
-        return message
-
-    def dropped(self, outcome: Outcome, batch: Any) -> None:
-        """Record that samples were left out of a step, and quarantine them."""
-        provenance = outcome.provenance
-        assert provenance is not None
-        indices = self._dataset_indices(outcome, batch)
-        reason = self.report_origin(provenance, indices)
-        self._record.emit(run_events.SamplesDropped(reason=reason, **self._place()))
-        cursor = self._session.cursor
-        bad_indices = _at_places(indices, provenance.samples)
-        if cursor is not None and bad_indices is not None:
-            try:
-                cursor.quarantine(bad_indices, reason)
-            except LoaderError as error:
-                # The step is committed anyway. Samples that are not quarantined will be left out
-                # again whenever they come up.
-                self._record.emit(run_events.QuarantineFull(error=error.what))
-
-    def micro_batches_dropped(self, outcome: Outcome, batch: Any) -> None:
-        """Record that micro-batches whose loss was NaN or Inf were left out of a step."""
-        ranges = outcome.attempt.dropped
-        indices = self._dataset_indices(outcome, batch)
-        if indices is not None:
-            # Samples in `outcome.dropped` were removed before the attempt, so the ranges count only
-            # the remaining ones.
-            indices = [index for place, index in enumerate(indices) if place not in outcome.dropped]
-        places = [place for start, end in ranges for place in range(start, end)]
-        self._record.emit(
-            run_events.MicroBatchDropped(
-                samples=tuple(ranges),
-                dataset_indices=_at_places(indices, places),
-                **self._place(),
-            )
-        )
-
-    def _dataset_indices(self, outcome: Outcome, batch: Any) -> list[int] | None:
-        """Return the dataset index of each sample of the step's batch, or None if not known."""
-        cursor = self._session.cursor
-        if cursor is None:
-            return None
-        # The outcome counts the samples of its last attempt, from which some may have been removed.
-        size = None if outcome.size is None else outcome.size + len(outcome.dropped)
-        return cursor.sample_indices(batch, size)
-
-    def _placed(self, decision: Decision, error: type[HoldfastError]) -> Decision:
+    def _with_position(self, decision: Decision, error: type[HoldfastError]) -> Decision:
         """Return a decision with its position in the data and, for a `Stop`, the error's rule."""
-        rule: dict[str, Any] = {"rule": "H503" if error is DivergenceError else "H501"}
-        return replace(decision, **self._place(), **(rule if isinstance(decision, Stop) else {}))
-
-    def _place(self) -> dict[str, Any]:
-        """Return the position in the data as fields of an event."""
-        cursor = self._session.cursor
-        return {} if cursor is None else {"epoch": cursor.epoch, "batch": cursor.batches}
+        facts = self.samples.position()
+        if isinstance(decision, Stop):
+            facts["rule"] = "H503" if error is DivergenceError else "H501"
+        return replace(decision, **facts)
 
     # --- an optimizer that failed in the middle of its step
 
@@ -371,12 +295,14 @@ class Recovery:
         """
         at_step = self._record.global_step
         twice = self._failed_half_way_at == at_step
-        self._session.counters.out_of_memory += 1
+        self._session.counters.note_out_of_memory()
         obstacle: str | None = "it happened twice at this step"
         if not twice:
             obstacle = self._return(rewind_data=rewind_data)
         if obstacle is not None:
-            raise self._no_way_back(f"in the middle of step {at_step + 1} ({partial})", obstacle)
+            raise self._out_of_memory_error(
+                f"in the middle of step {at_step + 1} ({partial})", obstacle
+            )
         self._failed_half_way_at = at_step
         cursor = self._session.cursor
         promise: Promise = "changes training"
@@ -386,10 +312,10 @@ class Recovery:
             promise = "equal up to rounding" if self._updates_many_at_once() else "bit-exact"
         self._record.emit(RollBack(reason=str(partial), promise=promise, rewind_data=rewind_data))
         self._session.counters.note_rollback(at_step, self._policy.nonfinite_patience or 1)
-        self._spare_optimizer_memory()
+        self._optimizer_memory.release()
         return f"{partial}; returned to step {self._record.global_step}"
 
-    def go_back_again(self) -> None:
+    def roll_back_again(self) -> None:
         """Return to the last good state once more.
 
         The rest of the loop body has run on the restored state and may have changed it.
@@ -397,10 +323,10 @@ class Recovery:
         obstacle = self._return(rewind_data=True)
         if obstacle is not None:
             self._session.state.spoil()
-            raise self._no_way_back(
+            raise self._out_of_memory_error(
                 f"in step {self._record.global_step + 1}, which was undone", obstacle
             )
-        self._spare_optimizer_memory()
+        self._optimizer_memory.release()
 
     def _return(self, *, rewind_data: bool) -> str | None:
         """Return to the last good state.
@@ -409,7 +335,7 @@ class Recovery:
             None, or why that was impossible.
         """
         try:
-            returned = self._session.roll_back(rewind_data=rewind_data)
+            returned = self._session.restoration.roll_back(rewind_data=rewind_data)
         except Exception as error:
             found = find_out_of_memory(error)
             if found is None:
@@ -434,14 +360,7 @@ class Recovery:
         settings = [group.get("foreach", False) for group in groups if not group.get("fused")]
         return any(foreach or (foreach is None and is_default) for foreach in settings)
 
-    def _spare_optimizer_memory(self) -> None:
-        """Make optimizers update one tensor at a time, which needs the least temporary memory."""
-        for optimizer in self._session.parts.optimizers.values():
-            for group in optimizer.param_groups:
-                if not group.get("fused") and "foreach" in group:
-                    group["foreach"] = False
-
-    def _no_way_back(self, when: str, obstacle: str) -> OutOfMemoryError:
+    def _out_of_memory_error(self, when: str, obstacle: str) -> OutOfMemoryError:
         """Record the stop, and return H402 for an optimizer that failed in its step.
 
         Args:
@@ -459,19 +378,6 @@ class Recovery:
             ),
             rule="H402",
         )
-
-
-def _at_places(indices: Sequence[int] | None, places: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the dataset indices of the samples at these positions, or None if not known."""
-    return None if indices is None else tuple(indices[place] for place in places)
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    """Return the first five numbers as text, such as "3, 8"."""
-    text = ", ".join(map(str, numbers[:5]))
-    if len(numbers) > 5:
-        text += ", ..."
-    return text
 
 
 class Steps:
@@ -530,7 +436,7 @@ class Steps:
                 self.session.saving.save()
             raise
         else:
-            self.session.counters.out_of_memory += outcome.out_of_memory
+            self.session.counters.note_out_of_memory(outcome.out_of_memory)
             reason = None
             if not outcome.committed:
                 state.skipped()
@@ -547,9 +453,9 @@ class Steps:
                 "" if len(self.parts.optimizers) == 1 else optimizer,
             )
             return outcome.result(reason)
-        return self._undone(partial_step)
+        return self._undo_partial_step(partial_step)
 
-    def _undone(self, partial: PartialOptimizerStep) -> StepResult:
+    def _undo_partial_step(self, partial: PartialOptimizerStep) -> StepResult:
         """Return to an earlier state after an optimizer ran out of memory in its step.
 
         This must be called outside of the exception handler, which would keep the frames and their
@@ -572,13 +478,13 @@ class Steps:
         """
         session = self.session
         facts = outcome.attempt.facts
-        self._record.global_step += 1
+        self._record.count_step()
         if session.policy.spike_action != "off":
             session.spikes.accepted(series, facts.loss, facts.total)
         if outcome.attempt.dropped:
-            self.recovery.micro_batches_dropped(outcome, batch)
+            self.recovery.samples.report_dropped_micro_batches(outcome, batch)
         if outcome.dropped and outcome.provenance is not None:
-            self.recovery.dropped(outcome, batch)
+            self.recovery.samples.report_dropped_samples(outcome, batch)
         session.counters.note_good_step(self._record.global_step)
         if facts.overflowed:
             self._record.emit(run_events.NormOverflowed(total=facts.total))

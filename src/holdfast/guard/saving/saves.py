@@ -94,6 +94,7 @@ class Saving:
         store: The checkpoints in the run directory.
         record: The record that receives events.
         policy: The run's policy.
+        chooser: Chooses when to save.
         clock: The source of time.
         run_state: The phase of the run, which determines whether the state may be saved.
         state: Function that returns the state to save, by component.
@@ -110,6 +111,7 @@ class Saving:
         store: Store,
         record: RunRecord,
         policy: Policy,
+        chooser: IntervalChooser,
         clock: Clock,
         run_state: RunState,
         state: Callable[[], Mapping[str, Any]],
@@ -119,11 +121,7 @@ class Saving:
         writers: Writers | None,
     ) -> None:
         self._directory = directory
-        self.chooser = IntervalChooser(
-            mean_seconds_between_failures=3600 * policy.mean_time_between_failures_hours,
-            most_overhead=policy.save_overhead,
-            most_minutes=policy.save_interval_minutes,
-        )
+        self.chooser = chooser
         self._store = store
         self._record = record
         # The interval in steps, or "auto". None if this process saves nothing.
@@ -671,6 +669,15 @@ class Saving:
         self._tried_at_step = step if to_checkpoint else min(self._tried_at_step or 0, step)
         # The state that was refused no longer exists.
         self._refused = None
+
+
+def chooser_of(policy: Policy) -> IntervalChooser:
+    """Return what chooses when to save, with the limits of a policy."""
+    return IntervalChooser(
+        mean_seconds_between_failures=3600 * policy.mean_time_between_failures_hours,
+        most_overhead=policy.save_overhead,
+        most_minutes=policy.save_interval_minutes,
+    )
 
 
 def _raised(error: Exception) -> Any:

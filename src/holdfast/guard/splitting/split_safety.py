@@ -180,16 +180,23 @@ class SplitSafety:
         policy: The policy of the run.
         buffers: The keeper of buffers, which has learned which of them change.
         record: The record that receives events.
+        may_fork: Whether trials may run in a forked copy of this process.
+        alone: Returns a context in which this rank runs the model without the other ranks.
     """
 
     def __init__(
-        self, parts: Parts, policy: Policy, buffers: BufferKeeper, record: RunRecord
+        self,
+        parts: Parts,
+        policy: Policy,
+        buffers: BufferKeeper,
+        record: RunRecord,
+        *,
+        may_fork: bool = True,
+        alone: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self.parts = parts
-        # Whether trials may run in a forked copy of this process.
-        self.may_copy = True
-        # Returns a context in which this rank runs the model without the other ranks.
-        self.alone: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self._may_fork = may_fork
+        self._alone = alone
         self._policy = policy
         self._buffers = buffers
         self._record = record
@@ -579,7 +586,7 @@ class SplitSafety:
 
     def _forks(self) -> bool:
         """Return whether trials can run in a forked copy of this process."""
-        if not self.may_copy or self.parts.device_type() != "cpu":
+        if not self._may_fork or self.parts.device_type() != "cpu":
             return False
         try:
             return backward_works_in_a_copy()
@@ -657,7 +664,7 @@ class SplitSafety:
             self._has_run_here = True
             check = self._split_check(history, work, in_a_copy=False)
             # The caller restores the buffers and the random state of accelerators.
-            with isolated(), self.alone():
+            with isolated(), self._alone():
                 result = attempted(lambda: run(check))
         if result.called:
             raise called_inside(result.called)

@@ -10,6 +10,7 @@ import torch
 
 from holdfast.loader.random_state import RandomState
 from holdfast.loader.splitting import Split
+from holdfast.memory.ladder import StepPlan
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,3 +47,10 @@ class Work:
     measured: bool = False
     # Names of state that the loss function has changed and that could not be restored.
     lost: list[str] = field(default_factory=list)
+
+    def micro_batch_of(self, plan: StepPlan) -> int | None:
+        """Return the number of samples in a micro-batch, or None if the batch is not split."""
+        if self.size is None or plan.micro_batch_size is None:
+            return None
+        samples = plan.samples(self.size)
+        return None if samples == self.size else samples

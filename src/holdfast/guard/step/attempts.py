@@ -6,77 +6,75 @@
 from __future__ import annotations
 
 import contextlib
-import inspect as inspection
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch import nn
 
-from holdfast.core.errors import BatchError, HoldfastError, PolicyError
+from holdfast.core.errors import BatchError, PolicyError
 from holdfast.core.events import run_events
 from holdfast.core.events.decisions import Decision, Stop
-from holdfast.core.policy.policy import Policy
-from holdfast.guard.parts import Parts
-from holdfast.guard.ranks.one import OneRank
-from holdfast.guard.record import RunRecord
+from holdfast.guard.context import RunContext
 from holdfast.guard.result import PassResult, StepAttempt
 from holdfast.guard.splitting.loss_functions import FilledOutside
 from holdfast.guard.splitting.split_safety import LossFunction, SplitSafety
 from holdfast.guard.splitting.window import Window
-from holdfast.guard.state.buffers import BufferKeeper
-from holdfast.guard.state.states import StateKeeper, kept_states
 from holdfast.guard.state.work import Work
-from holdfast.guard.step.passes import LossScale, Passes
+from holdfast.guard.step.passes import Passes
 from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split, micro_batches, tensors_in
 from holdfast.memory.blocks import find_blocks, named_submodules
 from holdfast.memory.ladder import StepPlan
-from holdfast.memory.oom import is_sticky
-from holdfast.memory.recompute import RecomputeDiffersError, recomputing
+from holdfast.memory.recompute import recomputing
 from holdfast.memory.saved_bytes import SavedBytes
 from holdfast.memory.tensors import versions_of
 from holdfast.numerics.eager import anything_compiled
-from holdfast.numerics.gradients import Group, inspect, local
+from holdfast.numerics.gradients import Group
 from holdfast.numerics.loss import check_count
 
 _NOTHING = contextlib.nullcontext()
-# A function that returns a context in which the diagnosis observes a forward and backward pass, or
-# None if it does not observe this one.
-Observing: TypeAlias = Callable[[], contextlib.AbstractContextManager[None] | None]
 
 
 class Attempts:
     """Makes attempts at steps, and takes them back.
 
     Args:
-        parts: The models, optimizers and further state of the run.
-        policy: The policy of the run.
-        record: Where events are recorded.
-        observing: Returns a context in which the diagnosis observes an attempt, or None.
-        ranks: The ranks of the run; None for a single process.
+        context: What the objects of the run share.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        policy: Policy,
-        record: RunRecord,
-        observing: Observing = lambda: None,
-        ranks: OneRank | None = None,
-    ) -> None:
+    def __init__(self, context: RunContext) -> None:
+        parts = context.parts
+        policy = context.policy
+        ranks = context.ranks
         self._parts = parts
-        self._ranks = ranks = ranks or OneRank()
-        self._record = record
+        self._ranks = ranks
+        self._record = context.record
         self._devices = parts.devices()
-        self.buffers = BufferKeeper(parts.models, StateKeeper(kept_states(parts)))
-        self.loss_scale = LossScale(parts.device_type(), enabled=policy.precision == "fp16")
-        self.safety = SplitSafety(parts, policy, self.buffers, record)
+        self._buffers = context.buffers
+        self._loss_scale = context.loss_scale
+        self._created_state = context.created_state
+        self._diagnosis = context.diagnosis
+        self.safety = SplitSafety(
+            parts,
+            policy,
+            context.buffers,
+            context.record,
+            # A trial in a forked copy of one rank would wait for the other ranks.
+            may_fork=ranks.world_size == 1,
+            alone=ranks.alone,
+        )
+        self._all_parameters = [p for _, p in parts.named_parameters()]
         self._passes = Passes(
-            self.safety, self.loss_scale, parts.device_type(), policy.precision, ranks
+            self.safety,
+            context.loss_scale,
+            parts.device_type(),
+            policy.precision,
+            ranks,
+            self._all_parameters,
         )
         self._drops = policy.drop_nonfinite_samples
         # The micro-batch size that the policy sets.
@@ -95,14 +93,12 @@ class Attempts:
         self._was_measured = False
         # The modules whose recomputation has been verified.
         self._verified = set[str]()
-        self._all_parameters = [p for _, p in parts.named_parameters()]
         self._filled_outside = FilledOutside(self._all_parameters)
-        # Parameters whose hooks have not been checked yet.
-        self._unlooked = self._all_parameters
-        self.observing = observing
-        # By optimizer, the parameters whose state we created before their first step. Emptied when
-        # the unused part of that state has been removed.
-        self._born: dict[str, list[torch.Tensor]] = {}
+        self._earlier_gradients = context.earlier_gradients
+        # The number of attempts that this process has begun.
+        self._begun = 0
+        # The number of the attempt that is being made; None between attempts.
+        self.current: int | None = None
         # The ids of the parameters of the last step, and all parameters that were not part of it.
         self._stepped_last: list[int] = []
         self._others: list[torch.Tensor] = []
@@ -115,15 +111,11 @@ class Attempts:
         """
         return self._parts.compiled or anything_compiled()
 
-    def state_was_replaced(self) -> None:
-        """Note that optimizer state was loaded, so that some of it may have to be created again."""
-        self._born.clear()
-
     def begin(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split) -> Work:
         """Copy everything that an attempt may change, and clear the gradients."""
         self._filled_outside.check()
         size = self.safety.size_of(batch, split)
-        self.buffers.keep()
+        self._buffers.keep()
         tensors = tensors_in(batch)
         parameters = [
             parameter
@@ -166,32 +158,17 @@ class Attempts:
 
     def make(self, work: Work, plan: StepPlan) -> StepAttempt:
         """Run forward and backward as planned, and compute the gradient norms."""
-        self._prepare(work.names)
+        self._created_state.prepare(work.names)
         work.prepared = True
-        # The hooks of all parameters are checked only in the first attempt, since the check takes
-        # time for each parameter.
-        self._passes.watched = self._unlooked
-        self._unlooked = []
+        self._passes.begin_attempt()
         work.measured = False
         self._was_measured = False
-        observed = self.observing()
-        if observed is None and not work.out_of_memory:
-            passed = self.run(work, plan, verify=True)
-        else:
-            with observed or _NOTHING, self._measuring(work, plan):
-                passed = self.run(work, plan, verify=True)
+        passed = self._observed(work, plan)
+        self._earlier_gradients.add_to_parameters()
         self._verified.update(plan.recompute)
-        if self._ranks.gathered is not None:
-            rows = self._ranks.gathered(work.parameters)
-            passed = PassResult(
-                passed.loss.new_tensor(rows.loss),
-                rows.items,
-                passed.dropped,
-                passed.counted,
-                passed.extra,
-            )
-        if self.loss_scale.enabled:
-            self.loss_scale.unscale(self._parts.optimizers, work.names)
+        passed = self._ranks.combine(passed, work.parameters)
+        if self._loss_scale.enabled:
+            self._loss_scale.unscale(self._parts.optimizers, work.names)
         groups = self.groups(work.names)
         if not (groups and groups[0].parameters) and not any(group.parameters for group in groups):
             raise BatchError(
@@ -203,10 +180,10 @@ class Attempts:
                 ),
                 rule="H202",
             )
-        self._let_state_exist(work.names)
+        self._created_state.complete(work.names)
         # If the number of items is a tensor, it is read in the same synchronization as the norms.
         items = passed.items if isinstance(passed.items, torch.Tensor) else None
-        facts, norms = inspect(groups, passed.loss, items, share=self._ranks.norms)
+        facts, norms = self._ranks.inspect_gradients(groups, passed.loss, items)
         if facts.items is not None:
             # There is no mean over 0 items, so 0 is refused in the same way as NaN.
             check_count(facts.items or math.nan, counted=passed.counted)
@@ -220,6 +197,19 @@ class Attempts:
             dropped=passed.dropped,
             extra=passed.extra,
         )
+
+    def _observed(self, work: Work, plan: StepPlan) -> PassResult:
+        """Run forward and backward as planned; the diagnosis observes them if that is due."""
+        observation = self._diagnosis.attempt()
+        self._begun += 1
+        self.current = self._begun
+        try:
+            if observation is None and not work.out_of_memory:
+                return self.run(work, plan, verify=True)
+            with observation or _NOTHING, self._measuring(work, plan):
+                return self.run(work, plan, verify=True)
+        finally:
+            self.current = None
 
     # --- recomputation
 
@@ -248,32 +238,20 @@ class Attempts:
             return plan.recompute
         return self._measured.choose(plan.recompute)
 
-    def may_come_of_measuring(self, work: Work, error: Exception) -> bool:
-        """Return whether measuring may have caused an error.
-
-        Parts of `torch.func`, for example, refuse hooks on saved tensors.
-        """
-        return work.measured and not isinstance(error, HoldfastError) and not is_sticky(error)
-
-    def give_up_measuring(self, failure: Exception) -> None:
+    def give_up_measuring(self, error: str) -> None:
         """Stop measuring. From now on, no further modules are chosen for recomputation."""
         self._measured = None
-        why = (
-            "the memory that modules keep could not be measured:"
-            f" {type(failure).__name__}: {failure}"
-        )
+        why = f"the memory that modules keep could not be measured: {error}"
         self._record.emit(run_events.RecomputeImpossible(why=why[:300]))
 
-    def give_up_recomputing(self, plan: StepPlan, failure: Exception) -> None:
+    def give_up_recomputing(self, plan: StepPlan, block: nn.Module | None, why: str) -> None:
         """Stop recomputing a module that cannot be recomputed.
 
-        If it is not known which module that is, stop recomputing all modules of the plan.
+        Args:
+            plan: The plan of the attempt.
+            block: The module; None to stop recomputing all modules of the plan.
+            why: Why it cannot be recomputed.
         """
-        block = None
-        why = "one of them computes a different result when it is run again"
-        if isinstance(failure, RecomputeDiffersError):
-            block = failure.block
-            why = failure.why
         failing = [
             name for name in plan.recompute if block is None or self._modules.get(name) is block
         ]
@@ -308,7 +286,7 @@ class Attempts:
             verify: Whether to verify that modules can be recomputed, once for each.
         """
         if not plan.recompute and not self._must_recompute:
-            return self._passed(work, plan, drops=drops)
+            return self._run_passes(work, plan, drops=drops)
         self._check_recompute()
         wanted = () if self.compiled else plan.recompute
         active = {name: self._modules[name] for name in wanted if name in self._modules}
@@ -319,15 +297,15 @@ class Attempts:
                 list(active.values()), lambda: capture(self._devices), restore, verify=new
             )
         with context:
-            passed = self._passed(work, plan, drops=drops)
+            passed = self._run_passes(work, plan, drops=drops)
         # The pass may have compiled something.
         self._check_recompute()
         return passed
 
-    def _passed(self, work: Work, plan: StepPlan, *, drops: bool) -> PassResult:
+    def _run_passes(self, work: Work, plan: StepPlan, *, drops: bool) -> PassResult:
         """Run forward and backward over the whole batch or over micro-batches, as planned."""
         if isinstance(work.batch, Window):
-            return self._over_window(work, work.batch, plan)
+            return self._run_window(work, work.batch, plan)
         if (
             work.size is None
             or plan.micro_batch_size is None
@@ -335,19 +313,18 @@ class Attempts:
         ):
             return self._passes.whole(work.batch, work.size, work.loss_fn, work.inputs)
         pieces = self._cut(work.batch, work.size, work.split, plan)
-        with self._ranks.apart(by_itself=self._is_learned(plan)):
+        with self._ranks.no_sync(only_this_rank=self._splits_for_memory(plan)):
             passed = self._passes.parted(
                 pieces,
-                work.size,
                 work.loss_fn,
                 work.parameters,
                 work.inputs,
                 batch=work.batch,
                 drops=drops and self._drops,
             )
-        return self._ranks.shared(passed, work.parameters)
+        return self._ranks.reduce_gradients(passed, work.parameters)
 
-    def _is_learned(self, plan: StepPlan) -> bool:
+    def _splits_for_memory(self, plan: StepPlan) -> bool:
         """Return whether this rank splits batches because it ran out of memory.
 
         False if the micro-batch size is that of the policy.
@@ -359,7 +336,7 @@ class Attempts:
             batch, size, plan.samples(size), split, smallest=self.safety.smallest_part()
         )
 
-    def _over_window(self, work: Work, window: Window, plan: StepPlan) -> PassResult:
+    def _run_window(self, work: Work, window: Window, plan: StepPlan) -> PassResult:
         """Run all batches of a window, each of them whole or split as planned."""
         cut: list[list[tuple[Any, int]]] = []
         for batch in window:
@@ -376,15 +353,14 @@ class Attempts:
             return self._passes.whole(
                 batch, None if counts_equally else samples, work.loss_fn, work.inputs
             )
-        with self._ranks.apart(by_itself=self._is_learned(plan)):
+        with self._ranks.no_sync(only_this_rank=self._splits_for_memory(plan)):
             if window.added:
                 passed = self._passes.added(cut, work.loss_fn, work.inputs)
             else:
-                samples = sum(samples for _, samples in parts)
                 passed = self._passes.parted(
-                    parts, samples, work.loss_fn, work.parameters, work.inputs, drops=False
+                    parts, work.loss_fn, work.parameters, work.inputs, drops=False
                 )
-        return self._ranks.shared(passed, work.parameters, added=window.added)
+        return self._ranks.reduce_gradients(passed, work.parameters, added=window.added)
 
     def groups(self, names: Sequence[str]) -> list[Group]:
         """Return the parameter groups of these optimizers, with the parameters that have gradients.
@@ -403,54 +379,13 @@ class Attempts:
                 groups.append(Group(f"{name}.{group.get('name', index)}", name, parameters))
         return groups
 
-    # --- the state of optimizers
-
-    def _prepare(self, names: Sequence[str]) -> None:
-        """Create all optimizer state before the first attempt.
-
-        An out-of-memory at this point can still be remedied.
-        """
-        for name in names:
-            if name not in self._born:
-                optimizer = self._parts.optimizers[name]
-                trainable = [
-                    p
-                    for group in optimizer.param_groups
-                    for p in group["params"]
-                    if p.requires_grad
-                ]
-                self._born[name] = _create_state(optimizer, trainable)
-
-    def _let_state_exist(self, names: Sequence[str]) -> None:
-        """Create the state of parameters that have just received their first gradient."""
-        for name in names:
-            optimizer = self._parts.optimizers[name]
-            state = optimizer.state
-            count = sum(len(group["params"]) for group in optimizer.param_groups)
-            if state and len(state) < count:
-                parameters = (p for group in optimizer.param_groups for p in group["params"])
-                missing = [p for p in parameters if p.grad is not None and p not in state]
-                if missing:
-                    _create_state(optimizer, missing)
-
-    def drop_unused_state(self, name: str) -> None:
-        """Remove the state of parameters that received no gradient in their optimizer's first step.
-
-        The guard has created it before that step; without a guard it would not exist.
-        """
-        if self._born[name]:
-            _drop_state(
-                self._parts.optimizers[name], [p for p in self._born[name] if p.grad is None]
-            )
-            self._born[name] = []
-
     # --- taking an attempt back
 
     def restore(self, work: Work) -> None:
         """Restore random state and buffers to the beginning of the step, and clear gradients."""
         for parameter in work.parameters:
             parameter.grad = None
-        late = self.buffers.put_back()
+        late = self._buffers.put_back()
         if late:
             self._record.emit(run_events.NotRestored(names=tuple(late)))
             work.lost += late
@@ -459,9 +394,9 @@ class Attempts:
     def take_back(self, work: Work) -> None:
         """Restore everything that an attempt has changed."""
         self.restore(work)
-        self.loss_scale.forget()
+        self._loss_scale.forget()
 
-    def as_promised(self, decision: Decision, work: Work) -> Decision:
+    def with_kept_promise(self, decision: Decision, work: Work) -> Decision:
         """Return a decision to repeat an attempt, with a promise that can be kept.
 
         The promise is lowered if the loss function changes state that could not be restored.
@@ -475,74 +410,10 @@ class Attempts:
         )
         return replace(decision, reason=reason, promise="changes training")
 
-    def learn(self, work: Work) -> None:
+    def note_changes(self, work: Work) -> None:
         """Note which buffers and states were changed by the attempt that will be committed."""
-        late = [name for name in self.buffers.learn() if name in self.buffers.states.names()]
+        late = [name for name in self._buffers.learn() if name in self._buffers.states.names()]
         # An object that changes for the first time had no copy, so it was not restored between
         # attempts either.
         if late and work.attempts > 1:
             self._record.emit(run_events.NotRestored(names=tuple(late)))
-
-
-def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Create the optimizer state of parameters that have none.
-
-    If Adam runs out of memory while it allocates its moments, it leaves behind an entry that holds
-    only ``step``, and every later step fails with ``KeyError: 'exp_avg'``. torch's optimizers
-    create their state in ``_init_group``, which is called here before the step, with zero gradients
-    that take no memory. SGD instead creates its momentum from the first gradient. If it runs out of
-    memory in its first step, the run returns to the last good state, as after any out-of-memory in
-    an optimizer step.
-
-    Returns:
-        The parameters whose state was created. If an error is raised, no state was created.
-    """
-    init_group = getattr(optimizer, "_init_group", None)
-    if init_group is None:
-        return []
-    # Its first parameter is the group; the others are lists that it fills for the step.
-    list_count = len(inspection.signature(init_group).parameters) - 1
-    without_state = {
-        id(parameter) for parameter in parameters if not optimizer.state.get(parameter)
-    }
-    missing = [
-        p for group in optimizer.param_groups for p in group["params"] if id(p) in without_state
-    ]
-    if not missing:
-        return []
-    try:
-        with _only_gradients_of(optimizer, missing):
-            for group in optimizer.param_groups:
-                init_group(group, *([] for _ in range(list_count)))
-    except BaseException:
-        _drop_state(optimizer, missing)
-        raise
-    _drop_state(optimizer, [p for p in missing if not optimizer.state.get(p)])
-    return [p for p in missing if p in optimizer.state]
-
-
-@contextlib.contextmanager
-def _only_gradients_of(optimizer: Optimizer, chosen: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Give these parameters zero gradients that take no memory, and all others no gradient."""
-    everything = [p for group in optimizer.param_groups for p in group["params"]]
-    before = [p.grad for p in everything]
-    try:
-        for p in everything:
-            p.grad = None
-        for p in chosen:
-            is_sharded = local(p) is not p
-            if is_sharded:
-                # Any tensor with the same sharding will do, since its values are not used.
-                p.grad = p.detach()
-            else:
-                p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)
-        yield
-    finally:
-        for p, gradient in zip(everything, before, strict=True):
-            p.grad = gradient
-
-
-def _drop_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-    """Remove the state of these parameters, as if they had never been stepped."""
-    for parameter in parameters:
-        optimizer.state.pop(parameter, None)

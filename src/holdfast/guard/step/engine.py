@@ -24,36 +24,28 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import DeviceError, OutOfMemoryError
+from holdfast.core.errors import DeviceError
 from holdfast.core.events import run_events
-from holdfast.core.events.data import Promise
-from holdfast.core.events.decisions import Decision, Stop
-from holdfast.core.events.decisions import Split as SplitDecision
-from holdfast.core.policy.policy import Policy
-from holdfast.guard.diagnosis import Diagnosis
+from holdfast.core.events.decisions import Decision
+from holdfast.guard.context import RunContext
 from holdfast.guard.optimizers import closure_missing, failed_without_closure
 from holdfast.guard.parts import Parts
-from holdfast.guard.phase import RunState
-from holdfast.guard.ranks.one import OneRank
-from holdfast.guard.record import RunRecord, describe_error
 from holdfast.guard.result import Outcome, PartialOptimizerStep, StepAttempt
+from holdfast.guard.saving.reserves import Reserves
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.state.work import Work
 from holdfast.guard.step.attempts import Attempts
-from holdfast.guard.step.passes import EmptyPartError
+from holdfast.guard.step.failures import Failure, OtherRankFailed, failure_of
+from holdfast.guard.step.remedies import StepRemedies
 from holdfast.guard.step.replay import Replay
 from holdfast.loader.splitting import Split
 from holdfast.memory.host_memory import trim_heap
-from holdfast.memory.ladder import MemoryLadder, Remedies
-from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken, switch_off_if_unsafe
 from holdfast.memory.oom import (
     clear_exception_frames,
     find_out_of_memory,
     is_sticky,
     release_memory,
 )
-from holdfast.memory.recompute import COMPILED, may_be_caused_by_recomputing
-from holdfast.memory.saved_bytes import NOTHING_SAVES
 from holdfast.memory.tensors import versions_of
 from holdfast.numerics.gradients import Group, clip, nonfinite_gradients
 
@@ -66,49 +58,31 @@ class StepEngine:
     """Runs the steps of one run.
 
     Args:
-        parts: The models, optimizers and further state of the run.
-        policy: The policy of the run.
-        record: Where events are recorded.
+        context: What the objects of the run share.
         split: Where the batch dimension is; see `Guard`.
-        ranks: The ranks of the run; None for a single process.
+        reserves: Host memory that can be freed when an attempt runs out of memory.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        policy: Policy,
-        record: RunRecord,
-        split: Split,
-        ranks: OneRank | None = None,
-    ) -> None:
-        self.parts = parts
-        self.policy = policy
-        self.record = record
-        self.ranks = ranks or OneRank()
-        self.ladder = MemoryLadder.of(policy)
-        self.state = RunState()
+    def __init__(self, context: RunContext, split: Split, reserves: Reserves) -> None:
+        self.parts = context.parts
+        self.policy = context.policy
+        self.record = context.record
+        self.ranks = context.ranks
+        self.ladder = context.ladder
+        self.state = context.state
+        self.diagnosis = context.diagnosis
+        self.buffers = context.buffers
+        self.loss_scale = context.loss_scale
+        self.earlier_gradients = context.earlier_gradients
+        self._created_state = context.created_state
         self._split = split
-        self._devices = parts.devices()
-        self.diagnosis = Diagnosis(parts, policy, record)
-        self.attempts = Attempts(parts, policy, record, self.diagnosis.attempt, self.ranks)
+        self._devices = context.parts.devices()
+        self.attempts = Attempts(context)
         self._safety = self.attempts.safety
-        # A trial in a forked copy of one rank would wait for the other ranks.
-        self._safety.may_copy = self.ranks.world_size == 1
-        self._safety.alone = self.ranks.alone
-        self.buffers = self.attempts.buffers
-        self.loss_scale = self.attempts.loss_scale
-        self._model_order = _ModelOrder(parts)
-        self._replay = Replay(parts, self.attempts)
+        self._remedies = StepRemedies(context, self.attempts, reserves)
+        self._model_order = _ModelOrder(context.parts)
+        self._replay = Replay(context.parts, self.attempts)
         self._step_id = 0
-        self._reports_no_gain = policy.recompute is True
-        # Called when host memory is short, to free snapshots and buffers.
-        self.spare_memory: Callable[[], None] = lambda: None
-        # The optimizers that have stepped, so that the kernels for their whole batches exist.
-        self._stepped: set[str] = set()
-
-    def state_was_replaced(self) -> None:
-        """Note that optimizer state was loaded, so that some of it may have to be created again."""
-        self.attempts.state_was_replaced()
 
     def run(
         self,
@@ -129,7 +103,7 @@ class StepEngine:
             judge: Returns why an attempt with finite values must not be committed, or None.
         """
         work = self.begin(batch, loss_fn, names, split)
-        outcome = self._try(work, judge)
+        outcome = self._attempt_and_decide(work, judge)
         if outcome.committed:
             return outcome
         sound_batch = self.without_bad_samples(work, outcome)
@@ -137,7 +111,7 @@ class StepEngine:
             return outcome
         assert outcome.provenance is not None
         second_work = self.begin(sound_batch, loss_fn, names, work.split)
-        second_outcome = self._try(second_work, judge)
+        second_outcome = self._attempt_and_decide(second_work, judge)
         return replace(
             second_outcome,
             attempts=outcome.attempts + second_outcome.attempts,
@@ -145,7 +119,9 @@ class StepEngine:
             dropped=outcome.provenance.samples,
         )
 
-    def _try(self, work: Work, judge: Callable[[StepAttempt], Decision | None]) -> Outcome:
+    def _attempt_and_decide(
+        self, work: Work, judge: Callable[[StepAttempt], Decision | None]
+    ) -> Outcome:
         """Attempt a step that has begun, and commit or skip it."""
         self._step_id += 1
         attempt = self.attempt(work)
@@ -154,7 +130,7 @@ class StepEngine:
         try:
             decision = judge(attempt)
         except BaseException as error:
-            self._undo(work, error)
+            self._take_back_after(work, error)
             raise
         if decision is not None:
             self.take_back(work)
@@ -179,7 +155,7 @@ class StepEngine:
         try:
             return self._attempt_until_it_fits(work)
         except BaseException as error:
-            self._undo(work, error)
+            self._take_back_after(work, error)
             raise
 
     def take_back(self, work: Work) -> None:
@@ -198,7 +174,7 @@ class StepEngine:
         gradients = {p: p.grad for p in work.parameters if p.grad is not None}
         for parameter in work.parameters:
             parameter.grad = None
-        self.attempts.learn(work)
+        self.attempts.note_changes(work)
         self.loss_scale.forget()
         self.state.take_back()
         return gradients, self._outcome(work, attempt, committed=True)
@@ -217,7 +193,7 @@ class StepEngine:
         if not self.policy.provenance or (scale is not None and scale >= 1.0):
             # fp16 training finds its loss scale by trial and error, so this is not a failure.
             return outcome
-        provenance = self.ranks.origin(
+        provenance = self.ranks.find_origin(
             lambda: self._replay.find(work, self.ladder.plan),
             lambda: self._replay.look_at_batch(work),
         )
@@ -243,9 +219,9 @@ class StepEngine:
             if versions_of(work.tensors) != work.versions:
                 self._safety.notice_change(work.loss_fn)
             # This comes before any weight changes, so that an error can still be taken back.
-            self.attempts.learn(work)
+            self.attempts.note_changes(work)
         except BaseException as error:
-            self._undo(work, error)
+            self._take_back_after(work, error)
             raise
         self.state.commit()
         try:
@@ -260,10 +236,10 @@ class StepEngine:
             if is_sticky(error):
                 raise _dead_device(error) from error
             raise
-        self._stepped.update(work.names)
+        self._remedies.note_committed(work.names)
         return outcome
 
-    def _undo(self, work: Work, error: BaseException) -> None:
+    def _take_back_after(self, work: Work, error: BaseException) -> None:
         """Take back a step that ended with an error; raise H403 if the device cannot be used."""
         if is_sticky(error):
             self.state.spoil()
@@ -275,199 +251,76 @@ class StepEngine:
     def _attempt_until_it_fits(self, work: Work) -> StepAttempt:
         """Make attempts until one succeeds on all ranks, and apply a remedy after each failure.
 
-        The failures that are handled here are an out-of-memory, a module that cannot be recomputed
-        or measured, a micro-batch without items, and a failure on another rank.
-
         Raises:
             OutOfMemoryError: H401 if no remedy is left.
             BatchError: H208 if the loss function has changed the batch, so that it cannot be
                 retried.
         """
-        ranks = self.ranks
-        if ranks.begin is not None:
-            ranks.begin()
+        self.ranks.begin_attempt()
         self._check_split(work)
         while True:
-            if work.attempts and ranks.plan is not None:
-                self.ladder.plan = ranks.plan(self.ladder.plan)
+            if work.attempts:
+                self.ladder.adopt(self.ranks.plan_of_next_attempt(self.ladder.plan))
             work.attempts += 1
-            failure = None
-            try:
-                attempt = self._timed_attempt(work)
-                if ranks.accepts is None:
-                    return attempt
-                if ranks.accepts(attempt):
-                    self._report_news()
-                    return attempt
-            except Exception as error:
-                found = find_out_of_memory(error)
-                mismatch = bool(self.ladder.plan.recompute) and may_be_caused_by_recomputing(error)
-                unmeasurable = not mismatch and self.attempts.may_come_of_measuring(work, error)
-                if found is None and not (
-                    mismatch or unmeasurable or isinstance(error, EmptyPartError)
-                ):
-                    raise
-                failure = error
-            # The frames of the failed attempt can be dropped only outside the exception handler.
-            if failure is not None:
-                clear_exception_frames(failure)
-                ranks.pay(found or describe_error(failure), work.parameters)
-            self.attempts.take_back(work)
-            if ranks.begin is not None:
-                ranks.begin()
-            self.buffers.states.keep(look=True)
-            if versions_of(work.tensors) != work.versions:
-                raise self._safety.batch_was_changed(work.loss_fn)
+            result = self._make_attempt(work)
+            if isinstance(result, StepAttempt):
+                return result
+            self._prepare_next_attempt(work, result)
+            self._remedies.apply(work, result)
+
+    def _make_attempt(self, work: Work) -> StepAttempt | Failure:
+        """Make an attempt, and return it if it succeeds on all ranks, or why it must be repeated.
+
+        Errors that no remedy is known for are raised.
+        """
+        try:
+            attempt = self._timed_attempt(work)
+            if not self.ranks.accepts(attempt):
+                return OtherRankFailed()
+            self._report_news()
+        except Exception as error:
+            failure = failure_of(error, work, self.ladder.plan)
             if failure is None:
-                # Another rank has failed.
-                continue
-            if isinstance(failure, EmptyPartError):
-                may_split = self._safety.may_leave_out(work, failure.place)
-                self.attempts.restore(work)
-                if not may_split:
-                    self.ladder.without_split()
-                continue
-            if found is None and unmeasurable:
-                self._reports_no_gain = False
-                self.attempts.give_up_measuring(failure)
-                continue
-            if found is None:
-                self.attempts.give_up_recomputing(self.ladder.plan, failure)
-                self.ladder.without_recompute()
-                del failure
-                # The frames are in reference cycles, which this collects.
-                release_memory(self._devices)
-                continue
-            del failure
-            if self.parts.device_type() == "cpu":
-                self.spare_memory()
-            release_memory(self._devices)
-            if is_onednn_failure(found) and switch_off_if_broken():
-                self.record.emit(run_events.OnednnSwitchedOff())
-                # oneDNN failed, not the batch. Repeat the attempt with torch's own kernels.
-                continue
-            work.out_of_memory += 1
-            self._decide(work, found)
+                raise
+            raised = error
+        else:
+            return attempt
+        # The frames of the failed attempt can be dropped only outside the exception handler.
+        clear_exception_frames(raised)
+        return failure
+
+    def _prepare_next_attempt(self, work: Work, failure: Failure) -> None:
+        """Take back an attempt that must be repeated, together with the other ranks."""
+        if not isinstance(failure, OtherRankFailed):
+            self.ranks.complete_collectives(failure.description, work.parameters)
+        self.attempts.take_back(work)
+        self.ranks.begin_attempt()
+        self.buffers.states.keep(look=True)
+        if versions_of(work.tensors) != work.versions:
+            raise self._safety.batch_was_changed(work.loss_fn)
 
     def _timed_attempt(self, work: Work) -> StepAttempt:
         """Make an attempt and, if its batch is split, note how long it took."""
-        if self._samples_of_a_part(work) is None:
+        if work.micro_batch_of(self.ladder.plan) is None:
             return self.attempts.make(work, self.ladder.plan)
         began = self.record.clock.monotonic_seconds()
         attempt = self.attempts.make(work, self.ladder.plan)
         self._safety.note_split_step(work.loss_fn, self.record.clock.monotonic_seconds() - began)
         return attempt
 
-    def _samples_of_a_part(self, work: Work) -> int | None:
-        """Return the number of samples in a micro-batch, or None if the batch is not split."""
-        plan = self.ladder.plan
-        if work.size is None or plan.micro_batch_size is None:
-            return None
-        samples = plan.samples(work.size)
-        return None if samples == work.size else samples
-
     def _report_news(self) -> None:
-        news = self.ranks.take_news()
+        news = self.ranks.take_event()
         if news is not None:
             self.record.emit(news)
 
     def _check_split(self, work: Work) -> None:
         """Check whether the loss function allows splitting; if not, stop splitting batches."""
-        part = self._samples_of_a_part(work)
+        part = work.micro_batch_of(self.ladder.plan)
         tried_here, may_split = self._safety.check(work, part)
         if tried_here:
             self.attempts.restore(work)
         if part is not None and not may_split:
             self.ladder.without_split()
-
-    def _decide(self, work: Work, found: str) -> None:
-        """Record an out-of-memory, let the ladder decide what to change, and record the decision.
-
-        Raises:
-            OutOfMemoryError: H401 if no remedy is left.
-        """
-        plan = self.ladder.plan
-        size = work.size or 1
-        self.record.emit(
-            run_events.OutOfMemory(
-                error=found,
-                attempt=work.attempts,
-                micro_batch_size=plan.samples(size),
-                recompute=bool(plan.recompute),
-            )
-        )
-        remedies = self._remedies(work)
-        if (
-            self._reports_no_gain
-            and work.prepared
-            and work.out_of_memory > 1
-            and not remedies.recompute
-        ):
-            self._reports_no_gain = False
-            self.record.emit(
-                run_events.RecomputeImpossible(
-                    why=COMPILED if self.attempts.compiled else NOTHING_SAVES
-                )
-            )
-        decision = self.ladder.decide_after_oom(
-            batch_size=size, failures=work.out_of_memory, remedies=remedies
-        )
-        decision = self.attempts.as_promised(decision, work)
-        self.record.emit(replace(decision, rule="H401") if isinstance(decision, Stop) else decision)
-        if isinstance(decision, Stop):
-            raise self._does_not_fit(work, found, decision.reason)
-        # oneDNN creates kernels for new sizes, which is unsafe when memory is short.
-        needs_new_kernels = isinstance(decision, SplitDecision) or not self._stepped.issuperset(
-            work.names
-        )
-        if (
-            needs_new_kernels
-            and self.parts.device_type() == "cpu"
-            and switch_off_if_unsafe(self.parts.models.values())
-        ):
-            self.record.emit(run_events.OnednnSwitchedOff())
-
-    def _does_not_fit(self, work: Work, error: str, reason: str) -> OutOfMemoryError:
-        """Return H401 for a step that does not fit after all remedies."""
-        if work.size is None:
-            batch = "the batch"
-            fix = (
-                "pass split= with the batch dimension of each part, for example split={'frames': 1,"
-                " 'mask': None, 'targets': 'items'}, so that the batch can be split; or free"
-                " memory, or use a smaller batch or model; "
-            )
-        else:
-            batch = f"a batch of {work.size} samples"
-            fix = (
-                "free memory, or use a smaller batch or model; or make the batch splittable: return"
-                " Loss(mean, items) if samples are independent, TwoPass(outputs, loss) if the loss"
-                " compares them, or allow the refused split with Policy(allow_split_with=...); "
-            )
-        return OutOfMemoryError(
-            f"{batch} does not fit into memory, after {work.attempts} attempts ({error})",
-            limit=reason,
-            fix=fix + "the weights are those of the last committed step.",
-            rule="H401",
-        )
-
-    def _remedies(self, work: Work) -> Remedies:
-        """Return which remedies are possible for a step that ran out of memory."""
-        if not work.prepared:
-            return Remedies(
-                no_split="the state of the optimizer does not fit, whatever the micro-batch"
-            )
-        if work.out_of_memory == 1 and not self.ladder.on_trial:
-            # The first remedy is an unchanged retry, which needs no further information.
-            return Remedies()
-        if self.ranks.why_only_retry is not None:
-            return Remedies(no_split=self.ranks.why_only_retry)
-        # Kernels on accelerators may sum in a different order each time.
-        exact = self.parts.device_type() == "cpu"
-        modules = self.attempts.modules_to_recompute(self.ladder.plan)
-        remedies = self._safety.remedies(work)
-        self.attempts.restore(work)
-        promise: Promise = "bit-exact" if exact else "equal up to rounding"
-        return replace(remedies, recompute=modules, recompute_promise=promise)
 
     # --- the end of a step
 
@@ -512,7 +365,7 @@ class StepEngine:
                 self.diagnosis.before_step(name, outcome.attempt)
                 self.parts.optimizers[name].step()
                 self.diagnosis.after_step(name)
-                self.attempts.drop_unused_state(name)
+                self._created_state.drop_unused(name)
                 # Averages are updated here, since an out-of-memory here can still be undone.
                 if self.parts.averages and name == names[-1]:
                     self.parts.update_averages(moved)
@@ -527,9 +380,9 @@ class StepEngine:
             clear_exception_frames(failure)
             del failure
             release_memory(self._devices)
-            if self.ranks.falls_behind():
+            if self.ranks.request_optimizer_state():
                 self.record.emit(run_events.StateTaken(error=found))
-                self.attempts.drop_unused_state(name)
+                self._created_state.drop_unused(name)
                 continue
             raise PartialOptimizerStep(f"optimizer {name!r}: {found}", outcome)
 

@@ -1,27 +1,25 @@
-"""Forward and backward over a batch, in one pass or in several that give the same gradient.
-
-This module also has `LossScale`, the loss scaling for fp16.
-"""
+"""Forward and backward over a batch, in one pass or in several that give the same gradient."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch.optim import Optimizer
 
 from holdfast.core.errors import BatchError
 from holdfast.core.policy.kinds import Precision
 from holdfast.guard.precision import autocast
-from holdfast.guard.ranks.one import OneRank
+from holdfast.guard.ranks.interface import Ranks
+from holdfast.guard.ranks.single_process import SingleProcess
 from holdfast.guard.result import PassResult
 from holdfast.guard.splitting.loss_functions import weights_stay
 from holdfast.guard.splitting.split_safety import LossFunction, SplitSafety
 from holdfast.guard.splitting.two_pass import Inputs, TwoPass, TwoPassRun
 from holdfast.guard.splitting.weighting import Weighting, shares
+from holdfast.guard.state.loss_scale import LossScale
 from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import fresh
 from holdfast.numerics.loss import Terms, bad_items, put_together, read_loss, without_graph
@@ -52,6 +50,7 @@ class Passes:
         device_type: The kind of device, such as ``"cuda"``.
         precision: The precision of the forward pass.
         ranks: The ranks of the run; None for a single process.
+        parameters: The parameters of all models, whose hooks are checked in the first attempt.
     """
 
     def __init__(
@@ -60,16 +59,26 @@ class Passes:
         loss_scale: LossScale,
         device_type: str,
         precision: Precision,
-        ranks: OneRank | None = None,
+        ranks: Ranks | None = None,
+        parameters: Sequence[torch.Tensor] = (),
     ) -> None:
         self._safety = safety
-        self._ranks = ranks or OneRank()
+        self._ranks: Ranks = SingleProcess() if ranks is None else ranks
         self._loss_scale = loss_scale
         self._device_type = device_type
         self._precision: Precision = precision
         self._devices = safety.parts.devices()
-        # Parameters whose hooks are checked during the next backward pass.
-        self.watched: Sequence[torch.Tensor] = ()
+        # Parameters whose hooks have not been checked, and those to check in this attempt.
+        self._unchecked = parameters
+        self._watched: Sequence[torch.Tensor] = ()
+
+    def begin_attempt(self) -> None:
+        """Check the hooks of all parameters in the first attempt, and none in later ones.
+
+        The check takes time for each parameter.
+        """
+        self._watched = self._unchecked
+        self._unchecked = ()
 
     def whole(
         self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Inputs
@@ -78,14 +87,13 @@ class Passes:
         terms = self._forward(batch, size, loss_fn)
         if terms.declared:
             terms.check_items()
-        loss = self._ranks.weighed(terms)
+        loss = self._ranks.weighted_loss(terms)
         self._backward(loss, inputs())
         return PassResult(loss.detach(), terms.items[0], (), terms.counted, terms.extra)
 
     def parted(
         self,
         parts: _Parts,
-        size: int,
         loss_fn: LossFunction,
         parameters: Sequence[torch.Tensor],
         inputs: Inputs,
@@ -104,7 +112,6 @@ class Passes:
 
         Args:
             parts: The micro-batches, with the number of samples in each.
-            size: The number of samples in all of them.
             loss_fn: The loss function.
             parameters: The parameters of the step.
             inputs: Returns the ``inputs`` of ``backward``.
@@ -120,6 +127,7 @@ class Passes:
             return PassResult(terms.total().detach(), terms.read()[1][0])
         tried = self._safety.empty_is_tried(loss_fn)
         extra: list[tuple[int | None, Any]] = []
+        size = sum(samples for _, samples in parts)
         tally = _Tally(self._safety.weighting(loss_fn), size, drops=drops, empty_is_tried=tried)
         for index, (part, samples) in enumerate(parts):
             if index:
@@ -219,64 +227,11 @@ class Passes:
             return
         if self._loss_scale.enabled:
             loss = self._loss_scale.scale(loss)
-        if not self.watched:
+        if not self._watched:
             loss.backward(inputs=reached)  # type: ignore[no-untyped-call]
             return
-        with weights_stay(self.watched):
+        with weights_stay(self._watched):
             loss.backward(inputs=reached)  # type: ignore[no-untyped-call]
-
-
-class LossScale:
-    """torch's gradient scaler, which can also forget a step that is taken back."""
-
-    def __init__(self, device_type: str, *, enabled: bool) -> None:
-        self._device_type = device_type
-        self.enabled = enabled
-        self._scaler = self._new()
-        self._unscaled = False
-
-    def _new(self) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(self._device_type, enabled=self.enabled)
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times the scale."""
-        return self._scaler.scale(loss)
-
-    def unscale(self, optimizers: Mapping[str, Optimizer], names: Sequence[str]) -> None:
-        """Divide the gradients of these optimizers by the scale; call it once per step."""
-        self._unscaled = True
-        for name in names:
-            self._scaler.unscale_(optimizers[name])
-
-    def update(self) -> None:
-        """Adjust the scale after a step.
-
-        It is lowered if a gradient was not finite, and raised after many steps with finite ones.
-        """
-        if self.enabled:
-            self._scaler.update()
-            self._unscaled = False
-
-    def forget(self) -> None:
-        """Undo `unscale`. torch's scaler has no method for that, so a new one is created."""
-        if self._unscaled:
-            state = self._scaler.state_dict()
-            self._scaler = self._new()
-            self._scaler.load_state_dict(state)
-            self._unscaled = False
-
-    def value(self) -> float | None:
-        """Return the scale, or None without loss scaling. This synchronizes with the device."""
-        return self._scaler.get_scale() if self.enabled else None
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the state, or None without loss scaling."""
-        return self._scaler.state_dict() if self.enabled else None
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore the state. Does nothing for None, or without loss scaling."""
-        if self.enabled and state is not None:
-            self._scaler.load_state_dict(state)
 
 
 class _Tally:

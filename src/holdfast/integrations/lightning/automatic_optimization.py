@@ -151,8 +151,8 @@ class AutomaticOptimization(Optimization):
         self._output = None
         return result, output
 
-    def _begin_attempt(self) -> None:
-        super()._begin_attempt()
+    def _undo_previous_attempt(self) -> None:
+        super()._undo_previous_attempt()
         self._output = None
 
     def _loss_of_part(self, part: Any) -> torch.Tensor:

@@ -38,7 +38,9 @@ class Optimization:
         self._split = split
         self._logs = StepLogs(module, self._trainer)
         # Accumulates gradients while the batches of a window arrive.
-        self.accumulation = Accumulation(guard, self._begin_attempt)
+        self.accumulation = Accumulation(guard)
+        # The number of the attempt to which the logged values belong.
+        self._logged_attempt: int | None = None
         # The batch that Lightning has loaded, or the batch passed to a manual step.
         self._batch: Any = None
         # Whether the last step left the weights unchanged.
@@ -53,7 +55,7 @@ class Optimization:
     def close(self) -> None:
         """Undo the changes to Lightning's objects."""
 
-    def _begin_attempt(self) -> None:
+    def _undo_previous_attempt(self) -> None:
         self._logs.undo_attempt()
 
     @contextlib.contextmanager
@@ -63,10 +65,14 @@ class Optimization:
         The context yields True during an attempt of the step. During a trial split, or a replay
         that searches for a cause, it yields False and discards anything that is logged.
         """
-        if not self.accumulation.attempting:
+        attempt = self.accumulation.attempt
+        if attempt is None:
             with self._logs.discarded():
                 yield False
             return
+        if attempt != self._logged_attempt:
+            self._logged_attempt = attempt
+            self._undo_previous_attempt()
         self._logs.begin_part(part, self._batch)
         yield True
         # The logged values of this part are weighted by its number of samples.

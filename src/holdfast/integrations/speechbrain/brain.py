@@ -291,7 +291,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             outputs = self.compute_forward(part, stage)
             loss: torch.Tensor = self.compute_objectives(outputs, part, stage)
         assert self._holdfast_accumulation is not None
-        if self._holdfast_accumulation.attempting:
+        if self._holdfast_accumulation.attempt is not None:
             detached = tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
             self._holdfast_last_part = (part, detached)
         return divided(loss, self.grad_accumulation_factor)

@@ -1,5 +1,6 @@
-"""Tell from the stack whether the main thread is waiting in a collective of the script, as opposed
-to one of the guard.
+"""Find the collective of the script in which the main thread is waiting, from its stack.
+
+Collectives of the guard do not count.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Configurations that a guard does not support with several ranks are refused when
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -12,37 +14,56 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.text import counted
 from holdfast.guard.optimizer_state import has_torch_layout
 from holdfast.guard.parts import Parts
-from holdfast.guard.ranks.one import OneRank
+from holdfast.guard.ranks.interface import Ranks
+from holdfast.guard.ranks.single_process import SingleProcess
 
 
-def ranks_of(parts: Parts) -> OneRank:
+def ranks_of(parts: Parts) -> Ranks:
     """Return the ranks that train these parts.
 
     Raises:
         PolicyError: H108 for a configuration that is not supported with several ranks.
     """
     if not distributed.is_available() or not distributed.is_initialized():
-        return OneRank()
+        return SingleProcess()
     sharded = [
         name
         for name, model in parts.models.items()
         if any(hasattr(parameter, "placements") for parameter in model.parameters())
     ]
     if sharded:
-        return _of_sharded(parts, sharded)
+        # Imported here, because it needs parts of torch that a build without distributed lacks.
+        from holdfast.guard.ranks.fsdp import fsdp_ranks
+
+        _check_sharded(parts, sharded)
+        return fsdp_ranks(parts, parts.models[sharded[0]])
     wrapped = {
         name: wrapper
         for name, wrapper in parts.wrappers.items()
         if isinstance(wrapper, DistributedDataParallel)
     }
-    wrappers = list(wrapped.values())
     if distributed.get_world_size() == 1:
         # With one rank the wrapper has nothing to reduce. Switch off its collectives, since a
         # forked copy of this process could not take part in them.
-        for wrapper in wrappers:
+        for wrapper in wrapped.values():
             wrapper.require_backward_grad_sync = False
             wrapper.require_forward_param_sync = False
-        return OneRank()
+        return SingleProcess()
+    _check_models(parts)
+    _check_replicated(parts, wrapped)
+    ((name, wrapper),) = wrapped.items()
+    _check_wrapper(wrapper)
+    # Imported here for the same reason.
+    from holdfast.guard.ranks.ddp import ddp_ranks
+
+    return ddp_ranks(parts, name, wrapper)
+
+
+# --- DistributedDataParallel
+
+
+def _check_models(parts: Parts) -> None:
+    """Raise H108 for a model that is trained without DistributedDataParallel, or wrapped twice."""
     for name, model in parts.models.items():
         if name not in parts.wrappers and any(p.requires_grad for p in model.parameters()):
             raise _refused(
@@ -52,12 +73,19 @@ def ranks_of(parts: Parts) -> OneRank:
             isinstance(part, (DistributedDataParallel, nn.DataParallel)) for part in model.modules()
         ):
             raise _refused(f"model {name!r} is wrapped twice or only in part")
-    if len(wrappers) != 1 or len(parts.optimizers) != 1:
+
+
+def _check_replicated(parts: Parts, wrapped: Mapping[str, DistributedDataParallel]) -> None:
+    """Raise H108 unless there is exactly one wrapped model with one optimizer."""
+    if len(wrapped) != 1 or len(parts.optimizers) != 1:
         raise _refused(
-            f"Guard received {counted(len(wrappers), 'wrapped model')} and"
+            f"Guard received {counted(len(wrapped), 'wrapped model')} and"
             f" {counted(len(parts.optimizers), 'optimizer')}"
         )
-    ((name, wrapper),) = wrapped.items()
+
+
+def _check_wrapper(wrapper: DistributedDataParallel) -> None:
+    """Raise H108 for settings of DistributedDataParallel that are not supported."""
     ignored = [
         key
         for key, p in wrapper.module.named_parameters()
@@ -76,16 +104,13 @@ def ranks_of(parts: Parts) -> OneRank:
         )
     if any(hasattr(state, "error_dict") for _, state in wrapper._comm_hooks):
         raise _refused("a PowerSGD hook would keep NaN from a step that is taken back")
-    # Imported here, because it needs parts of torch that a build without distributed lacks.
-    from holdfast.guard.ranks.ranks import Ranks
-    from holdfast.guard.ranks.replicated import Replicated
-
-    (optimizer,) = parts.optimizers.values()
-    return Ranks(Replicated(wrapper, name), optimizer, parts.averages.values())
 
 
-def _of_sharded(parts: Parts, names: list[str]) -> OneRank:
-    """Return the ranks that train a model under ``fully_shard``.
+# --- fully_shard
+
+
+def _check_sharded(parts: Parts, names: list[str]) -> None:
+    """Raise H108 for a model under ``fully_shard`` that is not supported.
 
     Args:
         parts: The parts of the guard.
@@ -93,8 +118,7 @@ def _of_sharded(parts: Parts, names: list[str]) -> OneRank:
     """
     from torch.distributed.fsdp import FSDPModule
 
-    from holdfast.guard.ranks.ranks import Ranks
-    from holdfast.guard.ranks.sharded import Sharded, why_unknown
+    from holdfast.guard.ranks.sharded import why_unsupported
 
     if parts.averages:
         raise _refused(
@@ -110,7 +134,7 @@ def _of_sharded(parts: Parts, names: list[str]) -> OneRank:
         if name in names and not isinstance(model, FSDPModule):
             raise _refused(f"only a part of model {name!r} was passed to fully_shard")
         for parameter in model.parameters():
-            problem = why_unknown(parameter, distributed.get_world_size())
+            problem = why_unsupported(parameter, distributed.get_world_size())
             if problem is not None:
                 raise _refused(f"model {name!r} {problem}")
     (optimizer,) = parts.optimizers.values()
@@ -120,7 +144,6 @@ def _of_sharded(parts: Parts, names: list[str]) -> OneRank:
             f"the state_dict of a {type(optimizer).__name__} does not have the layout of torch's"
             " optimizers"
         )
-    return Ranks(Sharded(parts.models[names[0]]), optimizer)
 
 
 def _refused(what: str) -> PolicyError:

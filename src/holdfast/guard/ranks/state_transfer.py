@@ -2,18 +2,98 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, final
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.optim import Optimizer
 
 from holdfast.core.errors import OutOfMemoryError
 from holdfast.guard.optimizer_state import has_torch_layout
+from holdfast.guard.optimizers import OptimizerMemory
+from holdfast.guard.parts import Parts
+from holdfast.guard.ranks.distributed_model import DistributedModel
 from holdfast.guard.ranks.messages import Messages
 
 
-def take_state(
+@final
+class StateTransfer:
+    """Gives a rank whose optimizer has failed the weights and moments of another one.
+
+    Used by `ProcessGroupRanks`, which tells it at which points all ranks are together.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        averages: Averages of its weights, which are equal on all ranks.
+        optimizer_memory: Makes optimizers need less memory, on all ranks alike.
+        messages: The connection to the other ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: DistributedModel,
+        optimizer: Optimizer,
+        averages: Iterable[nn.Module],
+        optimizer_memory: OptimizerMemory,
+        messages: Messages,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._averages = list(averages)
+        self._optimizer_memory = optimizer_memory
+        self._messages = messages
+        # Whether the optimizer has failed in its step on this rank, while other ranks have stepped.
+        self.is_behind = False
+
+    def request(self) -> None:
+        """Note that the optimizer has failed in its step on this rank."""
+        self.is_behind = True
+
+    def catch_up(self, behind: list[bool]) -> None:
+        """If an optimizer has failed on some rank, copy the state of another rank to all ranks.
+
+        All ranks must call this at the same point.
+
+        Args:
+            behind: For each rank, whether its optimizer has failed in the last step.
+        """
+        if not any(behind):
+            return
+        self._optimizer_memory.release()
+        source = _first_healthy(behind)
+        group = self._model.group
+        device = self._model.device
+        _copy_state(self._optimizer, source, self._messages, group, device)
+        for average in self._averages:
+            for tensor in average.state_dict().values():
+                on_device = tensor.to(device)
+                distributed.broadcast(on_device, source, group=group)
+                tensor.copy_(on_device)
+        self.is_behind = False
+
+
+def transfer_of(parts: Parts, model: DistributedModel, messages: Messages) -> StateTransfer:
+    """Return the transfer for the parts of a guard, which has one optimizer.
+
+    Args:
+        parts: The parts of the guard.
+        model: The model.
+        messages: The connection to the other ranks.
+    """
+    (optimizer,) = parts.optimizers.values()
+    return StateTransfer(
+        model=model,
+        optimizer=optimizer,
+        averages=parts.averages.values(),
+        optimizer_memory=OptimizerMemory(parts.optimizers.values()),
+        messages=messages,
+    )
+
+
+def _copy_state(
     optimizer: Optimizer, source: int, messages: Messages, group: Any, device: torch.device
 ) -> None:
     """Copy the parameters and the state of an optimizer from one rank to all ranks.
@@ -58,7 +138,7 @@ def take_state(
         state[key] = value
 
 
-def healthy(behind: list[bool]) -> int:
+def _first_healthy(behind: list[bool]) -> int:
     """Return a rank whose optimizer has completed its step.
 
     Args:

@@ -1,4 +1,4 @@
-"""Find the state that differs between ranks: unshared buffers, and ``state=`` objects.
+"""Find the state that differs between ranks: some buffers, and ``state=`` objects.
 
 The ranks exchange digests. Only the entries whose digests differ are sent to the first rank, which
 writes them into the checkpoint.
@@ -17,7 +17,7 @@ import torch
 
 from holdfast.checkpoint.codec import Encoder
 
-Kinds = Mapping[str, Mapping[str, Any]]
+EntriesByKind = Mapping[str, Mapping[str, Any]]
 """For each of `KINDS` the entries by name.
 
 Tensors for ``"buffers"``, and trees of any values for ``"states"``.
@@ -31,25 +31,25 @@ class Digests:
     def __init__(self) -> None:
         self._of_constants: dict[str, str] = {}
 
-    def of(self, own: Kinds, constant: Iterable[str]) -> dict[str, dict[str, str]]:
+    def compute(self, entries: EntriesByKind, constant: Iterable[str]) -> dict[str, dict[str, str]]:
         """Return the digest of each entry, by kind and name.
 
         Args:
-            own: The entries of this rank.
+            entries: The entries of this rank.
             constant: The names of buffers that no step has changed. Their digests are computed only
                 once.
         """
-        constants = {name for name in constant if name in own["buffers"]}
+        constants = {name for name in constant if name in entries["buffers"]}
         for name in self._of_constants.keys() - constants:
             del self._of_constants[name]
         for name in constants - self._of_constants.keys():
-            self._of_constants[name] = _digest(own["buffers"][name])
+            self._of_constants[name] = _digest(entries["buffers"][name])
         buffers = {
             name: _digest(tensor)
-            for name, tensor in own["buffers"].items()
+            for name, tensor in entries["buffers"].items()
             if name not in constants
         }
-        states = {name: _digest(tree) for name, tree in own["states"].items()}
+        states = {name: _digest(tree) for name, tree in entries["states"].items()}
         return {"buffers": {**buffers, **self._of_constants}, "states": states}
 
 
@@ -57,7 +57,7 @@ def differing_names(digests: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[
     """Return for each kind the names whose digests are not the same on all ranks.
 
     Args:
-        digests: For each rank the value of `Digests.of`.
+        digests: For each rank the value of `Digests.compute`.
     """
     names_by_kind = {}
     for kind in KINDS:
@@ -70,11 +70,13 @@ def differing_names(digests: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[
     return names_by_kind
 
 
-def select(own: Kinds, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+def select(entries: EntriesByKind, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
     """Return the entries with these names, without those that this rank does not have."""
-    return {
-        kind: {name: own[kind][name] for name in names[kind] if name in own[kind]} for kind in KINDS
-    }
+    selected = {}
+    for kind in KINDS:
+        own = entries[kind]
+        selected[kind] = {name: own[name] for name in names[kind] if name in own}
+    return selected
 
 
 def _digest(tree: Any) -> str:

@@ -1,0 +1,86 @@
+"""`RunContext`: what the objects that carry out one run share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from holdfast.core.policy.policy import Policy
+from holdfast.guard.cursor import Cursor
+from holdfast.guard.diagnosis import Diagnosis
+from holdfast.guard.parts import Parts
+from holdfast.guard.phase import RunState
+from holdfast.guard.ranks.interface import Ranks
+from holdfast.guard.record import RunRecord
+from holdfast.guard.result import Counters
+from holdfast.guard.schedules import Schedules
+from holdfast.guard.state.buffers import BufferKeeper
+from holdfast.guard.state.created_state import CreatedState
+from holdfast.guard.state.earlier_gradients import EarlierGradients
+from holdfast.guard.state.loss_scale import LossScale
+from holdfast.guard.state.states import StateKeeper, kept_states
+from holdfast.memory.ladder import MemoryLadder
+from holdfast.numerics.spikes import SpikeDetector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """What the engine, the session and their parts share.
+
+    `Guard` creates it once and passes it on, so that none of these objects has to know the others.
+    """
+
+    # The models, optimizers and further state of the run.
+    parts: Parts
+    policy: Policy
+    # Where events are recorded.
+    record: RunRecord
+    ranks: Ranks
+    # The phase of the run, and whether its state is sound.
+    state: RunState
+    # Which remedies for an out-of-memory are in use, and which come next.
+    ladder: MemoryLadder
+    # Copies of the buffers and of the `state=` objects that an attempt may change.
+    buffers: BufferKeeper
+    loss_scale: LossScale
+    # The state of optimizers that the guard has created before their first step.
+    created_state: CreatedState
+    # The gradients of the batches of a step that came before the current one.
+    earlier_gradients: EarlierGradients
+    diagnosis: Diagnosis
+    # The position in the loader; None if the guard has no loader.
+    cursor: Cursor | None
+    schedules: Schedules
+    # Detects losses and gradient norms that stand out.
+    spikes: SpikeDetector
+    counters: Counters
+
+    @classmethod
+    def of(
+        cls,
+        parts: Parts,
+        policy: Policy,
+        record: RunRecord,
+        ranks: Ranks,
+        cursor: Cursor | None,
+        schedules: Schedules,
+    ) -> Self:
+        """Return the context of a run that begins."""
+        loss_scale = LossScale(parts.device_type(), enabled=policy.precision == "fp16")
+        return cls(
+            parts=parts,
+            policy=policy,
+            record=record,
+            ranks=ranks,
+            state=RunState(),
+            ladder=MemoryLadder.of(policy),
+            buffers=BufferKeeper(parts.models, StateKeeper(kept_states(parts))),
+            loss_scale=loss_scale,
+            created_state=CreatedState(parts.optimizers),
+            earlier_gradients=EarlierGradients(loss_scale),
+            diagnosis=Diagnosis(parts, policy, record),
+            cursor=cursor,
+            schedules=schedules,
+            spikes=SpikeDetector(objective=policy.objective),
+            counters=Counters(),
+        )

@@ -1,0 +1,122 @@
+"""What all ranks decide together from the rows of a step: when to stop, and when to save."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import final
+
+from holdfast.guard.cursor import Cursor
+from holdfast.guard.ranks.messages import Messages
+from holdfast.guard.ranks.row import STEP, Rows
+from holdfast.guard.saving.saves import Saving
+from holdfast.guard.stop import StopRequest
+
+# How long a rank that ends with an error waits for the writers of all ranks.
+_WRITER_SECONDS = 2.0
+
+
+@final
+class GroupStopRequest(StopRequest):
+    """The stop request of all ranks: a request on any rank reaches all of them in the next step.
+
+    Args:
+        own: The stop request of this rank.
+        messages: The connection to the other ranks.
+    """
+
+    def __init__(self, own: StopRequest, messages: Messages) -> None:
+        super().__init__()
+        self._own = own
+        self._messages = messages
+
+    def as_number(self) -> float:
+        """Return the request of this rank as a number; see `Row.stop`."""
+        if self._own.signal is not None:
+            return 1.0 + self._own.signal
+        return 0.0 if self._own.reason is None else 1.0
+
+    def receive(self, rows: Rows) -> None:
+        """Process the requests in the rows of all ranks.
+
+        If there are several signals, all ranks follow the one with the highest number. All ranks
+        have the same reason, since a script may use it to decide what all of them do next.
+        """
+        rank, stop = rows.stop
+        if stop > 1.0:
+            self.signal = signal.Signals(int(stop) - 1)
+            self.reason = self.signal.name
+            self.rank = rank
+        elif stop and self.reason is None:
+            # The row has no room for the reason that was passed to `request_stop`.
+            self.reason = self._messages.exchange("the reason to stop", self._own.reason)[rank]
+            self.rank = rank
+
+    def reset(self, *, raised: bool = False) -> None:
+        """Forget a request that has ended a loop, including that of this rank itself."""
+        if self.honored:
+            self._own.honor()
+        self._own.reset(raised=raised)
+        super().reset(raised=raised)
+
+    def __enter__(self) -> None:
+        """Do nothing: with several ranks, signals interrupt nothing, because all end together."""
+
+
+@final
+class GroupSaves:
+    """Decides when all ranks save. The first rank makes the decision for all.
+
+    Args:
+        own: Saves the checkpoints of this rank.
+        messages: The connection to the other ranks.
+        cursor: The position of this rank in its loader; None without a loader.
+    """
+
+    def __init__(self, own: Saving, messages: Messages, cursor: Cursor | None) -> None:
+        self._own = own
+        self._messages = messages
+        self._cursor = cursor
+        # A save is due once this step is reached; None if no save is due.
+        self._due_from: int | None = None
+        self._refused = False
+
+    def fields_of_row(self, kind: float) -> dict[str, bool]:
+        """Return the fields of the first rank's row, for the end of a step or of an epoch."""
+        steps = int(kind == STEP)
+        waits = bool(steps) and self._cursor is not None and self._cursor.seems_to_end
+        return {
+            "save": not waits and self._own.is_due(after_steps=steps),
+            "refused": self._own.has_refusal,
+        }
+
+    def receive(self, rows: Rows) -> None:
+        """Process the decision in the first rank's row."""
+        first = rows.by_rank[0]
+        self._refused = bool(first.refused)
+        self._due_from = None
+        if first.save:
+            # The row was sent before the step was counted.
+            self._due_from = self._own.global_step + (first.kind == STEP)
+
+    def is_due(self) -> bool:
+        """Return whether all ranks save at this boundary.
+
+        They do not if the step after which they were to save was skipped.
+        """
+        due_from = self._due_from
+        self._due_from = None
+        return due_from is not None and self._own.global_step >= due_from
+
+    def let_finish(self) -> None:
+        """Wait briefly for the writers of all ranks, which stop when they learn about an error."""
+        until = time.monotonic() + _WRITER_SECONDS
+        while self._own.is_busy and time.monotonic() < until:
+            time.sleep(0.02)
+
+    def take_refusal(self) -> str | None:
+        """Return on all ranks why a save was refused since the last call, or None."""
+        if not self._refused:
+            return None
+        self._refused = False
+        return str(self._messages.exchange("refusal", self._own.take_refusal())[0])

@@ -1,0 +1,187 @@
+"""`Failures`: the first failure of any rank, with which all ranks end.
+
+A rank that fails writes its error to the key ``failure`` of the store, unless another rank has done
+so before, and sends every rank a letter to read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from typing import final
+
+from holdfast.core.errors import HoldfastError, RankError
+from holdfast.core.standard_streams import write_to_stderr
+from holdfast.guard.ranks.inbox import READ_FAILURE, Inbox
+from holdfast.guard.ranks.progress import GUARDS
+from holdfast.guard.ranks.store import RankStore
+
+_KEY = "failure"
+# Words in error messages that may be consequences of the end of another rank.
+_SIGNS_OF_A_LOST_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
+_HAS_LEFT = "this rank has left the group after an error, or this is a fork of its process"
+# How long a failing rank waits until all ranks have read its error.
+_READ_SECONDS = 1.0
+# How long a rank waits for the text of another rank's error.
+_TEXT_SECONDS = 2.0
+
+
+@final
+class Failures:
+    """What this guard knows about failures, and how it reports its own.
+
+    Args:
+        rank: This rank.
+        ranks: All ranks.
+        store: A connection to the store.
+        inbox: Sends letters to the ranks.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], store: RankStore, inbox: Inbox) -> None:
+        self._rank = rank
+        self._ranks = ranks
+        self._store = store
+        self._inbox = inbox
+        # The error with which another rank has failed.
+        self.known: RankError | None = None
+        # Whether this rank has failed, or is a fork of its process. It then sends nothing.
+        self.has_failed = False
+
+    def check(self) -> None:
+        """Raise H114 or H116 if this rank or another one has failed."""
+        if self.known is not None:
+            raise self.known
+        if self.has_failed:
+            raise rank_is_gone(_HAS_LEFT)
+
+    def be_silent(self) -> None:
+        """Report nothing from a forked process, since its end does not concern the rank."""
+        self.has_failed = True
+
+    # --- failures of this rank
+
+    def publish(self, error: BaseException) -> None:
+        """Tell the other ranks why this one ends. Only the first error on any rank counts."""
+        self.has_failed = True
+        with contextlib.suppress(RuntimeError):
+            self.post(error)
+            # The store may end with this process, so wait until the others have read the error.
+            self._store.poll([_read_key(rank) for rank in self._ranks], _READ_SECONDS)
+        # This makes threads of this process stop waiting for other ranks.
+        self.known = self.known or rank_is_gone(_HAS_LEFT)
+
+    def post(self, error: BaseException) -> None:
+        """Write an error to the store unless there is one, and send all ranks to read it."""
+        out_of_step_by = None
+        if isinstance(error, RankError) and error.rule == "H116":
+            out_of_step_by = error.what
+        failure = [self._rank, f"{type(error).__name__}: {error}", out_of_step_by]
+        self._store.set_first_text(_KEY, json.dumps(failure))
+        for rank in self._ranks:
+            self._inbox.send(rank, READ_FAILURE)
+
+    # --- failures of other ranks
+
+    def lose(self, rank: int, how: str) -> RankError:
+        """Report to all ranks that a rank is lost. From now on, `check` raises an error.
+
+        Args:
+            rank: The lost rank.
+            how: How it was lost, as a verb phrase after the name of the rank.
+
+        Returns:
+            The error: H114 about this rank, or an error that was known before.
+        """
+        error = rank_is_gone(f"rank {rank} {how}")
+        self.known = self.known or error
+        GUARDS.note_failure(self.known)
+        with contextlib.suppress(RuntimeError):
+            self.post(error)
+        return self.known
+
+    def note(self, error: RankError | None) -> None:
+        """Note the error that the listening thread has received, if there is one."""
+        if error is not None:
+            self.known = error
+            GUARDS.note_failure(error)
+
+    def read(self, store: RankStore) -> RankError | None:
+        """Return the error that another rank has published; None if this rank has.
+
+        Args:
+            store: The connection of the thread that reads it.
+        """
+        rank, text, out_of_step_by = json.loads(store.text(_KEY) or "")
+        if rank == self._rank:
+            return None
+        if out_of_step_by is not None:
+            # All ranks that are out of step share the error, not only the one that noticed it.
+            return out_of_step(out_of_step_by)
+        return RankError(
+            f"rank {rank} has failed with {text}",
+            limit=(
+                "the others cannot continue without it; their weights are those of the last"
+                " committed step"
+            ),
+            fix=f"fix the error of rank {rank}, and start all ranks again.",
+            rule="H114",
+        )
+
+    def confirm_reading(self, store: RankStore) -> None:
+        """Let the rank that has failed know that this one has read its error."""
+        store.set_text(_read_key(self._rank), "")
+
+    def cause_of(self, error: BaseException) -> RankError | None:
+        """Return the error of another rank that is the cause of an error here, or None."""
+        if isinstance(error, HoldfastError) or not isinstance(error, RuntimeError):
+            return None
+        if not any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER):
+            return None
+        with contextlib.suppress(RuntimeError):
+            if self._store.poll([_KEY], _TEXT_SECONDS, lambda: self.known is not None):
+                return self.known or self.read(self._store)
+        return self.known_or("another rank has ended without reporting an error")
+
+    def known_or(self, what: str) -> RankError:
+        """Return the error that this guard or another one of this process knows, or H114.
+
+        Args:
+            what: What H114 says, as a sentence without its full stop.
+        """
+        return self.known or GUARDS.failure or rank_is_gone(what)
+
+
+def _read_key(rank: int) -> str:
+    return f"{_KEY}/read/{rank}"
+
+
+def rank_is_gone(what: str) -> RankError:
+    """Return H114 for a rank that has ended without reporting an error."""
+    return RankError(
+        what,
+        limit="the others cannot continue without it",
+        fix=(
+            "check the end of each rank's output to see whether it was killed or exited, and start"
+            " all ranks again."
+        ),
+        rule="H114",
+    )
+
+
+def out_of_step(what: str) -> RankError:
+    """Return H116 for ranks that do not make the same calls with the same batches."""
+    return RankError(
+        what,
+        limit="all ranks must call the guard in the same order, with the same batches",
+        fix=(
+            "call guard.step, validated and close on all ranks, and leave the loop on all ranks,"
+            " for example with request_stop. If one rank has to skip a batch, skip it on all ranks."
+        ),
+        rule="H116",
+    )
+
+
+def print_error(error: RankError) -> None:
+    """Print an error to stderr."""
+    write_to_stderr(f"holdfast: {error}\n")

@@ -1,0 +1,182 @@
+"""`FsdpRanks`: the ranks of a model under ``fully_shard``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, final
+
+import torch
+from torch import distributed, nn
+
+from holdfast.checkpoint.saver import Writers
+from holdfast.checkpoint.tensor_files import Share
+from holdfast.core.policy.policy import Policy
+from holdfast.guard.parts import Parts
+from holdfast.guard.ranks.agreement import unsupported
+from holdfast.guard.ranks.arrival import connect_ranks
+from holdfast.guard.ranks.messages import Messages
+from holdfast.guard.ranks.origin import OriginReport
+from holdfast.guard.ranks.process_group import ProcessGroupRanks
+from holdfast.guard.ranks.sharded import ShardedModel
+from holdfast.guard.ranks.shared_writers import SharedWriters
+from holdfast.guard.ranks.state_transfer import StateTransfer, transfer_of, without_help
+from holdfast.guard.ranks.tape import Tape
+from holdfast.guard.result import PassResult, Provenance
+from holdfast.memory.ladder import StepPlan
+from holdfast.numerics.gradients import GradientFacts, Group, inspect
+
+_WHY_NOT_TRACED = (
+    "its origin cannot be traced, because one rank cannot run a sharded model without the others"
+)
+
+
+def fsdp_ranks(parts: Parts, module: nn.Module) -> FsdpRanks:
+    """Connect the ranks that train a model under ``fully_shard``.
+
+    Args:
+        parts: The parts of the guard.
+        module: The model.
+    """
+    messages = connect_ranks(distributed.group.WORLD)
+    tape = Tape(messages)
+    model = ShardedModel(module, tape)
+    return FsdpRanks(model, messages, tape, transfer_of(parts, model, messages))
+
+
+@final
+class FsdpRanks(ProcessGroupRanks[ShardedModel]):
+    """Ranks that each hold a shard of the model, so that none of them can run it alone.
+
+    They do not split batches, since all of them must run the same number of passes, and all
+    recompute the same modules.
+    """
+
+    shards_state = True
+    # All ranks recompute the same modules, so that they also repeat the collectives in these
+    # together.
+    why_only_retry = None
+    ignored: Sequence[str] = ()
+
+    def __init__(
+        self, model: ShardedModel, messages: Messages, tape: Tape, transfer: StateTransfer
+    ) -> None:
+        super().__init__(model, messages, tape, transfer)
+        self._writers = SharedWriters(messages)
+        # Whether the last attempt has failed on this rank.
+        self._has_failed = False
+        # Whether losses are scaled, for fp16.
+        self._scales_loss = False
+
+    @property
+    def writers(self) -> Writers:
+        """Return all ranks, each of which writes its shards."""
+        return self._writers
+
+    def supported_policy(self, policy: Policy) -> Policy:
+        """Return the policy with the features disabled that a sharded model does not support.
+
+        Raises:
+            PolicyError: H108 for an unsupported feature that was enabled explicitly.
+        """
+        self._scales_loss = policy.precision == "fp16"
+        return super().supported_policy(policy)
+
+    # --- a step
+
+    def inspect_gradients(
+        self, groups: Sequence[Group], loss: torch.Tensor, items: torch.Tensor | None
+    ) -> tuple[GradientFacts, torch.Tensor]:
+        """Measure the gradients, with the norms of whole gradients instead of those of shards."""
+        return inspect(groups, loss, items, share=self._model.norms)
+
+    def complete_collectives(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
+        """Complete the collectives that other ranks are waiting for, after an attempt failed here.
+
+        Raises:
+            OutOfMemoryError: H401 if that is not possible.
+        """
+        super().complete_collectives(failure, parameters)
+        self._has_failed = True
+
+    def _why_not_completable(self) -> str | None:
+        if self._scales_loss:
+            return "the fp16 gradient scaler starts collectives as well"
+        return self._model.why_not_completable()
+
+    def _start_missing_collectives(self) -> str | None:
+        """Start the missing collectives of this attempt; return None, or why that is impossible."""
+        return self._model.follow(self._exchange_failure)
+
+    def _exchange_failure(self) -> None:
+        """Send a row that says that this rank has failed, and wait for the other ranks' rows."""
+        self._exchange.send_failure()
+        self._exchange.wait()
+
+    def plan_of_next_attempt(self, plan: StepPlan) -> StepPlan:
+        """Return the plan for the next attempt, which combines those of all failed ranks."""
+        plans = self._messages.exchange("plan", [self._has_failed, list(plan.recompute)])
+        self._has_failed = False
+        names = dict.fromkeys(name for failed, recompute in plans if failed for name in recompute)
+        return replace(plan, recompute=tuple(names))
+
+    def request_optimizer_state(self) -> NoReturn:
+        """Raise H402, since no other rank holds the same weights."""
+        raise without_help("each rank holds weights that no other has")
+
+    # --- NaN and Inf
+
+    def _own_origin(
+        self,
+        suspects: list[int],  # noqa: ARG002 - each rank checks its batch
+        replay: Callable[[], Provenance],  # noqa: ARG002 - which would need all ranks
+        check_batch: Callable[[], Provenance],
+    ) -> Provenance:
+        in_batch = check_batch()
+        if in_batch.origin is not None:
+            return in_batch
+        return Provenance(problem=_WHY_NOT_TRACED)
+
+    def _credible(self, reports: list[OriginReport]) -> list[OriginReport]:
+        """Return the reports without their origins if all ranks have found one.
+
+        Only the batches were checked. If all of them hold NaN, for example as missing labels, that
+        is not the cause.
+        """
+        if not all(report.has_origin for report in reports):
+            return reports
+        return [report._replace(has_origin=False, text=_WHY_NOT_TRACED) for report in reports]
+
+    # --- a batch that is split, or a model that one rank runs alone
+
+    def no_sync(self, *, only_this_rank: bool = False) -> NoReturn:  # noqa: ARG002
+        """Raise H108, since batches of a sharded model are not split."""
+        raise unsupported("a step over several batches of a sharded model")
+
+    def check_parts(self) -> None:
+        """Do nothing, since batches are not split."""
+
+    def reduce_gradients(
+        self,
+        passed: PassResult,  # noqa: ARG002
+        parameters: Sequence[torch.Tensor],  # noqa: ARG002
+        *,
+        added: bool = False,  # noqa: ARG002
+    ) -> NoReturn:
+        """Refuse to reduce gradients apart from backward, since `no_sync` has raised before."""
+        raise AssertionError("a sharded model reduces its gradients in backward")
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """Refuse to run the model on one rank, which no feature does that these ranks support."""
+        raise AssertionError("one rank cannot run a sharded model without the others")
+
+    # --- saving
+
+    def part_to_save(self, trees: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's rows of the sharded tensors and, on the first rank, the rest."""
+        return self._model.part_to_save(trees, is_first=self.rank == 0)
+
+    def rows_to_load(self, parts: Parts) -> Callable[[str, str, torch.Size], Share | None]:
+        """Return a function that says which rows of a saved tensor this rank needs."""
+        return self._model.rows_to_load(parts)

@@ -1,0 +1,240 @@
+"""`Listener`: a thread that reads the letters to this rank, and ends the process if it must.
+
+It ends the process if another rank has failed, or waits where this rank will never get. The main
+thread alone could not: it may be waiting in a collective that will never complete.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from typing import final
+
+from holdfast.core.errors import RankError
+from holdfast.guard.ranks.failures import Failures, out_of_step, print_error
+from holdfast.guard.ranks.inbox import (
+    ARE_YOU_ALIVE,
+    READ_FAILURE,
+    answer,
+    letter_key,
+    whereabouts_in,
+)
+from holdfast.guard.ranks.main_thread import collective_of_main_thread
+from holdfast.guard.ranks.progress import GUARDS, Progress, Whereabouts
+from holdfast.guard.ranks.store import LONGEST_PAUSE_SECONDS, RankStore
+from holdfast.guard.ranks.threads import StoreThreads
+
+# How long a process may still wait in a collective after another rank has failed.
+_GRACE_SECONDS = 3.0
+# Whereabouts are judged with this delay, because a rank that leaves its loop with an error sends
+# them before the error.
+_JUDGEMENT_DELAY_SECONDS = 1.0
+# How long a collective may take to complete once all ranks have started it.
+_COLLECTIVE_SECONDS = 5.0
+
+
+@final
+class Listener:
+    """Reads the letters to this rank; used by `Messages`.
+
+    Args:
+        rank: This rank.
+        other_ranks: How many other ranks there are.
+        threads: The threads of the guard, to which this one belongs.
+        progress: How far this rank is.
+        failures: The failures that this rank knows.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        other_ranks: int,
+        threads: StoreThreads,
+        progress: Progress,
+        failures: Failures,
+    ) -> None:
+        self._rank = rank
+        self._threads = threads
+        self._failures = failures
+        self._meetings = Meetings(rank, other_ranks, progress)
+
+    def run(self, store: RankStore) -> None:
+        """In a thread, exit this process if another rank has failed or will not arrive.
+
+        The main thread has a few seconds to notice the error and end regularly.
+
+        Args:
+            store: The connection of this thread.
+        """
+        try:
+            error = self._wait_for_failure(store)
+            self._failures.note(error)
+            self._failures.confirm_reading(store)
+        except RuntimeError:
+            # The store is gone, so the run is over.
+            return
+        if error is None:
+            return
+        # If the main thread is in a collective of the script, torch may end the process with an
+        # error about a connection as soon as the other ranks end. So print the cause first.
+        is_printed = collective_of_main_thread() is not None
+        if is_printed:
+            print_error(error)
+        until = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < until:
+            if self._failures.has_failed:
+                return
+            time.sleep(0.05)
+        if not is_printed:
+            print_error(error)
+        os._exit(1)
+
+    def _wait_for_failure(self, store: RankStore) -> RankError | None:
+        """Read letters until another rank has failed, or waits where this one will never get.
+
+        Returns:
+            The error, or None if this process is ending or has failed itself.
+        """
+        for position in itertools.count():
+            key = letter_key(self._rank, position)
+            error = self._judge_until_letter(store, key)
+            if error is not None:
+                self._failures.post(error)
+                return error
+            letter = self._threads.wait_for_text(store, key)
+            if letter is None:
+                return None
+            if letter == READ_FAILURE:
+                return self._failures.read(store)
+            if letter == ARE_YOU_ALIVE:
+                answer(store, self._rank)
+            else:
+                self._meetings.add(whereabouts_in(letter))
+        raise AssertionError("the letters never end")
+
+    def _judge_until_letter(self, store: RankStore, key: str) -> RankError | None:
+        """As long as other ranks are known to wait, judge whether this one will get there.
+
+        Args:
+            store: The connection of this thread.
+            key: The key of the next letter, which ends this.
+
+        Returns:
+            H116 if it will not; None if no rank waits any more, or there is a letter.
+        """
+        while self._meetings.are_expected and not self._threads.is_ending and not store.has(key):
+            error = self._meetings.judge()
+            if error is not None:
+                return error
+            time.sleep(LONGEST_PAUSE_SECONDS)
+        return None
+
+
+@final
+class Meetings:
+    """Where other ranks wait for this one, or have ended, and whether it will get there.
+
+    Used by `Listener`.
+
+    Args:
+        rank: This rank.
+        other_ranks: How many other ranks there are.
+        progress: How far this rank is.
+    """
+
+    def __init__(self, rank: int, other_ranks: int, progress: Progress) -> None:
+        self._rank = rank
+        self._other_ranks = other_ranks
+        self._progress = progress
+        # When each of them was received, as monotonic time, and the whereabouts.
+        self._received: list[tuple[float, Whereabouts]] = []
+        # When this rank was first seen to wait in a collective of the script while other ranks wait
+        # for it in the guard, as monotonic time; None if it is not.
+        self._elsewhere_since: float | None = None
+
+    @property
+    def are_expected(self) -> bool:
+        """Return whether this rank has yet to get to where another one is."""
+        return bool(self._received)
+
+    def add(self, whereabouts: Whereabouts) -> None:
+        """Note where another rank is."""
+        self._received.append((time.monotonic(), whereabouts))
+
+    def judge(self) -> RankError | None:
+        """Return H116 if this rank will not get to where another one is, or None.
+
+        The whereabouts of ranks that this one has met are forgotten.
+        """
+        due = [
+            whereabouts
+            for received, whereabouts in self._received
+            if time.monotonic() > received + _JUDGEMENT_DELAY_SECONDS
+        ]
+        missed = [error for other in due if (error := self._missed(other)) is not None]
+        error = missed[0] if missed else self._elsewhere(due)
+        if error is None:
+            self._received = [
+                (received, other)
+                for received, other in self._received
+                if other.is_ending or self._progress.next_exchange <= other.exchange
+            ]
+        return error
+
+    def _missed(self, other: Whereabouts) -> RankError | None:
+        """Return H116 if another rank is where this one will not get to, or None.
+
+        Args:
+            other: Where the other rank waits or has ended.
+        """
+        # These are read before the number of the exchange, which changes first when this rank gets
+        # to the same point.
+        has_begun_step = self._progress.steps > other.steps
+        has_called = other.calls is not None and GUARDS.calls > other.calls
+        is_beyond = self._progress.next_exchange > other.exchange
+        if is_beyond:
+            if not other.is_ending:
+                return None
+            action = "waits for it"
+        elif has_begun_step:
+            action = "makes another step"
+        elif has_called:
+            action = "calls another guard"
+        else:
+            return None
+        rank = self._rank
+        return out_of_step(f"rank {other.rank} {other.action}, and rank {rank} {action}")
+
+    def _elsewhere(self, others: Sequence[Whereabouts]) -> RankError | None:
+        """Return H116 if this rank waits for others in a collective, while they wait in the guard.
+
+        If the collective synchronizes all ranks, one rank that waits in the guard proves this.
+        Otherwise that rank may have completed the collective already, so all others must be waiting
+        in the guard.
+
+        Args:
+            others: Where the other ranks are.
+        """
+        next_exchange = self._progress.next_exchange
+        waiting = {
+            other.rank: other
+            for other in others
+            if other.is_waiting and next_exchange <= other.exchange
+        }
+        collective = collective_of_main_thread() if waiting else None
+        all_others_wait = len(waiting) == self._other_ranks
+        if collective is None or not (collective.synchronizes or all_others_wait):
+            self._elsewhere_since = None
+            return None
+        # The collective may just be completing, so give it some time.
+        if self._elsewhere_since is None:
+            self._elsewhere_since = time.monotonic()
+        if time.monotonic() < self._elsewhere_since + _COLLECTIVE_SECONDS:
+            return None
+        other = waiting[min(waiting)]
+        return out_of_step(
+            f"rank {other.rank} {other.action}, and rank {self._rank} is in {collective.name}"
+        )

@@ -1,0 +1,523 @@
+"""Several ranks that train one model: they run the same steps and reach the same decisions.
+
+A normal step adds one small gather, which runs during backward. A rank that runs out of memory
+completes the collectives that the others are waiting for, with NaN, and all ranks attempt the step
+again. A rank that fails in any other way tells the others why, and all of them end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from enum import IntEnum
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from holdfast.checkpoint.saver import Writers
+from holdfast.checkpoint.tensor_files import Share
+from holdfast.core.errors import BatchError, OutOfMemoryError, RankError
+from holdfast.core.events.run_events import OwnCollectives, RankIsSlow
+from holdfast.core.policy.policy import Policy
+from holdfast.guard.cursor import Cursor
+from holdfast.guard.parts import Parts
+from holdfast.guard.ranks.agreement import check_agreement, unsupported
+from holdfast.guard.ranks.decisions import GroupSaves, GroupStopRequest
+from holdfast.guard.ranks.differing_state import EntriesByKind
+from holdfast.guard.ranks.distributed_model import DistributedModel
+from holdfast.guard.ranks.interface import Saves
+from holdfast.guard.ranks.messages import Messages
+from holdfast.guard.ranks.origin import OriginReport, origin_among_ranks, report_of
+from holdfast.guard.ranks.pace import Pace, peak_bytes
+from holdfast.guard.ranks.rank_states import RankStates, state_of_new_rank, state_of_rank
+from holdfast.guard.ranks.row import EPOCH_END, Position, Rows, rows_of
+from holdfast.guard.ranks.row_exchange import RowExchange
+from holdfast.guard.ranks.state_transfer import StateTransfer, without_help
+from holdfast.guard.ranks.tape import Tape
+from holdfast.guard.result import PassResult, Provenance, StepAttempt
+from holdfast.guard.saving.saves import Saving
+from holdfast.guard.stop import StopRequest
+from holdfast.memory.ladder import StepPlan
+from holdfast.memory.oom import find_out_of_memory, release_memory
+from holdfast.numerics.gradients import GradientFacts, Group
+from holdfast.numerics.loss import Terms
+
+_T = TypeVar("_T")
+_Model = TypeVar("_Model", bound=DistributedModel)
+# Fields of the policy that are restricted with several ranks, with the values that are allowed.
+_ALLOWED_VALUES = {"drop_nonfinite_samples": (False,)}
+
+
+class _Result(IntEnum):
+    """The result of an attempt on one rank."""
+
+    MADE = 0
+    FAILED = 1
+    # Impossible, because the optimizer of this rank has failed in the last step.
+    BEHIND = 2
+
+
+class ProcessGroupRanks(ABC, Generic[_Model]):
+    """The ranks of a process group, seen from one of them; see `Ranks` for what each method means.
+
+    Args:
+        model: The model that all ranks train.
+        messages: The connection to the other ranks.
+        tape: Records the collectives of this rank.
+        transfer: Gives a rank whose optimizer has failed the state of another one.
+    """
+
+    def __init__(
+        self, model: _Model, messages: Messages, tape: Tape, transfer: StateTransfer
+    ) -> None:
+        self.rank = messages.rank
+        self.world_size = messages.world_size
+        self._model = model
+        self._messages = messages
+        self._tape = tape
+        self._transfer = transfer
+        self._states = RankStates(messages, transfer)
+        self._pace = Pace(self.world_size)
+        # The number of collectives of the loss or the model in the last attempt that succeeded on
+        # all ranks.
+        self._own_collectives = 0
+        # Whether there have been any such collectives.
+        self._has_own_collectives = False
+        # An event that the guard has yet to record.
+        self._event: OwnCollectives | None = None
+        # Created by `connect`, because it needs the loader and the saves of this rank, which need
+        # these ranks.
+        self._row_exchange: RowExchange | None = None
+
+    @property
+    def has_left_group(self) -> bool:
+        """Return whether this rank has left the group, so that the others no longer answer it."""
+        return self._messages.has_failed or self._messages.is_closed
+
+    # --- what differs between DistributedDataParallel and ``fully_shard``
+
+    @property
+    @abstractmethod
+    def why_only_retry(self) -> str | None:
+        """Return why an unchanged retry is the only remedy if this rank runs out of memory."""
+
+    @property
+    @abstractmethod
+    def shards_state(self) -> bool:
+        """Return whether each rank holds a part of the weights and moments that no other has."""
+
+    @property
+    @abstractmethod
+    def writers(self) -> Writers | None:
+        """Return the ranks that write checkpoints; None if another rank writes for this one."""
+
+    @property
+    @abstractmethod
+    def ignored(self) -> Sequence[str]:
+        """Return the names of weights and buffers that the model's wrapper does not broadcast."""
+
+    @abstractmethod
+    def inspect_gradients(
+        self, groups: Sequence[Group], loss: torch.Tensor, items: torch.Tensor | None
+    ) -> tuple[GradientFacts, torch.Tensor]:
+        """Measure the gradients of a step."""
+
+    @abstractmethod
+    def plan_of_next_attempt(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with which this rank repeats an attempt."""
+
+    @abstractmethod
+    def request_optimizer_state(self) -> bool:
+        """Ask for weights and moments of another rank."""
+
+    @abstractmethod
+    def no_sync(self, *, only_this_rank: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Return a context for passes over the parts of a batch, in which nothing is reduced."""
+
+    @abstractmethod
+    def check_parts(self) -> None:
+        """Raise H401 if the parts of a batch contain collectives that other ranks do not match."""
+
+    @abstractmethod
+    def reduce_gradients(
+        self, passed: PassResult, parameters: Sequence[torch.Tensor], *, added: bool = False
+    ) -> PassResult:
+        """Reduce the gradients of a batch that was split, and return the result of its passes."""
+
+    @abstractmethod
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this rank runs the model without the other ranks."""
+
+    @abstractmethod
+    def part_to_save(self, trees: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of the state of all components, for a checkpoint."""
+
+    @abstractmethod
+    def rows_to_load(self, parts: Parts) -> Callable[[str, str, torch.Size], Share | None]:
+        """Return a function that says which rows of a saved tensor this rank needs."""
+
+    @abstractmethod
+    def _why_not_completable(self) -> str | None:
+        """Return why the collectives of an attempt cannot be started by hand; None if they can."""
+
+    @abstractmethod
+    def _start_missing_collectives(self) -> str | None:
+        """Start the collectives that this attempt still lacks, with NaN as input.
+
+        Returns:
+            None, or why that is not possible.
+        """
+
+    @abstractmethod
+    def _own_origin(
+        self,
+        suspects: list[int],
+        replay: Callable[[], Provenance],
+        check_batch: Callable[[], Provenance],
+    ) -> Provenance:
+        """Return where NaN or Inf came from, as far as this rank can find out by itself.
+
+        Args:
+            suspects: The ranks whose loss is not finite, or all ranks.
+            replay: Replays the step on this rank, up to its first collective.
+            check_batch: Only checks the batch of this rank.
+        """
+
+    @abstractmethod
+    def _credible(self, reports: list[OriginReport]) -> list[OriginReport]:
+        """Return the reports of all ranks about NaN or Inf, without origins that prove nothing."""
+
+    # --- opening and leaving
+
+    def supported_policy(self, policy: Policy) -> Policy:
+        """Return the policy with the features disabled that these ranks do not support.
+
+        Raises:
+            PolicyError: H108 for an unsupported feature that was enabled explicitly.
+        """
+        for name, allowed in {**_ALLOWED_VALUES, **self._model.allowed_values}.items():
+            if getattr(policy, name) not in allowed:
+                raise unsupported(f"{name}={getattr(policy, name)!r}")
+        # These features would make a single rank act without the others.
+        return replace(
+            policy,
+            forecast_micro_batch_size=None,
+            snapshot_interval_steps=None,
+            **self._model.policy_overrides,
+        )
+
+    def connect(
+        self, stop: StopRequest, saving: Saving, cursor: Cursor | None
+    ) -> tuple[StopRequest, Saves]:
+        """Return objects that follow the stop requests and saves exchanged in each step."""
+        group_stop = GroupStopRequest(stop, self._messages)
+        group_saves = GroupSaves(saving, self._messages, cursor)
+        self._row_exchange = RowExchange(
+            model=self._model,
+            messages=self._messages,
+            world_size=self.world_size,
+            stop=group_stop,
+            saves=group_saves,
+            cursor=cursor,
+        )
+        return group_stop, group_saves
+
+    def open(self) -> None:
+        """Start reporting an error that ends this process to the other ranks."""
+        self._messages.open()
+
+    def close(self, *, in_order: bool) -> None:
+        """Stop reporting errors to the other ranks; see `Messages.close`."""
+        self._messages.close(in_order=in_order)
+
+    def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Check that facts are the same on all ranks."""
+        check_agreement(self._messages.exchange(topic, facts()))
+
+    def choose_on_first(
+        self,
+        choose: Callable[[], _T | None],
+        name_of: Callable[[_T], str],
+        find: Callable[[str], _T],
+    ) -> _T | None:
+        """Make a choice on the first rank, and return it on all ranks."""
+        choice = choose() if self.rank == 0 else None
+        own_name = None if choice is None else name_of(choice)
+        name = self._messages.exchange("chosen", own_name)[0]
+        return choice if choice is not None or name is None else find(name)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Surround code whose errors on one rank are raised on all ranks."""
+        try:
+            yield
+        except BaseException as error:
+            cause = self.announce_failure(error)
+            if cause is not None:
+                raise cause from error
+            raise
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Surround code that the first rank completes before the others start it."""
+        if self.rank == 0:
+            yield
+        self._messages.exchange("turn", None)
+        if self.rank != 0:
+            yield
+
+    def announce_failure(self, error: BaseException) -> BaseException | None:
+        """Tell the other ranks about an error that leaves the guard."""
+        if self._messages.has_failed:
+            return None
+        self._model.end_attempt()
+        cause = None if isinstance(error, RankError) else self._messages.cause_of(error)
+        writes_together = self.writers is not None and self.writers.are_several
+        if cause is None and self._row_exchange is not None and writes_together:
+            self._row_exchange.saves.let_finish()
+        self._messages.publish(cause or error)
+        return cause
+
+    # --- a step
+
+    @property
+    def _exchange(self) -> RowExchange:
+        """Return the exchange of rows, which `connect` has created."""
+        assert self._row_exchange is not None
+        return self._row_exchange
+
+    def begin_attempt(self) -> None:
+        """Start an attempt, together with the other ranks."""
+        self._messages.check_here()
+        self._pace.begin_step()
+        if self._messages.loop_was_left:
+            self._messages.exchange("a step after a loop was left", None)
+        while True:
+            self._messages.begin_step()
+            self._model.begin_attempt()
+            self._pace.begin_attempt()
+            self._exchange.begin_attempt()
+            if not self._transfer.is_behind:
+                return
+            # The optimizer failed in the last step. The other ranks have started an attempt; let it
+            # fail, so that this rank can take over the state of another one.
+            obstacle = self._complete_collectives()
+            if obstacle is not None:
+                raise without_help(obstacle)
+            self._agree_on_retry(_Result.BEHIND)
+
+    def weighted_loss(self, terms: Terms) -> torch.Tensor:
+        """Return the loss, weighted by the items of this rank, and start to send the row."""
+        loss = terms.total()
+        self.check_terms(terms)
+        weight = self._exchange.weight(
+            loss.detach(), terms.items[0], counted=terms.counted, **self._pace.fields_of_row()
+        )
+        return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
+
+    def check_terms(self, terms: Terms) -> None:
+        """Raise H203 for a loss of several means, since ranks are weighted by one number."""
+        if len(terms.means) > 1:
+            raise BatchError(
+                f"loss_fn returned {len(terms.means)} terms",
+                limit="with several ranks, a loss must be a single mean over its items",
+                fix="return a single Loss, or the sum of the means as a plain tensor.",
+                rule="H203",
+            )
+
+    def combine(self, passed: PassResult, parameters: Sequence[torch.Tensor]) -> PassResult:
+        """Correct the gradients by the items of all ranks, and return the result over all ranks."""
+        rows = self._exchange.receive()
+        if not rows.failed:
+            self._note_own_collectives(self._model.own_collectives())
+            self._exchange.correct_gradients(parameters)
+        return PassResult(
+            passed.loss.new_tensor(rows.loss),
+            rows.items,
+            passed.dropped,
+            passed.counted,
+            passed.extra,
+        )
+
+    def _note_own_collectives(self, count: int) -> None:
+        """Note how many collectives the loss or the model has started in an attempt."""
+        self._own_collectives = count
+        if count and not self._has_own_collectives:
+            self._has_own_collectives = True
+            self._event = OwnCollectives(count=count)
+
+    def take_event(self) -> OwnCollectives | None:
+        """Return an event to record, if something was noticed since the last call, or None."""
+        event = self._event
+        self._event = None
+        return event
+
+    # --- an attempt that fails on one rank
+
+    def accepts(self, attempt: StepAttempt) -> bool:
+        """Return whether the attempt succeeded on all ranks. If not, all of them repeat it."""
+        rows = self._exchange.rows
+        # A rank that has failed sends NaN, so the ranks ask each other only if something is wrong.
+        if (attempt.facts.nonfinite or rows.failed) and self._agree_on_retry(_Result.MADE):
+            return False
+        self._model.end_attempt()
+        self._exchange.commit()
+        self._exchange.receive_decisions(rows)
+        self._pace.end_step(rows)
+        return True
+
+    def complete_collectives(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
+        """Complete the collectives that other ranks are waiting for, after an attempt failed here.
+
+        Raises:
+            OutOfMemoryError: H401 if that is not possible.
+        """
+        for parameter in parameters:
+            parameter.grad = None
+        device = self._model.device
+        release_memory([] if device.type == "cpu" else [device])
+        obstacle = self._complete_collectives()
+        if obstacle is not None:
+            raise OutOfMemoryError(
+                f"rank {self.rank} ran out of memory ({failure})",
+                limit=f"{obstacle}; the weights are those of the last committed step",
+                fix="use a smaller batch or model, and start all ranks again.",
+                rule="H401",
+            )
+        self._agree_on_retry(_Result.FAILED)
+
+    def _complete_collectives(self) -> str | None:
+        """Start the collectives that the other ranks are waiting in, with NaN as input.
+
+        Returns:
+            None, or why that is not possible.
+        """
+        if self._exchange.is_received:
+            return (
+                "all ranks already have the gradients of this step, and the others continue with"
+                " them"
+            )
+        obstacle = self._why_not_completable()
+        if obstacle is not None:
+            return obstacle
+        try:
+            return self._start_missing_collectives()
+        except RuntimeError as error:
+            cause = find_out_of_memory(error)
+            if cause is None:
+                raise
+            return f"there was no memory to complete the collectives of the step ({cause})"
+
+    def _agree_on_retry(self, result: _Result) -> bool:
+        """Exchange the results of an attempt, and prepare another attempt if one rank has failed.
+
+        Args:
+            result: The result on this rank.
+
+        Returns:
+            Whether all ranks must make another attempt.
+        """
+        self._model.end_attempt()
+        results = self._messages.exchange("attempt", int(result))
+        if not any(results):
+            return False
+        self._model.discard_attempt()
+        self._exchange.discard()
+        self._transfer.catch_up([other == _Result.BEHIND for other in results])
+        return True
+
+    # --- NaN and Inf
+
+    def find_origin(
+        self, replay: Callable[[], Provenance], check_batch: Callable[[], Provenance]
+    ) -> Provenance:
+        """Find out on which rank NaN or Inf appeared first, and where it came from."""
+        suspects = self._exchange.rows.suspects()
+        own = self._own_origin(suspects, replay, check_batch)
+        report = report_of(own, has_collectives=self._own_collectives > 0)
+        reports = [OriginReport(*fields) for fields in self._messages.exchange("origin", [*report])]
+        return origin_among_ranks(self.rank, own, suspects, self._credible(reports))
+
+    # --- the loop
+
+    def end_epoch(self) -> RankIsSlow | None:
+        """Note that the loader has ended, and return which rank was slow."""
+        rows = self._rows_of_epoch_end()
+        self._exchange.receive_decisions(rows)
+        self._transfer.catch_up(rows.which_failed())
+        slowest = self._pace.slowest(rows)
+        return slowest if self.rank == 0 else None
+
+    def _rows_of_epoch_end(self) -> Rows:
+        """Exchange the rows of all ranks at the end of an epoch.
+
+        If steps broadcast buffers or gather shards before their row, these rows are sent through
+        the store. Otherwise, if one rank ran another step instead of ending the epoch, its
+        broadcast would be matched with this collective.
+        """
+        peak = peak_bytes(self._model.device)
+        is_behind = self._transfer.is_behind
+        if not self._model.sends_before_row:
+            self._messages.begin_step()
+            self._tape.begin()
+            rows = self._exchange.send(0.0, peak, kind=EPOCH_END, failed=is_behind).rows()
+            self._tape.end()
+            return rows
+        action = _action_at_epoch_end(self._exchange.position())
+        own = self._exchange.row_of_this_rank(kind=EPOCH_END, failed=is_behind, items=peak)
+        numbers = [float(number) for number in own]
+        rows = rows_of(self._messages.exchange("the end of an epoch", numbers, action=action))
+        self._messages.begin_step()
+        rows.check()
+        return rows
+
+    # --- saving
+
+    def gather_states(
+        self,
+        own: Callable[[], Mapping[str, Any]],
+        trees: Callable[[], EntriesByKind],
+        constant: Callable[[], Iterable[str]],
+        unsaved: Callable[[], Iterable[str]],
+    ) -> dict[str, Any] | None:
+        """Return the state that a checkpoint holds for each rank; None if this rank has failed."""
+        if self._messages.has_failed:
+            return None
+        states = self._states.gather(own, trees, constant, unsaved)
+        return {
+            "reference": self._exchange.reference,
+            "each": states,
+            "order": self._model.gradient_order,
+        }
+
+    def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return this rank's own state from a checkpoint.
+
+        If the checkpoint was written by a different number of ranks, this rank gets a new random
+        state.
+        """
+        saved = training.get("ranks") or {"reference": None, "each": []}
+        self._exchange.resume(saved["reference"])
+        states = saved["each"]
+        if len(states) != self.world_size:
+            return state_of_new_rank(training, self.rank)
+        self._model.lay_out_gradients(saved.get("order", []))
+        return state_of_rank(states, self.rank)
+
+    def may_differ(self, name: str) -> bool:
+        """Return whether a buffer or a frozen weight may have another value on each rank."""
+        return self._model.may_differ(name)
+
+
+def _action_at_epoch_end(position: Position) -> str:
+    """Return what a rank does at the end of an epoch, as a verb phrase after its name."""
+    action = f"is at the end of epoch {position.epoch}"
+    if not position.passed:
+        return action
+    first = position.batch - position.passed
+    skipped = f"batch {first}"
+    if position.passed > 1:
+        skipped = f"batches {first} to {position.batch - 1}"
+    return f"{action}, where it has skipped {skipped} without a step"

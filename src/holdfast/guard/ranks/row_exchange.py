@@ -1,0 +1,211 @@
+"""`RowExchange`: send the row of this rank in each attempt, and weight its gradients by its items.
+
+The mean over the items of all ranks is the sum, over the ranks, of the loss of each rank times its
+share of the items. DistributedDataParallel and ``fully_shard`` instead take the plain average over
+the ranks. So each rank weights its loss by its number of items, relative to a reference that is the
+same on all ranks; and once all numbers are known, all ranks correct their gradients by one factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+
+from holdfast.guard.cursor import Cursor
+from holdfast.guard.ranks.decisions import GroupSaves, GroupStopRequest
+from holdfast.guard.ranks.distributed_model import DistributedModel
+from holdfast.guard.ranks.messages import Messages
+from holdfast.guard.ranks.row import STEP, PendingRows, Position, Row, Rows
+from holdfast.numerics.gradients import local
+from holdfast.numerics.loss import check_count
+
+
+@final
+class RowExchange:
+    """The exchange of rows in the current attempt; used by `ProcessGroupRanks`.
+
+    Args:
+        model: The model, whose process group carries the rows.
+        messages: The connection to the other ranks.
+        world_size: The number of ranks.
+        stop: The stop request that all ranks follow.
+        saves: Decides when all ranks save.
+        cursor: The position of this rank in its loader; None without a loader.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: DistributedModel,
+        messages: Messages,
+        world_size: int,
+        stop: GroupStopRequest,
+        saves: GroupSaves,
+        cursor: Cursor | None,
+    ) -> None:
+        self._model = model
+        self._messages = messages
+        self._world_size = world_size
+        self._stop = stop
+        self.saves = saves
+        self._cursor = cursor
+        # The row that this rank has started to send in this attempt.
+        self._pending: PendingRows | None = None
+        # The rows of all ranks, once the gradients were reduced.
+        self._rows: Rows | None = None
+        # The number of items by which each rank divides its own. It is the same on all ranks.
+        self.reference: float | None = None
+        # The reference before this attempt.
+        self._reference_before: float | None = None
+        # Whether the numbers of items in this attempt must be whole.
+        self._counted = False
+
+    def resume(self, reference: float | None) -> None:
+        """Continue with the reference of a checkpoint; None if it holds none."""
+        self.reference = reference
+
+    # --- an attempt
+
+    def begin_attempt(self) -> None:
+        """Forget the rows of the last attempt."""
+        self._pending = None
+        self._rows = None
+        self._reference_before = self.reference
+
+    @property
+    def is_sending(self) -> bool:
+        """Return whether this rank has started to send its row in this attempt."""
+        return self._pending is not None
+
+    @property
+    def is_received(self) -> bool:
+        """Return whether this rank has reduced its gradients and received the rows of all ranks."""
+        return self._rows is not None
+
+    @property
+    def rows(self) -> Rows:
+        """Return the rows of all ranks, which `combine` has received."""
+        assert self._rows is not None
+        return self._rows
+
+    def send(self, loss: Any, items: Any, **fields: Any) -> PendingRows:
+        """Start to send the row of this rank.
+
+        Args:
+            loss: The loss of this rank.
+            items: The number of items of this rank.
+            **fields: Further fields of the row; see `Row`.
+        """
+        self._messages.check_here()
+        row = self.row_of_this_rank(**fields)
+        self._model.before_row()
+        self._pending = PendingRows(row, loss, items, self._model.device, self._model.group)
+        self._model.after_row()
+        return self._pending
+
+    def send_failure(self) -> None:
+        """Start to send a row that says that the attempt has failed on this rank."""
+        self.send(math.nan, 1.0, failed=True)
+
+    def wait(self) -> Rows:
+        """Wait until the rows of all ranks are here, and return them."""
+        assert self._pending is not None
+        return self._pending.rows()
+
+    def row_of_this_rank(self, **fields: Any) -> Row:
+        """Return the row of this rank, with its stop request and, on the first rank, the save."""
+        if self._messages.rank == 0:
+            fields |= self.saves.fields_of_row(fields.get("kind", STEP))
+        return Row(
+            number=self._messages.steps,
+            guard=self._messages.guard,
+            stop=self._stop.as_number(),
+            **self.position()._asdict(),
+            **fields,
+        )
+
+    def position(self) -> Position:
+        """Return the position of this rank in its data; without a loader it is always the same."""
+        cursor = self._cursor
+        if cursor is None:
+            return Position()
+        return Position(cursor.epoch, cursor.batches, cursor.passed)
+
+    # --- the weight of this rank
+
+    def weight(self, loss: torch.Tensor, items: Any, *, counted: bool, **fields: Any) -> Any:
+        """Send the loss and the items of this rank, and return the weight of its gradient.
+
+        Args:
+            loss: The loss of this rank, detached, shape ``()``.
+            items: The number of its items: a number, or a tensor of shape ``()``.
+            counted: Whether this number must be whole.
+            **fields: Further fields of the row; see `Row`.
+        """
+        repeats = self._cursor is not None and self._cursor.repeats()
+        if repeats:
+            # Another rank trains on the same samples and counts them.
+            items = 0.0
+        self.send(loss, items, repeats=repeats, **fields)
+        self._counted = counted
+        return items / self._reference_for(items)
+
+    def _reference_for(self, items: Any) -> float:
+        """Return the number of items by which all ranks divide their own.
+
+        It is the mean over the ranks in the last step, or the number in this step if that is equal
+        on all ranks. With equal numbers the weight is exactly 1, so that the gradients are
+        bit-identical to those of an unguarded loop. Only a rank whose number differs from that of
+        the last step waits for the rows of the others.
+        """
+        reference = self.reference
+        if reference is None or (isinstance(items, (int, float)) and items != reference):
+            rows = self.wait()
+            if rows.failed:
+                # This attempt is discarded, so any value will do.
+                return float(items)
+            if reference is None or len({row.items for row in rows.by_rank}) == 1:
+                reference = rows.items / self._world_size
+                self.reference = reference
+        return reference
+
+    def receive(self) -> Rows:
+        """Wait for the rows of all ranks after the gradients were reduced, and keep them."""
+        self._rows = self.wait()
+        return self._rows
+
+    def correct_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Multiply the gradients by one factor that makes up for the reference.
+
+        The weights were relative to the reference, which may differ from the mean number of items.
+
+        Args:
+            parameters: The parameters of the step.
+        """
+        rows = self.rows
+        assert self.reference is not None
+        for row in rows.by_rank:
+            # A rank may have 0 items only if it repeats samples that another rank counts.
+            items = row.items if row.repeats else row.items or math.nan
+            check_count(items, counted=self._counted)
+        factor = self._world_size * self.reference / rows.items
+        if factor != 1.0:
+            torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
+
+    def receive_decisions(self, rows: Rows) -> None:
+        """Process the stop requests and save decisions in the rows of all ranks."""
+        self._stop.receive(rows)
+        self.saves.receive(rows)
+
+    # --- the end of an attempt
+
+    def commit(self) -> None:
+        """Take the mean number of items of this attempt as the reference of the next one."""
+        self.reference = self.rows.items / self._world_size
+
+    def discard(self) -> None:
+        """Return to the reference before this attempt."""
+        self.reference = self._reference_before

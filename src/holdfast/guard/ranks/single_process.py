@@ -1,0 +1,189 @@
+# ruff: noqa: ARG002 - a single process needs no arguments to answer
+"""`SingleProcess`: the ranks of a process that trains alone.
+
+Every method does nothing, or returns its argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, final
+
+import torch
+
+from holdfast.checkpoint.loading import all_rows
+from holdfast.checkpoint.saver import Writers
+from holdfast.checkpoint.tensor_files import Share
+from holdfast.core.policy.policy import Policy
+from holdfast.guard.cursor import Cursor
+from holdfast.guard.parts import Parts
+from holdfast.guard.ranks.differing_state import EntriesByKind
+from holdfast.guard.ranks.interface import Saves
+from holdfast.guard.result import PassResult, Provenance, StepAttempt
+from holdfast.guard.saving.saves import Saving
+from holdfast.guard.stop import StopRequest
+from holdfast.memory.ladder import StepPlan
+from holdfast.numerics.gradients import GradientFacts, Group, inspect
+from holdfast.numerics.loss import Terms
+
+_T = TypeVar("_T")
+_NO_CONTEXT = contextlib.nullcontext()
+
+
+@final
+class SingleProcess:
+    """A process that trains alone; see `Ranks` for what each method means."""
+
+    rank = 0
+    world_size = 1
+    has_left_group = False
+    shards_state = False
+    why_only_retry = None
+    ignored: Sequence[str] = ()
+
+    def __init__(self) -> None:
+        self.writers = Writers()
+
+    # --- opening and leaving
+
+    def supported_policy(self, policy: Policy) -> Policy:
+        """Return `policy`: a single process supports every feature."""
+        return policy
+
+    def connect(
+        self, stop: StopRequest, saving: Saving, cursor: Cursor | None
+    ) -> tuple[StopRequest, Saves]:
+        """Return `stop` and `saving`, since this process decides alone."""
+        return stop, saving
+
+    def open(self) -> None:
+        """Do nothing: there is no one to report to."""
+
+    def close(self, *, in_order: bool) -> None:
+        """Do nothing: there is no one to wait for."""
+
+    def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Do nothing, without computing the facts."""
+
+    def choose_on_first(
+        self,
+        choose: Callable[[], _T | None],
+        name_of: Callable[[_T], str],
+        find: Callable[[str], _T],
+    ) -> _T | None:
+        """Return the choice of this process."""
+        return choose()
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return _NO_CONTEXT
+
+    def in_turn(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return _NO_CONTEXT
+
+    def announce_failure(self, error: BaseException) -> BaseException | None:
+        """Return None: no other rank has caused the error."""
+        return None
+
+    # --- a step
+
+    def begin_attempt(self) -> None:
+        """Do nothing."""
+
+    def weighted_loss(self, terms: Terms) -> torch.Tensor:
+        """Return the loss itself."""
+        return terms.total()
+
+    def check_terms(self, terms: Terms) -> None:
+        """Do nothing: a single process can average any terms."""
+
+    def combine(self, passed: PassResult, parameters: Sequence[torch.Tensor]) -> PassResult:
+        """Return `passed`."""
+        return passed
+
+    def inspect_gradients(
+        self, groups: Sequence[Group], loss: torch.Tensor, items: torch.Tensor | None
+    ) -> tuple[GradientFacts, torch.Tensor]:
+        """Measure the gradients, which are whole."""
+        return inspect(groups, loss, items)
+
+    def accepts(self, attempt: StepAttempt) -> bool:
+        """Return True."""
+        return True
+
+    def complete_collectives(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
+        """Do nothing: no other rank waits."""
+
+    def plan_of_next_attempt(self, plan: StepPlan) -> StepPlan:
+        """Return `plan`."""
+        return plan
+
+    def take_event(self) -> None:
+        """Return None."""
+        return
+
+    def request_optimizer_state(self) -> bool:
+        """Return False: no other rank has the state."""
+        return False
+
+    def find_origin(
+        self, replay: Callable[[], Provenance], check_batch: Callable[[], Provenance]
+    ) -> Provenance:
+        """Return what a replay finds."""
+        return replay()
+
+    # --- a batch that is split, or a model that one rank runs alone
+
+    def no_sync(self, *, only_this_rank: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return _NO_CONTEXT
+
+    def check_parts(self) -> None:
+        """Do nothing."""
+
+    def reduce_gradients(
+        self, passed: PassResult, parameters: Sequence[torch.Tensor], *, added: bool = False
+    ) -> PassResult:
+        """Return `passed`."""
+        return passed
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return _NO_CONTEXT
+
+    # --- the loop and saving
+
+    def end_epoch(self) -> None:
+        """Return None: a single process waits for no other."""
+        return
+
+    def gather_states(
+        self,
+        own: Callable[[], Mapping[str, Any]],
+        trees: Callable[[], EntriesByKind],
+        constant: Callable[[], Iterable[str]],
+        unsaved: Callable[[], Iterable[str]],
+    ) -> None:
+        """Return None: no state differs between ranks."""
+        return
+
+    def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `training`."""
+        return training
+
+    def may_differ(self, name: str) -> bool:
+        """Return False."""
+        return False
+
+    def part_to_save(self, trees: dict[str, Any]) -> dict[str, Any]:
+        """Return `trees`."""
+        return trees
+
+    def rows_to_load(
+        self,
+        parts: Parts,
+    ) -> Callable[[str, str, torch.Size], Share | None]:
+        """Return `all_rows`: a single process needs whole tensors."""
+        return all_rows

@@ -1,0 +1,151 @@
+"""`RankStore`: the key-value store of the process group, in which ranks leave messages.
+
+All keys of a guard begin with ``holdfast/<restart>/<guard>/``, where ``<restart>`` is the number of
+times that torchrun has restarted the ranks: it keeps its store, so the keys of earlier attempts are
+still there. After this prefix come:
+
+=================================  =================================================================
+``<exchange>/<rank>``              What a rank sends in an exchange of the main threads.
+``<thread>/<exchange>/<rank>``     The same in an exchange of other threads, such as ``saves``.
+``failure``                        The first failure of any rank; see `Failures`.
+``failure/read/<rank>``            Set once this rank has read it.
+``inbox/<rank>/length``            How many letters this rank was sent; see `Inbox`.
+``inbox/<rank>/<position>``        One of these letters.
+``alive/<rank>``                   How often this rank has answered that it is alive.
+``tape/<failures>/<rank>``         A request for the tape of this rank; see `Tape`.
+``tape/<failures>/<rank>/...``     The answer to it, entry by entry.
+=================================  =================================================================
+
+A value may be larger than the store accepts. The further pieces of a value have the key of the
+first one, followed by ``/<piece>``.
+
+Every method raises `RuntimeError` once the store is gone, because the process that hosts it has
+ended.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, final
+
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d
+
+# The shortest and longest time between two checks for a key, in seconds. The store's own `wait` is
+# not used in the main thread, because it logs a warning when it times out.
+_SHORTEST = 0.001
+LONGEST_PAUSE_SECONDS = 0.05
+# The store closes the connection for values over 8 MiB, so larger ones are sent in pieces of this
+# size.
+_PIECE_BYTES = 4 * 2**20
+
+
+@final
+class RankStore:
+    """One connection to the store, with the keys of one guard.
+
+    All methods except `wait` return at once, or poll, so that threads may share a connection. A
+    thread that calls `wait` needs a connection of its own, because `wait` blocks it.
+
+    Args:
+        prefix: What the keys of the guard begin with.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        store: Any = distributed_c10d._get_default_store()
+        # The timeout of the process group. No wait for another rank takes longer.
+        self.timeout_seconds: float = store.timeout.total_seconds()
+        # Its stub lacks values of bytes.
+        self._store: Any = PrefixStore(prefix, store.clone())
+
+    def connect_again(self) -> RankStore:
+        """Return another connection, for a thread that waits."""
+        return RankStore(self._prefix)
+
+    # --- texts
+
+    def has(self, *keys: str) -> bool:
+        """Return whether all of these keys are set."""
+        return bool(self._store.check(list(keys)))
+
+    def text(self, key: str) -> str | None:
+        """Return the text of a key, or None if it is not set."""
+        return bytes(self._store.get(key)).decode() if self.has(key) else None
+
+    def set_text(self, key: str, text: str) -> None:
+        """Set a key to a short text."""
+        self._store.set(key, text)
+
+    def set_first_text(self, key: str, text: str) -> None:
+        """Set a key to a text unless a rank has set it before."""
+        self._store.compare_set(key, "", text)
+
+    def add(self, key: str, number: int) -> int:
+        """Add a number to a counter, which starts at 0, and return its new value."""
+        return int(self._store.add(key, number))
+
+    # --- values of any size
+
+    def put(self, key: str, data: bytes) -> None:
+        """Set a key to a value of any size.
+
+        A large value is stored in pieces under additional keys. The first piece is set last, with
+        the number of pieces, so that once the key exists, all pieces do.
+        """
+        count = max(1, -(-len(data) // _PIECE_BYTES))
+        for piece in range(count - 1, -1, -1):
+            begin = piece * _PIECE_BYTES
+            header = struct.pack("<Q", count) if piece == 0 else b""
+            self._store.set(_key_of_piece(key, piece), header + data[begin : begin + _PIECE_BYTES])
+
+    def get(self, key: str) -> bytes:
+        """Return a value that was set by `put`."""
+        first = bytes(self._store.get(key))
+        (count,) = struct.unpack("<Q", first[:8])
+        others = [bytes(self._store.get(_key_of_piece(key, piece))) for piece in range(1, count)]
+        return b"".join([first[8:], *others])
+
+    def delete(self, key: str) -> None:
+        """Delete a value that was set by `put`, if it is there."""
+        if not self.has(key):
+            return
+        (count,) = struct.unpack("<Q", bytes(self._store.get(key))[:8])
+        for piece in range(count):
+            self._store.delete_key(_key_of_piece(key, piece))
+
+    # --- waiting
+
+    def poll(
+        self, keys: Sequence[str], seconds: float, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait for keys, and return whether all of them are set.
+
+        Args:
+            keys: The keys.
+            seconds: The longest time to wait.
+            is_cancelled: Returns whether to stop waiting.
+        """
+        until = time.monotonic() + seconds
+        pause = _SHORTEST
+        while not self.has(*keys):
+            if is_cancelled() or time.monotonic() > until:
+                return False
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST_PAUSE_SECONDS)
+        return True
+
+    def wait(self, key: str, timeout: timedelta) -> None:
+        """Wait in a thread until a key is set.
+
+        Raises:
+            DistStoreError: The key was not set in time.
+        """
+        self._store.wait([key], timeout)
+
+
+def _key_of_piece(key: str, piece: int) -> str:
+    return f"{key}/{piece}" if piece else key

@@ -1,0 +1,357 @@
+"""Restore the state of a run: resume from a checkpoint, or roll back to an earlier state.
+
+``saved_state`` says what belongs to this state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.interval import SaveCost
+from holdfast.checkpoint.loading import read_components
+from holdfast.checkpoint.read_errors import reading
+from holdfast.checkpoint.store import Entry, Store
+from holdfast.core.containers import check_count, check_number
+from holdfast.core.events import run_events
+from holdfast.guard.context import RunContext
+from holdfast.guard.cursor import check_position
+from holdfast.guard.directory import RunDirectory
+from holdfast.guard.ranks.interface import Ranks
+from holdfast.guard.record import describe_error
+from holdfast.guard.run.last_steps import last_step
+from holdfast.guard.run.saved_state import SavedState
+from holdfast.guard.saving.components import (
+    check_fits,
+    component_names,
+    live_tensors,
+    load,
+    states_now,
+)
+from holdfast.guard.saving.saves import Saving
+from holdfast.guard.saving.snapshots import Kept, Snapshots
+from holdfast.guard.saving.unsaved import forget_left_steps
+from holdfast.guard.state.trees import copied_to_host
+from holdfast.loader.random_state import RandomState, restore
+
+# The maximum number of names in one event.
+_MOST_NAMES = 10
+
+
+class Restoration:
+    """Restores the state of one run.
+
+    Args:
+        context: What the objects of the run share.
+        directory: The run directory.
+        store: The checkpoints in it.
+        saved_state: Gathers the state to save.
+        saving: Saves the checkpoints of the run.
+        snapshots: The snapshots in host memory.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        directory: RunDirectory,
+        store: Store,
+        saved_state: SavedState,
+        saving: Saving,
+        snapshots: Snapshots,
+    ) -> None:
+        self._context = context
+        self._parts = context.parts
+        self._policy = context.policy
+        self._record = context.record
+        self._ranks = context.ranks
+        self._state = context.state
+        self._cursor = context.cursor
+        self._directory = directory
+        self._store = store
+        self._saved_state = saved_state
+        self._saving = saving
+        self._snapshots = snapshots
+        # The step of a state to which the run has rolled back, and which predates the cause of the
+        # rollback. No rollback has to go further back than this.
+        self._known_good = -1
+        # The random state of a resumed run, until its loader is started.
+        self._random_state: RandomState | None = None
+
+    @property
+    def random_state(self) -> RandomState | None:
+        """Return the random state of a resumed run until its loader is started, and then None."""
+        return self._random_state
+
+    # --- a new process
+
+    def resume(self) -> Path | None:
+        """Restore the newest checkpoint that can be verified.
+
+        Returns:
+            The directory of the checkpoint, or None at the start of a run.
+        """
+        self._ranks.agree("opening", self._same_for_all)
+        entry = self._newest_good()
+        if entry is None:
+            self._directory.check_not_lost()
+            return None
+        # All digests match, so an error from here on does not indicate damage, and the checkpoint
+        # must not be moved aside.
+        training = self._restore(entry)
+        with reading(entry.path):
+            self.continue_from(training)
+            costs = [
+                SaveCost(stall_seconds=check_number(stall), seconds=check_number(whole))
+                for stall, whole in training["save_costs"]
+            ]
+            self._directory.note_resumed_from(training["run"])
+        # This is outside of `reading`, since an error in the loader's own code is not damage.
+        self._go_to_position_of(training)
+        with reading(entry.path):
+            restore(RandomState.from_tree(training["random_state"]))
+        self._saving.chooser.costs.extend(costs)
+        self._saving.resumed(entry)
+        self._saved_state.settings.restore(training["settings"])
+        self._record.emit(
+            run_events.Resumed(
+                checkpoint=entry.path.name, trained_batches=self._saved_state.position()[1]
+            )
+        )
+        self._report_lost_state_of_ranks(training)
+        return entry.path
+
+    def _same_for_all(self) -> dict[str, Any]:
+        """Return the facts that must be the same on all ranks."""
+        shapes = {name: list(parameter.shape) for name, parameter in self._parts.named_parameters()}
+        facts: dict[str, Any] = {
+            "run directory": self._directory.run_id,
+            "state": list(self._parts.states),
+            "model": shapes,
+        }
+        for field in fields(self._policy):
+            facts[f"policy.{field.name}"] = repr(getattr(self._policy, field.name))
+        return {**facts, **self._parts.settings()}
+
+    def _report_lost_state_of_ranks(self, training: Mapping[str, Any]) -> None:
+        """Record which state of the individual ranks this resume cannot restore."""
+        of_ranks = (training.get("ranks") or {"each": []})["each"]
+        names = dict.fromkeys(
+            name
+            for of_rank in of_ranks
+            for kind in ("states", "buffers")
+            for name in of_rank.get(kind, {})
+        )
+        if names and len(of_ranks) != self._ranks.world_size:
+            self._record.emit(
+                run_events.OwnStateNotKept(
+                    names=tuple(names)[:_MOST_NAMES],
+                    ranks_before=len(of_ranks),
+                    ranks_now=self._ranks.world_size,
+                )
+            )
+        positions = [of_rank["position"] for of_rank in of_ranks if of_rank["position"] is not None]
+        batches = [position["batches"] for position in positions]
+        if len({*batches}) > 1:
+            self._record.emit(
+                run_events.PositionNotKept(
+                    why=(
+                        f"the ranks were at batches {', '.join(map(str, batches))} when this"
+                        " checkpoint was written, because one of them had skipped a batch; all of"
+                        " them continue at the position of rank 0"
+                    )
+                )
+            )
+
+    def report_steps_left_behind(self) -> None:
+        """Report it if an earlier guard in this process had reached a later step of the run."""
+        forget_left_steps(self._directory.path)
+        previous_step = last_step(self._directory.run_id)
+        if previous_step > self._record.global_step:
+            self._record.emit(
+                run_events.StepsLeftBehind(
+                    from_step=previous_step, to_step=self._record.global_step
+                )
+            )
+
+    def continue_from(self, training: Mapping[str, Any]) -> None:
+        """Restore the counters and the detectors of the process that saved this state."""
+        context = self._context
+        context.counters.restore(training["counters"])
+        context.counters.note_resume()
+        context.ladder.load_state_dict(training["ladder"])
+        context.spikes.load_state_dict(training["spikes"])
+        context.diagnosis.load_state_dict(training["diagnosis"])
+
+    def note_loader_started(self) -> None:
+        """Note that the loader is at its position, so that its random state was restored."""
+        self._random_state = None
+
+    # --- an earlier state
+
+    def roll_back(
+        self, *, rewind_data: bool, before_step: int | None = None, trusted: bool = False
+    ) -> dict[str, Any] | None:
+        """Return to the newest good state: a snapshot in host memory, or otherwise a checkpoint.
+
+        Args:
+            rewind_data: Whether the loader also returns to the position of that state. Only
+                checkpoints are used then.
+            before_step: Use only states taken at or before this step; None for the newest.
+            trusted: Whether states that old are known to predate the cause of the rollback.
+
+        Returns:
+            The guard's own part of that state, or None if there is no state to return to.
+        """
+        self._saving.finish()
+        kept = None
+        entry = None
+        if before_step is not None:
+            before_step = max(before_step, self._known_good)
+        if not rewind_data:
+            kept = self._snapshots.newest(
+                self._record.global_step if before_step is None else before_step
+            )
+        if kept is None and self._policy.save_interval_steps is not None:
+            entry = self._newest_good(before_step)
+        if kept is None and entry is None:
+            return None
+        try:
+            # If reading fails partway, the state is inconsistent and must not be saved.
+            with self._state.rolling_back():
+                training = self._load_earlier(kept, entry)
+                if rewind_data:
+                    self._go_to_position_of(training)
+        except BaseException as error:
+            self._record.emit(run_events.RollbackFailed(error=describe_error(error)))
+            raise
+        if kept is not None and not trusted:
+            # If the run fails again after this, the next rollback uses an older snapshot.
+            self._snapshots.distrust(kept)
+        self._saving.returned(to_checkpoint=kept is None)
+        self._snapshots.returned_to(self._record.global_step)
+        if trusted:
+            # Earlier states are good as well, so no rollback needs to go further back.
+            self._known_good = self._record.global_step
+        return training
+
+    def _load_earlier(self, kept: Kept | None, entry: Entry | None) -> dict[str, Any]:
+        """Load a snapshot or a checkpoint, and return the guard's own part of it."""
+        if kept is not None:
+            return self._put_back(copied_to_host(kept.trees))
+        assert entry is not None
+        return self._restore(entry, in_place=True)
+
+    # --- one state
+
+    def _newest_good(self, before_step: int | None = None) -> Entry | None:
+        """Return the newest checkpoint that can be verified; damaged ones are moved aside.
+
+        Args:
+            before_step: Consider only checkpoints saved at or before this step; None for all.
+        """
+
+        def on_damaged(path: Path, why: str) -> None:
+            self._record.emit(run_events.CheckpointDamaged(checkpoint=path.name, why=why))
+
+        return chosen_on_first_rank(
+            self._ranks,
+            self._store,
+            lambda: self._store.newest_good(on_damaged, before_step=before_step),
+        )
+
+    def _go_to_position_of(self, training: Mapping[str, Any]) -> None:
+        """Move the cursor to a saved position, and keep its random state for when a loop starts."""
+        if self._cursor is not None and training["position"] is not None:
+            self._cursor.load_state_dict(training["position"])
+            self._cursor.compare_ranks(ranks_in(training), self._ranks.world_size)
+        self._random_state = RandomState.from_tree(training["random_state"])
+
+    def _restore(self, entry: Entry, *, in_place: bool = False) -> dict[str, Any]:
+        """Restore a checkpoint, and return the guard's own part of it.
+
+        Args:
+            entry: The checkpoint.
+            in_place: Whether to overwrite the tensors while they are read, which needs no
+                additional memory.
+        """
+        targets = live_tensors(self._parts) if in_place else {}
+        # With a sharded model, this rank reads only its own rows.
+        share_of = self._ranks.rows_to_load(self._parts)
+        trees = read_components(entry, component_names(self._parts), targets, share_of)
+        live = states_now(self._parts)
+        with reading(entry.path):
+            check_fits(trees, live, self._parts, f"checkpoint {entry.path.name}")
+            check_own(self._saved_state.of_this_rank(trees["training"]))
+        return self._put_back(trees)
+
+    def _put_back(self, trees: dict[str, Any]) -> dict[str, Any]:
+        """Load a saved state into the objects of the run.
+
+        Args:
+            trees: The state by component, as `gather` returns it.
+
+        Returns:
+            The guard's own part of the state, as it applies to this rank.
+        """
+        training = self._saved_state.of_this_rank(trees["training"])
+        # The `state=` objects that differed between ranks are saved separately for each rank.
+        states_of_rank = training.get("states", {})
+        own_states = {f"state.{name}": tree for name, tree in states_of_rank.items()}
+        load({**trees, **own_states}, self._parts)
+        self._saved_state.load_own_tensors(training)
+        self._context.loss_scale.load_state_dict(training["loss_scale"])
+        self.note_state_replaced()
+        self._record.move_to_step(training["global_step"])
+        # Checkpoints of earlier versions hold no counts. In that case, each schedule has counted
+        # every step of the run.
+        self._context.schedules.load_state_dict(
+            training.get("schedules", {}), default=training["global_step"]
+        )
+        return training
+
+    def note_state_replaced(self) -> None:
+        """Note that weights and optimizer state were loaded from elsewhere."""
+        self._context.created_state.forget()
+
+
+def chosen_on_first_rank(
+    ranks: Ranks, store: Store, choose: Callable[[], Entry | None]
+) -> Entry | None:
+    """Choose a checkpoint on the first rank, and return it on all ranks."""
+    return ranks.choose_on_first(
+        choose,
+        lambda entry: entry.path.name,
+        lambda name: next(entry for entry in store.entries() if entry.path.name == name),
+    )
+
+
+def ranks_in(training: Mapping[str, Any]) -> int:
+    """Return the number of ranks that wrote a checkpoint.
+
+    A checkpoint without per-rank state was written by a single rank.
+    """
+    of_ranks = training.get("ranks")
+    return 1 if of_ranks is None else len(of_ranks["each"])
+
+
+def check_own(training: Mapping[str, Any]) -> None:
+    """Check the guard's own state in a checkpoint.
+
+    Raises:
+        TypeError, LookupError or ValueError: If it does not have the form that a guard writes.
+            `reading` reports these errors as damage.
+    """
+    check_count(training["global_step"])
+    RandomState.from_tree(training["random_state"])
+    if training["position"] is not None:
+        check_position(training["position"])
+    for name in training.get("schedules", {}):
+        check_count(training["schedules"][name])
+    _ = (
+        training["loss_scale"],
+        training["run"],
+        {**training["settings"]},
+        {**training["schedulers"]},
+    )

@@ -1,0 +1,117 @@
+"""Report which samples NaN or Inf came from, and quarantine them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from holdfast.core.errors import LoaderError
+from holdfast.core.events import run_events
+from holdfast.guard.cursor import Cursor
+from holdfast.guard.record import RunRecord
+from holdfast.guard.result import Outcome, Provenance
+
+
+class SampleReports:
+    """Records where in the data NaN or Inf came from.
+
+    Args:
+        record: Where events are recorded.
+        cursor: The position in the loader, which knows the dataset indices of samples; None if the
+            guard has no loader.
+    """
+
+    def __init__(self, record: RunRecord, cursor: Cursor | None) -> None:
+        self._record = record
+        self._cursor = cursor
+
+    def report_origin(self, provenance: Provenance, indices: Sequence[int] | None) -> str:
+        """Record where NaN or Inf came from, and return that as a message.
+
+        Args:
+            provenance: What a replay of the step has shown.
+            indices: The dataset index of each sample in the batch, or None if they are not known.
+        """
+        rank = f"{provenance.where}: " if provenance.where else ""
+        if provenance.origin is None:
+            self._record.emit(run_events.NonfiniteNotTraced(why=rank + provenance.problem))
+            if rank:
+                return rank + provenance.problem
+            return f"its origin is not known: {provenance.problem}"
+
+        samples = provenance.samples
+        bad_indices = _at_places(indices, samples)
+        self._record.emit(
+            run_events.NonfiniteOrigin(
+                origin=asdict(provenance.origin), bad_samples=samples, dataset_indices=bad_indices
+            )
+        )
+        message = f"{rank}{provenance.origin}"
+        if samples:
+            in_dataset = ""
+            if bad_indices is not None:
+                in_dataset = f" (dataset index {_listed(bad_indices)})"
+            message += f"; without sample {_listed(samples)} of the batch{in_dataset} it is finite"
+        return message
+
+    def report_dropped_samples(self, outcome: Outcome, batch: Any) -> None:
+        """Record that samples were left out of a step, and quarantine them."""
+        provenance = outcome.provenance
+        assert provenance is not None
+        indices = self.dataset_indices(outcome, batch)
+        reason = self.report_origin(provenance, indices)
+        self._record.emit(run_events.SamplesDropped(reason=reason, **self.position()))
+        cursor = self._cursor
+        bad_indices = _at_places(indices, provenance.samples)
+        if cursor is not None and bad_indices is not None:
+            try:
+                cursor.quarantine(bad_indices, reason)
+            except LoaderError as error:
+                # The step is committed anyway. Samples that are not quarantined will be left out
+                # again whenever they come up.
+                self._record.emit(run_events.QuarantineFull(error=error.what))
+
+    def report_dropped_micro_batches(self, outcome: Outcome, batch: Any) -> None:
+        """Record that micro-batches whose loss was NaN or Inf were left out of a step."""
+        ranges = outcome.attempt.dropped
+        indices = self.dataset_indices(outcome, batch)
+        if indices is not None:
+            # Samples in `outcome.dropped` were removed before the attempt, so the ranges count only
+            # the remaining ones.
+            indices = [index for place, index in enumerate(indices) if place not in outcome.dropped]
+        places = [place for start, end in ranges for place in range(start, end)]
+        self._record.emit(
+            run_events.MicroBatchDropped(
+                samples=tuple(ranges),
+                dataset_indices=_at_places(indices, places),
+                **self.position(),
+            )
+        )
+
+    def dataset_indices(self, outcome: Outcome, batch: Any) -> list[int] | None:
+        """Return the dataset index of each sample of the step's batch, or None if not known."""
+        cursor = self._cursor
+        if cursor is None:
+            return None
+        # The outcome counts the samples of its last attempt, from which some may have been removed.
+        size = None if outcome.size is None else outcome.size + len(outcome.dropped)
+        return cursor.sample_indices(batch, size)
+
+    def position(self) -> dict[str, Any]:
+        """Return the position in the data as fields of an event."""
+        cursor = self._cursor
+        return {} if cursor is None else {"epoch": cursor.epoch, "batch": cursor.batches}
+
+
+def _at_places(indices: Sequence[int] | None, places: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the dataset indices of the samples at these positions, or None if not known."""
+    return None if indices is None else tuple(indices[place] for place in places)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Return the first five numbers as text, such as "3, 8"."""
+    text = ", ".join(map(str, numbers[:5]))
+    if len(numbers) > 5:
+        text += ", ..."
+    return text

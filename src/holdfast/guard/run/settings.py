@@ -1,0 +1,55 @@
+"""The settings of optimizers and schedulers with which a run began."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.core.events import run_events
+from holdfast.guard.parts import Parts
+from holdfast.guard.record import RunRecord
+
+# The maximum number of names in one event.
+_MOST_NAMES = 10
+
+
+class RunSettings:
+    """Compares the settings of the script with those that the run began with.
+
+    Args:
+        parts: The models, optimizers and further state of the run.
+        record: Where differences are recorded.
+    """
+
+    def __init__(self, parts: Parts, record: RunRecord) -> None:
+        self._parts = parts
+        self._record = record
+        self._begun_with = parts.settings()
+        # The number of parameter groups; None once a change was reported.
+        self._groups: int | None = len(parts.rates())
+
+    @property
+    def begun_with(self) -> dict[str, Any]:
+        """Return the settings that the run began with, by the names of `Parts.settings`."""
+        return self._begun_with
+
+    def restore(self, begun_with: dict[str, Any]) -> None:
+        """Restore the settings in a checkpoint, and report those of the script that they override.
+
+        Args:
+            begun_with: The settings that the run began with.
+        """
+        own_settings = self._begun_with
+        self._begun_with = begun_with
+        changed = [
+            f"{name}: {value!r} stays, not {own_settings[name]!r}"
+            for name, value in begun_with.items()
+            if name in own_settings and own_settings[name] != value
+        ]
+        if changed:
+            self._record.emit(run_events.SettingsKept(changed=tuple(changed[:_MOST_NAMES])))
+
+    def report_changed_groups(self) -> None:
+        """Report once that an optimizer has a different number of parameter groups than before."""
+        if self._groups is not None and self._groups != len(self._parts.rates()):
+            self._groups = None
+            self._record.emit(run_events.GroupsChanged())

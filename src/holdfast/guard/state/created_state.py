@@ -1,0 +1,136 @@
+"""Create the state of torch's optimizers before they step for the first time.
+
+An optimizer that allocates its state in the middle of its first step can run out of memory there,
+when the step can no longer be taken back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.numerics.gradients import local
+
+
+class CreatedState:
+    """Creates the state of the optimizers of one run, and removes what stays unused.
+
+    Args:
+        optimizers: The optimizers by name.
+    """
+
+    def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
+        self._optimizers = optimizers
+        # By optimizer, the parameters whose state we created before their first step. Emptied when
+        # the unused part of that state has been removed.
+        self._created: dict[str, list[torch.Tensor]] = {}
+
+    def forget(self) -> None:
+        """Note that optimizer state was loaded, so that some of it may have to be created again."""
+        self._created.clear()
+
+    def prepare(self, names: Sequence[str]) -> None:
+        """Create all state of these optimizers before their first attempt.
+
+        An out-of-memory at this point can still be remedied.
+        """
+        for name in names:
+            if name not in self._created:
+                optimizer = self._optimizers[name]
+                trainable = [
+                    p
+                    for group in optimizer.param_groups
+                    for p in group["params"]
+                    if p.requires_grad
+                ]
+                self._created[name] = _create_state(optimizer, trainable)
+
+    def complete(self, names: Sequence[str]) -> None:
+        """Create the state of parameters that have just received their first gradient."""
+        for name in names:
+            optimizer = self._optimizers[name]
+            state = optimizer.state
+            count = sum(len(group["params"]) for group in optimizer.param_groups)
+            if state and len(state) < count:
+                parameters = (p for group in optimizer.param_groups for p in group["params"])
+                missing = [p for p in parameters if p.grad is not None and p not in state]
+                if missing:
+                    _create_state(optimizer, missing)
+
+    def drop_unused(self, name: str) -> None:
+        """Remove the state of parameters that received no gradient in their optimizer's first step.
+
+        The guard has created it before that step; without a guard it would not exist.
+        """
+        if self._created[name]:
+            unused = [p for p in self._created[name] if p.grad is None]
+            _drop_state(self._optimizers[name], unused)
+            self._created[name] = []
+
+
+def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Create the optimizer state of parameters that have none.
+
+    If Adam runs out of memory while it allocates its moments, it leaves behind an entry that holds
+    only ``step``, and every later step fails with ``KeyError: 'exp_avg'``. torch's optimizers
+    create their state in ``_init_group``, which is called here before the step, with zero gradients
+    that take no memory. SGD instead creates its momentum from the first gradient. If it runs out of
+    memory in its first step, the run returns to the last good state, as after any out-of-memory in
+    an optimizer step.
+
+    Returns:
+        The parameters whose state was created. If an error is raised, no state was created.
+    """
+    init_group = getattr(optimizer, "_init_group", None)
+    if init_group is None:
+        return []
+    # Its first parameter is the group; the others are lists that it fills for the step.
+    list_count = len(inspect.signature(init_group).parameters) - 1
+    without_state = {
+        id(parameter) for parameter in parameters if not optimizer.state.get(parameter)
+    }
+    missing = [
+        p for group in optimizer.param_groups for p in group["params"] if id(p) in without_state
+    ]
+    if not missing:
+        return []
+    try:
+        with _only_gradients_of(optimizer, missing):
+            for group in optimizer.param_groups:
+                init_group(group, *([] for _ in range(list_count)))
+    except BaseException:
+        _drop_state(optimizer, missing)
+        raise
+    _drop_state(optimizer, [p for p in missing if not optimizer.state.get(p)])
+    return [p for p in missing if p in optimizer.state]
+
+
+@contextlib.contextmanager
+def _only_gradients_of(optimizer: Optimizer, chosen: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Give these parameters zero gradients that take no memory, and all others no gradient."""
+    everything = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.grad for p in everything]
+    try:
+        for p in everything:
+            p.grad = None
+        for p in chosen:
+            is_sharded = local(p) is not p
+            if is_sharded:
+                # Any tensor with the same sharding will do, since its values are not used.
+                p.grad = p.detach()
+            else:
+                p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)
+        yield
+    finally:
+        for p, gradient in zip(everything, before, strict=True):
+            p.grad = gradient
+
+
+def _drop_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+    """Remove the state of these parameters, as if they had never been stepped."""
+    for parameter in parameters:
+        optimizer.state.pop(parameter, None)

@@ -1,0 +1,62 @@
+"""`LossScale`: the loss scaling of fp16, as part of a step that can be taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class LossScale:
+    """torch's gradient scaler, which can also forget a step that is taken back."""
+
+    def __init__(self, device_type: str, *, enabled: bool) -> None:
+        self._device_type = device_type
+        self.enabled = enabled
+        self._scaler = self._new()
+        self._unscaled = False
+
+    def _new(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self._device_type, enabled=self.enabled)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss times the scale."""
+        return self._scaler.scale(loss)
+
+    def unscale(self, optimizers: Mapping[str, Optimizer], names: Sequence[str]) -> None:
+        """Divide the gradients of these optimizers by the scale; call it once per step."""
+        self._unscaled = True
+        for name in names:
+            self._scaler.unscale_(optimizers[name])
+
+    def update(self) -> None:
+        """Adjust the scale after a step.
+
+        It is lowered if a gradient was not finite, and raised after many steps with finite ones.
+        """
+        if self.enabled:
+            self._scaler.update()
+            self._unscaled = False
+
+    def forget(self) -> None:
+        """Undo `unscale`. torch's scaler has no method for that, so a new one is created."""
+        if self._unscaled:
+            state = self._scaler.state_dict()
+            self._scaler = self._new()
+            self._scaler.load_state_dict(state)
+            self._unscaled = False
+
+    def value(self) -> float | None:
+        """Return the scale, or None without loss scaling. This synchronizes with the device."""
+        return self._scaler.get_scale() if self.enabled else None
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the state, or None without loss scaling."""
+        return self._scaler.state_dict() if self.enabled else None
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Restore the state. Does nothing for None, or without loss scaling."""
+        if self.enabled and state is not None:
+            self._scaler.load_state_dict(state)
