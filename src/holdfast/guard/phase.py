@@ -121,10 +121,13 @@ TRANSITIONS: dict[tuple[Phase, Transition], Phase] = {
     (Phase.IN_FURTHER_STEP, Transition.BOUNDARY): Phase.IN_FURTHER_STEP,
     (Phase.COMMITTING, Transition.BOUNDARY): Phase.COMMITTING,
     (Phase.AFTER_STEP, Transition.BOUNDARY): Phase.AT_BOUNDARY,
-    # The restoration of an earlier state begins: after a step, when a save was refused at a
-    # boundary, or when an optimizer has failed in the middle of its step.
+    # The restoration of an earlier state begins: after a step, when a save was refused, or when an
+    # optimizer has failed in the middle of its step. The loss function of a framework may save, so
+    # that a save can be refused inside a step, which then ends as usual.
     (Phase.CLOSED, Transition.ROLL_BACK): Phase.ROLLING_BACK,
     (Phase.AT_BOUNDARY, Transition.ROLL_BACK): Phase.ROLLING_BACK,
+    (Phase.IN_STEP, Transition.ROLL_BACK): Phase.ROLLING_BACK,
+    (Phase.IN_FURTHER_STEP, Transition.ROLL_BACK): Phase.ROLLING_BACK,
     (Phase.COMMITTING, Transition.ROLL_BACK): Phase.ROLLING_BACK,
     (Phase.AFTER_STEP, Transition.ROLL_BACK): Phase.ROLLING_BACK,
     # The loop must return to an earlier position in the data.
@@ -134,11 +137,10 @@ TRANSITIONS: dict[tuple[Phase, Transition], Phase] = {
     # The state in memory is wrong and could not be restored.
     (Phase.CLOSED, Transition.SPOIL): Phase.CLOSED,
     (Phase.AT_BOUNDARY, Transition.SPOIL): Phase.AT_BOUNDARY,
-    (Phase.IN_STEP, Transition.SPOIL): Phase.AFTER_STEP,
-    (Phase.IN_FURTHER_STEP, Transition.SPOIL): Phase.AFTER_STEP,
+    (Phase.IN_STEP, Transition.SPOIL): Phase.IN_STEP,
+    (Phase.IN_FURTHER_STEP, Transition.SPOIL): Phase.IN_FURTHER_STEP,
     (Phase.COMMITTING, Transition.SPOIL): Phase.AFTER_STEP,
     (Phase.AFTER_STEP, Transition.SPOIL): Phase.AFTER_STEP,
-    (Phase.ROLLING_BACK, Transition.SPOIL): Phase.AFTER_STEP,
 }
 
 _BETWEEN_STEPS = (Phase.CLOSED, Phase.AT_BOUNDARY, Phase.AFTER_STEP)
@@ -283,21 +285,25 @@ class RunState:
     def rolling_back(self) -> Iterator[None]:
         """Surround the restoration of an earlier state; an error leaves the state broken."""
         following = self._phase_after_rollback()
-        self._follow(Transition.ROLL_BACK)
         try:
+            self._follow(Transition.ROLL_BACK)
             yield
+            self._soundness = Soundness.SOUND
         except BaseException:
-            self.spoil()
+            self._soundness = Soundness.BROKEN
             raise
-        self._soundness = Soundness.SOUND
-        self._phase = following
+        finally:
+            self._phase = following
 
     def _phase_after_rollback(self) -> Phase:
         """Return the phase that follows the restoration of an earlier state.
 
-        The loop that has rewound its data is at the boundary before the first batch of that state.
-        A broken state was made by the batch in use, which therefore counts as used.
+        An attempt that has begun continues. A loop that has rewound its data is at the boundary before
+        the first batch of that state. A broken state was made by the batch in use, which therefore
+        counts as used.
         """
+        if self.is_attempting:
+            return self._phase
         if self.must_rewind:
             return Phase.AT_BOUNDARY
         if self._soundness is Soundness.SOUND and self._phase in (Phase.CLOSED, Phase.AT_BOUNDARY):
@@ -310,7 +316,10 @@ class RunState:
         self._soundness = Soundness.REWOUND
 
     def spoil(self) -> None:
-        """Note that the state in memory is wrong and could not be restored."""
+        """Note that the state in memory is wrong and could not be restored.
+
+        An attempt that has begun must still be taken back, or have failed.
+        """
         self._soundness = Soundness.BROKEN
         self._follow(Transition.SPOIL)
 

@@ -14,6 +14,7 @@ from tests.unit.guard.guarded import kinds_of, square_of
 from torch import nn
 
 import holdfast
+from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.guard.phase import TRANSITIONS, Phase, RunState, Soundness, Transition
 from holdfast.guard.run import loop, restoration
 from holdfast.guard.saving import components
@@ -83,6 +84,7 @@ def at(*transitions: str, kind: type[RunState] = RunState) -> RunState:
             Soundness.BROKEN,
         ),
         ("open begin spoil step_failed", Phase.AFTER_STEP, Soundness.BROKEN),
+        ("open begin spoil take_back", Phase.AT_BOUNDARY, Soundness.BROKEN),
         # A broken state stays broken, whatever happens next.
         ("open begin commit step_failed boundary", Phase.AT_BOUNDARY, Soundness.BROKEN),
         ("open begin commit step_failed close open", Phase.AT_BOUNDARY, Soundness.BROKEN),
@@ -165,8 +167,7 @@ def test_every_transition_outside_the_table_is_refused() -> None:
         # A step inside an attempt could not be taken back.
         (Phase.IN_STEP, Transition.BEGIN),
         (Phase.ROLLING_BACK, Transition.BEGIN),
-        # An attempt is taken back before an earlier state is restored.
-        (Phase.IN_STEP, Transition.ROLL_BACK),
+        # An attempt is taken back before its batch is skipped.
         (Phase.IN_STEP, Transition.SKIPPED),
     ],
 )
@@ -183,6 +184,8 @@ def test_the_table_has_no_transition_that_would_damage_a_run(
         ("open", Phase.AT_BOUNDARY),
         ("open begin take_back skipped", Phase.AFTER_STEP),
         ("open begin commit", Phase.AFTER_STEP),
+        # A framework saves in its loss function, and the save is refused.
+        ("open begin", Phase.IN_STEP),
         ("open begin take_back skipped rewound", Phase.AT_BOUNDARY),
         ("open spoil", Phase.AFTER_STEP),
     ],
@@ -200,7 +203,7 @@ def test_a_rollback_makes_the_state_sound_or_breaks_it(before: str, after: Phase
     with pytest.raises(OSError, match="half"), state.rolling_back():
         raise OSError("half of it was read")
 
-    assert (state.phase, state.soundness) == (Phase.AFTER_STEP, Soundness.BROKEN)
+    assert (state.phase, state.soundness) == (after, Soundness.BROKEN)
 
 
 def test_nothing_is_saved_while_the_models_hold_averages() -> None:
@@ -381,4 +384,32 @@ def test_a_loss_function_that_makes_a_step_is_refused(tmp_path):
         guard.step(torch.randn(8, 3), nested)
     assert raised.value.rule == "H209"
     assert guard._session.state.phase is Phase.AT_BOUNDARY
+    guard.close()
+
+
+def test_a_framework_may_roll_back_inside_a_loss_function(tmp_path):
+    """It saves there, and finds that the weights are not finite. The step then ends as usual."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    guard = HostedGuard(
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        policy=hosted_policy(
+            {"snapshot_interval_steps": 1, "check_split": False}, host="the framework"
+        ),
+    )
+    batch = torch.randn(8, 3)
+    for _ in range(3):
+        guard.step(batch, square_of(model))
+
+    def saves(x: torch.Tensor) -> torch.Tensor:
+        guard.roll_back("NaN or Inf in 1 tensor: weight")
+        return model(x).square().mean()
+
+    result = guard.step(batch, saves)
+
+    assert not result.skipped
+    assert guard._session.state.phase is Phase.AFTER_STEP
+    assert "rolled_back" in kinds_of(guard)
     guard.close()

@@ -66,7 +66,8 @@ class CreatedState:
 
         The guard has created it before that step; without a guard it would not exist.
         """
-        if self._created[name]:
+        # Nothing is known if an earlier state was loaded since the step began.
+        if self._created.get(name):
             unused = [p for p in self._created[name] if p.grad is None]
             _drop_state(self._optimizers[name], unused)
             self._created[name] = []

@@ -242,7 +242,9 @@ class StepEngine:
     def _take_back_after(self, work: Work, error: BaseException) -> None:
         """Take back a step that ended with an error; raise H403 if the device cannot be used."""
         if is_sticky(error):
+            # Nothing on the device can be restored.
             self.state.spoil()
+            self.state.step_failed()
             raise _dead_device(error) from error
         self.take_back(work)
 
