@@ -64,7 +64,7 @@ def test_what_cannot_fit_ends_with_an_error_that_says_what_was_tried():
     smaller batch.
     """
     (answer,) = take_steps("batch_norm", 0.05)
-    assert "may not split" in answer["error"]
+    assert "not be split" in answer["error"]
     assert "BatchNorm1d" in answer["error"]
     assert "allow_split_with" in answer["error"]
 

@@ -83,7 +83,7 @@ def on_all(work: Callable[[], _T], exchange: Callable[[list[Any]], list[Any]]) -
         raise failure
     for rank, (_, error_text) in enumerate(outcomes):
         if error_text is not None:
-            raise OSError(f"rank {rank} failed to save: {error_text}")
+            raise OSError(f"rank {rank} failed: {error_text}")
     return [value for value, _ in outcomes]
 
 

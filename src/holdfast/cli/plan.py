@@ -33,6 +33,7 @@ from holdfast.forecast.devices.catalogue import GIB, Device, bytes_in, find_devi
 from holdfast.forecast.plan.fit import UNMEASURED_MARGIN_SHARE
 from holdfast.forecast.plan.forecasting import (
     DeviceForecast,
+    EvaluationForecast,
     Forecast,
     ForecastRequest,
     make_forecast,
@@ -58,7 +59,8 @@ Factory = Annotated[
             'module:function or file.py:function. It returns {"model", "optimizer", "loss_fn",'
             ' "batch"} with loss_fn(batch) or loss_fn(model, batch); or, instead of "loss_fn", a'
             ' "step": step(batch), step(model, batch) or step(guard, batch). Both must work with'
-            " any number of samples."
+            ' any number of samples. With an "evaluate", evaluate(batch) or evaluate(model, batch),'
+            ' and perhaps an "evaluation_batch", the evaluation is forecast too.'
         )
     ),
 ]
@@ -124,8 +126,8 @@ def run(
     recommended settings.
 
     Your factory and a few training steps run on tensors without data, in a separate process. Exit
-    code 0: a plan fits on every device. 1: nothing fits on at least one device. 2: the forecast
-    failed.
+    code 0: a plan fits on every device, and so does the evaluation. 1: nothing fits on at least one
+    device, or the evaluation does not. 2: the forecast failed.
     """
     with failing_clearly(as_json=json):
         devices = tuple(find_device(name) for name in device)
@@ -151,7 +153,7 @@ def run(
             typer.echo(f"wrote {out}")
     if out is not None and not is_written:
         typer.echo(f"{out} was not written, because no plan fits", err=True)
-    if any(plan.best is None for plan in forecast.plans):
+    if not all(plan.fits for plan in forecast.plans):
         raise typer.Exit(CHECK_FAILED)
 
 
@@ -313,7 +315,24 @@ def _print_recommendation(plan: DeviceForecast) -> None:
             f" {_size(verification.live_bytes)}; the forecast was"
             f" {_size(verification.forecast_bytes)} ({verification.error:+.2%})"
         )
+        if verification.evaluation is not None:
+            typer.echo(f"  {_compare_evaluation(verification.evaluation, best)}")
     typer.echo("")
+
+
+def _compare_evaluation(evaluation: EvaluationForecast, best: MemoryPlan) -> str:
+    """Return how much memory the evaluation needs, and whether it or the training step decides."""
+    samples = counted(evaluation.samples, "sample")
+    if not evaluation.fits:
+        return (
+            f"the evaluation of {samples} does not fit: its tensors hold"
+            f" {_size(evaluation.live_bytes)}. Evaluate fewer samples at a time, or with"
+            " guard.evaluate_batches, which splits a batch that does not fit"
+        )
+    peak = f"the evaluation of {samples} takes {_size(evaluation.process_bytes)}"
+    if evaluation.process_bytes > best.process_bytes:
+        return f"{peak}, more than the training step: it is the peak of the run"
+    return f"{peak}; the training step is the peak of the run"
 
 
 def _explain_margin(plan: DeviceForecast) -> str:

@@ -14,7 +14,7 @@ Read in this order:
 3. `fake`: the fake device on which the job runs. The device has no memory.
 4. `kernels`: which kernels CUDA would choose, and how much memory they save and need.
 5. `trace`: how a step is recorded, scaled to another size, and cut into micro-batches.
-6. `allocator` and `devices`: the simulated allocator, and the catalogue of GPUs.
+6. `allocator` and `devices`: the simulated allocator, and the catalog of GPUs.
 7. `plan`: which micro-batch size fits, and which settings to recommend.
 
 Where to look first:

@@ -1,11 +1,11 @@
-"""One optimizer step over batches that arrive one at a time.
+"""Accumulate gradients for one optimizer step over batches that arrive one at a time.
 
-Each batch is a transaction, and the last one commits them all.
+Each batch is a transaction, and the last batch commits the whole step.
 
 This is for frameworks that train on each batch as it arrives, so that the batches cannot be
-collected into a `Window` first. A batch that runs out of memory is retried or split, without
-affecting the gradients of earlier batches. If a batch yields NaN or Inf, the whole step is skipped,
-or continues without the samples that caused it, depending on the policy.
+collected into a `Window` first. A batch that runs out of memory is retried or split without
+affecting the gradients of earlier batches. If a batch yields NaN or Inf, the policy determines
+whether the whole step is skipped or continues without the samples that caused it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from holdfast.loader.splitting import Split
 
 
 class Accumulation:
-    """Accumulates the gradients of the batches of one step.
+    """Accumulates the gradients of the batches in one step.
 
-    Between two batches this takes memory for one more copy of the gradients.
+    Between batches, this needs memory for a second copy of the gradients.
 
     Args:
-        guard: The guard. From now on only this object may call its `step`.
+        guard: The guard. Once this object exists, no other code may call ``guard.step``.
     """
 
     def __init__(self, guard: HostedGuard) -> None:
@@ -37,14 +37,14 @@ class Accumulation:
         self._steps = guard.steps
         self._engine = guard.steps.engine
         self._attempts = guard.steps.engine.attempts
-        # The accumulated gradients of the batches before the current one.
+        # The accumulated gradients of earlier batches, without loss scaling.
         self._gradients = guard.steps.engine.earlier_gradients
         self._gradients.discard()
-        # Copies of the buffers as they were before the first batch of the step.
+        # Copies of the buffers from before the first batch of the step.
         self._buffers = self._attempts.safety.keeper()
-        # The random state before the first batch of the step; None between two steps.
+        # The random state before the first batch of the step. None between two steps.
         self._begun: RandomState | None = None
-        # Why the step will be skipped although batches may follow; None if it will not be.
+        # Why the step will be skipped once its last batch arrives. None if it will be committed.
         self._spoiled: str | None = None
 
     @property
@@ -58,18 +58,18 @@ class Accumulation:
 
     @property
     def pending(self) -> bool:
-        """Return whether a step has begun.
+        """Return whether a step is under way.
 
-        A checkpoint that is saved now is complete only with `state_dict`.
+        A checkpoint that is saved now must include `state_dict`.
         """
         return self._begun is not None
 
     def show(self) -> None:
-        """Set ``grad`` of the parameters to the accumulated gradients, for code that reads it."""
+        """Set ``grad`` of each parameter to its accumulated gradient, for code that reads it."""
         self._gradients.show()
 
     def forget(self) -> None:
-        """Discard the accumulated gradients, so that the next batch is the first of a step."""
+        """Discard the accumulated gradients. The next batch then starts a new step."""
         self._gradients.discard()
         self._begun = None
         self._spoiled = None
@@ -77,7 +77,7 @@ class Accumulation:
     # --- checkpoints
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the accumulated state of an unfinished step, or None between two steps."""
+        """Return the state of a step that is under way, or None between two steps."""
         if self._begun is None:
             return None
         gradients = {
@@ -93,9 +93,9 @@ class Accumulation:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue in the middle of a step.
+        """Continue a step that was under way when its state was saved.
 
-        Parameters and buffers must have the values that they had when the state was saved.
+        Parameters and buffers must have the same values as at that time.
         """
         gradients = state["gradients"]
         self._gradients.hold(
@@ -124,13 +124,13 @@ class Accumulation:
         optimizer: Sequence[str] | None = None,
         split: Split | None = None,
     ) -> StepResult:
-        """Add the gradient of a batch to the accumulated gradients.
+        """Add a batch's gradient to the accumulated gradients.
 
-        An error leaves the gradients of earlier batches unchanged.
+        If an error is raised, the gradients of earlier batches are unchanged.
 
         Returns:
-            The result for this batch. ``skipped`` is True if its gradient holds NaN or Inf; the
-            whole step is then skipped.
+            The result for this batch. If its gradient contains NaN or Inf, ``skipped`` is True, and
+            the whole step will be skipped.
 
         Raises:
             HoldfastError: For the same reasons as `Guard.step`.
@@ -157,12 +157,12 @@ class Accumulation:
             return self.add(sound_batch, loss_fn, optimizer=optimizer, split=split)
         self._spoiled = recovery.after_refused_step(outcome, batch)
         if session.counters.rollbacks != rollbacks:
-            # The run has returned to other weights, to which these gradients do not belong.
+            # The run has rolled back to other weights, so the accumulated gradients are outdated.
             self._gradients.discard()
         return outcome.result(self._spoiled)
 
     def _begin_step(self) -> None:
-        """Copy the state that has to be restored if the step is skipped."""
+        """Copy the state that must be restored if the step is skipped."""
         self._guard.ready()
         self._begun = capture(self._steps.parts.devices())
         self._buffers.keep()
@@ -177,8 +177,8 @@ class Accumulation:
     ) -> StepResult:
         """Complete the step with its last batch; see `Guard.step`.
 
-        If the step is skipped because of this batch or an earlier one, buffers and random state are
-        restored to their values before the first batch.
+        If the step is skipped because of this batch or an earlier one, the buffers and the random
+        state from before the first batch are restored.
         """
         try:
             if self._spoiled is None:
@@ -201,7 +201,7 @@ class Accumulation:
 
 
 class _Divided(torch.autograd.Function):
-    """The identity, with its gradient divided by a number."""
+    """Returns its input unchanged, but divides the gradient by a number."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, count: int) -> torch.Tensor:
@@ -214,9 +214,9 @@ class _Divided(torch.autograd.Function):
 
 
 def divided(loss: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a loss of the same value whose gradient is divided by the number of batches in a step.
+    """Return the same loss, with its gradient divided by the number of batches in a step.
 
-    The guard thus records the loss as the loss function returned it.
+    The value does not change, so the guard records the loss as the loss function returned it.
 
     Args:
         loss: The loss of one batch, shape ``()``.

@@ -1,7 +1,7 @@
 """Check and name the arguments of `Guard`, before a run directory is created.
 
-`gather_parts` handles the models, optimizers, schedulers and further state, `check_loader` the
-loader. A wrong argument is refused with H105. The checks of a single optimizer are in
+`gather_parts` checks the models, optimizers, schedulers and additional state, and `check_loader`
+checks the loader. A wrong argument is refused with H105. The checks of a single optimizer are in
 ``optimizers``.
 """
 
@@ -30,17 +30,18 @@ from holdfast.numerics.eager import as_written
 def gather_parts(
     model: Any, optimizer: Any, scheduler: Any, state: Any, averaged: Any = None
 ) -> Parts:
-    """Return the checked and named parts of a run.
+    """Check the objects that `Guard` was given, and return them as named parts.
 
     Args:
-        model: A module, or modules by name.
-        optimizer: An optimizer, or optimizers by name.
-        scheduler: A scheduler, schedulers by name, or None.
-        state: An object with ``state_dict`` and ``load_state_dict``, such objects by name, or None.
-        averaged: An `AveragedModel`, averages by the names of their models, or None.
+        model: A module, or a dict of modules by name.
+        optimizer: An optimizer, or a dict of optimizers by name.
+        scheduler: A scheduler, a dict of schedulers by name, or None.
+        state: An object with ``state_dict`` and ``load_state_dict``, a dict of such objects by
+            name, or None.
+        averaged: An `AveragedModel`, a dict of averages by the names of their models, or None.
 
     Raises:
-        PolicyError: H105 to H108, for the first argument that is wrong.
+        PolicyError: H105 to H108, for the first wrong argument.
     """
     given_models: dict[str, nn.Module] = _named(model, "model", nn.Module)
     optimizers: dict[str, Optimizer] = _named(optimizer, "optimizer", Optimizer)
@@ -80,12 +81,13 @@ def gather_parts(
 
 
 def _named(argument: Any, kind: str, needed_type: type) -> dict[str, Any]:
-    """Return the values of an argument by name, after checking them.
+    """Check the values of an argument and return them by name.
 
     Args:
-        argument: One value, which is named after its kind, or values by name.
-        kind: What the argument is called, such as ``"model"``.
-        needed_type: The type of a value. `Stateful` requires methods that can be called.
+        argument: A single value, which is named after its kind, or a dict of values by name.
+        kind: The name of the argument, such as ``"model"``.
+        needed_type: The type that each value must have. For `Stateful`, the methods must accept
+            the right number of arguments.
     """
     values = dict(argument) if isinstance(argument, Mapping) else {kind: argument}
     if not values:
@@ -108,7 +110,7 @@ def _named(argument: Any, kind: str, needed_type: type) -> dict[str, Any]:
 
 
 def _is_name(name: Any) -> bool:
-    """Return whether a name can be part of a file name."""
+    """Return whether a name is a string that can be part of a file name."""
     return isinstance(name, str) and name != "" and "/" not in name
 
 
@@ -119,7 +121,7 @@ def _has_type(value: Any, needed_type: type) -> bool:
 
 
 def _can_save_and_load(value: Any) -> bool:
-    """Return whether ``state_dict()`` and ``load_state_dict(state)`` of an object can be called."""
+    """Return whether an object has working ``state_dict()`` and ``load_state_dict(state)``."""
     if isinstance(value, type):
         return False
     saves = _accepts(getattr(value, "state_dict", None), argument_count=0)
@@ -129,7 +131,7 @@ def _can_save_and_load(value: Any) -> bool:
 def _accepts(method: Any, *, argument_count: int) -> bool:
     """Return whether a method can be called with this number of arguments.
 
-    A method without a signature, such as some written in C, is assumed to accept them.
+    A method without a signature, as some in C extensions, is assumed to accept them.
     """
     if not callable(method):
         return False
@@ -145,15 +147,15 @@ def _accepts(method: Any, *, argument_count: int) -> bool:
 
 
 def _describe_type(kind: str, needed_type: type, value: Any) -> str:
-    """Return which type of value an argument takes, for the error about another value."""
+    """Return a description of the values that an argument accepts, for an error message."""
     if needed_type is not Stateful:
         return f"a torch {kind}"
     if isinstance(value, DataLoader):
         return (
-            "something with state_dict() and load_state_dict(state), such as a holdfast.DataLoader"
+            "an object with state_dict() and load_state_dict(state), such as a holdfast.DataLoader"
             " (not torch's DataLoader)"
         )
-    return "something with state_dict() and load_state_dict(state)"
+    return "an object with state_dict() and load_state_dict(state)"
 
 
 def _describe(value: Any) -> str:
@@ -165,7 +167,7 @@ def _describe(value: Any) -> str:
 def _without_wrappers(
     models: dict[str, nn.Module], wrappers: Mapping[str, DistributedDataParallel]
 ) -> dict[str, nn.Module]:
-    """Return the unwrapped models, so that parameter names do not depend on the wrapper."""
+    """Return the models without their wrappers, so that parameter names are always the same."""
     if not wrappers:
         return models
     bare: dict[str, nn.Module] = dict(models)
@@ -176,7 +178,7 @@ def _without_wrappers(
 
 
 def _states(state: Any, averages: Mapping[str, AveragedModel]) -> dict[str, Stateful]:
-    """Return the further state by name, with the averages among it."""
+    """Return the additional state by name, including the averages."""
     states: dict[str, Stateful] = {}
     is_empty = isinstance(state, dict) and not state
     if state is not None and not is_empty:
@@ -186,14 +188,14 @@ def _states(state: Any, averages: Mapping[str, AveragedModel]) -> dict[str, Stat
         if name in states:
             raise _wrong_argument(
                 f"state {name!r} has the name under which averaged= is saved",
-                "each needs a name of its own",
+                "each state needs a unique name",
             )
         states[name] = average
     return states
 
 
 def _averages(averaged: Any, models: Mapping[str, nn.Module]) -> dict[str, AveragedModel]:
-    """Return the averages by the name of their model, after checking that they match it."""
+    """Check that each average matches its model, and return the averages by model name."""
     if averaged is None:
         return {}
     averages = dict(averaged) if isinstance(averaged, Mapping) else {"model": averaged}
@@ -202,14 +204,14 @@ def _averages(averaged: Any, models: Mapping[str, nn.Module]) -> dict[str, Avera
             raise PolicyError(
                 f"averaged={type(average).__name__}(...) is not an average of model {name!r}",
                 limit=(
-                    "a torch.optim.swa_utils.AveragedModel is updated from a model, tensor by"
-                    " tensor, after each step"
+                    "after each step, a torch.optim.swa_utils.AveragedModel is updated from its"
+                    " model, tensor by tensor"
                 ),
                 fix=(
                     "create it from the bare module, AveragedModel(net), before compiling or"
-                    ' wrapping that; if models have names, pass averaged={"generator": ...}. Pass'
-                    " any other kind of average as state=, and update it in your loop after each"
-                    " guard.step(...) that is not skipped."
+                    " wrapping the module. If the models have names, pass"
+                    ' averaged={"generator": ...}. Pass any other kind of average as state=, and'
+                    " update it in your loop after each guard.step(...) that is not skipped."
                 ),
                 rule="H105",
             )
@@ -217,7 +219,7 @@ def _averages(averaged: Any, models: Mapping[str, nn.Module]) -> dict[str, Avera
 
 
 def _is_average_of(average: Any, model: nn.Module | None) -> bool:
-    """Return whether an average has the same tensors as a model."""
+    """Return whether this is an average whose tensors match those of the model."""
     if not isinstance(average, AveragedModel):
         return False
     return _names_and_shapes(average.module) == _names_and_shapes(model)
@@ -230,7 +232,7 @@ def _names_and_shapes(module: nn.Module | None) -> list[tuple[str, torch.Size]]:
 
 
 def _check_overlap(optimizers: Mapping[str, Optimizer]) -> None:
-    """Raise H105 for an optimizer and a wrapper of it, which would both step it."""
+    """Raise H105 if two optimizers are the same, or one wraps the other. Both would step it."""
     owners: dict[int, str] = {}
     for name, optimizer in optimizers.items():
         for identity in identities(optimizer):
@@ -243,17 +245,17 @@ def _check_overlap(optimizers: Mapping[str, Optimizer]) -> None:
 
 
 def _check_shapes(kind: str, values: Mapping[str, Any]) -> None:
-    """Raise H105 for modules with tensors that have no shape yet, such as those of LazyLinear."""
+    """Raise H105 for modules with uninitialized lazy tensors, such as those of LazyLinear."""
     for name, value in values.items():
         if not isinstance(value, nn.Module):
             continue
         lazy = [key for key, tensor in named_tensors(value) if is_lazy(tensor)]
         if lazy:
             raise PolicyError(
-                f"{kind} {name!r} has {counted(len(lazy), 'tensor')} without a shape, the first of"
-                f" them {lazy[0]}",
+                f"{kind} {name!r} has {counted(len(lazy), 'tensor')} without a shape, the first"
+                f" being {lazy[0]}",
                 limit=(
-                    "a lazy layer creates its tensors in the first forward pass, and a guard saves"
+                    "a lazy layer creates its tensors in the first forward pass, but a guard saves"
                     " a checkpoint before that"
                 ),
                 fix=(
@@ -269,7 +271,7 @@ def _wrong_argument(problem: str, limit: str) -> PolicyError:
         problem,
         limit=limit,
         fix=(
-            "pass one object, or a dict of named ones such as"
+            "pass one object, or a dict of objects by name, such as"
             ' {"generator": ..., "discriminator": ...}.'
         ),
         rule="H105",
@@ -280,41 +282,41 @@ def _wrong_argument(problem: str, limit: str) -> PolicyError:
 
 
 def check_loader(loader: Any) -> None:
-    """Raise H105 for a value that is not an iterable of batches, or has no batches left."""
+    """Raise H105 for a loader that is not an iterable of batches, or has no batches left."""
     limit = "the guard iterates over it to get batches"
     fix = "pass a DataLoader or another iterable of batches."
     if _is_dataset(loader):
-        limit = "it is a dataset, which yields samples and not batches"
-        fix = f"pass holdfast.DataLoader(dataset, batch_size=...) of this {type(loader).__name__}."
+        limit = "a dataset yields samples, not batches"
+        fix = f"wrap the {type(loader).__name__}: holdfast.DataLoader(dataset, batch_size=...)."
     elif isinstance(loader, (torch.Tensor, np.ndarray)):
-        limit = "its rows are samples and not batches"
+        limit = "its rows are samples, not batches"
         fix = (
-            "pass holdfast.DataLoader(tensor, batch_size=...); if its rows are batches,"
+            "pass holdfast.DataLoader(tensor, batch_size=...). If its rows are batches, pass"
             " list(tensor)."
         )
     elif isinstance(loader, Mapping):
         limit = "iterating it yields its keys"
         fix = (
-            "pass one loader; holdfast.DataLoader over a dataset of dicts yields batches that hold"
-            " several kinds of data."
+            "pass a single loader. If batches contain several kinds of data, pass"
+            " holdfast.DataLoader over a dataset of dicts."
         )
     elif isinstance(loader, (str, bytes)):
         limit = "iterating it yields characters"
     elif isinstance(loader, Generator) and inspect.getgeneratorstate(loader) == inspect.GEN_CLOSED:
-        limit = "it has ended, so no batch is left"
-        fix = "create it again; better, pass an object whose __iter__ begins an epoch."
+        limit = "it is exhausted"
+        fix = "create it again, or pass an object whose __iter__ starts an epoch."
     elif isinstance(loader, Iterable) and not isinstance(loader, type):
         return
     elif callable(loader):
-        limit += ", which is not possible with a function or a class"
-        fix = "pass what it returns."
+        limit += ", but a function or a class cannot be iterated"
+        fix = "pass its return value instead."
     raise PolicyError(f"loader is {_describe(loader)}", limit=limit, fix=fix, rule="H105")
 
 
 def _is_dataset(loader: Any) -> bool:
-    """Return whether a value is a map-style dataset of torch or of the ``datasets`` package.
+    """Return whether a value is a map-style dataset from torch or from the ``datasets`` package.
 
-    An iterable dataset is not one, since it may yield whole batches.
+    Iterable datasets do not count, since they may yield whole batches.
     """
     if isinstance(loader, Dataset):
         return not isinstance(loader, IterableDataset)

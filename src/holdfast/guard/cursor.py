@@ -1,8 +1,9 @@
-"""Count the epochs and batches that the run was trained on, and return to that position.
+"""Count the epochs and batches that the run has trained on, and return to that position.
 
-A batch counts as trained once the loop body has finished with it. A batch that was only fetched is
-fetched again after a resume or a rollback. How to move a loader to a position depends on its kind;
-see ``loader_positions``. The position in an iterator is not restored, since it cannot be restarted.
+A batch counts as trained once the loop body has finished with it. A batch that was fetched but not
+trained is fetched again after a resume or a rollback. How a loader is moved to a position depends
+on its type; see ``loader_positions``. The position in a plain iterator is not restored, since an
+iterator cannot be restarted.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from holdfast.loader.foreign.promises import EXACT, keeps_by_state_dict, resume_
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.random_state import RandomState, capture
 
-# What a resume promises for a holdfast.DataLoader.
+# The resume promise of a holdfast.DataLoader.
 _EXACT_OF_HOLDFAST = (
     "bit-exact, if the dataset and collate_fn draw random numbers only from the global generators"
     " of torch, numpy and random: order and augmentation then depend on (seed, epoch, index)"
@@ -37,16 +38,16 @@ _EXACT_OF_HOLDFAST = (
 
 _ORDER_WAS_CHANGED = (
     "none, because the script has changed the list of batches or the sampler's input, such as its"
-    " weights, since the previous epoch, and no checkpoint holds that. Give the sampler state_dict"
-    " and load_state_dict methods that cover it"
+    " weights, since the previous epoch, and no checkpoint contains that change. Give the sampler"
+    " state_dict and load_state_dict methods that include it"
 )
 
 
 def check_position(state: dict[str, Any]) -> None:
-    """Check that a saved position has the form that `Cursor.state_dict` returns.
+    """Check that a saved position has the format that `Cursor.state_dict` returns.
 
     Raises:
-        TypeError, LookupError or ValueError: If it has not.
+        TypeError, LookupError or ValueError: If the format is wrong.
     """
     for name in ("epoch", "batches", "trained"):
         check_count(state[name])
@@ -60,20 +61,20 @@ def check_position(state: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochFacts:
-    """What is known about an epoch that has ended."""
+    """Facts about an epoch that has ended."""
 
-    # Batches in the whole epoch.
+    # The number of batches in the whole epoch.
     batches: int
-    # Samples in a batch, or None if the loader does not say.
+    # The number of samples per batch, or None if the loader does not provide it.
     batch_size: int | None
 
 
 class Cursor:
-    """The position in a loader.
+    """Tracks the position in a loader.
 
     Args:
-        loader: An iterable of batches, which was checked by `check_loader`.
-        devices: The accelerators whose random state belongs to a position.
+        loader: An iterable of batches that `check_loader` has accepted.
+        devices: The accelerators whose random state is part of the position.
     """
 
     def __init__(self, loader: Iterable[Any], devices: Sequence[torch.device]) -> None:
@@ -82,19 +83,19 @@ class Cursor:
         self._devices = devices
         self._progress = EpochProgress()
         self._position = position_in(loader, devices, self._progress)
-        # Why a resume on another number of ranks promises less. It is cleared at the end of the
-        # epoch in which the checkpoint was saved; empty if the promise is unaffected.
+        # Why a resume on a different number of ranks promises less. Empty if the promise is not
+        # affected. Cleared at the end of the epoch in which the checkpoint was saved.
         self._changed_ranks = ""
-        # Whether this process began the epoch after its first batch, after a resume or a rollback.
+        # Whether this process started the epoch after its first batch, due to a resume or rollback.
         self._begun_in_the_middle = False
-        # Whether the loop was left with a batch for which no step was run.
+        # Whether the loop was left before a step was run on its current batch.
         self.left_in_batch = False
-        # The batch that the loop body is using. This does not prolong its life: the loop holds it
-        # too, until the next one has been fetched.
+        # The batch that the loop body is using. The loop also refers to it until the next batch is
+        # fetched, so this reference does not extend its lifetime.
         self._handed_out: HandedOut | None = None
-        # The random state before the last batch was fetched.
+        # The random state before the current batch was fetched.
         self._before_fetch: RandomState | None = None
-        # Batches in this epoch; None before they are counted, -1 if the loader does not say.
+        # The number of batches in this epoch. None before the first query, -1 if it is unknown.
         self._length: int | None = None
 
     @property
@@ -104,22 +105,22 @@ class Cursor:
 
     @property
     def batches(self) -> int:
-        """Return the number of batches in this epoch that count as trained."""
+        """Return the number of batches in this epoch that have been trained."""
         return self._progress.batches
 
     @property
     def trained(self) -> int:
-        """Return the number of batches over all epochs that count as trained."""
+        """Return the number of batches over all epochs that have been trained."""
         return self._progress.trained
 
     @property
     def passed(self) -> int:
-        """Return the number of batches since the last one for which a step was run."""
+        """Return the number of batches since the last batch for which a step was run."""
         return self._progress.batches_without_step
 
     @property
     def batch_size(self) -> int | None:
-        """Return the loader's batch size, or None if it does not say."""
+        """Return the loader's batch size, or None if the loader does not provide it."""
         size = getattr(self._loader, "batch_size", None)
         return size if isinstance(size, int) else None
 
@@ -127,7 +128,7 @@ class Cursor:
 
     @property
     def promise(self) -> str:
-        """Return what a resume can promise for this loader."""
+        """Return the resume promise for this loader."""
         if self._holdfast_loader is not None:
             return _EXACT_OF_HOLDFAST
         if self._changed_ranks:
@@ -150,22 +151,22 @@ class Cursor:
         return promise
 
     def _resumes_differently(self) -> bool:
-        """Return whether the checkpoint was written with other settings or on other ranks."""
+        """Return whether the checkpoint came from other loader settings or other ranks."""
         if self._changed_ranks:
             return True
         return isinstance(self._position, ReplayedLoader) and bool(self._position.changed_settings)
 
     @property
     def goes_back(self) -> bool:
-        """Return whether batches can be requested again."""
+        """Return whether the loader can be iterated again from an earlier batch."""
         return isinstance(self._loader, Stateful) or not isinstance(self._loader, Iterator)
 
     def compare_ranks(self, before: int, now: int) -> None:
-        """Lower the promise if a position inside an epoch comes from another number of ranks.
+        """Lower the promise if a position within an epoch comes from a different number of ranks.
 
         Args:
-            before: The number of ranks that wrote the position that was loaded.
-            now: The number of ranks that continue from it.
+            before: The number of ranks that saved the position.
+            now: The number of ranks that resume from it.
         """
         if before == now or self._progress.batches == 0:
             return
@@ -186,8 +187,8 @@ class Cursor:
         """Return an iterator over the rest of the epoch.
 
         Args:
-            random_state: The random state of a resumed run, to restore once the loader is at its
-                position; None leaves the random state unchanged.
+            random_state: The random state of a resumed run, to be restored once the loader is at
+                its position. If None, the random state is left unchanged.
         """
         self._begun_in_the_middle = self._progress.batches > 0
         self.left_in_batch = False
@@ -197,9 +198,9 @@ class Cursor:
         return self._position.begin(random_state)
 
     def fetch(self, iterator: Iterator[Any]) -> Any:
-        """Return the next batch; it does not count as trained until `advance`."""
+        """Return the next batch. It counts as trained only after `advance`."""
         self._before_fetch = self._position.before_fetch()
-        # A signal may interrupt from here on.
+        # From here on, a signal may interrupt the fetch.
         self._progress.fetching = True
         try:
             batch = next(iterator)
@@ -211,10 +212,10 @@ class Cursor:
         return batch
 
     def advance(self, *, used: bool) -> None:
-        """Count the batch that was fetched last as trained, unless it was counted before.
+        """Count the current batch as trained, unless it was counted before.
 
         Args:
-            used: Whether a step was run with it.
+            used: Whether a step was run on the batch.
         """
         progress = self._progress
         if not progress.fetching:
@@ -229,7 +230,7 @@ class Cursor:
         self._position.note_counted(self._before_fetch)
 
     def leave(self) -> None:
-        """Note that the loop has abandoned its iterator; the next `begin` returns to this place."""
+        """Abandon the iterator. The next `begin` returns to this position."""
         self._position.leave()
         self._handed_out = None
         if self._progress.fetching:
@@ -238,24 +239,24 @@ class Cursor:
         self._progress.under_way = False
 
     def end_epoch(self, *, needs_steps: bool, stepped: bool) -> EpochFacts:
-        """Move to the start of the next epoch, and return facts about the epoch that has ended.
+        """Move to the start of the next epoch, and return facts about the one that has ended.
 
         Args:
             needs_steps: Whether the loop ends after a number of optimizer steps.
             stepped: Whether any step was run in this epoch.
 
         Raises:
-            LoaderError: H601 if the epoch had no batches; H602 if no step was run in it, so that
-                the loop would never end.
+            LoaderError: H601 if the epoch had no batches. H602 if the loop counts steps but this
+                epoch had none, so that the loop would never end.
         """
         if self._progress.batches == 0:
             raise LoaderError(
-                "the loader yielded no batch in a whole epoch",
+                "the loader yielded no batches in a whole epoch",
                 limit="an epoch needs at least one batch",
                 fix=(
-                    "check the path of the data, its filters, and whether drop_last drops the only"
-                    " batch. If the loader is an iterator, it may be exhausted: pass the iterable"
-                    " itself."
+                    "check the path of the data and its filters, and whether drop_last drops the"
+                    " only batch. If the loader is an iterator, it may be exhausted: pass the"
+                    " iterable itself."
                 ),
                 rule="H601",
             )
@@ -278,9 +279,9 @@ class Cursor:
 
     @property
     def seems_to_end(self) -> bool:
-        """Return whether this batch is the last of the epoch, according to the loader's length.
+        """Return whether the current batch is the last of its epoch, judging by ``len(loader)``.
 
-        A save that is due can then wait for the end of the epoch.
+        If so, a save that is due can wait for the end of the epoch.
         """
         if self._length is None:
             self._length = self._measured_length()
@@ -296,24 +297,24 @@ class Cursor:
             return -1
 
     def sample_indices(self, batch: Any, size: int | None) -> list[int] | None:
-        """Return the dataset indices of the samples of a step.
+        """Return the dataset indices of a step's samples.
 
-        They are known only if the step used the batch that the loop received from this loader, and
-        not, for example, a batch from a second loader.
+        The indices are known only if the step used the batch that this loader yielded. They are not
+        known for a batch from a second loader, for example.
 
         Args:
-            batch: The batch of the step.
-            size: The number of samples in it, or None if unknown.
+            batch: The batch used for the step.
+            size: The number of samples in the batch, or None if unknown.
 
         Returns:
-            The indices in the order of the samples, or None if they are not known.
+            The indices in the order of the samples, or None if they are unknown.
         """
         if self._handed_out is None:
             return None
         return self._handed_out.indices_of(batch, size)
 
     def repeats(self) -> bool:
-        """Return whether the current batch repeats one that another rank trains on and counts."""
+        """Return whether this batch duplicates one that another rank trains on and counts."""
         if not self._progress.fetching or self._holdfast_loader is None:
             return False
         return self._holdfast_loader.batch_is_repeated
@@ -321,21 +322,21 @@ class Cursor:
     def random_state(self) -> RandomState:
         """Return the random state that belongs to the position.
 
-        If a batch has been fetched but does not count yet, it is the state before that fetch.
+        While a batch has been fetched but not counted, this is the state before the fetch.
         """
         if self._progress.fetching and self._before_fetch is not None:
             return self._before_fetch
         return capture(self._devices)
 
-    # --- what only a holdfast loader does
+    # --- features that only a holdfast loader has
 
     def attach(self, record: Callable[[EventData], None], run_dir: Path) -> None:
-        """Make a holdfast loader record its events and keep its quarantine in the run directory."""
+        """Let a holdfast loader record its events and store its quarantine in the run directory."""
         if self._holdfast_loader is not None:
             self._holdfast_loader.attach(record, run_dir)
 
     def quarantine(self, indices: Sequence[int], evidence: str) -> None:
-        """Make a holdfast loader replace these samples from the next epoch on."""
+        """Let a holdfast loader replace these samples from the next epoch on."""
         if self._holdfast_loader is None:
             return
         for index in indices:
@@ -344,7 +345,7 @@ class Cursor:
     # --- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position. Batches that were only fetched do not count."""
+        """Return the position. A batch that was fetched but not trained does not count."""
         return {
             "epoch": self._progress.epoch,
             "batches": self._progress.batches,
@@ -354,7 +355,7 @@ class Cursor:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the position at which the next `begin` starts."""
+        """Set the position from which the next `begin` continues."""
         self._progress.epoch = state["epoch"]
         self._progress.batches = state["batches"]
         self._progress.trained = state["trained"]
@@ -368,13 +369,13 @@ class Cursor:
 def _settings_were_changed(settings: Sequence[str]) -> str:
     """Return the promise for a checkpoint that was saved with other settings of torch's loader."""
     return (
-        f"none, because the checkpoint was saved with {', '.join(settings)}, and the loader's"
-        " settings have changed: a resume skips batches of a different size, or different workers"
-        " draw the random numbers. Use the settings of the checkpoint, or holdfast.DataLoader,"
-        " which resumes exactly with any settings"
+        f"none, because the checkpoint was saved with {', '.join(settings)} and the loader's"
+        " settings have changed since: a resume would skip batches of a different size, or use"
+        " other workers' random numbers. Use the settings of the checkpoint, or"
+        " holdfast.DataLoader, which resumes exactly with any settings"
     )
 
 
 def _ranks(number: int) -> str:
-    """Return a number of ranks in words, such as "2 ranks"."""
+    """Return a number of ranks as text, such as "2 ranks"."""
     return "1 rank" if number == 1 else f"{number} ranks"

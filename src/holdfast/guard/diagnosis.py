@@ -1,4 +1,4 @@
-"""The diagnosis of one guarded run: passes steps to the observer, and records its findings."""
+"""The diagnosis of a guarded run: passes each step to the observer, and records its findings."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class Diagnosis:
-    """Observes the steps of a guard, if the policy has ``diagnose=True``."""
+    """Observes a guard's steps and reports findings, if the policy has ``diagnose=True``."""
 
     def __init__(self, parts: Parts, policy: Policy, record: RunRecord) -> None:
         self._record = record
         self._is_open = False
-        # Where NaN or Inf came from in the last step that was traced.
+        # The origin of NaN or Inf in the last step where it was traced, as text.
         self._origin: str | None = None
         for rule in policy.ignore_rules:
             find_rule(rule)
@@ -42,7 +42,7 @@ class Diagnosis:
             self._is_open = True
 
     def close(self) -> None:
-        """Judge what was observed, and stop observing."""
+        """Judge the observations, report the findings, and stop observing."""
         if self._observer is None or not self._is_open:
             return
         self._is_open = False
@@ -60,18 +60,18 @@ class Diagnosis:
         return [with_origin(finding, self._origin) for finding in findings]
 
     def attempt(self) -> contextlib.AbstractContextManager[None] | None:
-        """Return a context that observes a forward and backward pass; None if it is not sampled."""
+        """Return a context that observes an attempt, or None if this step is not sampled."""
         if self._observer is None or not self._observer.due():
             return None
         return self._observer.begin_step()
 
     def before_step(self, name: str, attempt: StepAttempt) -> None:
-        """Observe the gradients of an attempt, before an optimizer steps with them."""
+        """Observe the gradients of an attempt before the optimizer uses them."""
         if self._observer is not None:
             self._observer.before_step(name, norms=lambda: _gradient_norms(attempt))
 
     def after_step(self, name: str) -> None:
-        """Observe the weights after an optimizer has stepped."""
+        """Observe the weights after an optimizer step."""
         if self._observer is not None and self._observer.sampled:
             self._observer.after_step(name)
 
@@ -79,9 +79,9 @@ class Diagnosis:
         """Observe the outcome of a step.
 
         Args:
-            outcome: How the step ended.
-            names: The names of the optimizers of the step.
-            reason: Why the step was not committed; None if it was.
+            outcome: The outcome of the step.
+            names: The names of the optimizers used in the step.
+            reason: Why the step was not committed. None if it was committed.
         """
         if self._observer is None:
             return
@@ -94,12 +94,12 @@ class Diagnosis:
         self._emit(self._observer.end_step(outcome.attempt.facts.loss, names))
 
     def validated(self, value: float) -> None:
-        """Observe the loss of an evaluation."""
+        """Observe the loss of a validation."""
         if self._observer is not None:
             self._observer.validated(value)
 
     def aligned(self, alignment: dict[str, float]) -> None:
-        """Observe measurements of how well an attention layer is aligned."""
+        """Observe measurements of the alignment in an attention layer."""
         if self._observer is not None:
             self._observer.aligned(alignment)
 
@@ -113,18 +113,18 @@ class Diagnosis:
             self._record.emit(event(about=about, **fields))
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the history that later findings depend on."""
+        """Return the history of observations, on which later findings depend."""
         return None if self._observer is None else self._observer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from the history in a checkpoint."""
+        """Continue from the history of observations in a checkpoint."""
         if self._observer is not None and state is not None:
             self._observer.load_state_dict(state)
 
 
 def _observer_of(parts: Parts, policy: Policy) -> Observer:
-    # Only plateau schedulers are observed. The guard advances the others itself, and in a resumed
-    # run they also count the steps of earlier processes.
+    # Only plateau schedulers are observed. The guard advances all other schedulers itself, and
+    # after a resume their counts include the steps of earlier processes.
     plateaus = {
         name: scheduler
         for name, scheduler in parts.schedulers.items()

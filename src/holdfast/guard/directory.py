@@ -1,7 +1,7 @@
-"""The run directory: its layout, its format, and the lock that keeps a second run out.
+"""The run directory: its layout, its format, and the lock that keeps other runs out.
 
-run.json      the format of the directory, the id of the run, and where it has saved checkpoints
-lock          held while a guard is open; lock.rank1 is held by the second rank, and so on
+run.json      the format of the directory, the run's id, and where it has saved checkpoints
+lock          held while a guard is open; the second rank holds lock.rank1, and so on
 recorder/     the recordings, one for each rank
 checkpoints/  see ``checkpoint.store``
 images/       see ``images``
@@ -26,7 +26,7 @@ FORMAT = 1
 CHECKPOINTS = "checkpoints"
 _RUN_FILE = "run.json"
 
-# Exceptions from reading a ``run.json`` whose contents are damaged.
+# Exceptions that reading a damaged ``run.json`` may raise.
 _DAMAGED = (ValueError, KeyError, TypeError, RecursionError)
 
 
@@ -34,28 +34,28 @@ _DAMAGED = (ValueError, KeyError, TypeError, RecursionError)
 class RunFile:
     """The contents of ``run.json``."""
 
-    # The unique id of this run; None if the file was damaged.
+    # The unique id of this run, or None if the file was damaged.
     run: str | None
-    # The folder that holds the run's checkpoints: ``"checkpoints"``, or the path of a framework's
-    # folder. None if it has saved none.
+    # Where the run has saved checkpoints: ``"checkpoints"``, or the path of a framework's folder.
+    # None if it has saved none.
     saved_in: str | None
 
     def to_json(self) -> bytes:
-        """Return the contents of the file."""
+        """Return the contents as JSON."""
         return json.dumps({"format": FORMAT, "run": self.run, "saved_in": self.saved_in}).encode()
 
 
 class RunDirectory:
-    """A run directory, which is created if it is missing. Call `acquire` before writing into it.
+    """A run directory. It is created if it is missing. Call `acquire` before writing into it.
 
     Args:
-        path: The directory.
+        path: The path of the directory.
         rank: The rank of this process.
 
     Raises:
         PolicyError: H105 if `path` is not a path.
-        RunDirectoryError: H302 if the directory cannot be written; H303 if a newer version of
-            holdfast wrote it.
+        RunDirectoryError: H302 if the directory is not writable, H303 if a newer version of
+            holdfast has written it.
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
@@ -80,20 +80,20 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Return the folder of checkpoints."""
+        """Return the checkpoint folder."""
         return self.path / CHECKPOINTS
 
     @property
     def recorder(self) -> Path:
-        """Return the folder of this process's recording."""
+        """Return the folder of this rank's recording."""
         return self.path / "recorder" / f"rank{self._rank}"
 
-    # --- which run this is, and where it has saved
+    # --- the run's id, and where it has saved
 
     def _read(self) -> RunFile:
-        """Return the contents of ``run.json``, or those of a new one if it is missing.
+        """Return the contents of ``run.json``, or those of a new file if it is missing.
 
-        If the file is damaged, the recording shows whether the run has saved.
+        If the file is damaged, the recording determines whether the run has saved.
         """
         try:
             contents = json.loads(read_file(self.path / _RUN_FILE))
@@ -113,11 +113,11 @@ class RunDirectory:
         return RunFile(run=contents.get("run"), saved_in=saved_in)
 
     def _recorded_saves(self) -> str | None:
-        """Return the folder of checkpoints if the recording contains a save, else None."""
+        """Return the checkpoint folder if the recording contains a save, otherwise None."""
         try:
             events = read_events(self.recorder)
         except RunDirectoryError:
-            # A damaged recording proves nothing.
+            # A damaged recording is no evidence of a save.
             return None
         if any(event.kind == "checkpoint_saved" for event in events):
             return CHECKPOINTS
@@ -135,14 +135,14 @@ class RunDirectory:
 
     @property
     def saved_in(self) -> str | None:
-        """Return the folder that holds this run's checkpoints; see `RunFile.saved_in`."""
+        """Return where this run has saved checkpoints; see `RunFile.saved_in`."""
         return self._run_file.saved_in
 
     def note_saved(self, folder: str | None = CHECKPOINTS) -> None:
-        """Note in which folder there is a checkpoint, so that a later start notices its loss.
+        """Store the folder of the run's checkpoints, so that a later start notices if it is lost.
 
         Args:
-            folder: The folder; None if the next start should expect no checkpoint.
+            folder: The folder, or None if the next start should not expect a checkpoint.
         """
         if folder == self.saved_in or self._rank != 0:
             return
@@ -155,40 +155,41 @@ class RunDirectory:
         self._run_file = run_file
 
     def check_not_lost(self) -> None:
-        """Raise H312 if this run has saved checkpoints; call this if none was found."""
+        """Raise H312 if this run has saved checkpoints. Call this if none were found."""
         if self.saved_in == CHECKPOINTS:
-            raise self._lost("holds no checkpoint")
+            raise self._lost("contains no checkpoint")
 
     def note_resumed_from(self, run_id: str) -> None:
-        """Note the run whose checkpoint this one continues from, and take over its id.
+        """Take over the id of the run whose checkpoint this run continues from.
 
         Raises:
-            CheckpointError: H312, if this run has saved checkpoints of its own, which are gone.
+            CheckpointError: H312 if this run has saved checkpoints of its own, which are missing.
         """
         own_id = self._run_file.run
         if run_id != own_id:
             if self.saved_in == CHECKPOINTS and own_id is not None:
-                raise self._lost("holds those of another run")
+                raise self._lost("contains those of another run")
             self._run_file = replace(self._run_file, run=run_id)
         self.note_saved()
 
     def _lost(self, problem: str) -> CheckpointError:
         return _checkpoints_lost(
             self.path,
-            where=f", and {self.checkpoints} {problem}",
+            where=f", but {self.checkpoints} {problem}",
             new_start="choose another run directory ",
         )
 
     # --- the lock
 
     def acquire(self) -> None:
-        """Take the lock, which lasts until `release` is called or the process ends.
+        """Take the lock. It is held until `release` is called or the process ends.
 
         Raises:
-            RunDirectoryError: H301 if another run holds the lock; H302 if it cannot be written.
+            RunDirectoryError: H301 if another run holds the lock, H302 if the lock file cannot be
+                written.
         """
         if self._lock.is_held_here:
-            # The lock may belong to a guard that is unreachable but has not been collected yet.
+            # The lock may belong to an unreachable guard that has not been garbage collected yet.
             gc.collect()
         if self._lock.is_held_here:
             raise self._locked(f"this process ({os.getpid()}), by a guard that is still open")
@@ -204,10 +205,10 @@ class RunDirectory:
         """Check that no other run has the lock, and take it again if it was lost.
 
         Returns:
-            Whether the directory itself was gone and was created again.
+            Whether the directory was missing and has been created again.
 
         Raises:
-            RunDirectoryError: H301, if another run holds the lock now.
+            RunDirectoryError: H301 if another run holds the lock now.
             OSError: If the file system does not respond.
         """
         try:
@@ -226,7 +227,7 @@ class RunDirectory:
         return False
 
     def release(self) -> None:
-        """Release the lock, if it is held."""
+        """Release the lock, if this process holds it."""
         self._lock.release()
 
     # --- errors
@@ -250,12 +251,12 @@ class RunDirectory:
 
 
 def check_checkpoints_found(run_dir: Path, *, new_start: str) -> None:
-    """Raise H312 if a framework found no checkpoint although its run has saved one.
+    """Raise H312 if a framework found no checkpoint although the run has saved one.
 
     Args:
         run_dir: The run directory.
         new_start: How to start from scratch on purpose in this framework, such as
-            ``"ask for a new start, "``. The error adds another way.
+            ``"ask for a new start, "``. The error message appends ``"or delete ..."`` to it.
     """
     try:
         saved_in = json.loads(read_file(run_dir / _RUN_FILE))["saved_in"]
@@ -263,7 +264,7 @@ def check_checkpoints_found(run_dir: Path, *, new_start: str) -> None:
         return
     if saved_in is not None:
         raise _checkpoints_lost(
-            run_dir, where=f" in {saved_in}, and none is found", new_start=new_start
+            run_dir, where=f" in {saved_in}, but none were found", new_start=new_start
         )
 
 
@@ -272,7 +273,7 @@ def _checkpoints_lost(run_dir: Path, *, where: str, new_start: str) -> Checkpoin
         f"this run has saved checkpoints{where}",
         limit="silently starting from scratch would hide the loss",
         fix=(
-            "mount the disk or restore a copy; to start from scratch on purpose,"
+            "mount the disk or restore a copy. To start from scratch on purpose,"
             f" {new_start}or delete {run_dir / _RUN_FILE}."
         ),
         rule="H312",

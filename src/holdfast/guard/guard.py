@@ -1,11 +1,11 @@
-"""`Guard`, the public face of a guarded training run.
+"""`Guard`, the public class that guards a training run.
 
-The work is done elsewhere:
+The work is done in these modules:
 
-- ``run/session.py``: the open run directory; ``run/saved_state.py``: what a checkpoint holds;
+- ``run/session.py``: the open run directory; ``run/saved_state.py``: the contents of a checkpoint;
   ``run/restoration.py``: resuming and rolling back
-- ``run/loop.py``: `Guard.batches`, the boundaries between batches, when to save and to stop
-- ``run/steps.py``: `Guard.step`, and what follows a step that was refused
+- ``run/loop.py``: `Guard.batches`, and when to save and to stop between batches
+- ``run/steps.py``: `Guard.step`, and the recovery after a refused step
 - ``step/engine.py``: one step as a transaction
 """
 
@@ -58,44 +58,45 @@ from holdfast.recorder.scalars import check_scalars
 
 
 class Guard:
-    """Keeps one training run alive, correct and within its memory.
+    """Keeps a training run alive, correct and within its memory.
 
-    Creating a guard locks the run directory. If the directory holds a valid checkpoint, the state
-    of all objects passed here is restored from the newest one. The directory is unlocked when
-    `batches` ends, by `close`, or on leaving the guard as a context manager.
+    Creating a guard locks the run directory. If the directory contains a valid checkpoint, the
+    state of all objects passed here is restored from the newest one. The directory is unlocked when
+    the loop over `batches` ends, when `close` is called, or on exit from the guard as a context
+    manager.
 
     Args:
-        run_dir: Run directory; it is created if it does not exist.
-        model: One module, or a dict of modules by name. With several ranks, one module wrapped in
-            ``DistributedDataParallel``, or sharded by ``fully_shard``.
-        optimizer: One optimizer, or a dict of optimizers by name. All their parameters must belong
+        run_dir: The run directory. It is created if it does not exist.
+        model: A module, or a dict of modules by name. With several ranks, it must be a single
+            module that is wrapped in ``DistributedDataParallel`` or sharded by ``fully_shard``.
+        optimizer: An optimizer, or a dict of optimizers by name. All their parameters must belong
             to the models.
-        scheduler: One learning-rate scheduler, or a dict of schedulers by optimizer name. Any
+        scheduler: A learning-rate scheduler, or a dict of schedulers by optimizer name. Any
             object with ``step()``, ``state_dict()`` and ``load_state_dict(state)`` is stepped at
             ``Policy.scheduler_interval``. ReduceLROnPlateau is stepped by `validated`, since it
-            needs your metric; timm's schedulers are stepped after steps and after epochs.
+            needs your metric. timm's schedulers are stepped both after steps and after epochs.
         loader: The loader that `batches` iterates: a `holdfast.DataLoader` or any other iterable
             of batches.
-        state: Further state to save, by name: objects with ``state_dict`` and
+        state: Additional state to save, by name: objects with ``state_dict`` and
             ``load_state_dict``.
         averaged: A ``torch.optim.swa_utils.AveragedModel`` of the unwrapped model, or a dict of
-            them by model name. It is updated after each committed step that changed the model's
+            averages by model name. It is updated after each committed step that changed the model's
             weights; see `averaged`.
         policy: A `Policy`, a dict of its fields, the path of a YAML file, or None for the
             defaults. ``HOLDFAST_*`` environment variables override files and defaults.
-        split: Where the batch dimension is: a number, a prefix of the batch's structure, or a
-            function of the batch and the micro-batch size. See ``guard.splitting``.
-        clock: The source of time. Tests pass a fake one.
+        split: The position of the batch dimension: a number, a prefix of the batch's structure, or
+            a function of the batch and the micro-batch size. See ``guard.splitting``.
+        clock: The source of time. Tests pass a fake clock.
         **overrides: Policy fields by name, such as ``precision="bf16"``. They take precedence over
             `policy`.
 
     Raises:
-        PolicyError: H1xx for an invalid argument; with several ranks also H108 or H115.
+        PolicyError: H1xx for an invalid argument. With several ranks, also H108 or H115.
         RankError: H114 if another rank has failed.
         RunDirectoryError: H30x if the directory is locked, not writable, written by a newer version
             of holdfast, or belongs to another model.
-        CheckpointError: H31x if no checkpoint can be verified, or the newest one does not fit the
-            objects passed here.
+        CheckpointError: H31x if no checkpoint can be verified, or if the newest one does not fit
+            the objects passed here.
 
     Example:
         >>> import tempfile, torch, holdfast
@@ -162,23 +163,20 @@ class Guard:
         ):
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
         self._cursor = None if loader is None else self._cursor_over(loader)
-        # The best validations of each metric, by its name.
+        # The best values of each validation metric, by the metric's name.
         self._validated: dict[str, BestOf] = {}
-        # True once it is known where the data continues: either `batches` has moved there, or the
+        # True once the position in the data is settled: either `batches` has moved there, or the
         # user was warned that the script must do so itself.
         self._position_known = False
-        # The stop request of this process; `self._stop` is the one that all ranks agree on.
+        # The stop request of this process. All ranks agree on one request, `self._stop`.
         self._asked = StopRequest(self.policy.stop_signals)
-        # Closing this stack inside `averaged` restores the trained weights.
+        # Closing this stack within `averaged` restores the trained weights.
         self._swapped = ExitStack()
         self._trained_weights = TrainedWeights(self._parts.models)
         with ranks.in_turn():
             self._directory = RunDirectory(run_dir, ranks.rank)
         self._record = RunRecord(
             self._directory.recorder, clock, ranks.rank if ranks.world_size > 1 else None
-        )
-        context = RunContext.of(
-            self._parts, self.policy, self._record, ranks, self._cursor, schedules
         )
         self._loader = loader
         self._split = split
@@ -188,6 +186,9 @@ class Guard:
             self.policy.precision,
             may_split=ranks.world_size == 1,
         )
+        context = RunContext.of(
+            self._parts, self.policy, self._record, ranks, self._cursor, schedules
+        )
         self._session = Session(context, self._directory, clock)
         self._engine = StepEngine(context, split, self._session.reserves)
         self._recovery = Recovery(self._session)
@@ -195,8 +196,8 @@ class Guard:
         self._stop, saves = ranks.connect(self._asked, self._session.saving, self._cursor)
         self._boundaries = Loop(self._session, self._stop, saves, self._recovery)
         weakref.finalize(self, self._asked.uninstall)
-        # At exit this must run before the interpreter shuts down: if the observer's hooks were
-        # removed any later, torch would abort the process.
+        # At exit, this must run before the interpreter shuts down. If the observer's hooks were
+        # removed later, torch would abort the process.
         weakref.finalize(self, self._engine.diagnosis.close)
         with ranks.in_turn():
             self._open()
@@ -220,7 +221,7 @@ class Guard:
 
     @property
     def global_step(self) -> int:
-        """Return the number of optimizer steps that went into the weights, over all restarts."""
+        """Return the number of optimizer steps that have updated the weights, over all restarts."""
         return self._record.global_step
 
     @property
@@ -232,10 +233,10 @@ class Guard:
 
     @property
     def epochs_validated(self) -> int:
-        """Return how many epochs were complete at the last call of `validated`.
+        """Return the number of epochs that were complete at the last call to `validated`.
 
-        After a restart this is the value in the newest checkpoint, so validations that came after
-        the last save of the previous process are not counted.
+        After a restart, this is the value from the newest checkpoint. Validations after the
+        previous process's last save are not counted.
         """
         return self._session.counters.epochs_validated
 
@@ -243,7 +244,7 @@ class Guard:
     def stop_reason(self) -> str | None:
         """Return why the run was asked to stop, such as ``"SIGUSR1"``, or None.
 
-        All ranks return the same reason, no matter which of them received the request. The signals
+        All ranks return the same reason, regardless of which rank received the request. The signals
         that stop a run are set by ``Policy.stop_signals``.
         """
         return self._stop.reason
@@ -263,7 +264,7 @@ class Guard:
         """Ask the run to save a checkpoint and stop at the next boundary.
 
         Args:
-            reason: The reason that `stop_reason` and the recorded event give.
+            reason: The reason to show in `stop_reason` and in the recorded event.
         """
         self._asked.request(reason)
 
@@ -274,28 +275,29 @@ class Guard:
     ) -> Iterator[Any]:
         """Yield the batches of the run, from its current position to a limit or a stop request.
 
-        A checkpoint is saved whenever one is due, and once more at the end; then the run directory
-        is unlocked. If that last save fails, the loop ends normally, but the process exits with
-        code 74 unless a later save succeeds.
+        A checkpoint is saved whenever one is due, and once more at the end. Then the run directory
+        is unlocked. If the last save fails, the loop ends normally, but the process exits with code
+        74 unless a later save succeeds.
 
         A signal in ``Policy.stop_signals`` ends the loop once a checkpoint is saved. The script can
         read `stop_reason` after the loop.
 
-        Leaving the loop early, by ``break`` or by calling ``next`` only a few times, saves no
-        checkpoint unless a stop was requested. Call `request_stop` instead, or `close` afterwards;
-        otherwise a line on stderr names the unsaved steps when the process exits. Starting a new
-        loop ends one that is still open, as ``break`` does.
+        If you leave the loop early, by ``break`` or by calling ``next`` only a few times, no
+        checkpoint is saved unless a stop was requested. Call `request_stop` instead, or `close`
+        afterwards. Otherwise, a line on stderr reports the unsaved steps when the process exits.
+        Starting a new loop ends the previous one, as ``break`` does.
 
         Args:
-            max_epochs: Number of passes over the loader, over all restarts of the run.
-            max_steps: Number of optimizer steps, over all restarts of the run.
+            max_epochs: The number of passes over the loader, counted over all restarts of the run.
+            max_steps: The number of optimizer steps, counted over all restarts of the run.
 
         Raises:
             PolicyError: H105 without a loader or without a limit.
-            LoaderError: H601 for an empty loader; H602 if a whole epoch passes without a step, so
+            LoaderError: H601 for an empty loader. H602 if a whole epoch passes without a step, so
                 that `max_steps` would never be reached.
             SystemExit: After a signal and the last save, if ``Policy.stop_exit_code`` is set.
-            KeyboardInterrupt: After Ctrl-C and the last save, if it is not set.
+            KeyboardInterrupt: After Ctrl-C and the last save, if ``Policy.stop_exit_code`` is not
+                set.
         """
         if self._cursor is None or (max_epochs is None and max_steps is None):
             missing = "loader=" if self._cursor is None else "max_epochs= or max_steps="
@@ -309,12 +311,12 @@ class Guard:
 
     def _loop(self, cursor: Cursor, max_epochs: int | None, max_steps: int | None) -> Iterator[Any]:
         self._session.check_not_in_step()
-        # Otherwise the previous loop would end this one when its iterator is garbage collected.
+        # Otherwise, the previous loop would end this one when its iterator is garbage collected.
         self._boundaries.leave()
         self._position_known = True
         with naming_lack_of_memory("iterating over batches"):
             self._stop.reset(raised=self._ending() is not None)
-            # This is a generator, so the directory is opened when the first batch is requested.
+            # `_loop` is a generator, so the directory is opened when the first batch is requested.
             self._ready()
             self._asked.install()
             yield from self._boundaries.begin(cursor, max_epochs, max_steps, self._release)
@@ -325,12 +327,12 @@ class Guard:
     def _ready(self) -> None:
         """Open the run directory if it is closed.
 
-        If the script does not iterate `batches`, a call of `step` is also a boundary: the step
-        before it is over, so a save may be due, and a stop request ends the process.
+        If the script does not iterate `batches`, each call to `step` marks the end of the previous
+        step. A save may then be due, and a stop request ends the process.
         """
         self._session.check_not_in_step()
         if self._stop.honored and self._ending() is not None:
-            # The script has caught the exception of the stop and continues training.
+            # The script has caught the exception that the stop raised, and continues training.
             self._stop.reset(raised=True)
         if not self._record.is_open:
             self._open()
@@ -354,26 +356,27 @@ class Guard:
     ) -> StepResult:
         """Run one training step: forward, backward, gradient clipping and optimizer step.
 
-        The step is a transaction: either all of it takes effect, or none of it.
+        The step is a transaction: it either takes effect completely or not at all.
 
         Args:
             batch: The batch, any pytree of tensors.
-            loss_fn: A function that takes a batch, or a part of one, and returns its mean loss as
+            loss_fn: A function that takes the batch, or a part of it, and returns its mean loss as
                 a scalar tensor, as a `Loss`, or as a pair ``(mean, items)``. It may be called
-                several times for one step, so the only state that it should change is buffers and
-                the objects passed as ``state=``.
-            optimizer: The name of the optimizer to step, or a sequence of names; None steps all of
-                them. Only their parameters receive gradients.
+                several times in one step, so the only state it should change is buffers and the
+                objects passed as ``state=``.
+            optimizer: The name of the optimizer to step, or a sequence of names. If None, all
+                optimizers are stepped. Only the parameters of these optimizers receive gradients.
             split: Overrides the guard's `split` for this batch.
 
         Returns:
-            The result of the step. ``skipped`` is True if the weights do not contain this batch.
+            The result of the step. ``skipped`` is True if the weights were not updated with this
+            batch.
 
         Raises:
-            BatchError: H2xx if the batch or the loss cannot be used; the step leaves no trace.
-            OutOfMemoryError: H401 if the batch does not fit after all remedies; H402 if an
-                optimizer ran out of memory in the middle of its step and the run cannot return to
-                an earlier state.
+            BatchError: H2xx if the batch or the loss is unusable. The step has no effect.
+            OutOfMemoryError: H401 if the batch does not fit in memory after all remedies. H402 if
+                an optimizer ran out of memory in the middle of its step and the run cannot roll
+                back.
             NonFiniteError: H501 if losses or gradients stay NaN or Inf.
             DivergenceError: H503 if the loss has diverged and ``Policy.max_rollbacks`` is used up.
         """
@@ -389,9 +392,9 @@ class Guard:
             raise
 
     def _leave(self, error: BaseException) -> None:
-        """Record an error that leaves the guard.
+        """Record an error that the guard is about to raise to its caller.
 
-        If it was caused by the error of another rank, that error is raised instead.
+        If another rank's error caused it, that error is raised instead.
         """
         cause = self._ranks.announce_failure(error)
         self._record.left_by(cause or error)
@@ -417,7 +420,7 @@ class Guard:
             self._session.close(how)
 
     def close(self) -> None:
-        """Save whatever no checkpoint holds yet, and unlock the run directory.
+        """Save any steps that are not in a checkpoint yet, and unlock the run directory.
 
         May be called more than once.
         """
@@ -443,7 +446,7 @@ class Guard:
             self._release("failed")
 
     def _end_process(self) -> NoReturn:
-        """Save a checkpoint and end the process, because there is no `batches` loop to end."""
+        """Save a checkpoint and exit, because there is no loop over `batches` that could end."""
         self._swapped.close()
         self._stop.honor()
         request = run_events.StopRequested(
@@ -454,18 +457,18 @@ class Guard:
         self._record.emit(request)
         self._boundaries.count_batch()
         self._session.save_unsaved(self._open)
-        # This also writes the first checkpoint of a run that has not made a step yet.
+        # If the run has not completed a step yet, this writes its first checkpoint.
         self._session.save()
         self._release("stopped")
         raise self._ending() or SystemExit(0) from None
 
     def _ending(self) -> BaseException | None:
-        """Return the exception to raise once a stop by signal has been carried out, or None.
+        """Return the exception to raise after a signal has stopped the run, or None.
 
         Ctrl-C raises KeyboardInterrupt, as it would without a guard, so that a notebook's "Run all"
         stops.
         """
-        # This rank may have received a signal too late for the ranks to agree on it.
+        # This rank may have received the signal too late for the ranks to agree on it.
         number = self._stop.signal or self._asked.signal
         if number is None:
             return None
@@ -486,8 +489,9 @@ class Guard:
     ) -> bool:
         """Report a metric that was measured on the validation set.
 
-        Every ReduceLROnPlateau of the same `mode` is stepped with it. The diagnosis uses the metric
-        ``"loss"`` to detect overfitting. With several ranks, all must report the same value.
+        The guard steps every ReduceLROnPlateau of the same `mode` with this value. The diagnosis
+        uses the metric ``"loss"`` to detect overfitting. With several ranks, all must report the
+        same value.
 
         Args:
             value: The metric over the whole validation set: a number, or a tensor with one element.
@@ -495,16 +499,16 @@ class Guard:
             name: The name of the metric.
             mode: Whether lower (``"min"``) or higher (``"max"``) values are better.
             keep: The number of best checkpoints to keep in addition to the newest ones; see `best`.
-                If this value is among the best, a checkpoint is saved immediately. With None, one
-                checkpoint is kept, or none if the metric is ``"loss"``.
+                If this value is among the best, a checkpoint is saved immediately. Defaults to 0
+                for the metric ``"loss"`` and to 1 for all others.
             patience: Stop the run, as `request_stop` does, after this many validations in a row
-                without a new best value. With None, the run is never stopped.
+                without a new best value. If None, validations never stop the run.
 
         Returns:
-            Whether a checkpoint of this state was kept as one of the best.
+            Whether a checkpoint of the current state was kept as one of the best.
 
         Raises:
-            PolicyError: H105 for an invalid name, mode or value; H115 if the ranks report different
+            PolicyError: H105 for an invalid name, mode or value, H115 if the ranks report different
                 values.
         """
         self._session.check_averages()
@@ -516,7 +520,7 @@ class Guard:
             )
         best = self._validated[name]
         with self._ranks.together():
-            # The values are compared as text, since NaN is not equal to itself.
+            # NaN is not equal to itself, so the values are compared as text.
             self._ranks.agree("guard.validated", lambda: {name: repr(number)})
         self._session.counters.note_validation(self.epoch)
         changed = self._session.schedules.validated(number, mode, self.epoch)
@@ -528,7 +532,7 @@ class Guard:
         entry = None
         if best.is_better(number, self.global_step, most):
             if self._session.is_open:
-                # The weights contain the batch of the last step, so the checkpoint must count it.
+                # The weights include the last step's batch, so the checkpoint must count it.
                 self._boundaries.count_batch()
             entry = self._session.save_current(and_then=best.link)
         if entry is not None:
@@ -557,20 +561,19 @@ class Guard:
         return next(iter(BestOf(self._directory.path, name, "min", writes=False).kept), None)
 
     def diagnose(self) -> list[Finding]:
-        """Return the findings on why the run may not be learning, most important first.
+        """Return possible reasons why the run is not learning, most important first.
 
-        Most findings are also recorded as events as soon as they are made. Two appear only here,
-        because they are not reliable enough to be reported unprompted: that the run learns nothing
-        (H828) and that its loss has risen (H826). The list is empty if the policy has
-        ``diagnose=False``.
+        Most findings are also recorded as events as soon as they are detected. Two are reported
+        only here, because they are less reliable: that the run does not learn (H828) and that its
+        loss has risen (H826). The list is empty if the policy has ``diagnose=False``.
         """
         return self._engine.diagnosis.findings_on_request()
 
     def emit(self, data: EventData) -> None:
-        """Record an event, which `holdfast events` and the report then show.
+        """Record an event for `holdfast events` and the report to show.
 
         Args:
-            data: An event of ``core.events.run_events``, or an instance of your own subclass of
+            data: An event from ``core.events.run_events``, or an instance of your own subclass of
                 `EventData`.
         """
         with self._session.recording():
@@ -581,15 +584,15 @@ class Guard:
     def log(
         self, values: Mapping[str, Any] | None = None, /, *, split: str = "", **more: Any
     ) -> None:
-        """Record numbers of your own with the current step, epoch and time.
+        """Record your own numbers with the current step, epoch and time.
 
-        They appear in all reports. This method may also be called after the loop.
+        The numbers appear in all reports. This method may also be called after the loop.
 
         Args:
-            values: Numbers, or tensors with one element, by name. A tensor on an accelerator
-                requires a synchronization with the device.
-            split: A prefix such as ``"validation"``, shown as ``split/name``. Prefix and name
-                together may have at most 64 bytes of UTF-8.
+            values: Numbers, or tensors with one element, by name. Reading a tensor on an
+                accelerator synchronizes with the device.
+            split: A prefix such as ``"validation"``, shown as ``split/name``. The prefix and the
+                name together may have at most 64 bytes in UTF-8.
             **more: Further values by name, such as ``accuracy=0.93``. NaN and Inf are recorded
                 too.
 
@@ -602,19 +605,19 @@ class Guard:
     def add_image(self, tag: str, image: Any) -> None:
         """Save an image for the current step, such as a grid of samples.
 
-        The report shows the newest image of each tag. The last 16 images of a tag are kept in the
-        run directory, as ``images/<tag>/<step>.png``. After a rollback or a resume, images of later
-        steps stay there until the run reaches those steps again.
+        The report shows the newest image of each tag. The last 16 images of each tag are kept in
+        the run directory, as ``images/<tag>/<step>.png``. After a rollback or a resume, images of
+        later steps stay there until the run reaches those steps again.
 
         Args:
             tag: The name of the series: at most 64 letters, digits, ``-``, ``_`` and ``.``.
-            image: An array or tensor of shape ``(height, width)`` or ``(height, width, 3)``, uint8
-                or floats from 0 to 1. Floats outside this range are clipped, and NaN becomes black;
-                the recorded event counts both.
+            image: An array or tensor of shape ``(height, width)`` or ``(height, width, 3)``, with
+                uint8 values or floats from 0 to 1. Floats outside this range are clipped, and NaN
+                becomes black. The recorded event counts both.
 
         Raises:
-            PolicyError: H105 for an invalid tag or image; H742 if Pillow, which the extra
-                ``report`` installs, is missing. A full disk does not raise an error.
+            PolicyError: H105 for an invalid tag or image, H742 if Pillow is missing. Install the
+                extra ``report`` to get Pillow. A full disk does not raise an error.
         """
         with self._session.recording():
             keep_image(self._directory.path, self._record, tag, image)
@@ -623,17 +626,17 @@ class Guard:
     def evaluate(self) -> Iterator[None]:
         """Put the models into evaluation mode and disable gradients inside the context.
 
-        Afterwards the mode of each module and the random state are restored, so an evaluation has
-        no effect on training.
+        On exit, the mode of each module and the random state are restored, so an evaluation has no
+        effect on training.
 
-        A signal in ``Policy.stop_signals`` interrupts the evaluation: a checkpoint is saved, and
-        the process exits with ``Policy.stop_exit_code`` or 0, or after Ctrl-C with a
-        KeyboardInterrupt. The rest of the loop body does not run, because an interrupted
-        evaluation has no result.
+        A signal in ``Policy.stop_signals`` interrupts the evaluation. A checkpoint is saved, and
+        the process exits with ``Policy.stop_exit_code`` or 0. After Ctrl-C, it ends with a
+        KeyboardInterrupt unless ``Policy.stop_exit_code`` is set. The rest of the loop body does
+        not run, because an interrupted evaluation has no result.
 
         After `request_stop`, the evaluation completes before the loop ends. The same applies to a
-        signal that arrives while the models hold weights other than the trained ones, such as an
-        average that the script has swapped in, since a checkpoint would save those weights.
+        signal that arrives while the models contain other weights than the trained ones, such as an
+        average that the script has swapped in, because a checkpoint would save those weights.
         """
         try:
             models, devices = list(self._parts.models.values()), self._parts.devices()
@@ -705,23 +708,22 @@ class Guard:
             return self._evaluator.evaluate(loader, fn, split, self.emit)
 
     def _may_save_in_evaluation(self) -> bool:
-        """Return whether the models hold the trained weights, or the guard can restore them."""
+        """Return whether the models contain the trained weights, or the guard can restore them."""
         return self._session.state.averaged or self._trained_weights.are_in_place()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Put the averaged weights into the models inside the context, for an evaluation.
 
-        The trained weights are restored afterwards, bit for bit, even after an exception. The
-        buffers are those of the average: averaged too if it was created with ``use_buffers=True``,
-        and otherwise those of the last step. An average that has not been updated yet has no
-        effect.
+        On exit, the trained weights are restored bit for bit, even after an exception. The buffers
+        in the context are averaged if the average was created with ``use_buffers=True``, otherwise
+        they are those of the last step. An average that has not been updated yet has no effect.
 
         This needs memory for one more copy of the models.
 
         Raises:
-            PolicyError: H105 if the guard has no average. Running a step, saving, or requesting
-                the next batch inside the context also raises H105.
+            PolicyError: H105 if the guard has no average, or if the script runs a step, saves, or
+                requests the next batch inside the context.
         """
         self._session.check_not_in_step()
         self._session.check_averages(required=True)
@@ -734,7 +736,7 @@ class Guard:
 def evaluating(models: Sequence[nn.Module], devices: Sequence[torch.device]) -> Iterator[None]:
     """Put models into evaluation mode and disable gradients inside the context.
 
-    Afterwards the mode of each module and the random state are restored, even after an exception.
+    On exit, the mode of each module and the random state are restored, even after an exception.
     """
     modules = [module for model in models for module in model.modules()]
     modes = [module.training for module in modules]
@@ -751,9 +753,9 @@ def evaluating(models: Sequence[nn.Module], devices: Sequence[torch.device]) -> 
 
 
 def take_scale(guard: Guard, scaler: torch.amp.GradScaler | None) -> None:
-    """Make a guard continue with the loss scale of a framework's scaler.
+    """Let a guard take over the loss scale of a framework's scaler.
 
-    Does nothing if the framework has no scaler, or one that is disabled.
+    Does nothing if the framework has no scaler or the scaler is disabled.
     """
     if scaler is not None and scaler.is_enabled():
         guard._engine.loss_scale.load_state_dict(scaler.state_dict())

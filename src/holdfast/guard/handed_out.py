@@ -2,9 +2,10 @@
 
 A loop may move the loader's batch to another device, take it apart, augment it, or combine it with
 a batch from a second loader. The guard may report dataset indices and quarantine samples only if
-each row is still the sample that the loader put there. If in doubt, the answer is no.
+each row of the step's batch is the sample from the same row of the loader's batch. If this is not
+certain, the answer is no.
 
-Nothing is compared until a step fails.
+The batches are compared only after a step fails.
 """
 
 from __future__ import annotations
@@ -20,31 +21,31 @@ from holdfast.loader.epoch import Epoch
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.splitting import leaves_of
 
-# Kinds of numpy arrays that torch can hold: bool, signed and unsigned integers, and floats.
+# The kinds of numpy dtypes that torch supports: bool, signed and unsigned integers, and floats.
 _NUMPY_KINDS = "biuf"
 
 
 class HandedOut:
-    """The last batch that a `holdfast.DataLoader` yielded, and the samples in it.
+    """The batch that a `holdfast.DataLoader` yielded last, and the samples in it.
 
     Args:
-        batch: The batch. This object must not outlive the loop's own reference to it.
-        loader: The loader that has just yielded it.
+        batch: The batch. To save memory, drop this object as soon as the loop drops the batch.
+        loader: The loader that has just yielded the batch.
     """
 
     def __init__(self, batch: Any, loader: DataLoader) -> None:
         self._batch = batch
         self._entries = _entries_of(batch)
-        # Read now, because another iterator of the same loader may change it during the step.
+        # Read the place now, since another iterator of the same loader may change it during a step.
         self._place = loader.place
         self._batches_handed_out = Epoch.handed_out
 
     def indices_of(self, batch: Any, size: int | None) -> list[int] | None:
-        """Return the dataset index of each row of a batch; None if rows may be other samples.
+        """Return the dataset index of each row of a batch, or None if this is not certain.
 
         Args:
-            batch: The batch of the step.
-            size: The number of samples in it, or None if unknown.
+            batch: The batch used for the step.
+            size: The number of samples in the batch, or None if unknown.
         """
         indices = self._place.dataset_indices()
         if indices is None or size not in (None, len(indices)):
@@ -54,9 +55,9 @@ class HandedOut:
         return indices
 
     def _has_same_rows(self, batch: Any, size: int) -> bool:
-        """Return whether each row of a batch is the sample that the loader put into this row."""
+        """Return whether each row of a batch is the sample from that row of the loader's batch."""
         if _entries_of(self._batch) != self._entries:
-            # The loop has added something to the batch, such as the batch of a second loader.
+            # The loop has added entries to the batch, such as the batch of a second loader.
             return False
         if batch is self._batch:
             return True
@@ -65,19 +66,19 @@ class HandedOut:
         leaves = _leaves_with_rows(batch, size)
         unchanged = [leaf for leaf in leaves.values() if _equals_any(leaf, originals)]
         if not any(_is_any(leaf, originals) or _varies(leaf) for leaf in unchanged):
-            # Nothing proves that this batch was made from the loader's. A mask of ones, for
-            # example, equals the mask of many other batches.
+            # Nothing proves that this batch was made from the loader's batch. For example, a mask
+            # of ones equals the masks in many other batches.
             return False
         if len(unchanged) == len(leaves):
             return True
-        # The other leaves may be augmented versions of the loader's, or come from another loader.
-        # The latter is impossible if no loader has yielded a batch since.
+        # The changed leaves may be augmented versions of the loader's, or come from another loader.
+        # The latter is impossible if no other loader has yielded a batch in the meantime.
         no_other_batch = Epoch.handed_out == self._batches_handed_out
         return no_other_batch and _sizes(leaves) == _sizes(originals)
 
 
 def _entries_of(batch: Any) -> Any:
-    """Return the keys of a mapping or the length of a list, to detect additions to a batch."""
+    """Return the keys of a mapping or the length of a list. A change shows additions to a batch."""
     if isinstance(batch, Mapping):
         return tuple(batch)
     if isinstance(batch, list):
@@ -89,9 +90,9 @@ def _entries_of(batch: Any) -> Any:
 
 
 def _leaves_with_rows(batch: Any, size: int) -> dict[str, Any]:
-    """Return the leaves that may have one row per sample, by their paths.
+    """Return the leaves that may have one row per sample, by path.
 
-    All other leaves, such as class weights, are shared by the samples.
+    All other leaves, such as class weights, are shared by all samples.
     """
     return {path: leaf for path, leaf in leaves_of(batch) if _may_have_rows(leaf, size)}
 
@@ -103,7 +104,7 @@ def _may_have_rows(leaf: Any, size: int) -> bool:
 
 
 def _sizes(leaves: Mapping[str, Any]) -> dict[str, int]:
-    """Return the leading size of each leaf by its path."""
+    """Return the leading size of each leaf, by path."""
     return {path: len(leaf) for path, leaf in leaves.items() if isinstance(leaf, Sized)}
 
 
@@ -111,17 +112,17 @@ def _sizes(leaves: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _is_any(leaf: Any, originals: Mapping[str, Any]) -> bool:
-    """Return whether a leaf is the same object as one of the loader's."""
+    """Return whether a leaf is the same object as one of the loader's leaves."""
     return any(leaf is original for original in originals.values())
 
 
 def _equals_any(leaf: Any, originals: Mapping[str, Any]) -> bool:
-    """Return whether a leaf has the same values as one of the loader's."""
+    """Return whether a leaf has the same values as one of the loader's leaves."""
     return any(_has_equal_values(leaf, original) for original in originals.values())
 
 
 def _has_equal_values(leaf: Any, original: Any) -> bool:
-    """Return whether two leaves hold equal values, even on different devices or as other types."""
+    """Return whether two leaves have equal values, even on different devices or in other types."""
     if leaf is original:
         return True
     if isinstance(leaf, (list, tuple)) and isinstance(original, (list, tuple)):
@@ -134,10 +135,10 @@ def _has_equal_values(leaf: Any, original: Any) -> bool:
 
 
 def _tensors_are_equal(values: torch.Tensor, original: torch.Tensor) -> bool:
-    """Return whether a tensor holds the values of the original, possibly converted or moved."""
+    """Return whether a tensor has the original's values, possibly converted or moved."""
     if values.shape != original.shape or not torch.can_cast(original.dtype, values.dtype):
         return False
-    # A few dtypes cannot be compared, and memory may be short. Neither is a reason to end the run.
+    # Some dtypes cannot be compared, and memory may be short. Neither should end the run.
     with contextlib.suppress(RuntimeError):
         values = values.to(original.device)
         original = original.to(values.dtype)
@@ -147,7 +148,7 @@ def _tensors_are_equal(values: torch.Tensor, original: torch.Tensor) -> bool:
 
 
 def _varies(leaf: Any) -> bool:
-    """Return whether a leaf holds at least two different values."""
+    """Return whether a leaf contains at least two different values."""
     if isinstance(leaf, (list, tuple)):
         return any(item != leaf[0] for item in leaf)
     values = _as_tensor(leaf)
@@ -155,10 +156,10 @@ def _varies(leaf: Any) -> bool:
 
 
 def _as_tensor(leaf: Any) -> torch.Tensor | None:
-    """Return the values of a tensor or an array, or None if they cannot be compared.
+    """Return a tensor or an array as a plain tensor, or None if it cannot be compared.
 
-    A subclass such as DTensor is not compared, since that may need a collective, and only this rank
-    gets here.
+    Subclasses such as DTensor are not compared: that may need a collective, and the other ranks do
+    not call this function.
     """
     if isinstance(leaf, np.ndarray):
         if leaf.dtype.kind not in _NUMPY_KINDS:

@@ -1,9 +1,9 @@
-"""A guard inside the loop of a framework that saves, steps the schedulers and ends training itself.
+"""A guard in the loop of a framework that saves, steps schedulers and ends training itself.
 
 Steps, out-of-memory remedies, rollbacks to snapshots in host memory and the recording work as in
 any other guard.
 
-This module is independent of any particular framework; those are in ``integrations``.
+This module does not depend on any framework. The code for each framework is in ``integrations``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from holdfast.guard.record import End
 from holdfast.guard.run.steps import Steps
 from holdfast.guard.saving.unsaved import note_saved, note_unsaved
 
-# Fields of the policy that configure what the framework does itself.
+# Policy fields for tasks that the framework does itself.
 _FIELDS_OF_THE_HOST = ("save_interval_steps", "save_interval_minutes", "scheduler_interval")
 
-# The entries of the guard's own state that are stored in a framework's checkpoint.
+# The entries of the guard's state that are stored in a framework's checkpoint.
 _CARRIED_STATE = ("global_step", "counters", "ladder", "spikes", "loss_scale", "diagnosis")
 
 
@@ -46,35 +46,35 @@ def hosted_policy(policy: Any, *, host: str, **settings: Any) -> Policy:
 
     Args:
         policy: A policy in any form that `Policy.of` accepts.
-        host: The user's name for the place where the framework is configured, for messages.
-        **settings: The framework's settings, by the names of the policy's fields: ``max_grad_norm``
-            (None if it does not clip), ``precision`` and others.
+        host: The place where the user configures the framework, as named in messages.
+        **settings: The framework's settings, by policy field: ``max_grad_norm`` (None if it does
+            not clip), ``precision`` and others.
 
     Raises:
-        PolicyError: H109, if the policy or a ``HOLDFAST_*`` variable contradicts a setting, or
-            sets something that the framework decides.
+        PolicyError: H109 if the policy or a ``HOLDFAST_*`` variable contradicts a setting, or sets
+            a field that the framework controls.
     """
     with_settings = with_host_settings(Policy.of(policy), host, settings)
     switched_off = dict.fromkeys(_FIELDS_OF_THE_HOST)
-    return with_host_settings(with_settings, host, switched_off, "{host} decides when that is done")
+    return with_host_settings(with_settings, host, switched_off, "{host} controls this")
 
 
 def with_host_settings(
     policy: Policy,
     host: str,
     settings: Mapping[str, Any],
-    limit: str = "{host} says {value!r}, and only one value can apply",
+    limit: str = "it is {value!r} in {host}, and only one value can apply",
 ) -> Policy:
     """Return a policy with a framework's settings applied to it.
 
     Args:
-        policy: The policy that the user chose.
-        host: The user's name for the place where the framework is configured, for messages.
-        settings: The framework's settings, by the names of the policy's fields.
-        limit: The limit that the error states. It may contain ``{host}`` and ``{value}``.
+        policy: The user's policy.
+        host: The place where the user configures the framework, as named in messages.
+        settings: The framework's settings, by policy field.
+        limit: The limit to state in the error. It may contain ``{host}`` and ``{value}``.
 
     Raises:
-        PolicyError: H109, if the policy or a ``HOLDFAST_*`` variable was set to another value.
+        PolicyError: H109 if the policy or a ``HOLDFAST_*`` variable sets a different value.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(Policy)}
     for name, value in settings.items():
@@ -97,7 +97,7 @@ def with_host_settings(
 
 
 def _is_from_variable(name: str, value: Any) -> bool:
-    """Return whether an environment variable sets a field of the policy to this value."""
+    """Return whether an environment variable has set a policy field to this value."""
     variables = from_environment()
     if name not in variables:
         return False
@@ -110,37 +110,37 @@ def _is_from_variable(name: str, value: Any) -> bool:
 class ExternalCursor(Cursor):
     """The position in a loader that a framework iterates.
 
-    All it knows is which samples the next step uses.
+    It only knows which samples the next step uses.
     """
 
-    # The dataset indices of the samples in the next step, or None if the framework has not told us.
+    # The dataset indices of the next step's samples, or None if the framework has not set them.
     _next_samples: list[int] | None = None
 
     def note_next_samples(self, indices: list[int] | None) -> None:
-        """Note which samples of the dataset the next step uses, in order."""
+        """Set the dataset indices of the next step's samples, in order."""
         self._next_samples = indices
 
     def sample_indices(self, batch: Any, size: int | None) -> list[int] | None:  # noqa: ARG002 - the host knows
-        """Return the dataset indices of the step's samples, or None if they are not known."""
+        """Return the dataset indices of the step's samples, or None if they are unknown."""
         return self._next_samples
 
 
 class HostedGuard(Guard):
-    """A guard inside a framework's loop, which decides when to save and when to stop.
+    """A guard in the loop of a framework that decides when to save and when to stop.
 
-    It takes the arguments of `Guard`; create its policy with `hosted_policy`. It never exits the
-    process and never writes a checkpoint: the framework reads `stop_reason`, and adds `state_dict`
-    to what it saves. The framework also iterates the ``loader=``. If that is a
-    `holdfast.DataLoader`, its events are recorded here, and samples can be quarantined.
+    It takes the arguments of `Guard`. Create its policy with `hosted_policy`. This guard never
+    exits the process and never writes a checkpoint: the framework reads `stop_reason`, and adds
+    `state_dict` to its own checkpoints. The framework also iterates the ``loader=``. If that is a
+    `holdfast.DataLoader`, the guard records its events and can quarantine samples.
     """
 
-    # The folder of the framework's checkpoints.
+    # The framework's checkpoint folder.
     _checkpoint_folder = ""
     # The step of the framework's newest checkpoint.
     _host_saved_at: int | None = None
-    # The failure of the framework's newest save, if no other checkpoint holds that step.
+    # The failure of the framework's newest save. None if that step is in another checkpoint.
     _host_failure: run_events.SaveFailed | None = None
-    # How many saves of the framework have failed.
+    # The number of failed saves of the framework.
     _failed_host_saves = 0
 
     def _cursor_over(self, loader: Iterable[Any]) -> Cursor:
@@ -151,14 +151,14 @@ class HostedGuard(Guard):
 
     @property
     def steps(self) -> Steps:
-        """Return the object that runs the steps, for callers that build a step batch by batch.
+        """Return the object that runs the steps, for code that builds a step batch by batch.
 
         See ``accumulation``.
         """
         return self._steps
 
     def ready(self) -> None:
-        """Open the run directory if it was released, and note that the last step is over."""
+        """Open the run directory if it was released, and note that the last step has ended."""
         self._session.check_not_in_step()
         if not self._session.is_open:
             self._open()
@@ -168,23 +168,23 @@ class HostedGuard(Guard):
         self.ready()
 
     def note_next_samples(self, indices: list[int] | None) -> None:
-        """Note which samples of the dataset the next step uses, in order."""
+        """Store the dataset indices of the next step's samples, in order."""
         if isinstance(self._cursor, ExternalCursor):
             self._cursor.note_next_samples(indices)
 
     def count_from(self, global_step: int) -> None:
-        """Set the global step to the framework's, for a checkpoint without a guard's state."""
+        """Continue from the framework's global step, if its checkpoint has no carried state."""
         self._record.move_to_step(global_step)
 
     # --- checkpoints of the framework
 
     def note_checkpoint_folder(self, folder: str | os.PathLike[str], *, resumed: bool) -> None:
-        """Note where the framework saves its checkpoints.
+        """Store where the framework saves its checkpoints.
 
         Args:
-            folder: The folder of its checkpoints.
-            resumed: Whether it continues from one of them. If it starts from scratch although the
-                run has saved checkpoints before, an event records that.
+            folder: The framework's checkpoint folder.
+            resumed: Whether the framework continues from a checkpoint. If it starts from scratch
+                although the run has saved checkpoints before, an event is recorded.
         """
         self._checkpoint_folder = os.fspath(folder)
         saved_before = self._directory.saved_in
@@ -193,7 +193,7 @@ class HostedGuard(Guard):
         self._directory.note_saved(self._checkpoint_folder if resumed else None)
 
     def emit(self, data: EventData) -> None:
-        """Record an event of the current step, and count the saves of the framework."""
+        """Record an event of the current step, and keep track of the framework's saves."""
         super().emit(data)
         if isinstance(data, run_events.Saved):
             self._host_saved_at = self.global_step
@@ -202,12 +202,12 @@ class HostedGuard(Guard):
             note_saved(self._directory.path)
         elif isinstance(data, run_events.SaveFailed):
             self._failed_host_saves += 1
-            # Another checkpoint, such as that of the best epoch, may hold this step.
+            # Another checkpoint, such as that of the best epoch, may contain this step.
             if self._host_saved_at != self.global_step:
                 self._host_failure = data
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint of the framework, as JSON values."""
+        """Return the carried state for a framework's checkpoint, as JSON values."""
         state = self._session.saved_state.training()
         encoder = Encoder("holdfast")
         encoded: dict[str, Any] = encoder.encode({name: state[name] for name in _CARRIED_STATE})
@@ -217,7 +217,8 @@ class HostedGuard(Guard):
     def state_of_ranks(self) -> dict[str, Any] | None:
         """Return the per-rank state for a checkpoint, or None with a single rank.
 
-        A rank whose optimizer failed in the last step receives the weights of another rank first.
+        If a rank's optimizer failed in the last step, it first receives the weights of another
+        rank.
         """
         return self._session.states_of_ranks()
 
@@ -245,20 +246,20 @@ class HostedGuard(Guard):
         self._record.emit(run_events.Resumed(by="the framework"))
 
     def note_state_replaced(self) -> None:
-        """Note that the framework has loaded weights and optimizer state."""
+        """Handle a replacement of weights and optimizer state by the framework."""
         self._session.restoration.note_state_replaced()
 
     def check_lock(self) -> None:
-        """Raise H301 if another run has taken the run directory; call this before saving."""
+        """Raise H301 if another run has taken the run directory. Call this before saving."""
         if self._session.is_open:
-            # If the file system does not answer, the framework's own save reports that.
+            # If the file system does not respond, the framework's own save reports it.
             with contextlib.suppress(OSError):
                 self._directory.hold()
 
     def nonfinite_state(self) -> str | None:
-        """Return which weights, statistics or moments hold NaN or Inf, or None if none do.
+        """Return a description of the tensors with NaN or Inf, or None if there are none.
 
-        Such a state must not be saved.
+        The check covers weights, statistics and moments. A state with NaN or Inf must not be saved.
         """
         names, count = nonfinite_tensors(self._session.saved_state.must_be_finite())
         if not count:
@@ -266,10 +267,10 @@ class HostedGuard(Guard):
         return f"NaN or Inf in {counted(count, 'tensor')}: {', '.join(names)}"
 
     def roll_back(self, why: str) -> None:
-        """Return to the last good state after `nonfinite_state` has found something.
+        """Roll back to the last good state after `nonfinite_state` has found NaN or Inf.
 
         Raises:
-            NonFiniteError: H501, if no rollback is left or there is no state to return to.
+            NonFiniteError: H501 if no rollback is left or there is no good state.
         """
         self._recovery.after_refused_save(why)
 
@@ -277,9 +278,10 @@ class HostedGuard(Guard):
 
     @property
     def stopped_by_signal(self) -> bool:
-        """Return whether a signal asked the run to end.
+        """Return whether a signal asked the run to stop.
 
-        With several ranks, any of them may have received it, and all learn of it in the same step.
+        With several ranks, any of them may have received it. All ranks learn of it in the same
+        step.
         """
         return self._stop.by_signal
 
@@ -300,8 +302,8 @@ class HostedGuard(Guard):
     def stop_exception(self) -> BaseException | None:
         """Return the exception to raise once the framework has saved after a signal, or None.
 
-        All ranks must call this. It waits for the rank that saves, since a launcher kills all ranks
-        when one exits.
+        All ranks must call this method. It waits for the rank that saves, since a launcher kills
+        all ranks when one of them exits.
         """
         if self._stop.by_signal:
             self._ranks.agree("stop", dict)
@@ -323,24 +325,24 @@ class HostedGuard(Guard):
         super()._release(how)
 
     def _report_steps_left_behind(self) -> None:
-        """Do nothing: it is not known yet where the framework will continue."""
+        """Do nothing, because it is not known yet from which step the framework will continue."""
 
     # --- evaluation
 
     @contextlib.contextmanager
     def evaluating_alone(self) -> Iterator[None]:
-        """Let this rank evaluate the models alone, without gradients or lasting effects."""
+        """Let only this rank evaluate the models, without gradients or lasting effects."""
         models = list(self._parts.models.values())
         with self._ranks.alone(), evaluating(models, self._parts.devices()):
             yield
 
     def validated(self, value: float | torch.Tensor, **_: Any) -> bool:
-        """Record the loss of an evaluation.
+        """Record a validation loss.
 
-        The framework handles schedulers and the best checkpoint.
+        The framework steps the schedulers and keeps the best checkpoint.
 
         Returns:
-            False, since no best checkpoint is kept here.
+            False, since this guard keeps no checkpoints.
         """
         loss = float(value)
         self._engine.diagnosis.validated(loss)

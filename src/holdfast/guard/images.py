@@ -1,10 +1,10 @@
-"""The images that a run keeps, such as sample grids and alignment plots.
+"""Write the images of a run, such as sample grids and alignment plots.
 
     images/<tag>/<global step>.png
 
-An image is checked, converted to 8-bit pixels, encoded by Pillow and written; the number of files
-is bounded. Tensors are converted through their own methods, so torch is not imported here. Images
-are read and shown by ``report.page.images``.
+Each image is checked, converted to 8-bit pixels, encoded by Pillow and written to disk. The number
+of files is limited. Tensors are converted through their own methods, so this module does not import
+torch. ``report.page.images`` reads and shows the images.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from holdfast.core.files import make_folder
 from holdfast.guard.record import RunRecord
 
 IMAGES_FOLDER = "images"
-# Limits on what a run keeps: 64 tags with 16 images of 4 MiB each. Most runs keep a few MiB.
+# Limits per run: 64 tags with 16 images of 4 MiB each. Most runs need only a few MiB.
 MOST_TAGS = 64
 MOST_OF_A_TAG = 16
 MOST_PIXEL_BYTES = 4 << 20
-# PNG adds at most one byte to each row and a few bytes to each block of 16 KiB that does not
-# compress, which is less than 64 KiB for the largest image.
+# PNG adds at most one byte to each row, and a few bytes to each 16 KiB block that cannot be
+# compressed. That is less than 64 KiB for the largest image.
 MOST_FILE_BYTES = MOST_PIXEL_BYTES + (64 << 10)
-# A browser needs 256 MiB to draw 2**26 pixels, which is a square image with sides of this length.
+# A browser needs 256 MiB to draw 2**26 pixels, which is a square image with this side length.
 LONGEST_SIDE = 1 << 13
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-# A float may be this far outside 0 to 1 because of rounding, which is not worth reporting.
+# Due to rounding, floats may be slightly outside 0 to 1. Up to this amount, it is not reported.
 _HALF_A_LEVEL = 0.5 / 255
 
 
 def keep_image(run: Path, record: RunRecord, tag: str, image: Any) -> None:
-    """Write an image of the current step, delete the oldest ones of its tag, and record an event.
+    """Write an image of the current step, delete the tag's oldest images, and record an event.
 
     If the image cannot be written, or 64 other tags already have images, an ``image_left_out``
-    event is recorded and no error is raised.
+    event is recorded instead. No error is raised.
 
     Args:
         run: The run directory.
-        record: The record of the run, which holds the current step and receives the event.
+        record: The run's record, which provides the current step and receives the event.
         tag: See `Guard.add_image`.
         image: See `Guard.add_image`.
 
     Raises:
-        PolicyError: H105 for an invalid tag or image; H742 without Pillow.
+        PolicyError: H105 for an invalid tag or image, H742 if Pillow is missing.
     """
     _check_pillow()
     _check_tag(tag)
@@ -83,7 +83,7 @@ def keep_image(run: Path, record: RunRecord, tag: str, image: Any) -> None:
 
 
 def encode_png(levels: npt.NDArray[np.uint8]) -> bytes:
-    """Return a PNG file of 8-bit grey (height, width) or RGB (height, width, 3) pixels."""
+    """Encode 8-bit gray (height, width) or RGB (height, width, 3) pixels as a PNG file."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -92,7 +92,7 @@ def encode_png(levels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def _check_pillow() -> None:
-    """Raise H742 if Pillow is not installed, before anything is converted or written."""
+    """Raise H742 if Pillow is not installed, before any work is done."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:
@@ -110,8 +110,8 @@ def _check_tag(tag: object) -> None:
     raise PolicyError(
         f"add_image with tag {tag!r}",
         limit=(
-            "a tag becomes the name of a folder: it consists of 1 to 64 letters, digits, '-', '_'"
-            " and '.', and starts with a letter or a digit"
+            "a tag becomes a folder name: it consists of 1 to 64 letters, digits, '-', '_' and '.',"
+            " and starts with a letter or a digit"
         ),
         fix='pass a tag such as "samples" or "alignment-valid"; the step is added automatically.',
         rule="H105",
@@ -119,7 +119,7 @@ def _check_tag(tag: object) -> None:
 
 
 def _is_one_tag_too_many(folder: Path) -> bool:
-    """Return whether a tag has no folder yet, although the maximum number of tags do."""
+    """Return whether the folder would be a new tag beyond the maximum number of tags."""
     if folder.is_dir():
         return False
     return sum(1 for _ in folder.parent.iterdir()) >= MOST_TAGS
@@ -128,13 +128,13 @@ def _is_one_tag_too_many(folder: Path) -> bool:
 def _delete_oldest(folder: Path) -> None:
     """Delete all but the most recently written images of a tag.
 
-    The time of writing decides, not the step: after a rollback, images of later steps are older
-    than those written since.
+    The order is by time of writing, not by step. After a rollback, the images of later steps are
+    the older ones.
     """
     images = []
     for path in folder.iterdir():
         if path.name.startswith(".tmp-"):
-            # A process was killed while writing this file.
+            # A process was killed while it was writing this file.
             path.unlink(missing_ok=True)
         elif path.suffix == ".png" and path.stem.isdecimal():
             images.append((path.stat().st_mtime_ns, int(path.stem), path))
@@ -144,7 +144,7 @@ def _delete_oldest(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pixels:
-    """An image as 8-bit levels, and how many of its values had to be changed to fit."""
+    """An image as 8-bit levels, and the number of values that were changed to fit."""
 
     levels: npt.NDArray[np.uint8]
     nonfinite: int = 0
@@ -188,7 +188,7 @@ def _as_array(image: Any) -> npt.NDArray[Any]:
 
 
 def _without_single_channel(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an image of shape (height, width, 1) as (height, width), any other as it is."""
+    """Return an image of shape (height, width, 1) as (height, width). Others are unchanged."""
     if array.ndim == 3 and array.shape[2] == 1:
         return array[:, :, 0]
     return array
@@ -200,7 +200,7 @@ def _check_shape(array: npt.NDArray[Any]) -> None:
     if not (is_grey or is_rgb):
         channels_first = array.ndim == 3 and array.shape[0] in (1, 3)
         if channels_first:
-            _refuse(f"shape {array.shape}", "call .permute(1, 2, 0): channels come last.")
+            _refuse(f"shape {array.shape}", "call .permute(1, 2, 0), because channels come last.")
         _refuse(f"shape {array.shape}")
     if array.size == 0 or array.size > MOST_PIXEL_BYTES or max(array.shape) > LONGEST_SIDE:
         _refuse(f"shape {array.shape}", "scale it down, or pass fewer samples in one grid.")

@@ -1,12 +1,12 @@
-"""Return to a position in a loader, in a way that depends on the kind of loader.
+"""Return to a position in a loader. There is one class for each type of loader.
 
 `StatefulLoader`   has ``state_dict`` and ``load_state_dict``, and restores its position itself
-`HoldfastLoader`   a `holdfast.DataLoader`: likewise, but exactly and without reading any data
-`ReplayedLoader`   any other iterable: the random state at the start of the epoch is restored, and
+`HoldfastLoader`   a `holdfast.DataLoader`, which does so exactly and without reading any data
+`ReplayedLoader`   any other iterable: the random state from the start of the epoch is restored, and
                    the batches before the position are read and discarded
 
-`Cursor` counts the batches and calls these classes. ``loader.foreign.promises`` says what a resume
-promises for each kind of loader.
+`Cursor` counts the batches and calls these classes. ``loader.foreign.promises`` states what a
+resume promises for each type of loader.
 """
 
 from __future__ import annotations
@@ -28,70 +28,70 @@ from holdfast.loader.loader import DataLoader
 from holdfast.loader.random_state import RandomState, capture, restore
 from holdfast.loader.samplers import is_stateful, set_epoch, torch_loader_of
 
-# Returned by ``next`` instead of a batch when an iterator has ended.
+# Returned by ``next`` when an iterator is exhausted.
 _END = object()
 
 
 @dataclass(slots=True)
 class EpochProgress:
-    """How far training has got in its loader.
+    """How far training has progressed in its loader.
 
-    A batch counts once the loop body has finished with it, or when the next one is requested.
+    A batch counts as trained once the loop body has finished with it or requests the next one.
     """
 
-    # Epochs completed.
+    # The number of completed epochs.
     epoch: int = 0
-    # Batches of this epoch that count.
+    # The number of batches trained in this epoch.
     batches: int = 0
-    # Batches over all epochs that count.
+    # The number of batches trained over all epochs.
     trained: int = 0
-    # Batches since the last one for which a step was run.
+    # The number of batches since the last one for which a step was run.
     batches_without_step: int = 0
-    # True while an iterator of this epoch is in use.
+    # True while an iterator over this epoch is in use.
     under_way: bool = False
-    # True while a batch is being fetched, and then until it counts.
+    # True from the start of a fetch until the fetched batch counts as trained.
     fetching: bool = False
 
 
 class ResumePosition(Protocol):
-    """The operations that `Cursor` needs for each kind of loader."""
+    """The operations that `Cursor` needs for each type of loader."""
 
     def begin(self, random_state: RandomState | None) -> Iterator[Any]:
         """Return an iterator over the rest of the epoch.
 
         Args:
-            random_state: The random state to restore before training continues; None leaves it
+            random_state: The random state to restore before training continues. If None, it is left
                 unchanged.
         """
 
     def before_fetch(self) -> RandomState:
-        """Note the position, and return the random state that belongs to it."""
+        """Store the position, and return the random state that belongs to it."""
 
     def after_fetch(self, batch: Any) -> HandedOut | None:
-        """Note the position after a batch; return what is known about the batch's samples."""
+        """Store the position after a batch, and return the batch with its samples, if known."""
 
     def note_counted(self, before_fetch: RandomState | None) -> None:
-        """Note that the last fetched batch counts from now on.
+        """Prepare for a replay, because the current batch now counts as trained.
 
         Args:
-            before_fetch: The random state before that batch was fetched.
+            before_fetch: The random state before the batch was fetched.
         """
 
     def leave(self) -> None:
-        """Note that the iterator is abandoned, so that `begin` must return to this position."""
+        """Abandon the iterator. The next `begin` must return to this position."""
 
     def end_epoch(self) -> None:
-        """Discard the state of the epoch that has ended."""
+        """Discard the state of the epoch that has just ended."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries of `empty_state` that this kind of loader fills in."""
+        """Return the entries of `empty_state` that this type of loader fills in."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make `begin` return to a saved position."""
 
 
 def empty_state() -> dict[str, Any]:
-    """Return the entries of a saved position that only some kinds of loaders fill in."""
+    """Return the entries of a saved position that only some types of loaders fill in."""
     return {
         "loader": None,
         "epoch_start": None,
@@ -107,12 +107,12 @@ def empty_state() -> dict[str, Any]:
 def position_in(
     loader: Iterable[Any], devices: Sequence[torch.device], progress: EpochProgress
 ) -> ResumePosition:
-    """Return an object that tracks the position in a loader, from the beginning.
+    """Return an object that tracks the position in a loader, starting at the beginning.
 
     Args:
         loader: The loader.
-        devices: The accelerators whose random state belongs to a position.
-        progress: The counts of the cursor. The object reads them whenever it needs them.
+        devices: The accelerators whose random state is part of the position.
+        progress: The cursor's counts, which the returned object reads but does not change.
     """
     if isinstance(loader, DataLoader):
         return HoldfastLoader(loader, devices, progress)
@@ -122,7 +122,7 @@ def position_in(
 
 
 class StatefulLoader:
-    """A loader that saves and restores its position itself."""
+    """Tracks a loader that saves and restores its position itself."""
 
     def __init__(
         self, loader: Any, devices: Sequence[torch.device], progress: EpochProgress
@@ -132,7 +132,7 @@ class StatefulLoader:
         self._progress = progress
         # The loader's position before the last fetch.
         self._state: Any = None
-        # True if the loader has to load this position before it is iterated.
+        # Whether the loader has to load this position before it is iterated.
         self._must_load = False
 
     def begin(self, random_state: RandomState | None) -> Iterator[Any]:
@@ -150,7 +150,7 @@ class StatefulLoader:
             self._must_load = False
 
     def before_fetch(self) -> RandomState:
-        """Note the position, and return the random state that belongs to it."""
+        """Store the position, and return the random state that belongs to it."""
         self._state = self._current_state()
         return capture(self._devices)
 
@@ -158,11 +158,11 @@ class StatefulLoader:
         return self._loader.state_dict()
 
     def after_fetch(self, batch: Any) -> HandedOut | None:  # noqa: ARG002 - see the protocol
-        """Return None: the samples in a batch are not known."""
+        """Return None, because the samples in a batch are unknown."""
         return None
 
     def note_counted(self, before_fetch: RandomState | None) -> None:
-        """Do nothing: the loader knows its position."""
+        """Do nothing, because the loader tracks its position."""
 
     def leave(self) -> None:
         """Save the position for the next `begin`."""
@@ -170,7 +170,7 @@ class StatefulLoader:
         self._must_load = True
 
     def end_epoch(self) -> None:
-        """Do nothing: the loader knows its position."""
+        """Do nothing, because the loader tracks its position."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position."""
@@ -178,7 +178,7 @@ class StatefulLoader:
         return {"loader": self._state}
 
     def _refresh_state(self) -> None:
-        """Note the loader's position, unless it is ahead of the cursor or has yet to be moved."""
+        """Update the stored position, unless the loader is ahead of it or has yet to move to it."""
         if not self._progress.fetching and not self._must_load:
             self._state = self._current_state()
 
@@ -189,9 +189,9 @@ class StatefulLoader:
 
 
 class HoldfastLoader(StatefulLoader):
-    """A `holdfast.DataLoader`, which moves to any position without reading the batches before it.
+    """Tracks a `holdfast.DataLoader`, which moves to any position without reading earlier batches.
 
-    The position is that of the guard's iterator, even if the loop body has iterated the loader too.
+    The position is that of the guard's iterator, even if the loop body iterates the loader too.
     """
 
     _loader: DataLoader
@@ -200,7 +200,7 @@ class HoldfastLoader(StatefulLoader):
         self, loader: DataLoader, devices: Sequence[torch.device], progress: EpochProgress
     ) -> None:
         super().__init__(loader, devices, progress)
-        # The position after the last fetch, or None at the start of an iterator.
+        # The position after the last fetch. None at the start of an iterator.
         self._state_after_batch: Any = None
 
     def _move_loader(self) -> None:
@@ -208,7 +208,7 @@ class HoldfastLoader(StatefulLoader):
         if self._must_load:
             super()._move_loader()
         else:
-            # The script may have iterated the loader before, for example to inspect a batch.
+            # The script may have iterated the loader, for example to inspect a batch.
             self._loader.go_to(self._progress.epoch)
 
     def _current_state(self) -> Any:
@@ -217,14 +217,14 @@ class HoldfastLoader(StatefulLoader):
         return self._loader.position()
 
     def after_fetch(self, batch: Any) -> HandedOut | None:
-        """Note the position after a batch, and return the batch with its samples."""
+        """Store the position after a batch, and return the batch with its samples."""
         self._state_after_batch = self._loader.position()
         return HandedOut(batch, self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position with the state of its sampler.
+        """Return the loader's position, including the state of its sampler.
 
-        The sampler's state may be large, so it is not noted at each batch.
+        The sampler's state may be large, so it is not saved after each batch.
         """
         self._refresh_state()
         if self._state is None or "sampler" in self._state:
@@ -233,24 +233,24 @@ class HoldfastLoader(StatefulLoader):
 
     def _refresh_state(self) -> None:
         if not self._progress.under_way and not self._must_load:
-            # Between two iterators, the position is the beginning of an epoch.
+            # Between two iterators, the position is the start of an epoch.
             self._state = self._loader.state_at(self._progress.epoch)
         else:
             super()._refresh_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make `begin` return to a saved position; refuse one with another order immediately."""
+        """Make `begin` return to a saved position. A position of another order is refused."""
         super().load_state_dict(state)
         if self._must_load:
             self._loader.load_state_dict(self._state)
 
 
 class ReplayedLoader:
-    """A loader without ``state_dict``, whose batches are read and discarded up to the position.
+    """Tracks a loader without ``state_dict``, by reading and discarding batches after a resume.
 
-    The last of these is read with the random state with which it was read originally, since the
-    next batch may depend on that. For torch's own DataLoader, the samplers' ``state_dict`` and the
-    persistent workers are restored as well.
+    The last discarded batch is read with the same random state as in the original run, since the
+    next batch may depend on it. For torch's own DataLoader, the state of its samplers and its
+    persistent workers are restored too.
     """
 
     def __init__(
@@ -259,22 +259,22 @@ class ReplayedLoader:
         self._loader = loader
         self._devices = devices
         self._progress = progress
-        # The torch DataLoader that is or underlies `loader`, or None if there is none.
+        # The torch DataLoader that `loader` is or wraps, or None.
         self._torch_loader = torch_loader_of(loader)
         # The random state at the start of this epoch.
         self._epoch_start: RandomState | None = None
-        # The random state before the last batch that counts was fetched.
+        # The random state before the last trained batch was fetched.
         self._before_last: RandomState | None = None
         # The states of the loader's generators and samplers at the start of this epoch.
         self._generators: list[Any] = []
-        # Whether persistent workers existed when this epoch began. None means that this is not
-        # known, in which case the workers are left alone.
+        # Whether persistent workers existed when this epoch began. If None, this is unknown, and
+        # the workers are left unchanged.
         self._had_workers: bool | None = None
-        # A digest of the input that the loader takes its order from, such as a sampler's weights.
+        # A digest of the input that determines the loader's order, such as a sampler's weights.
         self._order: bytes | None = None
         # Whether the script has changed that input between two epochs.
         self.order_was_changed = False
-        # Settings in the checkpoint that differ from the loader's, such as "batch_size=8".
+        # The checkpoint's settings that differ from the loader's, such as "batch_size=8".
         self.changed_settings: tuple[str, ...] = ()
 
     def begin(self, random_state: RandomState | None) -> Iterator[Any]:
@@ -286,7 +286,7 @@ class ReplayedLoader:
         return self._replay(random_state)
 
     def _notice_changed_order(self) -> None:
-        """Notice whether the script has changed the input of the order since the last epoch."""
+        """Check whether the script has changed the order's input since the last epoch."""
         order = digest_order(self._loader)
         if self._order is not None and order != self._order:
             self.order_was_changed = True
@@ -301,9 +301,9 @@ class ReplayedLoader:
         return iter(self._loader)
 
     def _replay(self, random_state: RandomState | None) -> Iterator[Any]:
-        """Start the epoch as it was started originally, and discard the batches that count.
+        """Start the epoch as in the original run, and discard the batches already trained.
 
-        The replay draws random numbers. Their generators are restored afterwards, so training
+        The replay draws random numbers. All random state is restored afterwards, so training
         continues as if there had been no replay.
         """
         random_state_afterwards = random_state or capture(self._devices)
@@ -329,7 +329,7 @@ class ReplayedLoader:
                 return
 
     def _match_workers(self) -> None:
-        """Start or shut down torch's persistent workers, to match the beginning of this epoch."""
+        """Start or shut down torch's persistent workers, as they were when this epoch began."""
         if self._torch_loader is None:
             return
         if self._had_workers is not None:
@@ -341,7 +341,7 @@ class ReplayedLoader:
     def before_fetch(self) -> RandomState:
         """Return the random state that belongs to the position.
 
-        Before the first batch, that is the state at the start of the epoch, since a resume draws
+        Before the first batch, this is the state at the start of the epoch, since a resume draws
         the epoch's order again.
         """
         if self._progress.batches == 0 and self._epoch_start is not None:
@@ -349,27 +349,27 @@ class ReplayedLoader:
         return capture(self._devices)
 
     def after_fetch(self, batch: Any) -> HandedOut | None:  # noqa: ARG002 - see the protocol
-        """Return None: the samples in a batch are not known."""
+        """Return None, because the samples in a batch are unknown."""
         return None
 
     def note_counted(self, before_fetch: RandomState | None) -> None:
-        """Keep the random state with which the last batch of a replay must be read."""
+        """Keep the random state for reading the last batch of a replay."""
         self._before_last = before_fetch
 
     def leave(self) -> None:
-        """Do nothing: `begin` replays the epoch up to the position."""
+        """Do nothing, because `begin` replays the epoch up to the position."""
 
     def end_epoch(self) -> None:
-        """Discard the state of the epoch that has ended."""
+        """Discard the state of the epoch that has just ended."""
         self._epoch_start = None
         self._generators = []
         self._had_workers = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a replay needs."""
+        """Return the state needed for a replay."""
         generators_now = self._generators
-        # Fetching the first batch may draw the order of the epoch. A resume then draws it again,
-        # from the generators as they were before.
+        # Fetching the first batch may draw the order of the epoch. A resume draws it again, so it
+        # needs the generators as they were before the fetch.
         order_is_drawn = self._progress.fetching and self._progress.batches == 0
         if not order_is_drawn:
             generators_now = self._generator_states()
@@ -407,7 +407,7 @@ class ReplayedLoader:
         self._compare_settings(state.get("settings", {}))
 
     def _compare_settings(self, saved: dict[str, Any]) -> None:
-        """Note which settings differ from those with which the position was saved."""
+        """Store which settings differ from those in the checkpoint."""
         settings = self._settings()
         self.changed_settings = tuple(
             f"{name}={saved[name]!r}"
@@ -456,6 +456,6 @@ def _restore_source(source: Any, state: Any) -> None:
     elif not is_stateful(source):
         source.set_state(state)
     elif not same(source.state_dict(), state):
-        # An equal state is not loaded, because loading makes some samplers start in the middle of
-        # an epoch.
+        # An equal state is not loaded, because loading a state makes some samplers start in the
+        # middle of an epoch.
         source.load_state_dict(copied(state))

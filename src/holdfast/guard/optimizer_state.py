@@ -1,8 +1,8 @@
 """Load and describe the state of optimizers, through their own methods.
 
-An optimizer that wraps another one, such as Lookahead, may keep its state in any form. The guard
-looks into a ``state_dict`` only if it has the layout of a torch optimizer's (`has_torch_layout`);
-any other ``state_dict`` is saved and loaded as one opaque value.
+An optimizer that wraps another, such as Lookahead, may keep its state in any form. The guard looks
+into a ``state_dict`` only if it has the layout of a torch optimizer's (`has_torch_layout`). Any
+other ``state_dict`` is saved and loaded as one opaque value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.guard.optimizers import optimizers_inside
 
 
 def has_torch_layout(state: Any) -> bool:
-    """Return whether a ``state_dict`` has exactly the entries of a torch optimizer's."""
+    """Return whether a ``state_dict`` has exactly the layout of a torch optimizer's."""
     if not isinstance(state, Mapping) or set(state) != {"state", "param_groups"}:
         return False
     groups = state["param_groups"]
@@ -34,10 +34,10 @@ def has_torch_layout(state: Any) -> bool:
 
 
 def load_optimizer(optimizer: Optimizer, saved: Any) -> None:
-    """Load the value of ``state_dict`` through the optimizer's own ``load_state_dict``.
+    """Load a saved ``state_dict`` through the optimizer's own ``load_state_dict``.
 
-    Tensors keep the dtypes with which they were saved, even in torch optimizers inside a wrapper. A
-    wrapper that shared its ``param_groups`` or ``state`` with an inner optimizer shares them again
+    Tensors keep the dtypes in which they were saved, even in a torch optimizer inside a wrapper. If
+    a wrapper shared its ``param_groups`` or ``state`` with an inner optimizer, it shares them again
     afterwards.
     """
     inner_optimizers = [
@@ -57,13 +57,13 @@ def load_optimizer(optimizer: Optimizer, saved: Any) -> None:
         _load_and_keep_dtypes(optimizer, optimizer.load_state_dict, saved)
 
     for name, inner in shared:
-        # torch's load_state_dict creates new groups. If a wrapper kept the old ones, its scheduler
-        # would change learning rates that no optimizer reads.
+        # torch's load_state_dict creates new groups. A wrapper with the old groups would let its
+        # scheduler change learning rates that no optimizer reads.
         setattr(optimizer, name, getattr(inner, name))
 
 
 def _is_shared(first: Any, second: Any) -> bool:
-    """Return whether two attributes are one object, or lists of the same groups."""
+    """Return whether two attributes are the same object, or lists of the same groups."""
     if first is second:
         return True
     if not (isinstance(first, list) and isinstance(second, list)):
@@ -73,7 +73,7 @@ def _is_shared(first: Any, second: Any) -> bool:
 
 @contextlib.contextmanager
 def _keeping_dtypes(optimizer: Optimizer) -> Iterator[None]:
-    """Make a wrapped optimizer keep dtypes when its wrapper calls ``load_state_dict``."""
+    """Let a wrapped optimizer keep dtypes when its wrapper calls ``load_state_dict``."""
     own_attributes = vars(optimizer)
     was_replaced = "load_state_dict" in own_attributes
     original = optimizer.load_state_dict
@@ -90,10 +90,10 @@ def _keeping_dtypes(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _load_and_keep_dtypes(optimizer: Optimizer, load: Callable[[Any], Any], saved: Any) -> None:
-    """Load state with the given method, and restore the dtype with which each tensor was saved.
+    """Load a saved state with the given method, then restore the saved dtype of each tensor.
 
-    torch casts state to the dtype of its parameter, so fp32 moments of bf16 weights would lose
-    precision.
+    torch casts state to the dtype of its parameter, which would round the fp32 moments of bf16
+    weights.
     """
     load(saved)
     if not has_torch_layout(saved):
@@ -108,7 +108,7 @@ def _load_and_keep_dtypes(optimizer: Optimizer, load: Callable[[Any], Any], save
 
 
 def _restore_dtypes(loaded_state: dict[str, Any], saved_state: Mapping[str, Any]) -> None:
-    """Replace the tensors of one parameter's state that were cast when they were loaded."""
+    """Replace the tensors in one parameter's state whose dtype changed when they were loaded."""
     for entry, saved in saved_state.items():
         loaded = loaded_state.get(entry)
         if not (isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor)):
@@ -123,10 +123,10 @@ def _restore_dtypes(loaded_state: dict[str, Any], saved_state: Mapping[str, Any]
 def state_tensors(
     optimizer: Optimizer, names: Mapping[int, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in the state of an optimizer with their descriptions.
+    """Yield the tensors in an optimizer's state, each with a description.
 
-    An example of a description is ``"exp_avg of fc.weight"``. If the ``state_dict`` does not have
-    torch's layout, the description is the path of the tensor in it, such as ``"slow.0"``.
+    A description looks like ``"exp_avg of fc.weight"``. If the ``state_dict`` does not have torch's
+    layout, the description is the tensor's path in the ``state_dict``, such as ``"slow.0"``.
 
     Args:
         optimizer: The optimizer, which may be a wrapper.
@@ -161,10 +161,10 @@ def _tensors_in(tree: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def describe_state(optimizer: Optimizer) -> list[tuple[str, list[int]]]:
-    """Return the description and shape of each tensor in the state of an optimizer, sorted.
+    """Return the description and shape of each tensor in an optimizer's state, sorted.
 
-    Parameters are named by group and position, so replicas of one optimizer return equal lists on
-    all ranks.
+    The descriptions name parameters by group and position, so that replicas of an optimizer return
+    equal lists on all ranks.
     """
     positions = {
         id(parameter): f"{index}.{position}"

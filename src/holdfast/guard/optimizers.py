@@ -1,6 +1,6 @@
-"""Look inside optimizers that wrap others, and check all optimizers when the guard is created.
+"""Look inside optimizers that wrap others, and check all optimizers when a guard is created.
 
-Their state is saved and loaded by ``optimizer_state``.
+``optimizer_state`` saves and loads their state.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.text import counted
 from holdfast.guard.reachable import levels_inside
 
-# An optimizer that has all methods of one of these sets computes the gradient a second time within
-# a step, as SAM and its relatives do.
+# An optimizer with all methods from one of these sets computes a second gradient within each step,
+# as SAM and related optimizers do.
 _TWO_PASS_METHODS = (
     {"first_step", "second_step"},
     {"ascent_step", "descent_step"},
     {"set_closure"},
 )
-# Methods of optimizers that run the backward pass themselves. Calling only `step` on such an
-# optimizer would train with a different algorithm.
+# Optimizers with one of these methods run the backward pass themselves. Calling only `step` on them
+# would amount to a different algorithm.
 _BACKWARD_METHODS = ("backward", "pc_backward", "fused_backward")
-# Attributes of optimizers that shard their state over the ranks: torch's ZeroRedundancyOptimizer
-# and fairscale's OSS, Meta's Shampoo, and Apex's DistributedFusedAdam.
+# Optimizers with one of these attributes shard their state over the ranks: torch's
+# ZeroRedundancyOptimizer and fairscale's OSS, Meta's Shampoo, and Apex's DistributedFusedAdam.
 _SHARDED_STATE_ATTRIBUTES = (
     "consolidate_state_dict",
     "distributed_state_dict",
     "distributed_process_group",
 )
 
-# The limit and the fix of H108, for optimizers that shard their state in their own way.
+# The limit and the fix in H108, for optimizers that shard their state themselves.
 SHARDED_STATE_LIMIT = (
     "it shards its state over the ranks, so a checkpoint would hold the state of one rank only"
 )
 SHARDED_STATE_FIX = (
-    "use a plain optimizer such as AdamW, and let fully_shard shard its state with the model; "
-    "or train without a Guard, under `holdfast run`."
+    "use a plain optimizer such as AdamW, and let fully_shard shard its state with the model."
+    " Or train without a Guard, under `holdfast run`."
 )
 
-# The inner optimizer of a wrapper is searched for at most this many attributes deep.
+# A wrapper's inner optimizer is searched for at most this many attributes deep.
 _MOST_LEVELS = 2
 
 
@@ -50,12 +50,12 @@ _MOST_LEVELS = 2
 
 
 def looks_like_an_optimizer(value: Any) -> bool:
-    """Return whether an object is a torch optimizer or has the ``param_groups`` of one."""
+    """Return whether an object is a torch optimizer or has ``param_groups`` like one."""
     return isinstance(value, Optimizer) or bool(_groups_of(value))
 
 
 def _groups_of(value: Any) -> list[Any]:
-    """Return the ``param_groups`` of an object; none if they do not look like an optimizer's."""
+    """Return an object's ``param_groups``, or an empty list if it is not like an optimizer."""
     try:
         groups = value.param_groups
     except Exception:  # noqa: BLE001 - a property or `__getattr__` may raise anything
@@ -84,9 +84,9 @@ def optimizers_inside(optimizer: Any) -> list[Any]:
 
 
 def identities(optimizer: Any) -> set[int]:
-    """Return the ids of an optimizer, of those that it wraps, and of all their parameter groups.
+    """Return the ids of an optimizer, of all optimizers that it wraps, and of their groups.
 
-    Two objects drive the same parameters if these sets overlap: a wrapper shares ids with the
+    If the ids of two objects overlap, both drive the same parameters: a wrapper shares ids with the
     optimizer that it wraps.
     """
     ids = set()
@@ -100,7 +100,7 @@ def identities(optimizer: Any) -> set[int]:
 
 
 def check_optimizer(name: str, optimizer: Optimizer, owned: set[int]) -> None:
-    """Refuse an optimizer that a guarded step cannot use, or whose state a checkpoint cannot hold.
+    """Refuse an optimizer that a guard cannot step, or whose state it cannot save.
 
     Args:
         name: The optimizer's name in the guard.
@@ -108,9 +108,9 @@ def check_optimizer(name: str, optimizer: Optimizer, owned: set[int]) -> None:
         owned: The ids of the parameters of all models.
 
     Raises:
-        PolicyError: H105 if it has no ``param_groups`` or ``state``; H106 if it holds a parameter
-            that belongs to no model; H107 if its ``step`` needs a closure or a second pass, or if
-            it runs the backward pass itself; H108 if it shards its state over the ranks.
+        PolicyError: H105 if it has no ``param_groups`` or ``state``. H106 if one of its parameters
+            belongs to no model. H107 if its ``step`` needs a closure or a second pass, or if it
+            runs the backward pass itself. H108 if it shards its state over the ranks.
     """
     _check_attributes(name, optimizer)
     for holder in (optimizer, *optimizers_inside(optimizer)):
@@ -189,21 +189,21 @@ def _check_computes_one_gradient(name: str, optimizer: Any) -> None:
                 ),
                 fix=(
                     "let the loss function return the loss at the perturbed weights, and pass the"
-                    " base optimizer to Guard; see 'Two-pass optimizers' in the guide to Guard."
+                    " base optimizer to Guard. See 'Two-pass optimizers' in the guide to Guard."
                 ),
                 rule="H107",
             )
 
 
 def _step_has_required_arguments(kind: type) -> bool:
-    """Return whether ``step`` of an optimizer class has a required argument, as in LBFGS."""
+    """Return whether the ``step`` of an optimizer class has a required argument, as in LBFGS."""
     step = getattr(kind, "step", None)
     if step is None:
         return False
     try:
         parameters = list(inspect.signature(inspect.unwrap(step)).parameters.values())
     except (TypeError, ValueError):
-        # Some functions written in C have no signature.
+        # Some functions in C extensions have no signature.
         return False
     # The first parameter is `self`.
     for parameter in parameters[1:]:
@@ -214,7 +214,7 @@ def _step_has_required_arguments(kind: type) -> bool:
 
 
 def _check_parameters_belong_to_models(name: str, optimizer: Optimizer, owned: set[int]) -> None:
-    """Raise H106 for an optimizer that holds a parameter of none of the guard's models."""
+    """Raise H106 for an optimizer with a parameter that belongs to none of the guard's models."""
     foreign = [
         parameter
         for group in optimizer.param_groups
@@ -225,11 +225,11 @@ def _check_parameters_belong_to_models(name: str, optimizer: Optimizer, owned: s
         raise PolicyError(
             f"optimizer {name!r} holds {counted(len(foreign), 'parameter')} outside the models"
             f" passed to Guard, the first of shape {tuple(foreign[0].shape)}",
-            limit="their values would be missing from every checkpoint",
+            limit="every checkpoint would lack their values",
             fix=(
-                'pass the module that owns them too: model={"net": net, "loss": loss_module}; if'
-                " the model was moved or copied after the optimizer was created, create the"
-                " optimizer last."
+                "pass the module that owns them too:"
+                ' model={"net": net, "loss": loss_module}. If the model was moved or copied after'
+                " the optimizer was created, create the optimizer last."
             ),
             rule="H106",
         )
@@ -238,8 +238,8 @@ def _check_parameters_belong_to_models(name: str, optimizer: Optimizer, owned: s
 def failed_without_closure(error: Exception) -> bool:
     """Return whether ``step()`` seems to have failed because it was called without a closure.
 
-    An optimizer may need a closure although its signature says ``closure=None``. That only becomes
-    apparent in its first step.
+    Some optimizers need a closure although their signature says ``closure=None``. This only becomes
+    apparent in their first step.
     """
     text = str(error)
     if isinstance(error, TypeError) and "'NoneType' object is not callable" in text:
@@ -248,15 +248,15 @@ def failed_without_closure(error: Exception) -> bool:
 
 
 def closure_missing(name: str, optimizer: Any) -> PolicyError:
-    """Return H107 for an optimizer whose ``step`` needs a closure or another argument."""
+    """Return an H107 error for an optimizer whose ``step`` needs a closure or other argument."""
     return PolicyError(
         f"optimizer {name!r} is a {type(optimizer).__name__}, whose step() needs a closure or"
         " another argument",
         limit=(
-            "the guard calls step() without arguments; a closure would evaluate the loss within the"
-            " optimizer step, so the guard could no longer undo the step as a whole"
+            "the guard calls step() without arguments. A closure would evaluate the loss inside the"
+            " optimizer step, so the guard could not undo the step as a whole"
         ),
-        fix="use an optimizer whose step() needs no closure, for instance AdamW.",
+        fix="use an optimizer whose step() needs no closure, for example AdamW.",
         rule="H107",
     )
 

@@ -1,10 +1,10 @@
-"""The objects that a run consists of: models, optimizers, schedulers, averages and further state.
+"""The objects that a run consists of: models, optimizers, schedulers, averages and other state.
 
-Each has a name. A single model is named ``"model"`` and a single optimizer ``"optimizer"``; in a
-dict the keys are the names. These names appear in gradient norms, in error messages and in the
+Each object has a name. A single model is named ``"model"`` and a single optimizer ``"optimizer"``.
+In a dict, the keys are the names. The names appear in gradient norms, in error messages and in the
 files of a checkpoint.
 
-The arguments of `Guard` are checked and named in ``arguments``.
+``arguments`` checks and names the objects that are passed to `Guard`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PLAIN_TYPES = (bool, int, float, str, type(None))
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything whose state can be saved and restored."""
+    """An object whose state can be saved and restored."""
 
     def state_dict(self) -> Any:
         """Return the state."""
@@ -40,25 +40,25 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a guard steps, saves and restores."""
+    """The objects that a guard steps, saves and restores, by name."""
 
-    # The bare modules, without the wrappers of DDP and torch.compile.
+    # The bare modules, without DDP and torch.compile wrappers.
     models: dict[str, nn.Module]
     optimizers: dict[str, Optimizer]
-    # The key may be the name of the optimizer that the scheduler drives, but need not be.
+    # A scheduler often has the name of the optimizer that it drives, but does not need to.
     schedulers: dict[str, Any]
-    # Further state, which includes the averages.
+    # Additional state, including the averages.
     states: dict[str, Stateful]
-    # Averages of weights, by the name of their model.
+    # Averages of weights, by model name.
     averages: Mapping[str, AveragedModel] = field(default_factory=dict)
     # The DistributedDataParallel modules that were passed as models.
     wrappers: Mapping[str, nn.Module] = field(default_factory=dict)
-    # Whether a model, or a part of one, was compiled when the guard was created. Code that is
-    # compiled in other ways is detected later.
+    # Whether a model or a part of it was compiled when the guard was created. Code that is compiled
+    # in other ways is detected later.
     compiled: bool = False
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield every parameter of every model with its full name."""
+        """Yield all parameters of all models with their full names."""
         is_single = len(self.models) == 1 and "model" in self.models
         for model_name, model in self.models.items():
             prefix = "" if is_single else f"{model_name}."
@@ -69,10 +69,10 @@ class Parts:
         """Return the names of the optimizers to step.
 
         Args:
-            chosen: One name or several, as passed to `Guard.step`; None for all optimizers.
+            chosen: One or several names, as passed to `Guard.step`. None selects all optimizers.
 
         Raises:
-            PolicyError: H104, for a name that no optimizer has.
+            PolicyError: H104 if there is no optimizer with one of these names.
         """
         all_names = list(self.optimizers)
         if chosen is None:
@@ -89,7 +89,7 @@ class Parts:
         return names
 
     def devices(self) -> list[torch.device]:
-        """Return the accelerator devices that hold parameters; empty on the CPU."""
+        """Return the accelerators that hold parameters. The list is empty on the CPU."""
         devices = {
             parameter.device for model in self.models.values() for parameter in model.parameters()
         }
@@ -104,7 +104,7 @@ class Parts:
     # --- settings
 
     def settings(self) -> dict[str, Any]:
-        """Return the plain settings of optimizers and of torch's schedulers.
+        """Return the plain settings of the optimizers and of torch's schedulers.
 
         Returns:
             Numbers, strings, None, and lists of numbers, by names such as ``"optimizer.0.lr"`` and
@@ -146,10 +146,10 @@ class Parts:
     # --- averages of weights
 
     def update_averages(self, moved: Sequence[torch.Tensor]) -> None:
-        """Update the average of each model that has a parameter among those that have moved.
+        """Update the average of each model whose parameters have changed.
 
         Args:
-            moved: The parameters of the optimizers that have stepped.
+            moved: The parameters of the optimizers that were stepped.
         """
         moved_ids = set(map(id, moved))
         for name, average in self.averages.items():
@@ -162,9 +162,9 @@ class Parts:
         """Put averaged parameters and buffers into the models inside the context.
 
         Args:
-            state: The state of the run, which lets nothing be saved inside the context.
+            state: The state of the run. It forbids saving inside the context.
         """
-        # An average that was never updated holds the initial weights.
+        # An average that has never been updated contains the initial weights.
         names = [name for name, average in self.averages.items() if average.n_averaged > 0]
         in_models = [
             tensor.detach() for name in names for _, tensor in named_tensors(self.models[name])
@@ -185,7 +185,7 @@ class Parts:
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters and buffers of a module with their names."""
+    """Return a module's parameters and buffers with their names."""
     return [*module.named_parameters(), *module.named_buffers()]
 
 

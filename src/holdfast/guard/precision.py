@@ -1,4 +1,4 @@
-"""The autocast context of a forward pass. Loss scaling for fp16 is in ``numerics``."""
+"""The autocast context of the forward pass. Loss scaling for fp16 is in ``numerics``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NO_AUTOCAST = contextlib.nullcontext()
 
 
 def autocast(device_type: str, precision: Precision) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which a forward pass runs; it does nothing for fp32."""
+    """Return the autocast context for a forward pass. For fp32, the context does nothing."""
     dtype = _AUTOCAST_DTYPES.get(precision)
     if dtype is None:
         return _NO_AUTOCAST

@@ -1,4 +1,4 @@
-"""Find objects through the attributes of another one, such as the optimizer inside a scheduler."""
+"""Find objects through the attributes of another, such as the optimizer inside a scheduler."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-# The search stops this many attributes away from its root. An object further away belongs to
-# something else, such as a trainer in a closure.
+# The search stops this many attributes away from its root. Objects further away probably belong to
+# other code, such as a trainer that a closure refers to.
 MOST_LEVELS = 4
-# The search stops after this many objects, since some objects refer to half the program.
+# The search stops after this many objects, since some objects refer to half of the program.
 MOST_OBJECTS = 5_000
 # Objects of these types are not searched.
 _LEAF_TYPES = (
@@ -31,7 +31,7 @@ _LEAF_TYPES = (
     torch.Tensor,
     nn.Module,
 )
-# The items of these count as attributes of the object that holds them.
+# The items of these containers count as attributes of the object that holds the container.
 _CONTAINER_TYPES = (list, tuple, set, frozenset, deque, Mapping)
 
 
@@ -45,13 +45,13 @@ def levels_inside(
     objects.
 
     Args:
-        root: The object at which the search starts. It is not yielded itself.
-        is_wanted: Returns whether to yield an object.
+        root: The object where the search starts. It is never yielded.
+        is_wanted: Function that returns whether to yield an object.
         most_levels: The maximum distance from the root, in attributes.
 
     Yields:
-        One list per distance: first the objects one attribute away, then those two attributes away,
-        and so on. A list may be empty.
+        One list for each distance: first the wanted objects one attribute away, then those two
+        attributes away, and so on. A list may be empty.
     """
     visited = {id(root)}
     level = [root]
@@ -92,7 +92,7 @@ def _values_of(holder: Any) -> Iterator[Any]:
 
 
 def _attributes_of(holder: Any) -> list[Any]:
-    """Return the values of an object's attributes, or what a function or a reference holds."""
+    """Return the values of an object's attributes, or the contents of a function or reference."""
     if isinstance(holder, functools.partial):
         return [holder.func, holder.args, holder.keywords]
     if isinstance(holder, types.MethodType):
@@ -103,8 +103,8 @@ def _attributes_of(holder: Any) -> list[Any]:
         return [holder()]
     values = []
     for name, value in getattr(holder, "__dict__", {}).items():
-        # The hooks of an optimizer belong to the code that registered them, such as an observer of
-        # all optimizers.
+        # An optimizer's hooks belong to the code that registered them, such as an observer that
+        # refers to all optimizers.
         if not name.startswith("_optimizer_"):
             values.append(value)
     for kind in type(holder).__mro__:
@@ -121,7 +121,7 @@ def _slots_of(kind: type) -> list[str]:
 
 
 def contents_of_closure(function: types.FunctionType) -> list[Any]:
-    """Return the values of a function's free variables, without those not assigned yet."""
+    """Return the values of a function's free variables that have been assigned."""
     contents = []
     for cell in function.__closure__ or ():
         try:

@@ -1,11 +1,11 @@
-"""Record what happens in a run, and log the events that people should see.
+"""Record the events of a run, and log those that users should see.
 
-Events may come from any thread. A process that was forked from the recording one must not write:
-both would number their records independently, and a lock that another thread held at the time of
-the fork is never released in the child.
+Events may come from any thread. A process forked from the recording process must not write, because
+both would number their records independently. Also, if another thread holds a lock at the time of
+the fork, the child can never acquire it.
 
-The last event of a recording says how the run ended, as far as its own process can know:
-``left_by_exception`` or ``closed``. If there is neither, the process was killed.
+The last event of a recording shows how the run ended, as far as its own process can know:
+``left_by_exception`` or ``closed``. If neither is there, the process was killed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from holdfast.recorder.scalars import Scalars
 from holdfast.recorder.start import START_FILE, facts_of_start
 
 _log = logging.getLogger("holdfast")
-# An error is recorded with the innermost frames that called the guard, at most this many. They show
-# where the user's loop was.
+# The event of an error includes up to this many of the innermost frames that called the guard. They
+# show where the user's loop was.
 _MOST_CALLERS = 8
-# The description of an error in an event is one line of at most this many characters.
+# Events describe an error in one line of at most this many characters.
 _MOST_CHARACTERS_OF_ERROR = 500
 
-# Events that users should see without asking for them. These are identical on all ranks, so only
-# rank 0 logs them.
+# Events that users should see in the log. They are identical on all ranks, so only rank 0 logs
+# them.
 _LOGGED_ONCE: frozenset[type[EventData]] = frozenset(
     {
         SkipStep,
@@ -75,7 +75,7 @@ _LOGGED_ONCE: frozenset[type[EventData]] = frozenset(
         run_events.StepsLeftBehind,
     }
 )
-# These concern one rank, so each rank logs its own.
+# Events that users should see and that concern a single rank, so each rank logs its own.
 _LOGGED_BY_EACH_RANK: frozenset[type[EventData]] = frozenset(
     {
         Split,
@@ -104,18 +104,18 @@ _LOGGED_BY_EACH_RANK: frozenset[type[EventData]] = frozenset(
 # How a run ended:
 # "finished": its loop reached its limit, or the guard was closed.
 # "stopped": a stop was requested.
-# "left": its loop was left early, by ``break`` or by an error that the guard did not see.
-# "failed": an error ended it, which is recorded as an event.
+# "left": its loop was left early, by ``break`` or by an error that the guard did not catch.
+# "failed": an error ended it. An event records the error.
 End = Literal["finished", "stopped", "left", "failed"]
 
 
 class RunRecord:
-    """The recording of one process of a run, and the step that the run is at.
+    """The recording of one process of a run. It also holds the global step of the run.
 
     Args:
         directory: The folder of the recording.
-        clock: The clock that dates the events.
-        rank: The rank of this process, or None if it trains alone.
+        clock: The clock that provides the time of events.
+        rank: The rank of this process, or None in a single process.
     """
 
     def __init__(self, directory: Path, clock: Clock, rank: int | None = None) -> None:
@@ -125,11 +125,11 @@ class RunRecord:
         self._box: BlackBox | None = None
         # Reentrant, because a signal handler may record an event while another is being recorded.
         self._lock = threading.RLock()
-        # The id of the process that records.
+        # The PID of the process that records.
         self._process = 0
-        # The type and message of the last error that was recorded since the last step, or None.
+        # The type and message of the last recorded error. None if a step has been recorded since.
         self._left_by: tuple[str, str] | None = None
-        # How the recording ended, according to its last event.
+        # How the run ended, according to the last event.
         self.ended: End = "failed"
         self.scalars = Scalars(lambda: directory, self.emit)
         self._global_step = 0
@@ -153,14 +153,14 @@ class RunRecord:
 
     @property
     def is_open(self) -> bool:
-        """Return whether events are recorded; otherwise they are only logged."""
+        """Return whether events are recorded. If not, they are only logged."""
         return self._box is not None
 
     def open(self) -> None:
-        """Continue the recording.
+        """Open the recording, or continue an existing one.
 
         Raises:
-            RunDirectoryError: H302, if it cannot be created.
+            RunDirectoryError: H302 if the recording cannot be created.
             OSError: If there is not enough memory to map it.
         """
         try:
@@ -176,25 +176,25 @@ class RunRecord:
                     "holdfast allocates 3 MiB when a run starts, so that it can record even after"
                     " the disk is full"
                 ),
-                fix="free some space, or choose another run directory.",
+                fix="free some disk space, or choose another run directory.",
                 rule="H302",
             ) from error
         for moved in self._box.moved_aside:
             self.emit(run_events.RecordingMovedAside(what=moved))
 
     def describe(self, settings: Mapping[str, Any]) -> None:
-        """Write the settings of the run, see `write_settings`, and the command that started it."""
+        """Write the settings of the run (see `write_settings`) and the command that started it."""
         write_settings(self._directory, settings)
         write_json(
             self._directory / START_FILE, facts_of_start(sys.orig_argv, self.clock.unix_seconds())
         )
 
     def close(self, how: End | None = None) -> None:
-        """End the recording with an event that says how the run ended.
+        """End the recording with an event that states how the run ended.
 
         Args:
-            how: How the run ended. None means "finished", or "failed" if an exception is being
-                handled.
+            how: How the run ended. None means "failed" if an exception is being handled, otherwise
+                "finished".
         """
         if self._box is not None:
             self.ended = "failed"
@@ -204,7 +204,7 @@ class RunRecord:
         self.scalars.close()
 
     def _record_end(self, how: End | None) -> End:
-        """Record how the run ended, unless the event of an error says so already, and return it."""
+        """Record how the run ended, unless an error was recorded as its end, and return how."""
         error = sys.exception()
         if how is None and error is not None:
             self.left_by(error)
@@ -220,15 +220,15 @@ class RunRecord:
     # --- errors
 
     def left_by(self, error: BaseException | type[BaseException]) -> None:
-        """Record an error that leaves the run.
+        """Record an error that ends the run.
 
-        If an error passes through several calls of this method, it is recorded once.
+        If an error passes through several calls of this method, it is recorded only once.
 
         Args:
-            error: The error, or its type if nothing else is known about it.
+            error: The error, or only its type if the error itself is not available.
         """
         if isinstance(error, (GeneratorExit, Interrupted)):
-            # These end a loop without an error.
+            # These exceptions end a loop, but they are not errors.
             return
         if not isinstance(error, type):
             self._record_error(error)
@@ -240,7 +240,7 @@ class RunRecord:
             self.emit(run_events.LeftByException(exception=error.__name__))
 
     def _record_error(self, error: BaseException) -> None:
-        """Record an error with its frames, unless it was recorded just before."""
+        """Record an error with its frames, unless the same error was recorded last."""
         facts = describe_exception(error, error.__traceback__)
         type_and_message = (facts["type"], facts["message"])
         if type_and_message == self._left_by:
@@ -252,7 +252,7 @@ class RunRecord:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Record an error that leaves the context."""
+        """Record an error that is raised out of the context."""
         try:
             yield
         except BaseException as error:
@@ -266,8 +266,8 @@ class RunRecord:
 
         Args:
             data: The event.
-            global_step: The step that the event belongs to, which may be an earlier one if a
-                checkpoint was written in the background; None for the current step.
+            global_step: The step that the event belongs to. Defaults to the current step. An event
+                about a checkpoint written in the background belongs to an earlier step.
         """
         event = Event(
             kind=data.kind,
@@ -300,26 +300,27 @@ class RunRecord:
         """Record a mark of a step. This costs about 0.5 microseconds.
 
         Args:
-            mark: Whether the step has begun, was committed, or was skipped.
-            micro_batch_size: Samples in one forward/backward pass, or None if unknown.
+            mark: Whether the step has started, was committed, or was skipped.
+            micro_batch_size: The number of samples in one forward and backward pass, or None if
+                unknown.
             loss: The loss, or None if it was not read.
             norm: The gradient norm, or None if it was not read.
             seconds: The duration that belongs to the mark.
-            optimizer: The name of the optimizer that was stepped, if it was a single one.
+            optimizer: The name of the optimizer that was stepped, if there was only one.
         """
         assert self._box is not None
-        # The run continues, so a later error is recorded even if it looks like the last one.
+        # The run has continued, so a later error is recorded even if it equals the last one.
         self._left_by = None
         number = self._box.optimizers[optimizer] if optimizer else 0
         self._box.step(mark, self.global_step, micro_batch_size or 0, loss, norm, seconds, number)
 
     def events(self) -> list[Event]:
-        """Return everything that was recorded in this run directory, oldest first."""
+        """Return all events recorded in this run directory, oldest first."""
         return read_events(self._directory)
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error as one line for an event."""
+    """Return a one-line description of an error for an event."""
     return f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS_OF_ERROR]
 
 

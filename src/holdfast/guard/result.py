@@ -15,44 +15,44 @@ from holdfast.numerics.provenance import Origin
 
 
 class PassResult(NamedTuple):
-    """What the forward and backward passes over a batch have returned."""
+    """The combined results of the forward and backward passes over one batch."""
 
-    # Mean over the items, shape ``()``, detached. For a loss with several terms, the sum of their
-    # means.
+    # The mean loss over the items, shape ``()``, detached. For a loss with several terms, the sum
+    # of their means.
     loss: torch.Tensor
-    # The number of items averaged over. For a loss with several terms, that of the first term.
+    # The number of items in the mean. For a loss with several terms, that of the first term.
     items: float | torch.Tensor
-    # ``(start, end)`` of the samples whose micro-batch had a loss of NaN or Inf.
+    # ``(start, end)`` of the samples in each micro-batch whose loss was NaN or Inf.
     dropped: tuple[tuple[int, int], ...] = ()
-    # Whether the number of items must be whole.
+    # Whether the number of items must be a whole number.
     counted: bool = False
-    # What the loss function returned in addition to the loss.
+    # Values that the loss function returned in addition to the loss.
     extra: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one ``guard.step`` did.
+    """The result of one call to ``guard.step``.
 
     Args:
-        loss: Mean loss over the items of the batch, shape ``()``, detached, on the model's device.
-            Reading it with ``float(...)`` synchronizes with the device; returning it does not.
-        items: Number of items averaged over: the number that the loss function returned, or the
-            number of samples if it returned none.
-        grad_norm: L2 norm by parameter group before clipping, under names such as
-            ``"optimizer.0"``. Empty if the step was skipped before gradients were measured.
-        micro_batch_size: Most samples in one forward/backward pass; None if the batch has no batch
-            dimension.
-        attempts: How often the step was attempted, including the successful attempt.
-        skipped: True if the weights do not contain this batch: they are unchanged, or the run has
-            returned to an earlier state. `reason` says which.
-        reason: Why the step was skipped and what was done about it, or None.
-        dropped_samples: Positions in the batch of the samples that were left out of the step,
-            because NaN or Inf came from them (``Policy.drop_nonfinite_samples``) or from their
-            micro-batch.
+        loss: The mean loss over the items of the batch, shape ``()``, detached, on the model's
+            device. Reading it with ``float(...)`` synchronizes with the device.
+        items: The number of items in the mean. This is the number that the loss function returned,
+            or the number of samples if it returned none.
+        grad_norm: The L2 norm of each parameter group's gradients before clipping, under names such
+            as ``"optimizer.0"``. Empty if the step was skipped before gradients were measured.
+        micro_batch_size: The largest number of samples in one forward and backward pass. None if
+            the batch has no batch dimension.
+        attempts: The number of attempts at the step, including the successful one.
+        skipped: True if the weights do not include this batch, because they are unchanged or the
+            run has rolled back. `reason` states which.
+        reason: Why the step was skipped and how the guard reacted. None if it was not skipped.
+        dropped_samples: The positions in the batch of samples that were left out of the step,
+            because they caused NaN or Inf (``Policy.drop_nonfinite_samples``) or their micro-batch
+            did.
         extra: The ``extra`` argument of `Loss`, detached. If the batch was split, tensors with a
-            row for each sample are concatenated, numbers are averaged over the samples, and
-            anything else becomes a list.
+            row for each sample are concatenated, numbers are averaged over the samples, and all
+            other values are collected in lists.
     """
 
     loss: torch.Tensor
@@ -68,35 +68,35 @@ class StepResult:
 
 @dataclass(slots=True, kw_only=True)
 class StepAttempt:
-    """An attempt at a step that is complete but not committed yet."""
+    """A completed attempt at a step that has not been committed yet."""
 
-    # Mean over the items, shape ``()``, detached.
+    # The mean loss over the items, shape ``()``, detached.
     loss: torch.Tensor
-    # The number of items averaged over.
+    # The number of items in the mean.
     items: float | torch.Tensor
-    # Most samples in one pass, or None if unknown.
+    # The largest number of samples in one pass, or None if unknown.
     micro_batch_size: int | None
-    # The parameter groups, each with those of its parameters that have gradients.
+    # The parameter groups, each reduced to the parameters that have gradients.
     groups: list[Group]
     facts: GradientFacts
     # The norm of each gradient.
     norms: torch.Tensor
-    # ``(start, end)`` of the samples whose micro-batch had a loss of NaN or Inf.
+    # ``(start, end)`` of the samples in each micro-batch whose loss was NaN or Inf.
     dropped: tuple[tuple[int, int], ...] = ()
     extra: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where NaN or Inf came from, as far as a replay could show."""
+    """The origin of NaN or Inf, as far as a replay of the step could determine it."""
 
-    # The operation, parameter or input, or None if it is not known.
+    # The operation, parameter or input where it first appeared. None if unknown.
     origin: Origin | None = None
-    # Positions in the batch of the samples without which the step is sound, if there are any.
+    # Positions in the batch of the samples that cause it. Without them, the step is finite.
     samples: tuple[int, ...] = ()
-    # Why there is no origin; empty if there is one.
+    # Why the origin is unknown. Empty if it is known.
     problem: str = ""
-    # The rank or ranks on which it appeared; empty with a single process.
+    # The rank or ranks where it appeared. Empty with a single process.
     where: str = ""
 
 
@@ -107,30 +107,30 @@ class Outcome:
     # The attempt that was committed or skipped.
     attempt: StepAttempt
     attempts: int
-    # How many of the attempts ran out of memory.
+    # The number of attempts that ran out of memory.
     out_of_memory: int
-    # Samples in the batch, or None if unknown.
+    # The number of samples in the batch, or None if unknown.
     size: int | None
-    # False if everything that the step changed was restored.
+    # False if the step was undone completely.
     committed: bool
     # Names of some of the parameters with non-finite gradients.
     culprits: list[str] = field(default_factory=list)
     # The number of parameters with non-finite gradients.
     culprit_count: int = 0
-    # In fp16, the loss scale of the next step, after a step that was skipped with a finite loss.
+    # The new loss scale, if an fp16 step was skipped although its loss was finite.
     loss_scale: float | None = None
-    # Why finite values were not committed.
+    # Why the step was not committed although its values were finite.
     decision: Decision | None = None
-    # Where non-finite values came from.
+    # The origin of non-finite values.
     provenance: Provenance | None = None
     # Positions in the batch of the samples that were left out of the committed step.
     dropped: tuple[int, ...] = ()
 
     def result(self, reason: str | None) -> StepResult:
-        """Return the result for the caller of the step.
+        """Return the result to hand to the caller of ``guard.step``.
 
         Args:
-            reason: Why the step was skipped, or None if it was not.
+            reason: Why the step was skipped, or None if it was committed.
         """
         skipped = reason is not None
         return StepResult(
@@ -157,7 +157,7 @@ class Outcome:
 
 
 class PartialOptimizerStep(Exception):  # noqa: N818 - a signal to the guard, never seen by users
-    """An optimizer ran out of memory in its step, so weights and moments cannot be trusted."""
+    """An optimizer ran out of memory during its step, so weights and moments may be corrupt."""
 
     def __init__(self, why: str, outcome: Outcome) -> None:
         super().__init__(why)
@@ -166,7 +166,7 @@ class PartialOptimizerStep(Exception):  # noqa: N818 - a signal to the guard, ne
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """Running totals of a run over all its restarts; part of every checkpoint."""
+    """Running totals of a run over all its restarts. They are saved in every checkpoint."""
 
     steps: int = 0
     skipped_steps: int = 0
@@ -176,9 +176,9 @@ class Counters:
     nonfinite_in_a_row: int = 0
     spikes_in_a_row: int = 0
     rollbacks_in_a_row: int = 0
-    # From this global step on, `rollbacks_in_a_row` starts again from 0.
+    # The global step at which `rollbacks_in_a_row` is reset to 0.
     row_ends_at: int = 0
-    # Epochs that were completed at the last call of `Guard.validated`.
+    # The number of epochs that were complete at the last call to `Guard.validated`.
     epochs_validated: int = 0
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -218,7 +218,7 @@ class Counters:
         self.rollbacks_in_a_row = 0
 
     def note_good_step(self, global_step: int) -> None:
-        """Count a committed step; far enough after a rollback, it ends a row of rollbacks."""
+        """Count a committed step, and reset the counts of failures in a row."""
         self.steps += 1
         self.nonfinite_in_a_row = 0
         self.spikes_in_a_row = 0
@@ -226,13 +226,14 @@ class Counters:
             self.rollbacks_in_a_row = 0
 
     def note_rollback(self, from_step: int, beyond: int) -> None:
-        """Count a return to an earlier state.
+        """Count a rollback.
 
-        Good steps before the one that failed prove nothing: they were good the first time too.
+        Repeating the steps before the failed one does not end a series of rollbacks, because those
+        steps were good the first time too.
 
         Args:
             from_step: The step that failed.
-            beyond: The run must get this many steps past it to end the row of rollbacks.
+            beyond: The series ends once the run is this many steps past the failed step.
         """
         self.rollbacks += 1
         self.rollbacks_in_a_row += 1
@@ -246,19 +247,20 @@ class Statistics:
     """A snapshot of a run's totals.
 
     Args:
-        global_step: Optimizer steps that went into the weights.
-        epoch: Epochs completed.
-        steps: Steps committed over all restarts, including those that a rollback undid.
-        skipped_steps: Steps that were skipped because of NaN or Inf.
-        out_of_memory: Attempts that ran out of memory.
-        rollbacks: Returns to a checkpoint.
-        resumes: How often a new process continued the run from a checkpoint.
-        checkpoints_saved: Checkpoints saved by this process.
-        checkpoints_failed: Failed saves of this process.
-        micro_batch_size: Most samples in one forward/backward pass of the next step; None for the
-            whole batch.
+        global_step: The number of optimizer steps that have updated the weights.
+        epoch: The number of completed epochs.
+        steps: The number of steps committed over all restarts, including those that were later
+            rolled back.
+        skipped_steps: The number of steps skipped because of NaN or Inf.
+        out_of_memory: The number of attempts that ran out of memory.
+        rollbacks: The number of rollbacks.
+        resumes: How often a new process has resumed the run from a checkpoint.
+        checkpoints_saved: The number of checkpoints saved by this process.
+        checkpoints_failed: The number of failed saves in this process.
+        micro_batch_size: The largest number of samples in one forward and backward pass of the next
+            step. None for the whole batch.
         recompute: Whether activation checkpointing is on.
-        loss_scale: The loss scale in fp16 training, else None.
+        loss_scale: The loss scale in fp16 training, otherwise None.
     """
 
     global_step: int

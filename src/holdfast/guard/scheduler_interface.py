@@ -1,13 +1,13 @@
 """Recognize how a learning-rate scheduler, from any library, must be advanced.
 
-Schedulers are recognized by their methods and the names of their arguments (`interface_of`):
+`interface_of` recognizes schedulers by their methods and argument names:
 
     step()                               after each step of its optimizer, or after each epoch
     step(metric)                         in ``guard.validated``, as for ReduceLROnPlateau
-    step_update(number) and step(epoch)  after each step and after each epoch, as timm's training
-                                         script does
+    step_update(number) and step(epoch)  after each step and after each epoch, as in timm's training
+                                         script
 
-Nothing here advances a scheduler; see ``schedules``.
+This module does not advance schedulers; see ``schedules``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holdfast.guard.reachable import contents_of_closure, levels_inside
 
-# A scheduler inside another one is searched for at most this many attributes deep. Anything further
-# away may belong to a trainer.
+# A scheduler inside another is searched for at most this many attributes deep. Objects further away
+# may belong to a trainer.
 MOST_LEVELS = 2
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
-# Schedulers that need a metric have one of these words in the name of the argument of ``step``.
+# If the argument name of ``step`` contains one of these words, the scheduler needs a metric.
 _METRIC_WORDS = (
     "metric",
     "loss",
@@ -50,7 +50,7 @@ _VALIDATION = re.compile(r"(?<![a-z])(val|eval)")
 
 
 class Interface(Enum):
-    """The methods by which a scheduler is advanced."""
+    """How a scheduler is advanced."""
 
     # By calling ``step()``.
     STEP = auto()
@@ -61,7 +61,7 @@ class Interface(Enum):
 
 
 def interface_of(scheduler: Any) -> Interface | None:
-    """Return the interface of a scheduler, or None if it has none that the guard can drive."""
+    """Return the interface of a scheduler, or None if the guard cannot advance it."""
     if isinstance(scheduler, ReduceLROnPlateau):
         return Interface.METRIC
     if callable(getattr(scheduler, "step_update", None)):
@@ -78,21 +78,21 @@ def interface_of(scheduler: Any) -> Interface | None:
 
 
 def _takes_single_numbers(scheduler: Any) -> bool:
-    """Return whether timm's two methods can be called with no more than one number each."""
+    """Return whether both of timm's methods can be called with at most one number."""
     step = getattr(scheduler, "step", None)
     step_arguments = [] if step is None else _required_arguments(step)
     return len(step_arguments) <= 1 and len(_required_arguments(scheduler.step_update)) <= 1
 
 
 def _is_metric(argument: inspect.Parameter, scheduler: Any) -> bool:
-    """Return whether the argument of ``step`` is a metric rather than, say, an epoch."""
+    """Return whether the argument of ``step`` is a metric rather than, for example, an epoch."""
     if argument.kind not in _POSITIONAL:
         return False
     return _has_mode(scheduler) or _names_a_metric(argument.name)
 
 
 def _is_plateau_with_optional_metric(scheduler: Any) -> bool:
-    """Return whether ``step`` needs a metric although it declares the argument as optional."""
+    """Return whether ``step`` needs a metric even though its signature makes it optional."""
     if not _has_mode(scheduler):
         return False
     positional = [
@@ -118,12 +118,12 @@ def _names_a_metric(argument_name: str) -> bool:
 
 
 def is_torch_scheduler(value: Any) -> bool:
-    """Return whether an object is a scheduler of torch, or derived from one."""
+    """Return whether an object is a torch scheduler or derived from one."""
     return isinstance(value, (LRScheduler, ReduceLROnPlateau))
 
 
 def plateau_inside(scheduler: Any) -> Any | None:
-    """Return the nearest scheduler inside another one that needs a metric, or None."""
+    """Return the nearest scheduler inside this one that needs a metric, or None."""
     visited = {id(scheduler)}
     waiting = [scheduler]
     while waiting:
@@ -140,7 +140,7 @@ def plateau_inside(scheduler: Any) -> Any | None:
 def counts_epochs(scheduler: Any) -> bool:
     """Return whether a scheduler with timm's interface, or one inside it, counts epochs.
 
-    timm's schedulers say so in ``t_in_epochs``. Without this attribute the answer is True.
+    timm's schedulers have an attribute ``t_in_epochs`` for this. Without it, the answer is True.
     """
     if hasattr(scheduler, "t_in_epochs"):
         return bool(scheduler.t_in_epochs)
@@ -157,7 +157,7 @@ def counts_epochs(scheduler: Any) -> bool:
 
 
 def takes_epoch_and_metric(scheduler: Any) -> bool:
-    """Return whether ``step(epoch, metric)`` can be called."""
+    """Return whether ``step(epoch, metric)`` is a valid call."""
     step = getattr(scheduler, "step", None)
     if not callable(step):
         return False
@@ -168,7 +168,7 @@ def takes_epoch_and_metric(scheduler: Any) -> bool:
 
 
 def call_with_number(function: Callable[..., Any], name: str, number: int) -> None:
-    """Call a function with a number, whatever the name of its parameter.
+    """Call a function with a number, whatever its parameter is called.
 
     The number is passed by keyword if a parameter has the given name, and otherwise as the first
     argument. A function without parameters is called without the number.
@@ -196,10 +196,11 @@ def _required_arguments(function: Callable[..., Any]) -> list[inspect.Parameter]
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a function; empty without a signature, as for some functions in C.
+    """Return the parameters of a function, or an empty list if it has no signature.
 
-    A decorator that does not use `functools.wraps` hides the signature behind ``*args`` and
-    ``**kwargs``. In that case the parameters are those of the function in its closure.
+    Some functions in C extensions have none. A decorator that does not use `functools.wraps` hides
+    the signature behind ``*args`` and ``**kwargs``. In that case, the parameters are those of the
+    decorated function, which is found in the closure.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -213,13 +214,16 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
     if decorated is None:
         return parameters
     if is_bound and isinstance(decorated, FunctionType):
-        # It was decorated in its class, so that `self` is still its first parameter.
+        # The function was decorated inside a class, so its first parameter is `self`.
         return parameters_of(decorated)[1:]
     return parameters_of(decorated)
 
 
 def _decorated_by(wrapper: Any) -> FunctionType | MethodType | None:
-    """Return the only function in the closure of a decorator's wrapper, or None."""
+    """Return the function that a decorator has wrapped, or None if this is ambiguous.
+
+    It is the only function in the wrapper's closure.
+    """
     if not isinstance(wrapper, FunctionType):
         return None
     functions = [

@@ -1,10 +1,10 @@
-"""Save and load the state of one scheduler, including what its own ``state_dict`` lacks.
+"""Save and load the state of a scheduler, including values that its ``state_dict`` lacks.
 
 The ``state_dict`` of timm's PlateauLRScheduler lacks the numbers of bad epochs and of cooldown
-epochs, so a resumed run would count them from 0. If a scheduler with timm's interface holds a
-plateau scheduler, the plateau's own state and the plain attributes of both are therefore saved too.
+epochs, so a resumed run would count them from 0. If a scheduler with timm's interface contains a
+plateau scheduler, we therefore also save the plateau's own state and the plain attributes of both.
 
-The number of steps that each scheduler has counted is saved by `Schedules.state_dict`.
+`Schedules.state_dict` saves the number of steps that each scheduler has counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 def state_of(scheduler: Any) -> Any:
-    """Return the state of a scheduler for a checkpoint."""
+    """Return a scheduler's state for a checkpoint."""
     plateau = _plateau_inside_timm(scheduler)
     if plateau is None:
         return scheduler.state_dict()
@@ -31,7 +31,7 @@ def state_of(scheduler: Any) -> Any:
 
 
 def load_state(scheduler: Any, saved: Any) -> None:
-    """Restore a scheduler from the value of `state_of`."""
+    """Restore a scheduler from the return value of `state_of`."""
     plateau = _plateau_inside_timm(scheduler)
     if plateau is None:
         scheduler.load_state_dict(saved)
@@ -43,20 +43,20 @@ def load_state(scheduler: Any, saved: Any) -> None:
 
 
 def _plateau_inside_timm(scheduler: Any) -> Any | None:
-    """Return the plateau scheduler that a scheduler with timm's interface holds, or None."""
+    """Return the plateau scheduler inside a scheduler with timm's interface, or None."""
     if interface_of(scheduler) is not Interface.TIMM:
         return None
     return plateau_inside(scheduler)
 
 
 def _timm_schedulers_in(scheduler: Any) -> list[Any]:
-    """Return the scheduler and the schedulers inside it that have timm's interface."""
+    """Return the scheduler itself and all schedulers inside it that have timm's interface."""
     levels = levels_inside(scheduler, lambda value: callable(getattr(value, "step_update", None)))
     return [scheduler, *(inner for level in levels for inner in level)]
 
 
 def _plain_attributes(scheduler: Any) -> dict[str, Any]:
-    """Return the attributes that are numbers, strings or None, or lists of them."""
+    """Return the attributes that are numbers, strings, None, or lists of these."""
     return {name: value for name, value in vars(scheduler).items() if _is_plain(value)}
 
 

@@ -1,8 +1,8 @@
-"""Advance learning-rate schedulers by committed steps and completed epochs.
+"""Advance learning-rate schedulers after committed steps and completed epochs.
 
-The interface of each scheduler is recognized when the guard is created (``scheduler_interface``). A
+When the guard is created, ``scheduler_interface`` recognizes how each scheduler is advanced. A
 scheduler that the guard cannot advance correctly is refused with H105. With
-``scheduler_interval=None`` the caller advances all schedulers except those that need a metric.
+``scheduler_interval=None``, the caller advances all schedulers except those that need a metric.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from holdfast.learning.learning_rate import rate_of
 
 
 class Schedule:
-    """One scheduler, its interface, and the name of the optimizer whose steps it counts."""
+    """A scheduler with its interface and the name of the optimizer whose steps it counts."""
 
     def __init__(self, name: str, scheduler: Any, interface: Interface, optimizer: str) -> None:
         self.name = name
         self.scheduler = scheduler
         self.interface = interface
         self.optimizer = optimizer
-        # Steps of its optimizer over all attempts of the run, as passed to ``step_update``.
+        # The steps of its optimizer over all attempts of the run, to be passed to ``step_update``.
         self.updates = 0
-        # The scheduler that takes the metric. timm's PlateauLRScheduler holds a ReduceLROnPlateau.
+        # The scheduler that takes the metric: this one, or the ReduceLROnPlateau inside timm's
+        # PlateauLRScheduler.
         self._plateau = scheduler if interface is Interface.METRIC else None
         if interface is Interface.TIMM:
             self._plateau = plateau_inside(scheduler)
 
     @property
     def lacks_metric(self) -> bool:
-        """Return whether the scheduler needs a metric and never received one."""
+        """Return whether the scheduler needs a metric but has never received one."""
         return self._plateau is not None and not getattr(self._plateau, "last_epoch", 0)
 
     def after_step(self) -> None:
-        """Advance the scheduler by one step of its optimizer."""
+        """Advance the scheduler after a step of its optimizer."""
         self.updates += 1
         if self.interface is Interface.TIMM:
             call_with_number(self.scheduler.step_update, "num_updates", self.updates)
@@ -58,7 +59,7 @@ class Schedule:
             self.scheduler.step()
 
     def after_epoch(self, epochs: int) -> None:
-        """Advance the scheduler by one epoch.
+        """Advance the scheduler after an epoch.
 
         Args:
             epochs: The number of epochs completed so far.
@@ -69,15 +70,15 @@ class Schedule:
             call_with_number(self.scheduler.step, "epoch", epochs)
 
     def validated(self, metric: float, mode: str, epochs: int) -> bool:
-        """Pass a metric to the scheduler if it needs one of this mode.
+        """Pass a metric to the scheduler, if it needs a metric of this mode.
 
         Args:
-            metric: The value, which is finite.
-            mode: ``"min"`` if lower values are better, else ``"max"``.
+            metric: The value, which must be finite.
+            mode: ``"min"`` if lower values are better, otherwise ``"max"``.
             epochs: The number of epochs completed so far.
 
         Returns:
-            Whether a learning rate changed.
+            Whether a learning rate has changed.
         """
         if self._plateau is None or getattr(self._plateau, "mode", mode) != mode:
             return False
@@ -94,17 +95,17 @@ class Schedule:
 
 
 class Schedules:
-    """The schedulers of a run, advanced by its steps, epochs and validations.
+    """The schedulers of a run. Steps, epochs and validations advance them.
 
     Args:
-        schedulers: The schedulers by name. The name may be that of the optimizer that one drives.
-        optimizers: The optimizers of the guard by name.
-        interval: ``Policy.scheduler_interval``: ``"step"``, ``"epoch"``, or None if the caller
-            advances them.
-        has_epochs: Whether the guard iterates a loader, and so knows where an epoch ends.
+        schedulers: The schedulers by name. A scheduler may have the name of its optimizer.
+        optimizers: The guard's optimizers by name.
+        interval: The value of ``Policy.scheduler_interval``: ``"step"``, ``"epoch"``, or None if
+            the caller advances the schedulers.
+        has_epochs: Whether the guard iterates a loader, and can tell where an epoch ends.
 
     Raises:
-        PolicyError: H105, for a scheduler that the guard cannot drive.
+        PolicyError: H105 for a scheduler that the guard cannot advance.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Schedules:
         self._has_metric = False
         self._schedules: list[Schedule] = []
         if interval is None:
-            # The caller advances the schedulers, but metrics still come from `Guard.validated`.
+            # The caller advances the schedulers, but `Guard.validated` still passes on metrics.
             for name, scheduler in schedulers.items():
                 if interface_of(scheduler) is Interface.METRIC:
                     self._schedules.append(Schedule(name, scheduler, Interface.METRIC, ""))
@@ -162,10 +163,10 @@ class Schedules:
                 schedule.after_epoch(epochs)
 
     def validated(self, metric: SupportsFloat, mode: str, epochs: int) -> list[str]:
-        """Pass a finite metric to the schedulers that need one of this mode.
+        """Pass a finite metric to the schedulers that need a metric of this mode.
 
         Returns:
-            The names of the schedulers that changed a learning rate.
+            The names of the schedulers that have changed a learning rate.
         """
         self._has_metric = True
         value = float(metric)
@@ -176,7 +177,7 @@ class Schedules:
         ]
 
     def without_metric(self) -> list[str]:
-        """Return the names of the schedulers that need a metric and never received one.
+        """Return the names of the schedulers that need a metric but have never received one.
 
         Empty once a metric was reported, even one that no scheduler uses.
         """
@@ -185,7 +186,7 @@ class Schedules:
         return [schedule.name for schedule in self._schedules if schedule.lacks_metric]
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of steps that each schedule has counted.
+        """Return the number of steps that each scheduler has counted, by name.
 
         ``scheduler_state.state_of`` returns the state of the schedulers themselves.
         """
@@ -195,18 +196,18 @@ class Schedules:
         """Restore the numbers of steps.
 
         Args:
-            state: The value of `state_dict`.
-            default: The number of steps of schedules that the checkpoint lacks.
+            state: The return value of `state_dict`.
+            default: The number of steps for schedulers that are missing in the checkpoint.
         """
         for schedule in self._schedules:
             schedule.updates = int(state.get(schedule.name, default))
 
 
-# --- checks when the guard is made
+# --- checks when the guard is created
 
 
 def _checked_interface(name: str, scheduler: Any) -> Interface:
-    """Return the interface of a scheduler, or raise H105 if the guard cannot drive it."""
+    """Return the interface of a scheduler, or raise H105 if the guard cannot advance it."""
     kind = type(scheduler).__name__
     interface = interface_of(scheduler)
     if interface is None:
@@ -225,8 +226,8 @@ def _checked_interface(name: str, scheduler: Any) -> Interface:
     if plateau is not None:
         inner_kind = type(plateau).__name__
         raise PolicyError(
-            f"scheduler {name!r} is a {kind} that holds a {inner_kind}",
-            limit=f"step() of a {inner_kind} needs a metric, and the {kind} does not pass one on",
+            f"scheduler {name!r} is a {kind} that contains a {inner_kind}",
+            limit=f"step() of a {inner_kind} needs a metric, but the {kind} does not pass one on",
             fix=(
                 f"give Guard both schedulers separately: scheduler={{{name!r}: ..., 'plateau':"
                 " ...}."
@@ -244,11 +245,11 @@ def _advances_by_epochs(scheduler: Any, interface: Interface, interval: str) -> 
 
 
 def _epochs_unknown(name: str, scheduler: Any) -> PolicyError:
-    """Return H105 for a scheduler that counts epochs in a guard without a loader."""
+    """Return an H105 error for a scheduler that counts epochs although Guard has no loader."""
     return _refused(
         f"scheduler {name!r} is a {type(scheduler).__name__} that counts epochs, but Guard has no"
         " loader",
-        "the guard knows where an epoch ends only in a loop over guard.batches()",
+        "the guard can tell where an epoch ends only in a loop over guard.batches()",
         "pass loader= and iterate guard.batches(), or let the scheduler count steps",
     )
 
@@ -259,22 +260,22 @@ def _optimizer_of(
     """Return the name of the optimizer that a scheduler drives.
 
     This is the nearest optimizer that can be reached through the scheduler's attributes. If there
-    is none, or several are equally near, it is the optimizer with the same name as the scheduler,
-    or the only optimizer.
+    is none, or if several are equally near, it is the optimizer with the same name as the
+    scheduler, or the guard's only optimizer.
 
     Args:
         name: The name of the scheduler.
         scheduler: The scheduler.
-        optimizers: The optimizers of the guard by name.
-        counts_steps: Whether the scheduler is advanced after steps of its optimizer, so that it
-            must be known.
+        optimizers: The guard's optimizers by name.
+        counts_steps: Whether the scheduler is advanced after its optimizer's steps. If so, the
+            optimizer must be identified.
 
     Returns:
-        The name, which is empty if the optimizer is not known and `counts_steps` is False.
+        The name, or an empty string if the optimizer is unknown and `counts_steps` is False.
 
     Raises:
-        PolicyError: H105, if the scheduler drives an optimizer that the guard does not hold, or if
-            it may drive several.
+        PolicyError: H105 if the scheduler drives an optimizer that was not passed to the guard, or
+            may drive several.
     """
     nearest = _nearest_optimizers(scheduler, optimizers)
     if name in nearest:
@@ -285,7 +286,7 @@ def _optimizer_of(
     kind = type(scheduler).__name__
     if not nearest and any(levels_inside(scheduler, looks_like_an_optimizer)):
         raise _refused(
-            f"scheduler {name!r} is a {kind} of an optimizer that Guard does not hold",
+            f"scheduler {name!r} is a {kind} whose optimizer was not passed to Guard",
             "it would change the learning rates of an optimizer that guard.step never steps",
             "create the scheduler with the optimizer that is passed to Guard",
         )
@@ -304,7 +305,10 @@ def _optimizer_of(
 
 
 def _nearest_optimizers(scheduler: Any, optimizers: Mapping[str, Optimizer]) -> list[str]:
-    """Return the names of the guard's optimizers to which a scheduler refers most directly."""
+    """Return the names of the guard's optimizers that are nearest to a scheduler.
+
+    Distance is counted in attributes.
+    """
     for level in levels_inside(scheduler, looks_like_an_optimizer):
         ids_in_level = set[int]().union(*map(identities, level))
         names = [
@@ -318,7 +322,7 @@ def _nearest_optimizers(scheduler: Any, optimizers: Mapping[str, Optimizer]) -> 
 
 
 def _check_not_inside(schedulers: Mapping[str, Any]) -> None:
-    """Raise H105 if one scheduler holds another one, because both would advance the inner one."""
+    """Raise H105 if one scheduler contains another, because both would advance the inner one."""
     names = {id(scheduler): name for name, scheduler in schedulers.items()}
     for outer_name, outer in schedulers.items():
         for level in levels_inside(outer, is_torch_scheduler, most_levels=MOST_LEVELS):
@@ -332,13 +336,13 @@ def _check_not_inside(schedulers: Mapping[str, Any]) -> None:
 
 
 def _refused(problem: str, limit: str, fix: str) -> PolicyError:
-    """Return H105 for a scheduler, with an alternative fix that works for any scheduler."""
+    """Return an H105 error for a scheduler, with an additional fix that works for any scheduler."""
     return PolicyError(
         problem,
         limit=limit,
         fix=(
-            f"{fix}; or set scheduler_interval=None and advance it yourself, after each step that"
-            " was not skipped."
+            f"{fix}. Or set scheduler_interval=None and advance the scheduler yourself, after each"
+            " step that was not skipped."
         ),
         rule="H105",
     )

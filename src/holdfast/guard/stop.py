@@ -1,20 +1,19 @@
-"""What happens in the training process on SIGTERM, SIGUSR1, SIGHUP or Ctrl-C.
+"""How the training process handles SIGTERM, SIGUSR1, SIGHUP and Ctrl-C.
 
-`Policy.stop_signals` says which signals stop a run; a call can request it too. `StopRequest` holds
-the request and the signal handler:
+`Policy.stop_signals` determines which signals stop a run. A method call can request a stop too.
+`StopRequest` holds the request and the signal handler:
 
 1. **The first signal** is noted and announced on stderr, and the script's own handler is called,
-   if there is one. Nothing is saved and no other rank is contacted in the handler. The loop reads
-   `StopRequest.reason` at its next boundary, saves a checkpoint and ends (``run/loop.py``). Only
-   code that may take long and changes no state is interrupted by `Interrupted`: waiting for data,
-   and an evaluation.
+   if there is one. The handler does not save or contact other ranks. At its next boundary, the
+   loop reads `StopRequest.reason`, saves a checkpoint and ends (``run/loop.py``). `Interrupted` is
+   raised only in code that may take long and changes no state: waiting for data, and evaluations.
 2. **Signals within the next 0.1 s** belong to the same request and are ignored.
-3. **A later signal** kills the process immediately, or goes to the script's own handler. Our
-   handler is replaced in advance, normally by the kernel's default action, which works even if the
+3. **A later signal** kills the process immediately, or goes to the script's own handler. To prepare
+   for it, our handler is replaced, normally by the kernel's default action, which works even if the
    interpreter hangs.
 4. **In a forked child**, such as a loader worker, the first signal is ignored, since it was meant
    for the parent. Only SIGTERM ends the child.
-5. **After `StopRequest.uninstall`** the previous handlers are in place again.
+5. **After `StopRequest.uninstall`**, the previous handlers are in place again.
 
     stop = StopRequest(("SIGTERM", "SIGINT"))
     stop.install()
@@ -38,17 +37,17 @@ from typing import Any
 
 from holdfast.core.standard_streams import write_to_stderr
 
-# Signals within this time count as one request. `timeout` of coreutils signals the process and then
+# Signals within this time count as one request. The `timeout` command signals the process and then
 # its group, a few microseconds apart. Slurm sends SIGTERM twice at the time limit, systemd sends
 # SIGHUP right after SIGTERM, and launchers forward signals that their whole group has already
 # received. Without this window, the second signal would kill the process.
 _ONE_REQUEST_SECONDS = 0.1
 
-# A shell or `nohup` starts a program with these signals ignored if it should survive the terminal
-# or a Ctrl-C there. They stay ignored.
+# If a program is meant to survive a Ctrl-C or the closing of its terminal, a shell or `nohup`
+# starts it with these signals ignored. The guard leaves them ignored.
 _STAY_IGNORED = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
 
-# These two are the usual way to stop a training run, so our handler replaces even one in C.
+# These two signals are the usual way to stop training, so our handler replaces even handlers in C.
 _TAKEN_FROM_NATIVE_CODE = frozenset({signal.SIGTERM, signal.SIGINT})
 
 _STDERR_DESCRIPTOR = 2
@@ -57,29 +56,29 @@ _STDERR_DESCRIPTOR = 2
 class Interrupted(BaseException):
     """Raised by the signal handler inside ``with stop_request:``.
 
-    The guard catches it; users never see it.
+    The guard catches this exception, so users never see it.
     """
 
 
 class StopRequest:
-    """Whether the run was asked to stop, and why.
+    """The request to stop a run, and the signal handlers that receive it.
 
-    Used as a context manager, it lets a signal interrupt the body with `Interrupted`.
+    Used as a context manager, it lets a signal interrupt the body by raising `Interrupted`.
 
     Args:
-        names: The signals that stop the run, such as ``"SIGTERM"``.
+        names: The names of the signals that stop the run, such as ``"SIGTERM"``.
     """
 
     def __init__(self, names: Iterable[str] = ("SIGTERM",)) -> None:
         # Why the run was asked to stop: the name of a signal, or the reason passed to `request`.
         self.reason: str | None = None
-        # The signal that asked the run to stop; None if a call of `request` did.
+        # The signal that asked the run to stop. None if `request` was called instead.
         self.signal: signal.Signals | None = None
-        # The rank that was asked to stop, if the run has several.
+        # The rank that received the request, if the run has several ranks.
         self.rank: int | None = None
         # Whether a loop has ended because of the request.
         self._honored = False
-        # The signals that keep their handler in C, such as one from ``faulthandler.register``.
+        # Signals that keep a handler in C, such as the one that ``faulthandler.register`` installs.
         self.left_alone: list[str] = []
 
         self._numbers = tuple(signal.Signals[name] for name in names)
@@ -88,13 +87,13 @@ class StopRequest:
         self._installed = False
         # True while a signal may raise `Interrupted`.
         self._interruptible = False
-        # Decides, when a signal arrives, whether it may interrupt the code that is running. None
-        # means that it may.
+        # When a signal arrives, this function decides whether the running code may be interrupted.
+        # With None, it always may.
         self._may_interrupt: Callable[[], bool] | None = None
-        # True for a moment after the first signal, while further signals belong to the same
+        # True for a moment after the first signal. Signals during that time belong to the same
         # request.
         self._settling = False
-        # Forked children inherit the handlers, and must not act on them.
+        # Forked children inherit the handlers, but must not act on them.
         self._process = os.getpid()
 
     # --- the request
@@ -117,7 +116,7 @@ class StopRequest:
         return self._honored
 
     def request(self, reason: str) -> None:
-        """Ask the run to stop. The first reason is kept."""
+        """Ask the run to stop. If it was asked before, the first reason is kept."""
         self.reason = self.reason or reason
 
     def honor(self) -> None:
@@ -125,13 +124,14 @@ class StopRequest:
         self._honored = True
 
     def reset(self, *, raised: bool = False) -> None:
-        """Forget a request that has ended a loop, when another loop begins.
+        """Clear a request that has ended a loop, when another loop begins.
 
-        A signal stops the whole script, so its request also ends any later loop. It is forgotten
-        only if the script caught the exception that the stop raised, and then began another loop.
+        A signal stops the whole script, so its request also ends any later loop. The request is
+        cleared only if the script has caught the exception raised by the stop, and then begins
+        another loop.
 
         Args:
-            raised: Whether an exception was raised because of the request.
+            raised: Whether the request has caused an exception to be raised.
         """
         if self._honored and (raised or not self.by_signal):
             self.reason = None
@@ -142,7 +142,7 @@ class StopRequest:
     # --- code that a signal may interrupt
 
     def __enter__(self) -> None:
-        """Let a signal raise `Interrupted` in the body; raise it now if one has already arrived."""
+        """Let a signal raise `Interrupted` in the body. If one has already arrived, raise now."""
         if self.by_signal:
             raise Interrupted
         self._interruptible = True
@@ -152,10 +152,10 @@ class StopRequest:
 
     @contextmanager
     def interrupting_if(self, allowed: Callable[[], bool]) -> Iterator[None]:
-        """Let a signal raise `Interrupted` in the body if `allowed` returns True when it arrives.
+        """Let a signal raise `Interrupted` in the body, if `allowed` returns True at that time.
 
-        Otherwise the loop honors the request at its next boundary. A request that has already
-        ended a loop interrupts nothing, since the code after that loop still runs.
+        Otherwise, the loop honors the request at its next boundary. A request that has already
+        ended a loop does not interrupt the code after that loop.
         """
         has_ended_a_loop = self.by_signal and self._honored
         if has_ended_a_loop or (self.by_signal and not allowed()):
@@ -173,9 +173,9 @@ class StopRequest:
     def install(self) -> None:
         """Install the signal handlers.
 
-        Does nothing outside the main thread, where Python does not allow it, or after a stop
-        signal has arrived, since the next signal must kill the process. May be called repeatedly:
-        a notebook resets SIGINT after each cell.
+        Does nothing outside the main thread, where Python does not allow it. Does nothing after a
+        stop signal either, since the next signal must kill the process. May be called repeatedly,
+        because a notebook resets SIGINT after each cell.
         """
         if self.by_signal or threading.current_thread() is not threading.main_thread():
             return
@@ -185,10 +185,10 @@ class StopRequest:
         self._installed = True
 
     def _take_over(self, number: signal.Signals) -> None:
-        """Install our handler for a signal, unless an existing handler must stay."""
+        """Install our handler for a signal, unless the existing handler must stay."""
         handler = signal.getsignal(number)
         if self._installed and handler is not signal.default_int_handler:
-            # The handler is ours, or one that was installed later and may call ours.
+            # The handler is ours, or was installed later and may call ours.
             return
         if handler is signal.SIG_IGN and number in _STAY_IGNORED:
             return
@@ -204,15 +204,15 @@ class StopRequest:
             return
         self._installed = False
         if threading.current_thread() is not threading.main_thread():
-            # Python does not allow changing handlers here. From now on `_on_signal` forwards
-            # signals to the previous ones.
+            # Python does not allow changing handlers in other threads. From now on, `_on_signal`
+            # forwards signals to the previous handlers.
             return
         for number, previous in self._previous.items():
             if self._has_installed(number, signal.getsignal(number)):
                 signal.signal(number, _active_handler(number, previous))
 
     def _has_installed(self, number: int, handler: Any) -> bool:
-        """Return whether a handler is ours, or the one that we installed for a second signal."""
+        """Return whether this is our handler, or the one that we install for a second signal."""
         if handler == self._on_signal:
             return True
         return self.by_signal and handler == self._handler_of_second_signal(number)
@@ -220,7 +220,7 @@ class StopRequest:
     # --- in the handler
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal; the module's docstring explains the cases."""
+        """Handle a signal. The module's docstring explains the cases."""
         if os.getpid() != self._process:
             _on_signal_in_a_fork(number)
         elif self._settling:
@@ -234,7 +234,7 @@ class StopRequest:
             self._note_request(signal.Signals(number), frame)
 
     def _note_request(self, number: signal.Signals, frame: FrameType | None) -> None:
-        """Note the request, announce it on stderr, and let the next signal kill the process."""
+        """Store the request, announce it on stderr, and let the next signal kill the process."""
         requests = self._with_outer_requests(number)
         for request in requests:
             request._settling = True
@@ -245,13 +245,13 @@ class StopRequest:
         try:
             _wait_for_signals_of_the_same_request()
         finally:
-            # This is in a finally block, because the handler of another signal may have raised
-            # during the wait: loader workers receive the same signal, and torch's SIGCHLD handler
-            # raises when one dies.
+            # The rest must run even if another signal's handler has raised during the wait: loader
+            # workers receive the same signal, and torch's SIGCHLD handler raises when one of them
+            # dies.
             for request in requests:
                 request._settling = False
                 request._prepare_for_second_signal()
-            # Announced only now, because someone who reads the line may send the second signal
+            # The announcement comes last, because a user who reads it may send the second signal
             # immediately.
             second_handler = self._handler_of_second_signal(number)
             _announce(number.name, second_handler)
@@ -260,7 +260,7 @@ class StopRequest:
             _interrupt_one_of(requests)
 
     def _with_outer_requests(self, number: int) -> list[StopRequest]:
-        """Return this request and those of enclosing guards that also handle the signal."""
+        """Return this request and those of enclosing guards that handle the same signal."""
         requests = [self]
         outer = _guard_of(_active_handler(number, self._previous.get(number)))
         if outer is not None:
@@ -268,7 +268,7 @@ class StopRequest:
         return requests
 
     def _prepare_for_second_signal(self) -> None:
-        """Replace our handler of each signal with the one for a second signal."""
+        """Replace our handlers with those for a second signal."""
         for number in self._previous:
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, self._handler_of_second_signal(number))
@@ -276,9 +276,9 @@ class StopRequest:
     def _handler_of_second_signal(self, number: int) -> Any:
         """Return the script's own handler, or SIG_DFL, which kills the process.
 
-        SIG_DFL also replaces Python's handler that raises KeyboardInterrupt, since that would wait
-        for the interpreter. And it replaces SIG_IGN, because a parent may have ignored the signal
-        only to survive it itself, as a shell does with ``trap '' USR1``.
+        SIG_DFL is also used instead of Python's handler that raises KeyboardInterrupt, which would
+        have to wait for the interpreter. And it is used instead of SIG_IGN, since a parent may have
+        ignored the signal only to survive it itself, as a shell does with ``trap '' USR1``.
         """
         previous = self._previous.get(number)
         outer_guard = _guard_of(previous)
@@ -289,19 +289,19 @@ class StopRequest:
         return previous
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal to the previous handler, since this guard is closed."""
+        """Pass a signal on to the previous handler, because this guard is closed."""
         previous = _active_handler(number, self._previous.get(number))
         if signal.getsignal(number) == self._on_signal:
             _raise_again(number, previous)
         elif callable(previous):
-            # A handler that was installed after ours has called us.
+            # A handler that was installed later has called ours.
             previous(number, frame)
 
 
 def _wait_for_signals_of_the_same_request() -> None:
     """Sleep for `_ONE_REQUEST_SECONDS`, during which `StopRequest._on_signal` ignores signals.
 
-    If the handler of another signal raises an exception during the sleep, it is raised at the end.
+    If another signal's handler raises during the sleep, its exception is raised afterwards.
     """
     raised: BaseException | None = None
     deadline = time.monotonic() + _ONE_REQUEST_SECONDS
@@ -317,7 +317,7 @@ def _wait_for_signals_of_the_same_request() -> None:
 
 
 def _announce(signal_name: str, second_handler: Any) -> None:
-    """Print on stderr that the run will stop, and what a second signal does."""
+    """Print on stderr that the run will stop, and what a second signal would do."""
     if callable(second_handler):
         consequence = "goes to the previously installed handler"
     else:
@@ -326,13 +326,13 @@ def _announce(signal_name: str, second_handler: Any) -> None:
         f"holdfast: {signal_name}: stopping at the next boundary; a second signal {consequence}\n"
     )
     if os.isatty(_STDERR_DESCRIPTOR):
-        # The current line of the terminal may already show ^C or a progress bar.
+        # The terminal's current line may already show ^C or a progress bar.
         text = "\n" + text
     write_to_stderr(text)
 
 
 def _interrupt_one_of(requests: Iterable[StopRequest]) -> None:
-    """Raise `Interrupted` if one of the requests may interrupt the code that is running."""
+    """Raise `Interrupted` if one of the requests allows interrupting the running code."""
     for request in requests:
         if request._interruptible and (request._may_interrupt is None or request._may_interrupt()):
             request._interruptible = False
@@ -340,7 +340,7 @@ def _interrupt_one_of(requests: Iterable[StopRequest]) -> None:
 
 
 def _guard_of(handler: Any) -> StopRequest | None:
-    """Return the stop request that a signal handler belongs to, or None for other handlers."""
+    """Return the stop request that owns a signal handler, or None for any other handler."""
     owner = getattr(handler, "__self__", None)
     if isinstance(owner, StopRequest):
         return owner
@@ -348,9 +348,9 @@ def _guard_of(handler: Any) -> StopRequest | None:
 
 
 def _active_handler(number: int, handler: Any) -> Any:
-    """Return a handler, or the one that it had replaced if it belongs to a closed guard.
+    """Return a handler or, if it belongs to a closed guard, the handler that it had replaced.
 
-    A guard's handler that was inherited from the parent process counts as SIG_DFL.
+    A handler that was inherited from a guard in the parent process counts as SIG_DFL.
     """
     guard = _guard_of(handler)
     while guard is not None:
@@ -366,17 +366,17 @@ def _active_handler(number: int, handler: Any) -> Any:
 
 
 def _raise_again(number: int, handler: Any) -> None:
-    """Install another handler for a signal and send the signal to this process again."""
+    """Install another handler for a signal, and send the signal to this process again."""
     signal.signal(number, handler)
     os.kill(os.getpid(), number)
 
 
 def _on_signal_in_a_fork(number: int) -> None:
-    """Ignore the first signal in a forked child that inherited the handler, unless it is SIGTERM.
+    """Handle a signal in a forked child: SIGTERM kills it, and the first other signal is ignored.
 
-    A terminal, a scheduler or Slurm's ``--signal`` signals all processes, but means the parent,
-    which could not finish its step if its workers died. SIGTERM ends the child, since that is how a
-    parent terminates its children.
+    A terminal, a scheduler or Slurm's ``--signal`` sends a signal to all processes, although it is
+    meant for the parent, which could not finish its step if its workers died. SIGTERM kills the
+    child, since parents use it to terminate their children.
     """
     if number == signal.SIGTERM:
         _raise_again(number, signal.SIG_DFL)
@@ -387,8 +387,8 @@ def _on_signal_in_a_fork(number: int) -> None:
 def _is_handled_in_c(number: int, handler: Any) -> bool:
     """Return whether native code, which Python does not know about, handles a signal.
 
-    ``faulthandler.register`` installs such a handler. The kernel lists the signals that a process
-    handles as a mask in the line ``SigCgt`` of ``/proc/self/status``.
+    ``faulthandler.register`` installs such a handler. The line ``SigCgt`` of ``/proc/self/status``
+    is a mask of the signals that the process handles.
     """
     if handler is None:
         return True
@@ -405,14 +405,14 @@ def _is_handled_in_c(number: int, handler: Any) -> bool:
 def _tolerate_dying_workers() -> None:
     """Keep torch from raising in the main thread when the same signal kills loader workers.
 
-    A scheduler that stops a job signals its whole process group. The loss of workers does no harm,
+    A scheduler that stops a job signals the whole process group. Losing the workers does no harm,
     since the loop ends at its next boundary.
     """
     handler = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and getattr(handler, "__module__", "").startswith("torch.utils.data"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # The module is looked up, not imported, because an import in a signal handler could take
-    # seconds. If it has not been imported yet, there are no workers.
+    # The module is looked up rather than imported, because an import in a signal handler could take
+    # seconds. If it was never imported, there are no workers.
     child_signals = sys.modules.get("holdfast.loader.workers.child_signals")
     if child_signals is not None:
         # Its SIGCHLD handler wraps torch's.

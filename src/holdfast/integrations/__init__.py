@@ -1,18 +1,19 @@
 """Guarded training inside popular training frameworks.
 
-The framework keeps its own loop, and each of its optimizer steps becomes a transaction of a guard:
-it survives out-of-memory errors, and a step with NaN or Inf is skipped.
+The framework keeps its own loop, and a guard runs each of its optimizer steps as a transaction: the
+step survives out-of-memory errors, and is skipped if it contains NaN or Inf.
 
 - ``transformers``: `HoldfastTrainer`, or `HoldfastMixin` for any other Trainer class.
 - ``lightning``: `HoldfastStrategy` and `HoldfastDDPStrategy`.
 - ``speechbrain``: `HoldfastMixin` for subclasses of ``sb.Brain``.
-- ``accelerate``: `accelerate_guard`, which returns a guard for the objects that ``prepare`` has
-  returned.
+- ``accelerate``: `accelerate_guard`, which returns a guard for objects prepared by an
+  ``Accelerator``.
 
-Import the module of your framework. Nothing is imported here, since a framework may not be
-installed.
+Import your framework's module directly. This package imports none of them, since the frameworks
+are optional dependencies.
 
-Read in this order: ``refusals`` (which settings cannot be guarded), ``hosting`` (a guard inside a
-framework's loop, and its part of the framework's checkpoints), ``saving`` (checkpoints that are
-sealed and verified), then one framework. These three modules are shared by all frameworks.
+Start reading with the three modules that all frameworks share: ``refusals`` (settings that cannot
+be guarded), ``hosting`` (opening a guard inside a framework's loop, and the state it adds to the
+framework's checkpoints) and ``saving`` (sealing and verifying checkpoints). Then read one
+framework.
 """

@@ -8,17 +8,16 @@
     for batch in guard.batches(max_epochs=3):
         guard.step(batch, lambda batch: model(**batch).loss)
 
-Accelerate provides the device, the precision and the loaders, and holdfast makes the step.
+Accelerate provides the device, the precision and the loaders, and holdfast runs the steps.
 Differences from plain Accelerate:
 
 - ``guard.step`` replaces ``accelerator.accumulate``, ``backward``, ``clip_grad_norm_``,
   ``optimizer.step``, ``scheduler.step`` and ``zero_grad``.
-- With ``gradient_accumulation_steps``, each batch of ``guard.batches`` is a window of that many
-  batches of the loader, and the last window of an epoch holds the rest. A window is one step, in
-  which each batch is weighted by its items.
+- With ``gradient_accumulation_steps=n``, ``guard.batches`` yields windows of ``n`` batches. The
+  last window of an epoch may be shorter. Each window is one step, in which every batch is weighted
+  by its number of items.
 - The guard writes the checkpoints and resumes from them. The accelerator's ``save_state`` and
-  ``load_state`` cover the same objects, but neither the position in the data nor the guard's own
-  state.
+  ``load_state`` cover the same objects, but not the position in the data or the guard's own state.
 
 Read in this order: `accelerate_guard`, `AcceleratedGuard`, `PreparedLoader`.
 """
@@ -46,7 +45,7 @@ from holdfast.integrations.refusals import check_accelerator, load, unsupported
 from holdfast.loader.loader import DataLoader
 from holdfast.recorder.scalars import with_recording
 
-# Arguments of `Guard` that may be passed together with policy fields.
+# Arguments of `Guard` that callers may mix with policy fields in ``**overrides``.
 _GUARD_ARGUMENTS = ("state", "split", "clock")
 
 
@@ -61,28 +60,29 @@ def accelerate_guard(
     policy: Any = None,
     **overrides: Any,
 ) -> AcceleratedGuard:
-    """Return a guard for objects returned by ``accelerator.prepare``, or for unprepared ones.
+    """Return a guard for objects that an accelerator has prepared. Unprepared ones work too.
 
     Args:
-        accelerator: The accelerator whose precision, device and ``gradient_accumulation_steps`` are
-            used.
-        model: A model, or a dict of named ones.
-        optimizer: An optimizer, or a dict of named ones. The guard steps the optimizer inside a
-            prepared one.
-        loader: A prepared loader, or a `holdfast.DataLoader` that was not prepared. The latter
-            resumes exactly without reading batches again. Pass it ``device=`` itself, and use
-            larger batches instead of accumulation, which it does not support.
-        scheduler: A scheduler, or a dict of named ones. It is stepped once for each optimizer step,
-            or by you if the accelerator has ``step_scheduler_with_optimizer=False``.
-        run_dir: The run directory. None: ``holdfast`` in the accelerator's ``project_dir``.
-        policy: As for `Guard`. The precision is taken from the accelerator.
-        **overrides: Fields of the policy, such as ``max_grad_norm``, and the arguments ``state``,
+        accelerator: The accelerator, which determines the device, the precision and
+            ``gradient_accumulation_steps``.
+        model: A model, or a dict of named models.
+        optimizer: An optimizer, or a dict of named optimizers. Prepared optimizers are unwrapped.
+        loader: A prepared loader, or an unprepared `holdfast.DataLoader`. The latter resumes
+            exactly without reading batches again, but does not support accumulation: use larger
+            batches instead, and pass ``device=`` to the loader.
+        scheduler: A scheduler, or a dict of named schedulers. The guard steps it once for each
+            optimizer step. If the accelerator has ``step_scheduler_with_optimizer=False``, you step
+            it yourself.
+        run_dir: The run directory. Defaults to ``holdfast`` in the accelerator's ``project_dir``.
+        policy: The policy, as for `Guard`. Its precision must match the accelerator's.
+        **overrides: Policy fields, such as ``max_grad_norm``, and the arguments ``state``,
             ``split`` and ``clock`` of `Guard`.
 
     Raises:
-        PolicyError: H105 for an object of the wrong kind, H108 for several processes without
-            ``DistributedDataParallel``, H109 for a policy with another precision, H111 for an
-            engine or a setting that cannot be guarded, and others as `Guard`.
+        PolicyError: H105 for an object of the wrong type, H108 for several processes without
+            ``DistributedDataParallel``, H109 for a policy that contradicts the accelerator's
+            precision, H111 for an engine or setting that cannot be guarded, and any error that
+            `Guard` raises.
     """
     guard_arguments = {name: overrides.pop(name) for name in _GUARD_ARGUMENTS if name in overrides}
     agreed_policy = _agreed_policy(accelerator, Policy.of(policy, **overrides))
@@ -105,7 +105,7 @@ def accelerate_guard(
 
 
 def _agreed_policy(accelerator: Any, policy: Policy) -> Policy:
-    """Return the policy with the accelerator's precision and its setting for schedulers."""
+    """Return the policy with the accelerator's precision and scheduler setting applied."""
     policy = with_host_settings(
         policy, "Accelerator", {"precision": check_accelerator(accelerator)}
     )
@@ -123,7 +123,7 @@ def _run_directory(
     if accelerator.project_dir is None:
         raise PolicyError(
             "run_dir=None, and the accelerator has no project_dir",
-            limit="checkpoints and the recording need a place",
+            limit="checkpoints and the recording need a directory",
             fix='pass run_dir="runs/a", or Accelerator(project_dir=...).',
             rule="H105",
         )
@@ -136,27 +136,28 @@ def _logged_values(values: Any, step: Any = None, *_: Any, **__: Any) -> tuple[A
 
 
 class AcceleratedGuard(Guard):
-    """A guard for objects that an accelerator has prepared."""
+    """A guard for objects that an accelerator has prepared, with support for accumulation."""
 
     _batches_per_step = 1
 
     def step(self, batch: Any, loss_fn: LossFunction, **named: Any) -> StepResult:
-        """Make one step with a batch of ``guard.batches``, as `Guard.step` does.
+        """Run one step on a batch from ``guard.batches``, as `Guard.step` does.
 
         Raises:
-            BatchError: H203 for a batch that is only a part of a window, and others as `Guard`.
+            BatchError: H203 if accumulation is on and the batch is not a window of batches, and
+                any error that `Guard.step` raises.
         """
         if self._batches_per_step > 1 and not isinstance(batch, Window):
             raise BatchError(
                 f"guard.step was called with a {type(batch).__name__}, and"
                 f" gradient_accumulation_steps={self._batches_per_step}",
                 limit=(
-                    "each call makes a whole step, so a loop over the loader itself would not"
-                    " accumulate"
+                    "each call is a complete step, so a loop over the loader itself would not"
+                    " accumulate gradients"
                 ),
                 fix=(
                     "pass loader= to accelerate_guard and iterate guard.batches(max_epochs=...),"
-                    " which yields windows of that many batches; or leave out"
+                    " which yields windows of that many batches. Or remove"
                     " gradient_accumulation_steps."
                 ),
                 rule="H203",
@@ -168,7 +169,7 @@ class AcceleratedGuard(Guard):
 
 
 def _unwrap_each(prepared: Any, unwrap: Callable[[Any], Any]) -> Any:
-    """Unwrap an object, or each in a dict of named ones."""
+    """Unwrap an object, or each value if it is a dict of named objects."""
     if prepared is None:
         return None
     if isinstance(prepared, Mapping):
@@ -178,15 +179,15 @@ def _unwrap_each(prepared: Any, unwrap: Callable[[Any], Any]) -> Any:
 
 def _unwrap_model(model: Any, accelerator: Any) -> Any:
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        # The guard needs this wrapper, which averages gradients over the ranks.
+        # The wrapper averages gradients over the ranks, so the guard has to use it.
         return model
     return accelerator.unwrap_model(model, keep_fp32_wrapper=True, keep_torch_compile=True)
 
 
 def _unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside a prepared one.
+    """Return the optimizer that Accelerate has wrapped.
 
-    Other wrappers, such as Lookahead, may also have an attribute ``optimizer``, and are returned
+    Other wrappers, such as Lookahead, may also have an attribute ``optimizer``. They are returned
     unchanged.
     """
     if isinstance(optimizer, load("accelerate.optimizer").AcceleratedOptimizer):
@@ -195,16 +196,17 @@ def _unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def _unwrap_scheduler(scheduler: Any, num_processes: int) -> Any:
-    """Return the scheduler inside a prepared one, made to advance as the prepared one does.
+    """Return the scheduler that Accelerate has wrapped, changed to advance as the wrapper does.
 
-    Other schedulers may also have an attribute ``scheduler``, and are returned unchanged.
+    Other schedulers may also have an attribute ``scheduler``. They are returned unchanged.
     """
     if not isinstance(scheduler, load("accelerate.scheduler").AcceleratedScheduler):
         return scheduler
     inner = scheduler.scheduler
     if isinstance(inner, _AsPrepared):
         return inner
-    # A schedule counts the steps of all processes, unless they share each batch.
+    # Accelerate advances a schedule once per process in each step, unless the processes share each
+    # batch.
     advances_per_step = num_processes
     if scheduler.split_batches or not scheduler.step_with_optimizer:
         advances_per_step = 1
@@ -217,7 +219,7 @@ def _unwrap_scheduler(scheduler: Any, num_processes: int) -> Any:
 class _AsPrepared:
     """Mixin that makes a scheduler advance as under Accelerate, possibly several times per step.
 
-    A scheduler with `total_steps` stops advancing at its end.
+    A scheduler with `total_steps`, such as ``OneCycleLR``, stops advancing after that many steps.
     """
 
     _holdfast_advances: int
@@ -225,7 +227,7 @@ class _AsPrepared:
     total_steps: float = math.inf
 
     def step(self, *args: Any) -> None:
-        """Advance the schedule, but not beyond its end."""
+        """Advance the schedule, but not past `total_steps`."""
         for _ in range(self._holdfast_advances):
             if self._step_count <= self.total_steps:
                 super().step(*args)  # type: ignore[misc]
@@ -235,12 +237,12 @@ class _AsPrepared:
 
 
 def _guarded_loader(loader: Any, accelerator: Any) -> Any:
-    """Return the loader that the guard will iterate.
+    """Return the loader for the guard to iterate.
 
-    Anything that cannot be iterated is returned unchanged, and the guard refuses it.
+    An object that is not iterable is returned unchanged, so that the guard refuses it.
 
     Raises:
-        PolicyError: H111 for a loader whose position or accumulation cannot be guarded.
+        PolicyError: H111 for a `holdfast.DataLoader` with accumulation, or for a stateful loader.
     """
     steps = accelerator.gradient_accumulation_steps
     if not isinstance(loader, Iterable):
@@ -249,36 +251,37 @@ def _guarded_loader(loader: Any, accelerator: Any) -> Any:
         if steps > 1:
             raise unsupported(
                 f"gradient_accumulation_steps={steps} with a holdfast.DataLoader",
-                reason="it yields whole batches, and a step splits them only if memory is short",
+                reason="each batch of this loader is a whole step, and is split if memory is short",
                 fix=(
-                    f"give it {steps} times the batch_size, and Accelerator no accumulation;"
-                    " micro_batch_size= limits what is computed at once."
+                    f"multiply its batch_size by {steps}, and remove gradient_accumulation_steps"
+                    " from the Accelerator. micro_batch_size= limits the samples per backward pass."
                 ),
             )
         return loader
     if getattr(loader, "use_stateful_dataloader", False):
         raise unsupported(
             "use_stateful_dataloader=True",
-            reason="its position is ahead of the batches that were trained",
-            fix="leave it out: the guard restores the position itself.",
+            reason="the loader's position runs ahead of the batches that were trained",
+            fix="remove it. The guard restores the position itself.",
         )
     return PreparedLoader(loader, accelerator.device, steps)
 
 
 class PreparedLoader:
-    """The batches of a prepared loader, starting at any epoch, as windows on the device.
+    """Iterates a prepared loader from any epoch, and yields batches or windows on the device.
 
     The guard iterates this object instead of the prepared loader, for two reasons:
 
-    - A prepared loader counts epochs itself, and its ``state_dict`` holds nothing. A run that
-      resumes in a new process would therefore repeat the order of the first epoch.
-    - It loads each batch before the step of the previous one, so a resume could not reproduce the
-      random numbers of that batch. The loader inside it loads on demand.
+    - A prepared loader counts epochs itself, but does not save the count. A run that resumes in a
+      new process would repeat the order of the first epoch.
+    - A prepared loader fetches each batch before the previous one is trained, so a resume could not
+      reproduce the random numbers used for it. This class iterates the inner torch loader, which
+      loads on demand.
 
     Args:
         loader: A loader that Accelerate has prepared, or any iterable of batches.
         device: The device to which batches are moved.
-        batches_per_window: ``gradient_accumulation_steps``.
+        batches_per_window: The accelerator's ``gradient_accumulation_steps``.
     """
 
     def __init__(
@@ -288,16 +291,13 @@ class PreparedLoader:
         self._device = device
         self._batches_per_window = batches_per_window
         self._send_to_device = load("accelerate.utils").send_to_device
-        # The guard's cursor looks for these two attributes.
+        # The guard's cursor uses these two attributes to save and restore the order.
         self.generator = getattr(loader, "generator", None)
         self.sampler = _EpochOrder(loader)
 
     @property
     def torch_loader(self) -> Any:
-        """Return torch's loader if its batches are used unchanged.
-
-        None if Accelerate determines their order.
-        """
+        """Return the inner torch loader, or None if Accelerate changes the order of its batches."""
         if type(self._loader).__name__ != "DataLoaderShard" or self._loader.skip_batches:
             return None
         return getattr(self._loader, "base_dataloader", None)
@@ -307,7 +307,7 @@ class PreparedLoader:
         return math.ceil(len(self._loader) / self._batches_per_window)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches, or windows of them, on the device."""
+        """Yield batches on the device, or windows of them if accumulation is on."""
         batches = (self._send_to_device(batch, self._device) for batch in self._batches())
         if self._batches_per_window == 1:
             yield from batches
@@ -321,10 +321,10 @@ class PreparedLoader:
     def _batches(self) -> Iterator[Any]:
         torch_loader = self.torch_loader
         if torch_loader is None:
-            # A loader with its own order, such as a dispatcher.
+            # A loader with its own order, such as Accelerate's dispatcher.
             yield from self._loader
             return
-        # Accelerate does the same around the iteration of the inner loader.
+        # The rest follows ``DataLoaderShard.__iter__``, but without fetching ahead.
         if self._loader.rng_types is not None:
             load("accelerate.utils").synchronize_rng_states(
                 self._loader.rng_types, self._loader.synchronized_generator
@@ -335,9 +335,9 @@ class PreparedLoader:
 
 
 class _EpochOrder:
-    """The part of a loader that determines its order.
+    """Stands in for a sampler, so that the guard's cursor can restore the order of an epoch.
 
-    A guard's cursor sets its epoch and saves its generator.
+    The cursor calls `set_epoch` and saves the state of `generator`.
 
     Args:
         loader: A loader that Accelerate has prepared, or any iterable of batches.
@@ -349,13 +349,13 @@ class _EpochOrder:
             sampler = loader.get_sampler()
         else:
             sampler = getattr(loader, "sampler", None)
-        # With several processes, the sampler is nested deeper, and all processes draw the order
-        # from this generator.
+        # With several processes, the sampler is wrapped, and all processes draw the order from this
+        # synchronized generator.
         synchronized = getattr(loader, "synchronized_generator", None)
         self.generator = synchronized or getattr(sampler, "generator", None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose order the next iteration has."""
+        """Set the epoch whose order the next iteration uses."""
         if hasattr(self._loader, "iteration"):
             self._loader.iteration = epoch
         if hasattr(self._loader, "set_epoch"):

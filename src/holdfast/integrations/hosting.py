@@ -1,10 +1,10 @@
 """A guard inside a framework's loop, and the state that it adds to the framework's checkpoints.
 
-The part of a framework's checkpoint that belongs to holdfast is called the *carried state*: the
-state that later steps need from earlier ones, such as the memory ladder, counters and random state.
-It is a dict of JSON values, with tensors under ``"tensors"``.
+The state that holdfast stores in a framework's checkpoint is called the *carried state*. It holds
+everything that later steps need from earlier ones, such as the memory ladder, the counters and the
+random state. It is a dict of JSON values, with all tensors under the key ``"tensors"``.
 
-``saving`` writes and finds the checkpoints.
+The module ``saving`` writes and finds the checkpoints themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast.loader.loader import DataLoader
 from holdfast.loader.order.ranks import ranks_now
 from holdfast.loader.random_state import RandomState, capture, of_another_rank, restore
 
-# The framework's class that a mixin is combined with, which a type checker cannot know.
+# Stands in for the framework class that a mixin is combined with. Type checkers cannot know it.
 if TYPE_CHECKING:
     Framework: TypeAlias = Any
 else:
@@ -47,21 +47,22 @@ def open_guard(
     resumed: bool,
     **parts: Any,
 ) -> HostedGuard:
-    """Return a guard that resumes where the framework resumes.
+    """Return a guard that continues from the framework's checkpoint, or starts a new run.
 
     Args:
-        run_dir: Where the run is recorded.
-        policy: The policy, as `hosted_policy` returns it.
-        scaler: The framework's ``GradScaler``, whose scale the guard takes over, or None.
-        checkpoints: The framework's folder of checkpoints, and the pattern of their names. None if
-            it saves none.
-        carried: The carried state in the checkpoint that was loaded. None if no checkpoint was
-            loaded, or if it was written without holdfast.
+        run_dir: The run directory.
+        policy: The policy returned by `hosted_policy`.
+        scaler: The framework's ``GradScaler``, or None. The guard takes over its loss scale.
+        checkpoints: The framework's checkpoint folder and a pattern that matches checkpoint names.
+            None if the framework saves no checkpoints.
+        carried: The carried state from the loaded checkpoint. None if no checkpoint was loaded, or
+            if the checkpoint was written without holdfast.
         resumed: Whether the framework has loaded a checkpoint.
-        **parts: The model, optimizer and so on, as `Guard` takes them.
+        **parts: The model, optimizer and other arguments of `Guard`.
 
     Raises:
-        CheckpointError: H312 if a new run would start beside a checkpoint that is a broken link.
+        CheckpointError: H312 if no checkpoint was loaded, but the folder contains a checkpoint that
+            is a broken link.
     """
     if checkpoints is not None and not resumed:
         _check_links(*checkpoints)
@@ -77,7 +78,7 @@ def open_guard(
 
 
 def _check_links(folder: Path, name_pattern: re.Pattern[str]) -> None:
-    """Raise H312 for a checkpoint that is a link to a disk that is not mounted."""
+    """Raise H312 if a checkpoint is a broken link, for example to a disk that is not mounted."""
     for path in paths_in(folder):
         if name_pattern.fullmatch(path.name) and path.is_symlink() and not path.exists():
             raise out_of_reach(path, "it is a broken link")
@@ -87,12 +88,13 @@ def _check_links(folder: Path, name_pattern: re.Pattern[str]) -> None:
 
 
 def carried_state(guard: HostedGuard, devices: list[torch.device], **trees: Any) -> dict[str, Any]:
-    """Return the state that a checkpoint of the framework must hold for holdfast.
+    """Return the carried state for a framework's checkpoint.
 
     Args:
-        guard: The guard of the run.
-        devices: Devices other than the CPU whose random state is saved.
-        **trees: Further nested containers of values and tensors, for `decode_carried`.
+        guard: The run's guard.
+        devices: The devices, apart from the CPU, whose random state is saved.
+        **trees: Additional nested containers of values and tensors. Read them with
+            `decode_carried`.
     """
     encoder = Encoder("holdfast")
     trees["random_state"] = capture(devices).to_tree()
@@ -101,16 +103,16 @@ def carried_state(guard: HostedGuard, devices: list[torch.device], **trees: Any)
 
 
 def decode_carried(carried: Mapping[str, Any], name: str) -> Any:
-    """Return one of the trees that were passed to `carried_state`, or None if it was not passed."""
+    """Return a tree by the keyword under which it was passed to `carried_state`, or None."""
     tree = carried.get("trees", {}).get(name)
     return decode(tree, dict(carried.get("tensors", {})))
 
 
 def restore_random_state(carried: Mapping[str, Any]) -> None:
-    """Restore the random state at the time when `carried_state` was called.
+    """Restore the random state from the time `carried_state` was called.
 
-    On the same number of ranks as at the save, each rank gets its own state back. On a different
-    number, all ranks derive theirs from the state of the rank that saved.
+    If the number of ranks is the same as at the save, each rank gets its own random state back.
+    Otherwise, every rank derives a new state from that of the rank that saved.
     """
     rank, world_size = ranks_now((0, 1))
     ranks = decode_carried(carried, "ranks")
@@ -127,24 +129,30 @@ def restore_random_state(carried: Mapping[str, Any]) -> None:
 
 
 def warn_of_persistent_workers(loaders: Any, emit: Emit | None) -> None:
-    """Warn before training that a resume will restart the loader's persistent workers.
+    """Warn before training if a resume would restart the loader's persistent workers.
+
+    Restarted workers draw different random numbers.
 
     Args:
-        loaders: The framework's training loader, prepared or not, or a dict or list of loaders.
-        emit: Called with the event, or None to log it.
+        loaders: The framework's training loader, which may be prepared by Accelerate, or a dict or
+            list of loaders.
+        emit: Function that records the event. If None, the event is logged.
     """
     if not any(keeps_workers(loader) for loader in _torch_loaders(loaders)):
         return
     why = (
-        "not known, because workers that live from epoch to epoch (persistent_workers=True)"
-        " are started again by a resume and then draw other random numbers: order,"
-        " augmentation and dropout may differ from there on. holdfast.DataLoader keeps them"
+        "not known, because a resume restarts persistent workers (persistent_workers=True), which"
+        " then draw different random numbers, so the order, augmentation and dropout may differ"
+        " from then on. With holdfast.DataLoader they stay the same"
     )
     emit_or_log(emit, run_events.ResumeMayDiffer(why=why))
 
 
 def _torch_loaders(loaders: Any) -> Iterator[TorchDataLoader[Any]]:
-    """Yield torch's loaders, including those inside loaders that Accelerate has prepared."""
+    """Yield the torch data loaders, unwrapping any that Accelerate has prepared.
+
+    A `holdfast.DataLoader` is left out.
+    """
     loaders = getattr(loaders, "base_dataloader", loaders)
     if isinstance(loaders, Mapping):
         loaders = loaders.values()

@@ -1,7 +1,7 @@
-"""Refuse settings with which a guarded step could not keep its promises.
+"""Refuse settings under which a guarded step could not keep its promises.
 
-A refusal names the setting, the reason and what to do instead. Checks that only one framework needs
-are in its own package.
+Each refusal names the setting, the reason and the fix. Checks for a single framework are in that
+framework's package.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from holdfast.core.errors import PolicyError
 
 _T = TypeVar("_T")
 
-# Accelerate's distributed types in which no engine owns the optimizer.
+# Accelerate's distributed types without an engine, such as DeepSpeed, that owns the optimizer.
 _PLAIN_DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU")
-# Maps Accelerate's names of precisions to those of `Policy.precision`.
+# Maps Accelerate's precision names to the values of `Policy.precision`.
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
 def load(name: str) -> Any:
-    """Import and return a module of a framework.
+    """Import and return a framework's module.
 
     Raises:
-        PolicyError: H111 with the extra to install, if it cannot be imported.
+        PolicyError: H111 if the import fails. The message names the extra to install.
     """
     try:
         return importlib.import_module(name)
@@ -32,24 +32,24 @@ def load(name: str) -> Any:
         package = name.partition(".")[0]
         raise unsupported(
             f"{package} cannot be imported ({error})",
-            reason="this integration works inside it",
+            reason="this integration requires it",
             fix='install the extra: pip install "torch-holdfast[integrations]".',
         ) from error
 
 
 def unsupported(setting: str, *, reason: str, fix: str) -> PolicyError:
-    """Return H111 for a setting of a framework that cannot be guarded.
+    """Return an H111 error for a framework setting that cannot be guarded.
 
     Args:
-        setting: The setting and its value, as the user wrote it.
-        reason: Why it cannot be guarded, as a clause.
-        fix: What to do instead, as a sentence.
+        setting: The setting and its value, as written by the user.
+        reason: Why a step with this setting cannot be guarded, as a clause.
+        fix: What the user should do instead, as a sentence.
     """
     return PolicyError(setting, limit=reason, fix=fix, rule="H111")
 
 
 def raise_first(rules: Iterable[Callable[[_T], PolicyError | None]], subject: _T) -> None:
-    """Raise the first error that one of the rules returns for the subject."""
+    """Apply the rules to the subject in order, and raise the first error that one returns."""
     for rule in rules:
         error = rule(subject)
         if error is not None:
@@ -57,41 +57,41 @@ def raise_first(rules: Iterable[Callable[[_T], PolicyError | None]], subject: _T
 
 
 def check_one_process(count: int, name: str) -> None:
-    """Refuse several processes or devices.
+    """Refuse to train on more than one process or device.
 
     Args:
-        count: How many there are.
-        name: The framework's name for their number.
+        count: The number of processes or devices.
+        name: The framework's setting for this number, for the error message.
 
     Raises:
-        PolicyError: H108 if there are several.
+        PolicyError: H108 if the count is above 1.
     """
     if count <= 1:
         return
     raise PolicyError(
         f"{name}={count}",
         limit=(
-            "this integration guards one process on one device; ranks that skip a step or stop on"
-            " their own would diverge"
+            "this integration guards a single process on a single device, because ranks that skip"
+            " steps or stop independently would diverge"
         ),
         fix=(
-            "start one process on one device, for instance with CUDA_VISIBLE_DEVICES=0 and without"
-            " torchrun; or leave holdfast out of the script and start the job under"
-            " `holdfast run`, which watches any number of processes."
+            "start one process on one device, for example with CUDA_VISIBLE_DEVICES=0 and without"
+            " torchrun. Or remove holdfast from the script and start the job under `holdfast run`,"
+            " which supervises any number of processes."
         ),
         rule="H108",
     )
 
 
 def check_accelerator(accelerator: Any) -> str:
-    """Return the precision of an ``accelerate.Accelerator`` in the spelling of the policy.
+    """Return the precision of an ``accelerate.Accelerator`` as a value of `Policy.precision`.
 
-    It is "fp32" if the accelerator was configured for half precision but does not autocast, such as
-    for fp16 on a CPU.
+    Returns "fp32" if the accelerator is configured for half precision but does not apply autocast,
+    which is the case for fp16 on a CPU.
 
     Raises:
-        PolicyError: H111 for an engine that owns the optimizer (any except
-            ``DistributedDataParallel``), or for an unsupported precision.
+        PolicyError: H111 for an engine that owns the optimizer, such as DeepSpeed or FSDP, or for
+            an unsupported precision.
     """
     distributed_type = str(
         getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
@@ -100,10 +100,10 @@ def check_accelerator(accelerator: Any) -> str:
         raise unsupported(
             f"distributed_type={distributed_type}",
             reason=(
-                "such an engine runs the backward pass and the optimizer itself, so a step cannot"
-                " be undone"
+                "this engine runs the backward pass and the optimizer itself, so the guard cannot"
+                " undo a step"
             ),
-            fix="train without it, or under `holdfast run` instead.",
+            fix="train without this engine, or supervise the job with `holdfast run` instead.",
         )
     precision = str(accelerator.mixed_precision)
     if precision not in _PRECISIONS:

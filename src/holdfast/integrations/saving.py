@@ -1,6 +1,6 @@
 """Save a framework's checkpoints only if the state is finite, and verify them before a resume.
 
-The locations and names of the files are defined in the package of each framework.
+Each framework's own package defines where its checkpoint files are and how they are named.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from holdfast.loader.order.ranks import ranks_now
 _T = TypeVar("_T")
 _log = logging.getLogger("holdfast")
 
-# Characters of an error that are recorded. The errors of a full disk are shorter.
+# Longer error messages are truncated to this many characters. Disk-full errors are shorter.
 _MOST_CHARACTERS_OF_ERROR = 500
-# Parts of the messages in which torch and safetensors wrap an error of the operating system.
+# Words by which we recognize an operating-system error that torch or safetensors has wrapped.
 _WRAPPED_SYSTEM_ERRORS = ("pytorchstreamwriter", "os error")
 
-# Records an event, such as `Guard.emit`.
+# A function that records an event, such as `Guard.emit`.
 Emit = Callable[[EventData], None]
 
 
 def emit_or_log(emit: Emit | None, event: EventData) -> None:
-    """Record an event, or log it as long as there is no guard to record it."""
+    """Record an event, or log it as a warning if no guard is open to record it."""
     if emit is None:
         _log.warning("%s", event)
     else:
@@ -43,16 +43,18 @@ def emit_or_log(emit: Emit | None, event: EventData) -> None:
 
 
 def on_all_ranks(work: Callable[[], _T]) -> _T:
-    """Run this rank's part of a task that all ranks share, and return its result.
+    """Run this rank's part of a task, wait for all ranks, and return this rank's result.
+
+    All ranks must call this function.
 
     Raises:
-        OSError: The work of another rank has failed. This rank's own error is raised unchanged,
-            once the other ranks know about it.
+        OSError: The task failed on another rank. If it fails on this rank, the original error is
+            raised instead, after the other ranks have been notified.
     """
     rank, world_size = ranks_now((0, 1))
 
     def exchange(outcome: list[Any]) -> list[Any]:
-        """Send the text of this rank's error, but not its result, to the other ranks."""
+        """Exchange error texts with the other ranks. Results stay on their own rank."""
         outcomes = [outcome] * world_size
         if world_size > 1:
             _, error_text = outcome
@@ -67,13 +69,13 @@ def on_all_ranks(work: Callable[[], _T]) -> _T:
 
 
 def should_save(guard: HostedGuard | None) -> bool:
-    """Return whether the state is finite; otherwise roll back to the last good state.
+    """Return whether the training state is finite. If it is not, roll back to the last good state.
 
     Raises:
-        RunDirectoryError: H301 if another run has taken the run directory. Both would save into the
-            same folder.
-        NonFiniteError: H501 if the state is not finite, and there is no good state or no rollback
-            left.
+        RunDirectoryError: H301 if another run has taken over the run directory. Both runs would
+            save into the same folder.
+        NonFiniteError: H501 if the state is not finite and cannot be rolled back, because there is
+            no good state or the limit on rollbacks is reached.
     """
     if guard is None:
         return True
@@ -89,16 +91,16 @@ def should_save(guard: HostedGuard | None) -> bool:
 def attempt_save(
     write: Callable[[], None], name: str, emit: Emit | None, undo: Callable[[], None]
 ) -> bool:
-    """Write a checkpoint, and return whether it was written and sealed.
+    """Write a checkpoint, and return whether this succeeded.
 
-    A disk error does not end training. Any other error of `write` is raised, since the next save
-    would fail too.
+    A disk error is only reported, so that training continues. Any other error is raised, since the
+    next save would fail too.
 
     Args:
-        write: Writes and seals the checkpoint.
-        name: Its name, for the event.
-        emit: Records events. None: a failure is logged.
-        undo: Removes the files of a failed save.
+        write: Function that writes and seals the checkpoint.
+        name: The checkpoint's name, for the event.
+        emit: Function that records events. If None, a failure is logged.
+        undo: Function that removes the files of a failed save.
     """
     try:
         write()
@@ -127,19 +129,20 @@ def _is_disk_error(error: Exception) -> bool:
 def newest_checkpoint(
     candidates: Iterable[Path], emit: Emit | None = None, run_dir: Path | None = None
 ) -> Path | None:
-    """Return the newest checkpoint that verifies, or None if none was ever complete.
+    """Return the newest checkpoint that verifies, or None if no save was ever completed.
 
-    Newer ones that do not verify are moved aside, each with an event.
+    Newer checkpoints that fail verification are moved aside, and an event reports each of them.
 
     Args:
-        candidates: Checkpoints of the framework, newest first.
-        emit: Records events. None: they are logged.
-        run_dir: The run directory, to look up whether anything was saved; None to skip this check.
+        candidates: The framework's checkpoints, newest first.
+        emit: Function that records events. If None, events are logged.
+        run_dir: The run directory, whose recording shows whether a checkpoint was ever saved. If
+            None, the recording is not checked.
 
     Raises:
-        CheckpointError: H312 if one was complete, or was saved according to the recording, and none
-            verifies or can be reached.
-        RunDirectoryError: H307 if one cannot be read now.
+        CheckpointError: H312 if a checkpoint was completed, according to its files or to the
+            recording, but none can be found and verified.
+        RunDirectoryError: H307 if a checkpoint cannot be read at the moment.
     """
 
     def report_refused(path: Path, why: str) -> None:
@@ -155,7 +158,7 @@ def newest_checkpoint(
 
 
 def checkpoints_in(folder: Path, name_pattern: re.Pattern[str]) -> list[Path]:
-    """Return the subfolders and broken links whose names match, in no particular order."""
+    """Return all subfolders and broken links whose names match, in no particular order."""
     return [
         path
         for path in paths_in(folder)

@@ -1,13 +1,15 @@
-"""Out-of-memory errors: recognise them, release memory, and decide what to try next.
+"""Out-of-memory errors: recognize them, release memory, and decide what to try next.
 
 Read in this order:
 
-- ``oom``: recognise an out-of-memory error in any of its forms and release what it holds.
-- ``ladder``: which remedy comes next (retry, recompute, split), and when to try larger
+- ``oom``: recognize out-of-memory errors in all their forms, and release the memory they hold.
+- ``ladder``: choose the next remedy (retry, recompute, split), and decide when to try larger
   micro-batches again.
-- ``saved_bytes``: which modules to recompute, measured by what they keep for the backward pass.
-- ``recompute``: activation checkpointing of chosen modules for one attempt.
-- ``host_memory``, ``onednn``: what glibc and oneDNN need in order to survive a refused allocation.
+- ``saved_bytes``: measure what modules save for the backward pass, and choose which of them to
+  recompute.
+- ``recompute``: activation checkpointing of chosen modules during one attempt.
+- ``host_memory``, ``onednn``: settings of glibc and oneDNN without which a process cannot recover
+  from a refused allocation.
 
-Nothing here runs a training step: `guard` does, and carries out the ladder's decisions.
+Nothing in this package runs a training step. `guard` does, and carries out the ladder's decisions.
 """

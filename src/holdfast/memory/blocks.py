@@ -1,4 +1,4 @@
-"""Find the modules of a model whose activations can be recomputed, by name."""
+"""Find the modules in a model whose activations can be recomputed, with their names."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from holdfast.core.errors import PolicyError, did_you_mean
 
 
 def named_submodules(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return every module inside the models (not the models themselves), each under its first name.
+    """Return all submodules of the models by name. A shared module keeps its first name.
 
-    Names are prefixed by the model's key, except those of the model called ``"model"``.
+    Names have the model's key as a prefix, unless that key is ``"model"``.
     """
     named: dict[int, tuple[str, nn.Module]] = {}
     for key, model in models.items():
@@ -25,10 +25,10 @@ def named_submodules(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 def find_blocks(
     models: Mapping[str, nn.Module], names: Sequence[str]
 ) -> list[tuple[str, nn.Module]]:
-    """Return the modules with these names, named as in `named_submodules`.
+    """Return the modules with the given names, in the format of `named_submodules`.
 
     Raises:
-        PolicyError: H102 for a name that no module has.
+        PolicyError: H102 if there is no module with one of the names.
     """
     modules = {
         _full_name(key, name): module
@@ -39,7 +39,7 @@ def find_blocks(
         if name not in modules:
             raise PolicyError(
                 f"recompute names {name!r}, which is not a module of any model",
-                limit="only the activations of a module can be recomputed",
+                limit="recompute takes the names of modules whose activations are recomputed",
                 fix=did_you_mean(
                     name, modules, otherwise="pass names as named_modules() returns them."
                 ),
@@ -49,12 +49,14 @@ def find_blocks(
 
 
 def find_repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the repeated blocks of a model, by name: transformer layers, residual blocks.
+    """Return the repeated blocks of a model, such as transformer layers, with their names.
 
-    A block is repeated if at least two modules of its kind have the same parent. Of nested
-    candidates the outermost is returned. ``Sequential`` modules are of one kind if they hold the
-    same layers, unless there are repeated blocks inside them. Single layers, such as a convolution,
-    do not count: their activations are the inputs of their neighbours, which are kept in any case.
+    A block is repeated if its parent has at least two children of the same kind. If repeated blocks
+    are nested, only the outermost ones are returned. Modules are of the same kind if they have the
+    same class. Two ``Sequential`` modules are of the same kind if they contain the same classes of
+    layers; a ``Sequential`` with repeated blocks inside is not a block itself. Single layers, such
+    as a convolution, are not blocks: recomputing them saves nothing, because their activations are
+    the inputs of their neighbors.
     """
     names: dict[int, str] = {}
     blocks: dict[int, nn.Module] = {}
@@ -70,7 +72,7 @@ def _full_name(key: str, name: str) -> str:
 
 
 def _repeated_blocks(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost repeated blocks below a module, by name."""
+    """Yield the outermost repeated blocks inside a module, with their names."""
     children = list(parent.named_children())
     kinds = [_kind_of(child) for _, child in children]
     for (name, child), kind in zip(children, kinds, strict=True):
@@ -82,7 +84,7 @@ def _repeated_blocks(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.M
 
 
 def _kind_of(module: nn.Module) -> tuple[type, ...] | None:
-    """Return a key that all blocks of the same kind share, or None if the module is not a block."""
+    """Return a key for the kind of a block, or None if the module is not a block."""
     if isinstance(module, nn.Sequential):
         if any(_repeated_blocks(module, prefix="")):
             return None

@@ -1,14 +1,14 @@
-"""How much host memory this process can still allocate, and how freed memory returns to the system.
+"""Find out how much host memory is left, and make glibc return freed memory to the system.
 
-By default glibc keeps freed blocks in a heap that fragments, so under a memory limit even a retry
-that needs a quarter of the memory fails (at best 7 of 28 attempts recovered). If blocks of 4 MiB
-and more are mapped one by one, they return to the system as soon as they are freed, and 84 of 84
-attempts recovered. The price is that the kernel zeroes their pages at each allocation, which
-doubles the duration of a step with such large activations.
+By default, glibc keeps freed blocks in its heap, which fragments. Under a memory limit, even a
+retry that needs only a quarter of the memory then fails: at best 7 of 28 attempts recovered. With
+our settings, glibc maps each block of at least 4 MiB separately, so that it returns to the system
+as soon as it is freed: 84 of 84 attempts recovered. The price is that the kernel zeroes the pages
+at each allocation, which doubles the time of a step that has such large activations.
 
-If nothing limits this process, the kernel never refuses an allocation and there is nothing to
-recover from. The heap then keeps what a step frees, which takes 16 to 27 % less time than glibc's
-default (both figures: ``benchmarks/malloc_threshold``).
+If nothing limits this process, the kernel never refuses an allocation, and there is nothing to
+recover from. Our settings then let the heap keep freed memory, which makes steps 16 to 27 % faster
+than with glibc's defaults. Both results come from ``benchmarks/malloc_threshold``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.core.control_groups import memory_available_bytes, read_fields
 # Parameters of mallopt(3), from glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-# The value of vm.overcommit_memory with which the kernel refuses memory that it cannot back.
+# The value of vm.overcommit_memory that makes the kernel refuse memory that it cannot back.
 _STRICT_OVERCOMMIT = "2"
 
 # Blocks of at least this size are mapped separately if memory can be refused.
@@ -32,16 +32,17 @@ UNDER_A_LIMIT_BYTES = 4 * 2**20
 # The largest threshold that glibc itself chooses (DEFAULT_MMAP_THRESHOLD_MAX on 64-bit machines).
 # With 512 MiB and more, large heaps fragment.
 _UNLIMITED_BYTES = 32 * 2**20
-# How much free memory may stay at the top of the heap. With less, memory would be returned and
-# allocated again in every step.
+# How much free memory may stay at the top of the heap. If this were smaller, memory would be
+# returned to the system and allocated again in every step.
 _TRIM_UNDER_A_LIMIT_BYTES = 64 * 2**20
 _TRIM_UNLIMITED_BYTES = 512 * 2**20
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that may still be allocated, or None if nothing limits them.
+    """Return how many bytes this process can still allocate, or None if nothing limits it.
 
-    This is the least of what the machine, the control groups and the limits of this process leave.
+    This is the smallest amount that is left by the machine, its control groups, and the resource
+    limits of this process.
     """
     candidates = list(_left_by_process_limits(root))
     left_by_machine = memory_available_bytes(root)
@@ -51,7 +52,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _left_by_process_limits(root: Path) -> Iterator[int]:
-    """Yield the bytes that each limit of this process leaves."""
+    """Yield how many bytes are left until each resource limit of this process is reached."""
     status = read_fields(root / "proc/self/status")
     for field, limit_bytes in _process_limits().items():
         if field in status:
@@ -60,7 +61,10 @@ def _left_by_process_limits(root: Path) -> Iterator[int]:
 
 
 def _process_limits() -> dict[str, int]:
-    """Return the limits in bytes, by the field of /proc/self/status that says what is used."""
+    """Return the resource limits in bytes.
+
+    The keys are the fields in /proc/self/status that report the memory in use.
+    """
     limits = {
         "VmData": resource.getrlimit(resource.RLIMIT_DATA)[0],
         "VmSize": resource.getrlimit(resource.RLIMIT_AS)[0],
@@ -69,10 +73,10 @@ def _process_limits() -> dict[str, int]:
 
 
 def allocation_can_fail(root: Path = Path("/")) -> bool:
-    """Return whether an allocation can fail.
+    """Return whether the kernel may refuse an allocation, so that it fails with an error.
 
-    It can if this process has a resource limit or if the kernel does not overcommit. A control
-    group never refuses an allocation: it kills the process.
+    This is the case if the process has a resource limit, or if the kernel does not overcommit
+    memory. A control group does not refuse allocations; it kills the process instead.
     """
     if _process_limits():
         return True
@@ -81,16 +85,16 @@ def allocation_can_fail(root: Path = Path("/")) -> bool:
 
 
 def set_malloc_threshold(threshold_bytes: int | Literal["auto"]) -> bool:
-    """Make glibc map each block of at least this size separately, so that it can be returned.
+    """Set the size from which glibc maps each block separately, so that a free returns it.
 
-    Call it before anything large is allocated.
+    Call it before the process makes large allocations.
 
     Args:
-        threshold_bytes: A size, or ``"auto"`` for 4 MiB where memory can be refused and 32 MiB
-            elsewhere.
+        threshold_bytes: A size, or ``"auto"``: 4 MiB if an allocation can fail
+            (`allocation_can_fail`), otherwise 32 MiB.
 
     Returns:
-        False where malloc is not glibc's.
+        Whether the setting took effect. False if malloc is not glibc's.
     """
     libc = _glibc()
     if libc is None:
@@ -108,7 +112,7 @@ def set_malloc_threshold(threshold_bytes: int | Literal["auto"]) -> bool:
 
 
 def trim_heap() -> None:
-    """Return free pages in the heap to the system. Does nothing unless malloc is glibc's."""
+    """Return free pages in the heap to the system. Do nothing if malloc is not glibc's."""
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)

@@ -2,18 +2,19 @@
 
 After an out-of-memory error, in this order:
 
-1. **Retry** the same attempt, after memory was released (bit-exact).
-2. **Recompute** the activations of the modules that keep the most memory, and of further modules
+1. **Retry** the same attempt after releasing memory (bit-exact).
+2. **Recompute** the activations of the modules that save the most memory, and then of more modules
    for as long as that helps (bit-exact on CPUs).
 3. **Split**: halve the micro-batch (equal up to rounding).
 4. **Stop** (H401).
 
-After ``grow_after_steps`` clean steps the micro-batch is doubled; once the whole batch fits,
-recomputation is switched off. A larger plan is on trial for one step. If it fails, the ladder
-returns to the old plan at once and doubles the wait before the next trial (up to 64 times the first
-wait), so it never thrashes. The state is part of every checkpoint.
+After ``grow_after_steps`` clean steps, the micro-batch is doubled. Once it is the whole batch,
+recomputation is switched off. The larger plan is first on trial for one step. If it runs out of
+memory, the ladder returns to the old plan and doubles the wait before the next trial, up to 64
+times the first wait. Failed trials therefore stay rare. The ladder's state is saved in every
+checkpoint.
 
-This module does not touch the device, free anything, or know what a batch is.
+This module only decides. It never touches the device or the batch, and frees no memory.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ _LONGEST_WAIT_FACTOR = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """How the attempts of a step run: the size of micro-batches, and what is recomputed."""
+    """How to run the attempts of a step: the micro-batch size, and the modules to recompute."""
 
-    # The most samples in one forward/backward pass; None means the whole batch.
+    # The largest number of samples in one forward/backward pass; None means the whole batch.
     micro_batch_size: int | None = None
     # Names of the modules whose activations are recomputed.
     recompute: tuple[str, ...] = ()
 
     def samples(self, batch_size: int) -> int:
-        """Return the samples in one forward/backward pass over a batch of this size."""
+        """Return how many samples a forward/backward pass has, given the size of the batch."""
         if self.micro_batch_size is None:
             return batch_size
         return min(self.micro_batch_size, batch_size)
@@ -48,9 +49,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedies:
-    """What a step may do when memory runs out."""
+    """The remedies that a step allows after it ran out of memory."""
 
-    # Modules to recompute in the next attempt: those of the last attempt if no others would help.
+    # The modules to recompute in the next attempt. They are those of the last attempt if
+    # recomputing more modules would not help.
     recompute: tuple[str, ...] = ()
     # Why the batch must not be split, or None if splitting is allowed.
     no_split: str | None = None
@@ -58,19 +60,18 @@ class Remedies:
     split_promise: Promise = "equal up to rounding"
     # The promise that holds for recomputation on this device.
     recompute_promise: Promise = "bit-exact"
-    # The fewest samples that one forward/backward pass can take.
+    # The smallest number of samples in one forward/backward pass.
     smallest: int = 1
 
 
 class MemoryLadder:
-    """Decides after each out-of-memory error and each clean step.
+    """Decides which plan to use after each out-of-memory error and each clean step.
 
     Args:
-        largest: Samples per forward/backward pass that the policy allows, or None for the whole
-            batch.
-        grow_after_steps: Clean steps before a larger plan is tried.
-        start: Samples per forward/backward pass to begin with, or None for as many as are allowed.
-        recompute: Modules that are always recomputed.
+        largest: The largest micro-batch that the policy allows, or None for the whole batch.
+        grow_after_steps: How many clean steps to wait before trying a larger plan.
+        start: The micro-batch size to begin with, or None for `largest`.
+        recompute: Names of modules that are always recomputed.
     """
 
     def __init__(
@@ -87,18 +88,18 @@ class MemoryLadder:
         self.plan = StepPlan(
             micro_batch_size=largest if start is None else start, recompute=recompute
         )
-        # The plan that is known to fit, while a larger one is on trial.
+        # While a larger plan is on trial, the previous plan, which is known to fit.
         self._fallback: StepPlan | None = None
         self._clean_steps = 0
         self._wait = grow_after_steps
-        # Samples of the largest batch that ran out of memory.
+        # Number of samples in the largest batch that ran out of memory.
         self._tight_batch = 0
-        # The remedies of the last failure. Their promises also hold when the plan grows again.
+        # The remedies after the last failure. Their promises also apply when the plan grows again.
         self._remedies = Remedies()
 
     @classmethod
     def of(cls, policy: Policy) -> MemoryLadder:
-        """Return the ladder configured by a policy."""
+        """Return a ladder configured by a policy."""
         requested = policy.micro_batch_size
         return cls(
             largest=requested if isinstance(requested, int) else None,
@@ -109,16 +110,16 @@ class MemoryLadder:
 
     @property
     def on_trial(self) -> bool:
-        """Whether the plan is a larger one that is tried for one step."""
+        """Whether the current plan is a larger one that is being tried for one step."""
         return self._fallback is not None
 
     def decide_after_oom(self, *, batch_size: int, failures: int, remedies: Remedies) -> Decision:
-        """Return what to do after an attempt ran out of memory, and make it the plan.
+        """Decide what to do after an attempt ran out of memory, and update the plan.
 
         Args:
-            batch_size: Samples in the batch.
-            failures: Attempts of this step that have run out of memory, including this one.
-            remedies: What this step may do.
+            batch_size: Number of samples in the batch.
+            failures: How many attempts of this step have run out of memory, including this one.
+            remedies: The remedies that this step allows.
         """
         self._clean_steps = 0
         self._remedies = remedies
@@ -126,7 +127,7 @@ class MemoryLadder:
         if self._fallback is not None:
             return self._end_trial(batch_size, self._fallback)
         if failures == 1:
-            return Retry(reason="freed what the failed attempt held", promise="bit-exact")
+            return Retry(reason="freed the memory of the failed attempt", promise="bit-exact")
         if set(remedies.recompute) > set(self.plan.recompute):
             return self._recompute_more()
         return self._split_or_stop(batch_size)
@@ -135,12 +136,12 @@ class MemoryLadder:
         self.plan = fallback
         self._fallback = None
         self._wait = min(2 * self._wait, _LONGEST_WAIT_FACTOR * self._grow_after_steps)
-        return self._as_decision("the larger plan that was tried does not fit", batch_size)
+        return self._as_decision("the larger plan on trial does not fit", batch_size)
 
     def _recompute_more(self) -> Decision:
         self.plan = replace(self.plan, recompute=self._remedies.recompute)
         return Recompute(
-            reason="these modules keep the most bytes for the backward pass",
+            reason="these modules save the most memory for the backward pass",
             promise=self._remedies.recompute_promise,
             modules=self.plan.recompute,
         )
@@ -153,7 +154,7 @@ class MemoryLadder:
                 promise="bit-exact",
             )
         if self._remedies.no_split is not None:
-            reason = f"may not split: {self._remedies.no_split}"
+            reason = f"the batch must not be split: {self._remedies.no_split}"
             return Stop(reason=reason, promise="bit-exact")
         half = (samples + 1) // 2
         self.plan = replace(self.plan, micro_batch_size=max(self._remedies.smallest, half))
@@ -165,26 +166,30 @@ class MemoryLadder:
         self.plan = plan
 
     def without_split(self) -> None:
-        """Note that batches must not be split after all."""
+        """Undo a split, because it turned out that batches cannot be split."""
         self.plan = replace(self.plan, micro_batch_size=None)
         self._fallback = None
 
     def without_recompute(self) -> None:
-        """Note that the modules of the plan cannot be recomputed."""
+        """Stop recomputing, because it turned out that the modules cannot be recomputed."""
         self.plan = replace(self.plan, recompute=())
         self._always_recompute = ()
         self._fallback = None
 
     def decide_after_step(self, *, batch_size: int, attempts: int) -> Decision | None:
-        """Return a larger plan to try from the next step on, or None.
+        """Decide after a committed step whether to try a larger plan in the next step.
 
         Args:
-            batch_size: Samples in the batch of the step that was committed.
-            attempts: Attempts that the step took.
+            batch_size: Number of samples in the batch of the committed step.
+            attempts: How many attempts the step took.
+
+        Returns:
+            None to keep the current plan.
         """
         if self._fallback is not None:
             if batch_size < self._tight_batch:
-                # A short batch, such as the last one of an epoch, proves nothing.
+                # Success with a small batch, such as the last one of an epoch, proves nothing.
+                # Continue the trial.
                 return None
             self._fallback = None
             self._wait = self._grow_after_steps
@@ -227,7 +232,7 @@ class MemoryLadder:
         return replace(self.plan, micro_batch_size=doubled if doubled < batch_size else None)
 
     def _as_decision(self, reason: str, batch_size: int) -> Decision:
-        """Return the plan as a decision about a batch of this size."""
+        """Return the decision that reports the current plan for a batch of this size."""
         samples = self.plan.samples(batch_size)
         if samples < batch_size:
             promise = self._remedies.split_promise
@@ -249,7 +254,7 @@ class MemoryLadder:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state within the policy's limit, which may have been lowered since."""
+        """Restore a saved state. The current policy's limits apply, even if they were lowered."""
         self.plan = self._plan_from(state["plan"])
         self._fallback = None
         if state["fallback"] is not None:

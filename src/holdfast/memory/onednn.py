@@ -1,13 +1,13 @@
-"""Switch oneDNN off after a refused allocation, from which it never recovers.
+"""Disable oneDNN after a refused allocation, from which it never recovers.
 
-If the kernel refuses memory while oneDNN compiles a kernel, the thread can never compile one again,
-even when there is memory: every convolution of a new shape fails with "could not create a
-primitive". (Seen with torch 2.13. Its oneDNN keeps the error of its assembler in a thread-local
-variable and never clears it.) torch's own kernels still work.
+oneDNN compiles kernels at run time. If an allocation fails while it does so, the thread can never
+compile a kernel again, even once memory is available: every convolution with a new shape fails with
+"could not create a primitive". (We saw this with torch 2.13, whose oneDNN keeps the assembler's
+error in a thread-local variable and never clears it.) torch's own kernels still work.
 
-Strided convolutions do not even notice: oneDNN calls the kernel that it failed to compile, at
-address 0, and the process dies with SIGSEGV. So oneDNN must be off before such kernels are compiled
-while memory is short.
+In strided convolutions, oneDNN does not even report the failure. It calls the kernel that it failed
+to compile, at address 0, and the process dies with SIGSEGV. To be safe, oneDNN must be disabled
+before such kernels are compiled while memory is short.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from torch.nn.modules.conv import _ConvNd
 _FAILURE = re.compile(
     r"could not (create|execute|initialize) an? [\w ]*(primitive|memory|descriptor)", re.IGNORECASE
 )
-# oneDNN caches kernels by shape: each probe needs a shape that was not used before.
+# oneDNN caches kernels by shape, so each test needs a shape that was not used before.
 _unused_widths = itertools.count(5)
 
 
 def is_onednn_failure(text: str) -> bool:
-    """Return whether oneDNN raises this error text when it is refused something, such as memory."""
+    """Return whether this is the message of a failure in oneDNN, such as a lack of memory."""
     return _FAILURE.search(text) is not None
 
 
 def is_on() -> bool:
-    """Return whether torch uses oneDNN in this process."""
+    """Return whether oneDNN is enabled in this process."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return available and bool(torch._C._get_mkldnn_enabled())
 
 
 def switch_off() -> None:
-    """Switch oneDNN off for the rest of this process. Afterwards, results differ by rounding."""
+    """Disable oneDNN for the rest of this process. Later results differ by rounding."""
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
 
 
 def switch_off_if_broken() -> bool:
-    """Compile a kernel of a new shape, and switch oneDNN off if that fails.
+    """Let oneDNN compile a kernel for a new shape, and disable oneDNN if that fails.
 
-    Call it after memory was freed, in the training thread.
+    Call this in the training thread, after memory was freed.
 
     Returns:
-        Whether oneDNN was broken.
+        Whether oneDNN was broken and has been disabled.
     """
     if not is_on():
         return False
@@ -66,13 +66,13 @@ def switch_off_if_broken() -> bool:
 
 
 def switch_off_if_unsafe(models: Iterable[torch.nn.Module]) -> bool:
-    """Switch oneDNN off if a model has strided convolutions, in which it may crash.
+    """Disable oneDNN if a model has strided convolutions, in which oneDNN may crash.
 
-    Call it after memory ran short, before kernels of new shapes are compiled. Functional
-    convolutions are not detected.
+    Call this after memory has run out, before any convolution with a new shape runs. Calls of
+    functional convolutions are not detected.
 
     Returns:
-        Whether oneDNN was switched off.
+        Whether oneDNN was disabled.
     """
     if not is_on() or not any(_has_strided_convolution(model) for model in models):
         return False

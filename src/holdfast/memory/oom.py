@@ -1,7 +1,8 @@
-"""Recognise an out-of-memory error in any of its forms, and release what it holds.
+"""Recognize out-of-memory errors in all their forms, and release the memory that they hold.
 
-The frames of an exception own the activations of the failed attempt, so nothing can be freed inside
-the ``except`` block. Leave it first, then call `clear_exception_frames` and `release_memory`.
+The stack frames of an exception keep the activations of the failed attempt alive, so they cannot be
+freed inside the ``except`` block. Leave the block first, and then call `clear_exception_frames` and
+`release_memory`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from holdfast.core.errors import HoldfastError, OutOfMemoryError
 from holdfast.memory.host_memory import trim_heap
 from holdfast.memory.onednn import is_onednn_failure
 
-# Texts of errors whose type is too general (RuntimeError, AcceleratorError, OSError), taken from
-# torch 2.11 to 2.13, CUDA, cuBLAS, cuDNN, NCCL, HIP and glibc.
+# Messages of out-of-memory errors whose class is too general, such as RuntimeError or OSError. They
+# come from torch 2.11 to 2.13, CUDA, cuBLAS, cuDNN, NCCL, HIP and glibc.
 _PATTERNS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -38,9 +39,9 @@ _PATTERNS = tuple(
         r"posix_memalign failed",
     )
 )
-# What the dynamic linker says in an ImportError if a library does not fit into the address space.
+# The dynamic linker's messages in an ImportError if a library does not fit into the address space.
 _LIBRARY_DOES_NOT_FIT = re.compile(r"failed to map segment|cannot allocate memory", re.IGNORECASE)
-# Errors after which every call on the device fails.
+# Messages of errors after which every call on the device fails.
 _DEAD_CONTEXT = re.compile(
     r"device-side assert|illegal memory access|unspecified launch failure|uncorrectable"
     r"|misaligned address|illegal instruction|hardware stack error"
@@ -51,10 +52,10 @@ _LONGEST_LINE = 300
 
 
 def find_out_of_memory(error: BaseException) -> str | None:
-    """Return one line about an out-of-memory error in an exception chain, or None.
+    """Return the first line of an out-of-memory error in an exception chain, or None.
 
-    An `OutOfMemoryError` of holdfast itself does not count: it is a verdict, not an allocation that
-    failed.
+    holdfast's own `OutOfMemoryError` does not count, because it is a final verdict about an error
+    that was handled before.
 
     Example:
         >>> find_out_of_memory(MemoryError("no room"))
@@ -72,7 +73,7 @@ def find_out_of_memory(error: BaseException) -> str | None:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a single error, without its causes, reports a lack of memory."""
+    """Return whether an error is an out-of-memory error itself, regardless of its causes."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)
@@ -87,11 +88,13 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def naming_lack_of_memory(activity: str) -> Iterator[None]:
-    """Turn a bare out-of-memory error into H401, which names the activity that failed.
+    """Convert an out-of-memory error within the context to H401, which names the activity.
+
+    If contexts are nested, the innermost one converts the error.
 
     Args:
-        activity: What happens in the context, as a phrase that follows "while", such as ``"reading
-            a checkpoint"``. If contexts are nested, the innermost names it.
+        activity: The activity within the context, as a phrase that can follow "while", such as
+            ``"reading a checkpoint"``.
 
     Raises:
         OutOfMemoryError: H401.
@@ -104,7 +107,7 @@ def naming_lack_of_memory(activity: str) -> Iterator[None]:
             raise
         raise OutOfMemoryError(
             f"memory ran out while {activity} ({line})",
-            limit="everything on the disk is intact: the run resumes from the newest checkpoint",
+            limit="all checkpoints on disk are intact, so the run can resume from the newest one",
             fix=(
                 "give the process more memory (check limits such as `ulimit -v`, other processes"
                 " and loader workers), or use a smaller model or batch, and restart."
@@ -114,16 +117,16 @@ def naming_lack_of_memory(activity: str) -> Iterator[None]:
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Return whether the device's context is dead: nothing on it can be retried or saved."""
+    """Return whether an error has left the device unusable, so that no retry or save can work."""
     return any(
         isinstance(link, RuntimeError) and _DEAD_CONTEXT.search(str(link)) for link in _chain(error)
     )
 
 
 def clear_exception_frames(error: BaseException) -> None:
-    """Clear the frames that an exception chain holds, and with them their tensors.
+    """Clear the stack frames of an exception chain, so that their tensors are freed.
 
-    Call it after leaving the ``except`` block. Frames that are still running keep their variables.
+    Call this after leaving the ``except`` block. Frames that are still running are not cleared.
     """
     for link in list(_chain(error, with_contexts=True)):
         if link.__traceback__ is not None:
@@ -134,10 +137,10 @@ def clear_exception_frames(error: BaseException) -> None:
 
 
 def release_memory(devices: Sequence[torch.device]) -> None:
-    """Collect garbage, and return cached blocks of the host and of these devices.
+    """Collect garbage, and return cached memory of the devices and of the host to the system.
 
-    The full garbage collection takes 0.1 to 0.3 s in a large process, so call this only after an
-    out-of-memory error.
+    Call this only after an out-of-memory error, because a full garbage collection takes 0.1 to
+    0.3 s in a large process.
     """
     gc.collect()
     for device in devices:
@@ -146,7 +149,13 @@ def release_memory(devices: Sequence[torch.device]) -> None:
 
 
 def _chain(error: BaseException, *, with_contexts: bool = False) -> Iterator[BaseException]:
-    """Yield an error and its causes, each once; with contexts, also the errors being handled."""
+    """Yield an error and its causes (``__cause__``), each of them once.
+
+    Args:
+        error: The error.
+        with_contexts: Whether to also follow ``__context__``: the error that was being handled when
+            another one was raised.
+    """
     visited: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:

@@ -1,10 +1,10 @@
-"""Activation checkpointing of chosen modules, for one attempt only.
+"""Activation checkpointing of chosen modules, during one attempt only.
 
-A block drops its activations after the forward pass and computes them again in the backward pass.
-The second computation must see what the first one saw: random state, buffers and attributes are
-restored before it and advanced again after it, so BatchNorm's statistics are updated once and
-dropout draws the same mask. Inputs and weights are compared in every call; the outputs are compared
-in the first attempt that recomputes a block.
+A block drops its activations after the forward pass and recomputes them in the backward pass. Both
+computations must see the same state. Random state, buffers and attributes are therefore restored
+before the second computation, and set back to their newest values after it. Dropout then draws the
+same mask, and BatchNorm updates its statistics only once. Every call checks that inputs and weights
+are still the same. The first attempt that recomputes a block also compares its outputs.
 
 The modules are chosen in ``saved_bytes``.
 """
@@ -26,20 +26,21 @@ from holdfast.memory.oom import find_out_of_memory, is_sticky
 from holdfast.memory.tensors import has_storage, tensors_of, versions_of
 
 COMPILED = (
-    "torch.compile is used in this process, and a compiled graph keeps what it was compiled to"
-    " keep; torch.utils.checkpoint in forward is compiled with it"
+    "torch.compile is used in this process, and what a compiled graph saves is fixed at compile"
+    " time; call torch.utils.checkpoint in forward instead, which is compiled too"
 )
-# The attributes that torch itself keeps in every module.
-OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+# The attributes that every nn.Module has.
+COMMON_ATTRIBUTES = frozenset(vars(nn.Module()))
 
-# Values of a tensor that are fingerprinted at a time, so that the fp64 copy stays small.
+# A fingerprint processes this many elements at a time, so that their fp64 copy stays small.
 _FINGERPRINT_CHUNK = 2**16
-# An accelerator may sum in a different order each time. fp16 rounds to about 1e-3.
+# The relative difference that is allowed on an accelerator, which may sum in a different order each
+# time. fp16 has a relative precision of about 1e-3.
 _ACCELERATOR_TOLERANCE = 1e-3
 
 
 class RecomputeDiffersError(CheckpointError):
-    """Recomputing a block gave a different result."""
+    """A block cannot be recomputed, because its second computation differs from the first."""
 
     def __init__(self, block: nn.Module, why: str) -> None:
         super().__init__(f"a {type(block).__name__} cannot be recomputed: {why}")
@@ -48,9 +49,10 @@ class RecomputeDiffersError(CheckpointError):
 
 
 def may_be_caused_by_recomputing(error: Exception) -> bool:
-    """Return whether an error might not have occurred without recomputation.
+    """Return whether an error may have been caused by recomputation, so a retry may avoid it.
 
-    Autograd keeps the inputs of a recomputed block and checks that they were not changed in place.
+    This includes autograd's error about in-place changes: autograd saves the inputs of a recomputed
+    block and raises if they were changed.
     """
     return isinstance(error, CheckpointError) or "modified by an inplace operation" in str(error)
 
@@ -63,17 +65,17 @@ def recomputing(
     *,
     verify: Collection[nn.Module] = (),
 ) -> Iterator[None]:
-    """Recompute the activations of these blocks in backward passes within the context.
+    """Recompute the activations of blocks in all backward passes within the context.
 
     Args:
-        blocks: Modules whose ``forward`` is replaced within the context.
-        capture: Returns the current random state, to be passed to `restore`.
-        restore: Restores a random state.
+        blocks: The modules to recompute. Their ``forward`` is replaced within the context.
+        capture: Returns the current random state.
+        restore: Restores a random state that `capture` returned.
         verify: The blocks whose recomputed outputs are compared with the original ones.
 
     Raises:
-        RecomputeDiffersError: In the backward pass, if a block's input was changed in place after
-            it was used, its weights were replaced or changed, or a compared output differs.
+        RecomputeDiffersError: In a backward pass, if an input of a block was changed in place since
+            its forward pass, if its weights were replaced or changed, or if an output differs.
     """
     replaced: list[tuple[nn.Module, bool]] = []
     try:
@@ -91,13 +93,13 @@ def recomputing(
 
 
 class ReplacedForward:
-    """A replacement for a module's ``forward`` that copies and pickles as the original."""
+    """A replacement for a module's ``forward``. Copies and pickles contain the original instead."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         functools.update_wrapper(self, module.forward)
         self._module = module
         self._run = run
-        # The caller may have set a forward on the module itself.
+        # User code may have set a forward on this instance of the module.
         self._own_forward = vars(module).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,12 +109,12 @@ class ReplacedForward:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         if self._own_forward is not None:
             return getattr, (SimpleNamespace(forward=self._own_forward), "forward")
-        # The copy of the module has no attributes yet, so this finds the forward of its class.
+        # At this point the copied module has no attributes, so this finds the forward of the class.
         return getattr, (self._module, "forward")
 
 
 class _RecomputedForward:
-    """A block's ``forward`` under `torch.utils.checkpoint`."""
+    """Runs a block's ``forward`` under `torch.utils.checkpoint`."""
 
     def __init__(
         self,
@@ -135,9 +137,9 @@ class _RecomputedForward:
         forward = functools.partial(self._forward, *args, **kwargs)
         call = _BlockCall(self._block, forward, second_pass, verify=self._verify)
 
-        # `checkpoint` passes the arguments that autograd kept. With hooks on saved tensors these
-        # are not the original objects, but a block may test whether two of its arguments are the
-        # same object, as attention does. So the call uses the original ones.
+        # Ignore the arguments that `checkpoint` passes, which autograd has saved, and use the
+        # original ones. With hooks on saved tensors, saved tensors are different objects. But some
+        # modules, such as attention, test whether two of their arguments are the same object.
         def run(*_: Any, **__: Any) -> Any:
             return call.run()
 
@@ -147,7 +149,7 @@ class _RecomputedForward:
             use_reentrant=False,
             preserve_rng_state=False,
             context_fn=lambda: (contextlib.nullcontext(), second_pass),
-            # A recomputation that was stopped early has no outputs to compare.
+            # If the recomputation stops early, it returns no outputs that could be compared.
             early_stop=not self._verify,
             **kwargs,
         )
@@ -161,13 +163,13 @@ def _can_be_checkpointed() -> bool:
 
 
 class _BlockCall:
-    """One call of a block, which is computed twice.
+    """One call of a block, which is computed in the forward pass and again in the backward pass.
 
     Args:
         block: The block.
-        forward: Its ``forward`` with the arguments of this call.
-        second_pass: Whether the second computation runs.
-        verify: Whether the outputs of both computations are compared.
+        forward: The block's ``forward``, with the arguments of this call bound to it.
+        second_pass: The context of the second computation.
+        verify: Whether to compare the outputs of both computations.
     """
 
     def __init__(
@@ -184,14 +186,14 @@ class _BlockCall:
         self._input_versions = self._versions_of_inputs()
         self._weights = _weights_of(block)
         self._verify = verify
-        # One fingerprint per output of the first computation.
+        # A fingerprint of each output of the first computation.
         self._fingerprints: list[torch.Tensor] = []
 
     def run(self) -> Any:
-        """Compute the block for the first or the second time.
+        """Compute the block. `second_pass` tells the second computation from the first.
 
         Raises:
-            RecomputeDiffersError: The second computation has other inputs, weights or outputs.
+            RecomputeDiffersError: If the second computation has other inputs, weights or outputs.
         """
         if self._second_pass.is_active:
             outputs = self._compute_again()
@@ -218,40 +220,48 @@ class _BlockCall:
         except Exception as error:
             if _shows_a_difference(error):
                 raise RecomputeDiffersError(
-                    self._block, f"its second computation raises {error!r}"
+                    self._block, f"its second computation raised {error!r}"
                 ) from error
             raise
 
     def _compare_outputs(self, outputs: Any) -> None:
-        """Compare the outputs with the fingerprints of the first computation, if there are any."""
+        """Compare the outputs with those of the first computation, by their fingerprints.
+
+        In the first computation, only store the fingerprints.
+        """
         fingerprints = [_fingerprint(tensor) for tensor in tensors_of(outputs)]
         for first, second in zip(self._fingerprints, fingerprints, strict=False):
             if not _are_equal(first, second):
                 raise RecomputeDiffersError(
-                    self._block, "its second computation gives a different result"
+                    self._block, "its second computation returned a different result"
                 )
         self._fingerprints = fingerprints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WeightVersion:
-    """Identifies the values of a parameter at one moment.
+    """Identifies the values that a parameter has at one moment.
 
-    Two versions are equal if the parameter was neither replaced nor changed in between.
+    Two versions are equal if the parameter was neither replaced nor changed between them.
     """
 
+    # The id of the tensor.
     identity: int
+    # Autograd's counter of in-place changes.
     version: int
-    # Address of the values. It changes with ``tensor.data = ...``, and stays the same if a sharded
-    # weight is gathered again. Zeros for a tensor without a single storage.
+    # The storage and the offset in it, which change with ``tensor.data = ...``. They stay the same
+    # if a sharded weight is gathered again. 0 for a tensor without a storage of its own.
     storage: int
     offset: int
-    # Kept alive, so that no other tensor gets its identity.
+    # A reference that keeps the tensor alive, so that no other tensor can get the same id.
     tensor: torch.Tensor = field(compare=False)
 
 
 def _weights_of(block: nn.Module) -> list[_WeightVersion]:
-    """Return a block's current parameters, or the tensors that `functional_call` put there."""
+    """Return the versions of a block's parameters.
+
+    Within `torch.func.functional_call`, these are the tensors passed to it.
+    """
     weights = []
     for module in block.modules():
         for tensor in module._parameters.values():
@@ -261,7 +271,7 @@ def _weights_of(block: nn.Module) -> list[_WeightVersion]:
 
 
 def _version_of_weight(tensor: torch.Tensor) -> _WeightVersion:
-    """Return what identifies the current values of a parameter."""
+    """Return the current version of a parameter."""
     storage = 0
     offset = 0
     if has_storage(tensor):
@@ -274,9 +284,9 @@ def _version_of_weight(tensor: torch.Tensor) -> _WeightVersion:
 
 
 def _shows_a_difference(error: Exception) -> bool:
-    """Return whether an error of the second computation shows that its inputs were different."""
-    # The first is raised by a block inside this one. The second is how torch stops a recomputation
-    # as soon as it has all tensors that it needs.
+    """Return whether an error in the second computation means that it differs from the first."""
+    # A recomputed block inside this one raises CheckpointError for itself. torch raises
+    # _StopRecomputationError to end a recomputation as soon as it has all saved tensors.
     if isinstance(error, (CheckpointError, _StopRecomputationError)):
         return False
     return find_out_of_memory(error) is None and not is_sticky(error)
@@ -291,13 +301,13 @@ def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _fingerprint(values: torch.Tensor) -> torch.Tensor:
-    """Return two numbers that change if a value changes or two values change places.
+    """Return two numbers that change if any value changes or if two values are swapped.
 
-    The first is a sum weighted by position, the second the same of absolute values.
+    The first number is a sum of the values, weighted by position. The second is the same sum of
+    their absolute values. No host sync.
 
     Returns:
-        Shape ``(2,)``, float64, on the device of `values`; zeros for a tensor that is not strided.
-        No host sync.
+        Shape ``(2,)``, float64, on the device of `values`. Zeros if the tensor is not strided.
     """
     with torch.no_grad():
         fingerprint = torch.zeros(2, dtype=torch.float64, device=values.device)
@@ -317,7 +327,7 @@ def _fingerprint(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ModuleState:
-    """The buffers and attributes of one module, by name: the objects themselves, not copies."""
+    """References to the buffers and attributes of one module, by name."""
 
     buffers: dict[str, torch.Tensor | None]
     attributes: dict[str, Any]
@@ -325,19 +335,20 @@ class _ModuleState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BlockState:
-    """What a computation of a block depends on, besides its inputs and weights."""
+    """The state on which a block's result depends, besides its inputs and weights."""
 
     random_state: Any
+    # The state of the block and of each module in it.
     modules: list[_ModuleState]
-    # Each buffer with a copy of its values.
+    # Each buffer, with a copy of its values.
     buffer_values: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class _SecondPass(contextlib.AbstractContextManager[None]):
-    """Restores, within the context, the state that a block had in its first computation.
+    """Restores the state that a block had before its first computation, within the context.
 
-    It is entered once in each backward pass. Attributes, such as a counter or a hidden state that
-    each call replaces, are bound to their earlier objects again.
+    The context is entered once per backward pass. Attributes that each call replaces, such as a
+    counter or a hidden state, refer to their earlier objects again within the context.
     """
 
     def __init__(
@@ -353,20 +364,20 @@ class _SecondPass(contextlib.AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._current = self._snapshot()
         self.is_active = True
-        self._put_back(self._first)
+        self._restore_state(self._first)
 
     def __exit__(self, *_: object) -> None:
-        self._put_back(self._current)
+        self._restore_state(self._current)
         self._current = self._first
         self.is_active = False
 
     def _snapshot(self) -> _BlockState:
-        """Copy the state that the block may change: random state, buffers, attributes."""
+        """Return the current random state, buffers and attributes."""
         modules = [
             _ModuleState(buffers=dict(module._buffers), attributes=_own_attributes(module))
             for module in self._modules
         ]
-        # Modules may share a buffer.
+        # Modules may share a buffer, which is then copied only once.
         buffers: dict[int, torch.Tensor] = {}
         for module in modules:
             for buffer in module.buffers.values():
@@ -378,24 +389,25 @@ class _SecondPass(contextlib.AbstractContextManager[None]):
             buffer_values=[(buffer, buffer.clone()) for buffer in buffers.values()],
         )
 
-    def _put_back(self, state: _BlockState) -> None:
-        """Restore a snapshot."""
+    def _restore_state(self, state: _BlockState) -> None:
+        """Restore a state that `_snapshot` returned."""
         for module, module_state in zip(self._modules, state.modules, strict=True):
             module._buffers.update(module_state.buffers)
             for name in _own_attributes(module).keys() - module_state.attributes.keys():
                 del vars(module)[name]
             vars(module).update(module_state.attributes)
         for buffer, values in state.buffer_values:
-            # Through `.data`, so that autograd does not count it: it would refuse the statistics
-            # that BatchNorm saved, although it does not read them in training.
+            # Write through `.data`, so that autograd does not count this as an in-place change. If
+            # it did, it would refuse the statistics that BatchNorm saved for the backward pass,
+            # although they are not used in training.
             buffer.data.copy_(values)
         self._restore(state.random_state)
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that a module has in addition to those of every ``nn.Module``."""
+    """Return a module's own attributes: those that an empty ``nn.Module`` does not have."""
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in OWN_ATTRIBUTES and name != "forward"
+        if name not in COMMON_ATTRIBUTES and name != "forward"
     }

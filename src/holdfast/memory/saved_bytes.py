@@ -1,19 +1,20 @@
-"""Measure what modules save for the backward pass, and choose which of them to recompute.
+"""Measure how much memory modules save for the backward pass, and choose which to recompute.
 
-Only the retry after an out-of-memory error is measured. Each call of a module is recorded, with
-every storage that autograd saves during it (`torch.autograd.graph.saved_tensors_hooks`).
+Only retries after an out-of-memory error are measured. Hooks record each call of a module, and
+every storage that autograd saves during the call (`torch.autograd.graph.saved_tensors_hooks`). If
+the attempt fails too, it is measured up to its failure, since the memory that was saved by then has
+caused the failure.
 
-If a call is recomputed, everything it saved beyond its inputs is dropped, and exists again in the
-backward pass, one call at a time. So a choice is judged by the peak that would have resulted:
-recomputing a module that is called once and saves everything gains nothing, while recomputing one
-that is called a hundred times gains 99 %. An attempt that fails is measured up to its failure,
-since what was saved until then had filled the memory.
+If a call is recomputed, everything that it saved is dropped, except its inputs. It exists again in
+the backward pass, but only for one call at a time. We therefore judge a choice of modules by the
+peak that it would have caused. Recomputing a module that saves everything in a single call gains
+nothing, while recomputing one that is called a hundred times gains 99 %.
 
-Two kinds of modules are never chosen: those that change something that is not restored for the
-second computation (their inputs, tensors in plain attributes, containers that grow), and those with
-user hooks on any submodule.
+Two kinds of modules are never chosen. The first kind changes state that is not restored for the
+second computation: its inputs, tensors in plain attributes, or the length of containers. The second
+kind has submodules with hooks of user code.
 
-``recompute`` carries out the recomputation, and ``ladder`` decides when to use it.
+``recompute`` recomputes the modules, and ``ladder`` decides when to do so.
 """
 
 from __future__ import annotations
@@ -31,40 +32,44 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from holdfast.memory.recompute import OWN_ATTRIBUTES, ReplacedForward
+from holdfast.memory.recompute import COMMON_ATTRIBUTES, ReplacedForward
 from holdfast.memory.tensors import has_storage, tensors_of, versions_of
 
-# The smallest relative reduction of the peak that is worth the time of recomputing.
+# Recomputing more modules must lower the peak by at least this fraction to be worth the time.
 _LEAST_GAIN = 0.05
-# Bytes that a recomputed call itself keeps: random state (5 KB) and autograd's own objects.
+# An estimate of the bytes that each recomputed call keeps: 5 KB of random state, and autograd's own
+# objects.
 _CALL_BYTES = 2**14
-# Stands for "no call" where calls are referred to by number.
+# The number that stands for "no call".
 _NO_CALL = -1
 NOTHING_SAVES = (
-    "up to the failure, no module that may be recomputed had saved much for the backward pass"
-    " beyond its inputs"
+    "before the failure, no module that may be recomputed had saved much memory for the backward"
+    " pass in addition to its inputs"
 )
 
 
 @dataclass(slots=True, kw_only=True)
 class _ModuleCall:
-    """One call of a module. It made the saves ``[begin, end)`` of the pass."""
+    """One call of a module in a forward pass."""
 
+    # The name of the module.
     name: str
-    # Number of the enclosing call, or `_NO_CALL`.
+    # The number of the enclosing call, or `_NO_CALL`.
     parent: int
+    # How many tensors the pass had saved before this call.
     begin: int
-    # Storages of the inputs. They stay even if the call is recomputed.
+    # The storages of the inputs. They are kept even if the call is recomputed.
     inputs: tuple[int, ...]
-    # Bytes that recomputing this call keeps in addition to its inputs.
+    # Bytes that are kept in addition to the inputs if this call is recomputed.
     own_bytes: int
-    # None while the call runs, or if it failed.
+    # How many tensors the pass had saved by the end of this call. None while the call runs, or if
+    # it failed.
     end: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SavedTensor:
-    """One tensor that autograd saved: its storage, and the innermost call at that time."""
+    """A tensor that autograd saved: its storage, and the number of the innermost running call."""
 
     storage: int
     call: int
@@ -72,9 +77,10 @@ class _SavedTensor:
 
 @dataclass(slots=True)
 class Measurement:
-    """What one forward pass saved.
+    """The calls of modules in one forward pass, and the tensors that autograd saved.
 
-    Calls are numbered in order. A storage is identified by torch's `StorageImpl` pointer.
+    The number of a call is its position in `calls`. The number of a storage is the address of
+    torch's `StorageImpl`.
     """
 
     calls: list[_ModuleCall] = field(default_factory=list)
@@ -83,20 +89,22 @@ class Measurement:
     sizes: dict[int, int] = field(default_factory=dict)
 
     def saved_bytes(self) -> int:
-        """Return the bytes of all recorded storages."""
+        """Return the total bytes of all recorded storages."""
         return sum(self.sizes.values())
 
     def peak(self, chosen: Collection[str], bytes_of_active: Mapping[str, int]) -> int:
-        """Return the most bytes that the pass would keep if the chosen modules were recomputed.
+        """Return the peak of saved bytes if the chosen modules had been recomputed.
 
-        Time is counted in saves. At the end of the forward pass, all kept storages exist. While a
-        call is recomputed in the backward pass, two kinds of storages exist: those kept until the
-        end of that call, and everything that the call itself saves.
+        The peak is reached at one of these moments:
+
+        - At the end of the forward pass, all kept storages exist.
+        - When the backward pass recomputes a call, the storages exist that the forward pass had
+          kept by the end of this call, and everything that the call itself saves.
 
         Args:
             chosen: Names of the modules.
-            bytes_of_active: Modules that this pass already recomputed, each with the bytes that one
-                of its calls needs while it is recomputed.
+            bytes_of_active: The modules that were already recomputed in this pass, with the bytes
+                that one of their calls needs while it is recomputed.
         """
         owners = self._recomputed_owners(chosen)
         recomputed = [self.calls[number] for number, owner in enumerate(owners) if owner == number]
@@ -107,10 +115,10 @@ class Measurement:
             added[call.begin] += call.own_bytes
         for storage, first_save in kept_from.items():
             added[first_save] += self.sizes[storage]
-        # The bytes kept at each save of the forward pass, and at its end.
+        # The bytes kept at each moment of the forward pass, counted in saved tensors.
         kept_until = list(accumulate(added))
 
-        # At the end of the forward pass, and while each recomputed call exists a second time.
+        # The end of the forward pass comes first, followed by each recomputed call.
         peaks = [kept_until[-1]]
         for call in self.calls:
             if call.name in bytes_of_active:
@@ -120,14 +128,18 @@ class Measurement:
         return max(peaks)
 
     def bytes_inside(self, call: _ModuleCall, kept: Collection[int] = ()) -> int:
-        """Return the bytes that a call saved beyond its inputs and the storages in `kept`."""
+        """Return the bytes that a call saved, except for its inputs and the storages in `kept`."""
         storages = {save.storage for save in self.saves[call.begin : self._end(call)]}
         storages.difference_update(call.inputs)
-        # No difference of sets, because `kept` is large and this runs for each of many calls.
+        # Do not subtract `kept` as a set: it is large, and this runs for each of many calls.
         return sum(self.sizes[storage] for storage in storages if storage not in kept)
 
     def _recomputed_owners(self, chosen: Collection[str]) -> list[int]:
-        """Return, for each call, the outermost chosen call around it (or itself), or `_NO_CALL`."""
+        """Return for each call the number of the recomputed call to which it belongs.
+
+        This is the outermost call of a chosen module that contains it, or the call itself. It is
+        `_NO_CALL` if the call would not be recomputed.
+        """
         owners: list[int] = []
         for number, call in enumerate(self.calls):
             owner = _NO_CALL
@@ -141,15 +153,17 @@ class Measurement:
     def _kept_from(
         self, owners: Sequence[int], recomputed: Iterable[_ModuleCall]
     ) -> dict[int, int]:
-        """Return the storages that the forward pass keeps, each with the save that it is kept from.
+        """Return the storages that the forward pass keeps, and from when on it keeps them.
 
-        A storage that is saved outside of all recomputed calls is kept from its first such save. An
-        input of a recomputed call is kept from the beginning of that call. Saves are given by their
-        index in `saves`.
+        A storage that is saved outside all recomputed calls is kept from its first save there. An
+        input of a recomputed call is kept from the beginning of the call.
 
         Args:
-            owners: The recomputed call that each call belongs to, or `_NO_CALL`.
+            owners: The result of `_recomputed_owners`.
             recomputed: The recomputed calls.
+
+        Returns:
+            For each storage, an index into `saves`.
         """
         kept_from: dict[int, int] = {}
         for index, save in enumerate(self.saves):
@@ -165,7 +179,7 @@ class Measurement:
 
 
 class SavedBytes:
-    """Measures attempts, and chooses the modules that the next one recomputes.
+    """Measures attempts, and chooses the modules to recompute in the next attempt.
 
     Args:
         modules: The modules that may be recomputed, by name.
@@ -174,23 +188,24 @@ class SavedBytes:
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
         self._refused: set[str] = set()
-        # The bytes that one call of a recomputed module needs while it is recomputed. They were
-        # measured before the module was chosen: since then, its forward pass no longer saves them.
+        # For each chosen module, the bytes that one call needs while it is recomputed. They are
+        # measured before the module is chosen, because its forward pass does not save them
+        # afterwards.
         self._bytes_of_call: dict[str, int] = {}
         self._measurement = Measurement()
 
     def refuse(self, names: Iterable[str]) -> None:
-        """Never again choose these modules or those that contain them."""
+        """Never choose these modules again, nor modules that contain them."""
         for name in names:
             self._refused.update(_with_parents(name))
 
     @contextlib.contextmanager
     def measuring(self, recomputed: Sequence[str], held: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Measure the forward passes within the context. The one that saves most counts.
+        """Measure the forward passes within the context, and keep the one that saves the most.
 
         Args:
-            recomputed: Modules that are recomputed in these passes.
-            held: Tensors that exist in any case, such as those of the batch.
+            recomputed: Names of the modules that are recomputed in these passes.
+            held: Tensors that stay alive anyway, such as those in the batch.
         """
         recorder = _Recorder(excluded=self._storages_held(held))
         self._measurement = Measurement()
@@ -214,14 +229,14 @@ class SavedBytes:
             self._refused |= recorder.changes_input
 
     def choose(self, active: Sequence[str]) -> tuple[str, ...]:
-        """Return the modules to recompute from now on: the active ones and further ones.
+        """Return the modules to recompute from now on: the active ones, and more if that helps.
 
-        Groups of modules are added greedily, starting with the one that lowers the peak most, until
-        the next one would lower it by less than 5 %. Only as many of them are chosen as reach half
-        of their total reduction.
+        Groups of modules are added greedily. Each time, the group is added that lowers the peak
+        most, until no group lowers it by at least 5 %. Of these groups, only the first ones are
+        chosen: as many as reach half of the total reduction.
 
         Args:
-            active: Modules that were recomputed in the measured pass.
+            active: Names of the modules that were recomputed in the measured pass.
         """
         active_bytes = {name: self._bytes_of_call.get(name, 0) for name in active}
         groups = self._groups(active)
@@ -244,14 +259,14 @@ class SavedBytes:
         return (*active, *chosen)
 
     def _remember_bytes(self, names: Collection[str]) -> None:
-        """Remember the bytes that one call of each newly chosen module needs when recomputed."""
+        """Store how many bytes one call of each newly chosen module needs when recomputed."""
         for call in self._measurement.calls:
             if call.name in names:
                 size = self._measurement.bytes_inside(call)
                 self._bytes_of_call[call.name] = max(self._bytes_of_call.get(call.name, 0), size)
 
     def _storages_held(self, tensors: Iterable[torch.Tensor]) -> set[int]:
-        """Return the storages of all parameters and buffers, and of these tensors."""
+        """Return the storages of all parameters and buffers, and of the given tensors."""
         storages = {_storage_of(tensor) for tensor in tensors}
         for module in self._modules.values():
             storages.update(_storage_of(parameter) for parameter in module.parameters())
@@ -259,10 +274,10 @@ class SavedBytes:
         return {storage for storage in storages if storage is not None}
 
     def _groups(self, active: Sequence[str]) -> list[list[str]]:
-        """Return the modules that can be chosen, in groups that are chosen together.
+        """Return the names of modules that can be chosen, in groups that are chosen together.
 
-        A group holds modules of one class whose names differ in numbers only, such as all layers
-        of a transformer.
+        A group consists of modules of one class whose names differ only in numbers, such as the
+        layers of a transformer.
         """
         groups: dict[tuple[str, type], list[str]] = {}
         for name in dict.fromkeys(call.name for call in self._measurement.calls):
@@ -273,7 +288,7 @@ class SavedBytes:
         return list(groups.values())
 
     def _has_hooks_inside(self, name: str) -> bool:
-        """Return whether recomputing a module would run the user's hooks a second time."""
+        """Return whether recomputing a module would run hooks of user code a second time."""
         module = self._modules[name]
         parts = [part for part in module.modules() if part is not module]
         return any(_has_hooks_of_the_caller(part) for part in parts)
@@ -281,14 +296,14 @@ class SavedBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """A choice of further modules, and the most bytes that a pass keeps with it."""
+    """A set of modules to recompute, and the peak of saved bytes that it leads to."""
 
     peak: int
     names: tuple[str, ...]
 
 
 def _with_parents(name: str) -> list[str]:
-    """Return a module's name and those of the modules that contain it.
+    """Return the name of a module and the names of all modules that contain it.
 
     Example:
         >>> _with_parents("encoder.layers.0")
@@ -310,7 +325,7 @@ def _has_hooks_of_the_caller(module: nn.Module) -> bool:
 
 
 def _overlap(names: Sequence[str], others: Sequence[str]) -> bool:
-    """Return whether one of these modules is one of the others, inside it, or around it."""
+    """Return whether any module in one list is equal to, inside or around one in the other."""
     return any(
         name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
         for name in names
@@ -319,26 +334,28 @@ def _overlap(names: Sequence[str], others: Sequence[str]) -> bool:
 
 
 class _Recorder:
-    """Records calls and saves as they happen.
+    """Records the calls of modules and the tensors that autograd saves, as they happen.
 
     Args:
-        excluded: Storages that exist in any case.
+        excluded: Storages that stay alive anyway, so they are not recorded.
     """
 
     def __init__(self, excluded: set[int]) -> None:
         self._excluded = excluded
         self._current = Measurement()
         self._largest = Measurement()
-        # Numbers of the calls that are running, the innermost last.
+        # The numbers of running calls, innermost last.
         self._stack: list[int] = []
-        # As long as these exist, no other storage gets the number of a recorded one.
+        # References to recorded storages, so that no new storage gets the same number.
         self._references: list[StorageWeakRef] = []
         self._backward_has_run = False
+        # Names of modules whose calls changed their attributes in place.
         self.changes_state: set[str] = set()
+        # Names of modules whose calls changed their inputs in place.
         self.changes_input: set[str] = set()
 
     def largest_pass(self) -> Measurement:
-        """Return the forward pass that saved most."""
+        """Return the measurement of the forward pass that saved the most bytes."""
         return max(self._largest, self._current, key=Measurement.saved_bytes)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -348,7 +365,8 @@ class _Recorder:
             self._begin_pass_after_backward()
             self._record_size(storage, tensor)
             self._current.saves.append(_SavedTensor(storage=storage, call=self._innermost_call()))
-        # Detached, because an output that its own graph node saves would keep itself alive.
+        # Return a detached tensor: an output that is saved by its own graph node would otherwise
+        # keep itself alive.
         return tensor.detach()
 
     def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -359,7 +377,7 @@ class _Recorder:
     def recorded(
         self, name: str, module: nn.Module, forward: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Return a forward that records its calls."""
+        """Wrap a module's forward, so that its calls are recorded."""
         buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -369,7 +387,7 @@ class _Recorder:
             tensors = list(tensors_of((args, kwargs)))
             versions = versions_of(tensors)
             state = _state_of(module)
-            # Another pass may have begun by the time this call ends.
+            # Keep a reference, because another pass may have begun by the time this call ends.
             measurement = self._current
             number = self._begin_call(name, tensors, own_bytes=_CALL_BYTES + buffer_bytes)
             try:
@@ -406,14 +424,14 @@ class _Recorder:
         return number
 
     def _begin_pass_after_backward(self) -> None:
-        """Measure the next part of a batch separately: a backward pass frees what was saved."""
+        """Begin a new measurement after a backward pass, because it frees all saved tensors."""
         if not self._backward_has_run:
             return
         self._largest = self.largest_pass()
         self._current = Measurement()
         self._backward_has_run = False
         self._stack.clear()
-        # Hooks on saved tensors tie what the last part saved into reference cycles.
+        # Because of the hooks, saved tensors of the last pass are in reference cycles. Free them.
         gc.collect()
 
     def _innermost_call(self) -> int:
@@ -446,15 +464,17 @@ def _would_save() -> bool:
 
 
 def _state_of(module: nn.Module) -> dict[tuple[str, int], int]:
-    """Return the state by which in-place changes of a module's attributes are recognised.
+    """Return a record of a module's attributes that reveals in-place changes.
 
-    Versions of tensors and lengths of containers, by the name and identity of the attribute.
+    Returns:
+        The version of each tensor and the length of each container, by the attribute's name and the
+        object's id.
     """
     state: dict[tuple[str, int], int] = {}
     for name, value in vars(module).items():
         if isinstance(value, torch.Tensor):
             state[name, id(value)] = versions_of([value])[0]
-        elif isinstance(value, (list, dict, set, deque)) and name not in OWN_ATTRIBUTES:
+        elif isinstance(value, (list, dict, set, deque)) and name not in COMMON_ATTRIBUTES:
             state[name, id(value)] = len(value)
     return state
 
@@ -462,5 +482,5 @@ def _state_of(module: nn.Module) -> dict[tuple[str, int], int]:
 def _has_changed(
     before: Mapping[tuple[str, int], int], after: Mapping[tuple[str, int], int]
 ) -> bool:
-    """Return whether an attribute that exists in both states was changed in place."""
+    """Return whether an object that is in both records was changed in place."""
     return any(before[key] != after[key] for key in before.keys() & after.keys())

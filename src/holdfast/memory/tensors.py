@@ -1,4 +1,4 @@
-"""Find the tensors in arguments and results, and detect whether they were changed in place."""
+"""Find the tensors in nested containers, and detect whether they were changed in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PLAIN_CLASSES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value, also inside tuples, lists, mappings and dataclasses."""
+    """Yield all tensors in a value, including those in tuples, lists, mappings and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -23,17 +23,18 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return autograd's counters of in-place changes, or -1 for inference tensors, which have none.
+    """Return the number of in-place changes of each tensor, as counted by autograd.
 
-    A counter is ``tensor._version``, which autograd itself compares before it uses a saved tensor.
+    Inference tensors have no counter; the result for them is -1. The counter is
+    ``tensor._version``. Autograd uses it to check that a saved tensor was not changed.
     """
     return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has exactly one storage.
+    """Return whether a tensor has a single storage of its own.
 
-    Sparse tensors, most subclasses, and tensors wrapped by `torch.func` do not.
+    False for sparse tensors, most subclasses, and tensors wrapped by `torch.func`.
     """
     if tensor.layout != torch.strided or type(tensor) not in _PLAIN_CLASSES:
         return False

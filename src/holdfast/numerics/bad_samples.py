@@ -1,7 +1,7 @@
-"""Find the samples of a batch that make its step non-finite, by testing smaller batches.
+"""Find the samples of a batch that cause NaN or Inf, by testing smaller batches.
 
-The search only handles lists of indices, not tensors. Its last test proves the result: without
-these samples, the step is finite.
+The search works with lists of indices, never with tensors. Its last test confirms the result:
+without the samples that were found, the step is finite.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class _TooManyCallsError(Exception):
-    """The search gives up."""
+    """The search has used up its calls."""
 
 
 def find_bad_samples(
@@ -20,22 +20,22 @@ def find_bad_samples(
     hint: Sequence[int] = (),
     most_calls: int = 40,
 ) -> list[int]:
-    """Return the samples without which a bad batch is good, in ascending order.
+    """Return the samples that must be left out of a bad batch to make it good.
 
-    With a correct hint, this takes one call of `is_bad`. Without one, finding k bad samples takes
-    about ``2 k log2(size)`` calls. If no smaller batch is good at all, the search gives up after
-    ``4 + 2 log2(size)`` calls, because the samples are then hardly to blame.
+    If the hint is correct, one call of `is_bad` is enough. Without a hint, finding k bad samples
+    takes about ``2 k log2(size)`` calls. If all smaller batches are bad too, the search gives up
+    after ``4 + 2 log2(size)`` calls, because single samples are then unlikely to be the cause.
 
     Args:
-        is_bad: Returns whether a batch of exactly these samples (indices in ascending order, at
-            least one) gives NaN or Inf.
-        size: Samples in the batch.
-        hint: Samples that are probably bad.
-        most_calls: Calls of `is_bad` after which the search gives up.
+        is_bad: Returns whether a batch of the given samples gives NaN or Inf. It receives at least
+            one index, in ascending order.
+        size: Number of samples in the batch.
+        hint: Indices of samples that are probably bad.
+        most_calls: The search gives up after this many calls of `is_bad`.
 
     Returns:
-        An empty list if the search gave up, or if the batch stays bad no matter which samples are
-        left out.
+        Indices in ascending order. Empty if the search gave up, or if the batch stays bad no matter
+        which samples are left out.
     """
     search = _SampleSearch(is_bad, size, most_calls)
     try:
@@ -45,15 +45,21 @@ def find_bad_samples(
 
 
 class _SampleSearch:
-    """One search, with the answers so far."""
+    """A bisection over the samples of one batch, with the answers of `is_bad` that it has so far.
+
+    Args:
+        is_bad: Returns whether a batch of the given samples gives NaN or Inf.
+        size: Number of samples in the batch.
+        most_calls: The search gives up after this many calls of `is_bad`.
+    """
 
     def __init__(self, is_bad: Callable[[Sequence[int]], bool], size: int, most_calls: int) -> None:
         self._is_bad = is_bad
         self._all = range(size)
         self._calls_left = most_calls
         self._patience = 4 + 2 * math.ceil(math.log2(max(size, 2)))
-        # The answers so far. The whole batch is known to be bad: that is why the search was
-        # started.
+        # The answers of `is_bad` so far, by the samples. The search is only started for a batch
+        # that is bad as a whole.
         self._answers: dict[tuple[int, ...], bool] = {tuple(self._all): True}
 
     def run(self, hint: list[int]) -> list[int]:
@@ -61,7 +67,7 @@ class _SampleSearch:
         if hint and self._is_good_without(hint):
             return self._narrow(hint)
         bad: list[int] = []
-        # A second round is needed only if samples are bad only in combination.
+        # One round is enough, unless some samples are bad only in combination.
         while len(bad) < len(self._all):
             more = self._bad_among(self._without(bad), good=[])
             bad = sorted({*bad, *more})
@@ -70,7 +76,7 @@ class _SampleSearch:
         return []
 
     def _narrow(self, hint: list[int]) -> list[int]:
-        """Return the bad samples among those of a hint that contains all of them."""
+        """Return the bad samples in a hint that contains all bad samples, and maybe good ones."""
         if len(hint) == 1:
             return hint
         bad = sorted(self._bad_among(hint, good=self._without(hint)))
@@ -79,7 +85,12 @@ class _SampleSearch:
         return hint
 
     def _bad_among(self, suspects: list[int], good: list[int]) -> list[int]:
-        """Return the bad samples among suspects that make a batch of good samples bad."""
+        """Return the bad samples among the suspects.
+
+        Args:
+            suspects: Samples that contain at least one bad one.
+            good: Samples that together make a good batch. They are added to every tested batch.
+        """
         if len(suspects) == 1:
             return suspects
         middle = len(suspects) // 2
@@ -102,7 +113,7 @@ class _SampleSearch:
         return bool(remaining) and not self._ask(remaining)
 
     def _ask(self, samples: list[int]) -> bool:
-        """Return whether a batch of these samples is bad."""
+        """Return whether a batch of these samples is bad, from the stored answers if possible."""
         key = tuple(sorted(samples))
         if key not in self._answers:
             every_answer_is_bad = all(self._answers.values())

@@ -13,14 +13,15 @@ from holdfast.numerics.spikes import Level
 def decide_after_nonfinite(
     *, reason: str, in_a_row: int, patience: int | None, rollbacks_in_a_row: int, max_rollbacks: int
 ) -> Decision:
-    """Return the decision about a non-finite step: skip it, roll back, or stop.
+    """Decide what to do about a non-finite step: skip it, roll back, or stop.
 
     Args:
-        reason: Why the step is non-finite; becomes the decision's reason.
-        in_a_row: Consecutive non-finite steps, this one included.
-        patience: Consecutive non-finite steps that lead to a rollback, or None to always skip.
-        rollbacks_in_a_row: Rollbacks since the run last got past the step that caused them.
-        max_rollbacks: The run stops after this many such rollbacks.
+        reason: Why the step is non-finite. The decision has the same reason.
+        in_a_row: Number of consecutive non-finite steps, including this one.
+        patience: Roll back after this many consecutive non-finite steps, or None to always skip.
+        rollbacks_in_a_row: Number of rollbacks since the run last got past the step that caused
+            them.
+        max_rollbacks: Stop the run instead of rolling back once there were this many.
     """
     if patience is None or in_a_row < patience:
         return SkipStep(reason=reason, promise="changes training")
@@ -41,18 +42,21 @@ def decide_after_spike(  # noqa: PLR0913
     max_rollbacks: int,
     reason: str,
 ) -> Decision | None:
-    """Return the decision about a spike or a divergence, or None to commit the step normally.
+    """Decide what to do about a spike or a divergence.
 
     Args:
-        level: How far it stands out.
-        action: The strongest reaction that is allowed.
-        hard_in_a_row: Consecutive hard steps, this one included.
-        patience: Consecutive hard steps after which single batches are no longer blamed: then
-            ``"roll_back"`` rolls back, and ``"skip"`` commits the step. With None, hard steps are
-            skipped until they turn out to be a divergence.
-        rollbacks_in_a_row: Rollbacks since the run last got past a divergence.
-        max_rollbacks: If the run diverges again after this many such rollbacks, it stops.
-        reason: What makes the step stand out; becomes the decision's reason.
+        level: The judgment of the spike detector.
+        action: The strongest reaction that the policy allows.
+        hard_in_a_row: Number of consecutive hard steps, including this one.
+        patience: Skip fewer than this many consecutive hard steps. Beyond that, the batches are
+            hardly the cause: with ``"roll_back"``, roll back; with ``"skip"``, commit the step.
+            None to skip hard steps until they turn out to be a divergence.
+        rollbacks_in_a_row: Number of rollbacks since the run last got past a divergence.
+        max_rollbacks: Stop the run if it diverges again after this many rollbacks.
+        reason: Why the step stands out. The decision has the same reason.
+
+    Returns:
+        None to commit the step normally.
     """
     if action in ("off", "warn") or level is Level.CALM:
         return None
@@ -69,18 +73,18 @@ def decide_after_spike(  # noqa: PLR0913
 
 def _stop_after(rollbacks_in_a_row: int, reason: str) -> Stop:
     return Stop(
-        reason=f"again after {counted(rollbacks_in_a_row, 'rollback')}: {reason}",
+        reason=f"happened again after {counted(rollbacks_in_a_row, 'rollback')}: {reason}",
         promise="changes training",
     )
 
 
 def describe_nonfinite(loss: float, culprits: Sequence[str], count: int) -> str:
-    """Return one line that names the loss and the first parameters with non-finite gradients.
+    """Describe a non-finite step in one line: its loss, and parameters with bad gradients.
 
     Args:
         loss: The loss of the step.
-        culprits: The first of these parameters.
-        count: How many there are in all.
+        culprits: Names of the first few parameters with a non-finite gradient.
+        count: The total number of such parameters.
     """
     if not culprits:
         return f"non-finite loss ({loss:g})"

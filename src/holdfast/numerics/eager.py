@@ -1,4 +1,4 @@
-"""Detect compiled code in this process, and run it eagerly."""
+"""Detect code that is compiled or being traced, and run compiled modules eagerly."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ def eager() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    # A compiled module warns that global hooks also fire for its wrapper, which is harmless here.
+    # torch warns that global hooks also fire for the wrapper of a compiled module. That is harmless
+    # here.
     with ignore_warnings(Warning, "Using `torch.compile"), torch.compiler.set_stance("force_eager"):
         yield
 
 
 def as_written(models: Mapping[str, _Module]) -> tuple[dict[str, Any], bool]:
-    """Return the modules passed to ``torch.compile``, and whether any part is compiled.
+    """Return the original modules of compiled models, and whether any part of them is compiled.
 
-    A scripted part counts as compiled.
+    Scripted modules count as compiled.
     """
     originals = {name: getattr(model, "_orig_mod", model) for name, model in models.items()}
     parts = (part for model in models.values() for part in model.modules())
@@ -53,11 +54,10 @@ def anything_compiled() -> bool:
 
 
 def is_symbolic() -> bool:
-    """Return whether code is being traced, transformed or captured, so values cannot be read.
+    """Return whether the running code is being traced or transformed, so values cannot be read.
 
-    This is the case under a compiler, ``torch.jit.trace``, a dispatch mode such as that of
-    ``make_fx`` or of fake tensors, a transform of ``torch.func``, and while a CUDA graph is
-    captured.
+    This is the case under a compiler, ``torch.jit.trace``, any dispatch mode (such as those of
+    ``make_fx`` and fake tensors) or a ``torch.func`` transform, and during CUDA graph capture.
     """
     return (
         torch.compiler.is_compiling()

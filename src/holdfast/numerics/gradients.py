@@ -1,12 +1,12 @@
-"""Gradient norms that do not overflow, one finite check, and clipping.
+"""Gradient norms that do not overflow, the finite check of a step, and clipping.
 
-The norm that clipping needs is also the finite check: one norm per tensor in fp32, one norm over
-those, and one read by the host. Only if that is not finite, a second pass in fp64 distinguishes an
-overflowed norm from real NaN or Inf.
+The norm that clipping needs also serves as the finite check. It is computed as one norm per tensor
+in fp32, and the norm of these norms, which the host reads. Only if it is not finite, a second pass
+in fp64 finds out whether the norm overflowed or a gradient really contains NaN or Inf.
 
-Clipping is torch's own arithmetic, bit for bit, wherever torch's norm is finite. Where it overflows
-(finite fp32 gradients of 1e20, fp16 gradients above 65,504) torch multiplies every gradient by 0;
-here the fp64 norm is used.
+If torch's norm is finite, clipping is bit-identical to torch's own. torch's norm overflows for
+large finite gradients, such as fp32 gradients of 1e20. torch then multiplies every gradient by 0,
+while this module clips with the fp64 norm.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(slots=True)
 class Group:
-    """One parameter group of one optimizer, with the parameters that have gradients."""
+    """A parameter group of an optimizer. It contains only parameters that have gradients."""
 
-    # Such as "generator.0", or the name that the group was given.
+    # The name that the user gave the group, or a name such as "generator.0".
     name: str
+    # The name of the optimizer.
     optimizer: str
     parameters: list[torch.Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
 class GradientFacts:
-    """What is known about the gradients of a step, before clipping. Norms are L2 norms."""
+    """The loss of a step and the L2 norms of its gradients, before clipping."""
 
-    # By group name.
+    # The norm of each group, by the group's name.
     norms: dict[str, float]
     # The norm of all gradients together.
     total: float
     loss: float
-    # torch's own norm would be Inf although every gradient is finite.
+    # Whether torch's own norm would be Inf although every gradient is finite.
     overflowed: bool
-    # The loss or a gradient really holds NaN or Inf.
+    # Whether the loss or a gradient contains NaN or Inf.
     nonfinite: bool
-    # The items of the loss, if they were on a device until now.
+    # The number of items of the loss, if `inspect` has read it from a device.
     items: float | None = None
 
 
@@ -66,15 +67,16 @@ def inspect(
     """Measure the gradients of a step. Cost: one host sync.
 
     Args:
-        groups: At least one parameter among them has a gradient.
+        groups: The parameter groups. At least one of them must have a parameter.
         loss: The step's loss, shape ``()``, detached.
-        items: Items of the loss to read in the same sync, shape ``()``, or None if they are known.
-        share: Converts the norms of the local shards to the norms of whole gradients, or None if no
+        items: The number of items of the loss, shape ``()``, to read it in the same sync. None if
+            it is already known on the host.
+        share: Converts the norms of local shards to the norms of whole gradients, or None if no
             gradient is sharded.
 
     Returns:
-        The facts, and the norm of every single gradient, shape ``(number of gradients,)``, in the
-        order of `groups`: fp32, or fp64 for fp64 gradients and after an overflow.
+        The facts, and the norm of each gradient in the order of `groups`, shape ``(number of
+        gradients,)``. The norms are fp32, or fp64 if gradients are fp64 or a norm overflowed.
     """
     gradients = _gradients_of(groups)
     if share is None:
@@ -98,8 +100,7 @@ def _gradients_of(groups: Sequence[Group]) -> list[torch.Tensor]:
         for parameter in group.parameters:
             gradient = parameter.grad
             assert gradient is not None
-            # The check for the usual case is inline because this runs for every parameter in every
-            # step.
+            # Call `_dense` only if necessary, because this runs for every parameter in every step.
             if gradient.layout is not torch.strided:
                 gradient = _dense(gradient)
             gradients.append(gradient)
@@ -107,7 +108,7 @@ def _gradients_of(groups: Sequence[Group]) -> list[torch.Tensor]:
 
 
 def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the norm of each tensor, in fp32 for half types."""
+    """Return the norm of each tensor. Norms of fp16 and bf16 tensors are computed in fp32."""
     dtypes = {tensor.dtype for tensor in tensors}
     if dtypes == {torch.float32}:
         return list(torch._foreach_norm(list(tensors), 2.0))
@@ -126,7 +127,7 @@ def _summarize(
     loss: torch.Tensor,
     items: torch.Tensor | None,
 ) -> tuple[GradientFacts, torch.Tensor]:
-    """Return the facts and the norms as one tensor, from the norm of each gradient."""
+    """Return the facts, and the norms of all gradients stacked into one tensor."""
     device = norms[0].device
     stacked = torch.stack(
         [norm if norm.device == device else norm.to(device) for norm in norms],
@@ -172,29 +173,30 @@ def clip(
     clip_by: ClipBy,
     order: torch.Tensor | None = None,
 ) -> None:
-    """Scale finite gradients down to a norm, in place. Cost: no host sync.
+    """Clip finite gradients to a maximum norm, in place. Cost: no host sync.
 
-    The three ways are different algorithms. They agree only where no scope is above the limit.
+    The three values of `clip_by` are different algorithms. They give the same result only if no
+    norm is above the limit.
 
     =========  =============================  =======================  ===========================
-    clip_by    one norm and one factor for    direction of the step    its norm is at most
+    clip_by    one norm and one factor for    direction of the step    largest possible norm
     =========  =============================  =======================  ===========================
-    global     everything                     kept                     max_norm
-    optimizer  each optimizer                 turned between them      sqrt(optimizers) x max_norm
-    group      each group of each optimizer   turned between groups    sqrt(groups) x max_norm
+    global     all gradients                  unchanged                max_norm
+    optimizer  each optimizer                 changed                  sqrt(optimizers) x max_norm
+    group      each group of each optimizer   changed                  sqrt(groups) x max_norm
     =========  =============================  =======================  ===========================
 
-    ``benchmarks/clipping`` measures the difference: where three groups of a small transformer are
-    above the limit, the step of ``"group"`` has a cosine of 0.83 with that of ``"global"``, and is
-    1.73 times as long.
+    ``benchmarks/clipping`` measures the difference. If three groups of a small transformer are
+    above the limit, the steps with ``"group"`` and ``"global"`` have a cosine similarity of 0.83,
+    and the step with ``"group"`` is 1.73 times as long.
 
     Args:
-        groups: As given to `inspect`.
-        norms: The norm of every gradient, as `inspect` returned them.
-        max_norm: Above 0.
-        clip_by: The scope of a norm.
-        order: For ``"global"``, indices into `norms` that give the order of summation, or None for
-            the order of `norms`.
+        groups: The groups that were passed to `inspect`.
+        norms: The norms of all gradients that `inspect` returned.
+        max_norm: The maximum norm, above 0.
+        clip_by: The gradients that share a norm; see the table.
+        order: For ``"global"``, the order in which `norms` are summed, as indices; None for their
+            own order.
     """
     if clip_by == "global":
         parameters = [parameter for group in groups for parameter in group.parameters]
@@ -217,9 +219,12 @@ def clip(
 def nonfinite_gradients(
     named_parameters: Iterable[tuple[str, torch.Tensor]], *, most: int = 5
 ) -> tuple[list[str], int]:
-    """Return the first few parameters whose gradients hold NaN or Inf, and how many there are.
+    """Find the parameters whose gradients contain NaN or Inf.
 
-    Cost: one host sync for each parameter. Call it after the fused check has failed.
+    Cost: one host sync per parameter, so call this only if `inspect` reports a non-finite step.
+
+    Returns:
+        The names of the first `most` such parameters, and the number of all of them.
     """
     names = []
     for name, parameter in named_parameters:
@@ -242,6 +247,6 @@ def _norm_fp64(gradient: torch.Tensor) -> torch.Tensor:
     largest: torch.Tensor = torch.linalg.vector_norm(gradient, math.inf, dtype=wide)
     if not torch.isfinite(largest):
         return norm
-    # The gradient is fp64 and its squares overflow.
+    # The norm of an fp64 gradient overflowed, because the squares are too large.
     scaled: torch.Tensor = torch.linalg.vector_norm(gradient / largest, dtype=wide)
     return largest * scaled

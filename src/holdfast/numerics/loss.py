@@ -1,7 +1,7 @@
-"""Check what a loss function returns.
+"""Check the result of a loss function.
 
-Accepted are a scalar tensor (a mean over the samples), a `Loss`, a pair ``(mean, items)``, and a
-sequence or dict of `Loss`.
+A loss function may return a scalar tensor (a mean over the samples), a `Loss`, a pair ``(mean,
+items)``, or a sequence or dict of `Loss`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A mean over loss-bearing items, so that accumulation over micro-batches is exact for ragged
-    data.
+    """A mean loss, with the number of items over which the mean is taken.
 
-    A loss of several terms, each a mean over its own items, is a sequence or a dict of `Loss`:
-    the total is the sum of the means, and each is weighted by its own items when a batch is split.
+    The number of items makes the result exact if a batch is split into micro-batches that contain
+    different numbers of items, such as tokens that are not padding.
+
+    If a loss is the sum of several terms, each a mean over its own items, return a sequence or a
+    dict of `Loss`. When a batch is split, each term is weighted by its own items.
 
     Args:
         mean: The mean loss over `items`, shape ``()``, with a graph.
-        items: How many tokens, frames or samples the mean is over: a number or a tensor of one
-            element. For a weighted mean, the sum of the weights, which need not be an integer.
-        extra: Further results of the forward pass by name, such as logits. They are returned in
+        items: The number of tokens, frames or samples over which the mean is taken, as a number or
+            a tensor with one element. For a weighted mean, the sum of the weights, which need not
+            be an integer.
+        extra: Additional results of the forward pass by name, such as logits, to be returned in
             `StepResult.extra`. If the batch was split, tensors with one row per sample are
-            concatenated, numbers are averaged over the samples, and anything else becomes a list
-            with one entry per part. To keep a count, return one row per sample.
+            concatenated, numbers are averaged over the samples, and any other value becomes a list
+            with one entry per micro-batch. To return a count, return one row per sample instead.
 
     Example:
         >>> Loss(torch.tensor(2.0), items=7).items
@@ -49,37 +52,37 @@ class Loss:
 
 @dataclass(slots=True, kw_only=True)
 class Terms:
-    """The terms of a loss that a loss function returned, checked."""
+    """The checked result of a loss function: a sum of one or more mean losses."""
 
-    # The mean of each term, shape (). A loss without declared items is one term.
+    # The mean of each term, shape ().
     means: tuple[torch.Tensor, ...]
-    # The items of each term: a number, or a tensor of shape () on a device.
+    # The number of items of each term: a number, or a tensor of shape () on a device.
     items: tuple[Any, ...]
-    # Whether the loss function declared the items.
+    # Whether the loss function returned the items. Otherwise they are the samples of the batch.
     declared: bool
-    # Whether the items must be integers: they were returned as a bare pair, which might be two
-    # losses by mistake.
+    # Whether the items must be integers. This applies to a pair (mean, items), which may be a pair
+    # of two losses by mistake.
     counted: bool = False
-    # Detached.
+    # The detached extra results.
     extra: Mapping[str, Any] | None = None
 
     def total(self) -> torch.Tensor:
-        """Return the sum of the means, shape ``()``; for a single term, that mean itself."""
+        """Return the sum of the means, shape ``()``. For a single term, this is the same tensor."""
         return sum(self.means[1:], self.means[0])
 
     def check_items(self) -> None:
-        """Raise H203 if a term is over no items. Items on a device are not read."""
+        """Raise H203 if a term has no items. Items that are on a device are not checked."""
         for items in self.items:
             if not isinstance(items, torch.Tensor) and items <= 0:
                 raise bad_items(items)
 
     def read(self) -> tuple[list[float], list[float]]:
-        """Return the means and the items as numbers.
+        """Return the means and the items as lists of numbers.
 
         Cost: one host sync, or none on the CPU.
 
         Raises:
-            BatchError: H203 for items that are not a count.
+            BatchError: H203 if the items are not a valid count.
         """
         device = self.means[0].device
         values = (*self.means, *self.items)
@@ -101,16 +104,17 @@ class Terms:
 
 
 def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -> Terms:
-    """Check what a loss function returned.
+    """Check the result of a loss function.
 
     Args:
-        returned: A scalar tensor, a `Loss`, a pair of mean and items, or several `Loss`.
-        samples: The items of a bare scalar, or None if unknown.
+        returned: The result: a scalar tensor, a `Loss`, a pair of mean and items, or a sequence or
+            dict of `Loss`.
+        samples: Number of samples in the batch, which are the items of a scalar; None if unknown.
         needs_graph: Whether the loss must have a graph.
 
     Raises:
-        BatchError: H201 for anything but a scalar loss, H202 for a loss without a graph, H203 for
-            items that are not a count of zero or more.
+        BatchError: H201 if the result is not a scalar loss, H202 if it has no graph, H203 if the
+            items are not a count of zero or more.
     """
     default_items = 1 if samples is None else samples
     if _is_usual_loss(returned):
@@ -128,8 +132,8 @@ def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -
             "loss_fn returned a loss without a graph",
             limit="backward needs a loss that depends on parameters with requires_grad",
             fix=(
-                "do not detach the loss, call .item() on it, or compute it under no_grad; check"
-                " that the parameters of the model require gradients."
+                "do not detach the loss, call .item() on it or compute it under no_grad, and check"
+                " that the model's parameters require gradients."
             ),
             rule="H202",
         )
@@ -143,14 +147,14 @@ def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -
 
 
 def _is_usual_loss(returned: Any) -> bool:
-    """Return whether this is a real scalar tensor with a graph, which needs no further checks."""
+    """Return whether the result is a real scalar tensor with a graph, the most common case."""
     if type(returned) is not torch.Tensor or not returned.requires_grad:
         return False
     return returned.dim() == 0 and not returned.is_complex()
 
 
 def _losses_in(returned: Any) -> list[Loss]:
-    """Return every `Loss` that was returned; none if anything else was returned too."""
+    """Return the `Loss` objects in a result. Empty if the result contains anything else."""
     if isinstance(returned, Loss):
         return [returned]
     terms = list(returned.values()) if isinstance(returned, Mapping) else returned
@@ -160,7 +164,7 @@ def _losses_in(returned: Any) -> list[Loss]:
 
 
 def _extra(losses: Sequence[Loss]) -> dict[str, Any] | None:
-    """Return the extra results of all terms, without graphs, or None if there are none."""
+    """Return the detached extra results of all terms, or None if there are none."""
     merged: dict[str, Any] = {}
     for loss in losses:
         if loss.extra is None:
@@ -168,8 +172,8 @@ def _extra(losses: Sequence[Loss]) -> dict[str, Any] | None:
         if not isinstance(loss.extra, Mapping):
             raise BatchError(
                 f"extra of a Loss is a {type(loss.extra).__name__}",
-                limit="it is a dict of further results by name",
-                fix='such as Loss(mean, extra={"logits": logits}).',
+                limit="extra must be a dict of additional results by name",
+                fix='pass a dict, such as Loss(mean, items, extra={"logits": logits}).',
                 rule="H201",
             )
         for name, value in loss.extra.items():
@@ -187,13 +191,13 @@ def _detached(value: Any) -> Any:
 
 
 def put_together(parts: Sequence[tuple[int | None, Mapping[str, Any] | None]]) -> dict[str, Any]:
-    """Combine the extra results of a split batch into those of the whole batch, as far as possible.
+    """Combine the extra results of all micro-batches into those of the whole batch.
 
-    Tensors with one row per sample are concatenated, numbers are averaged over the samples, and
-    anything else becomes a list with one entry per part.
+    Tensors with one row per sample are concatenated, numbers are averaged over the samples, and any
+    other value becomes a list with one entry per micro-batch.
 
     Args:
-        parts: The samples of each part (None if unknown), and its extra results.
+        parts: For each micro-batch, the number of samples (None if unknown) and the extra results.
     """
     values: dict[str, list[Any]] = {}
     sizes: dict[str, list[int | None]] = {}
@@ -201,11 +205,11 @@ def put_together(parts: Sequence[tuple[int | None, Mapping[str, Any] | None]]) -
         for name, value in (extra or {}).items():
             values.setdefault(name, []).append(value)
             sizes.setdefault(name, []).append(samples)
-    return {name: _joined(values[name], sizes[name]) for name in values}
+    return {name: _combine(values[name], sizes[name]) for name in values}
 
 
-def _joined(values: list[Any], sizes: list[int | None]) -> Any:
-    """Return the values of all parts as one: concatenated, averaged, or as a list."""
+def _combine(values: list[Any], sizes: list[int | None]) -> Any:
+    """Combine one result of all micro-batches: concatenate, average, or return a list."""
     if len(values) == 1:
         return values[0]
     if all(_has_rows(value, samples) for value, samples in zip(values, sizes, strict=True)):
@@ -218,7 +222,7 @@ def _joined(values: list[Any], sizes: list[int | None]) -> Any:
 
 
 def _has_rows(value: Any, samples: int | None) -> bool:
-    """Return whether this is a tensor with one row per sample."""
+    """Return whether a value is a tensor with one row per sample."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == samples
 
 
@@ -229,9 +233,10 @@ def _is_number(value: Any) -> bool:
 
 
 def without_graph(run: Callable[[], _T]) -> _T:
-    """Run a loss function for its value only: without a graph, unless it calls autograd itself.
+    """Run a loss function whose graph is not needed.
 
-    A gradient penalty (R1, WGAN-GP) needs a graph even if the graph of the loss is not needed.
+    It runs under ``no_grad``. If that fails, it runs again with a graph, because some losses call
+    autograd themselves: gradient penalties such as R1 and WGAN-GP.
     """
     try:
         with torch.no_grad():
@@ -244,21 +249,21 @@ def without_graph(run: Callable[[], _T]) -> _T:
 
 
 def _scalar(mean: Any) -> torch.Tensor:
-    """Return a mean loss with shape ``()``, or raise H201 if it is not a real scalar tensor."""
+    """Return a mean loss with shape ``()``. Raise H201 if it is not a real scalar tensor."""
     if isinstance(mean, torch.Tensor) and mean.numel() == 1 and not mean.is_complex():
         return mean.reshape(()) if mean.dim() else mean
     if hasattr(mean, "loss") or (isinstance(mean, Mapping) and "loss" in mean):
-        fix = "return the loss in it."
+        fix = "return the loss that it contains."
     else:
         fix = (
-            "reduce it, for instance with .mean(), and return the tensor itself; if there are"
-            " several losses, return only their sum."
+            "reduce the loss to a scalar tensor, for example with .mean(). If there are several"
+            " losses, return only their sum."
         )
     raise BatchError(
         f"loss_fn returned {_describe(mean)}",
         limit=(
-            "a scalar mean loss is needed, or Loss(mean=..., items=...), or a pair (mean, items),"
-            " or a sequence or dict that holds only Loss objects"
+            "loss_fn must return a scalar mean loss, Loss(mean=..., items=...), a pair (mean,"
+            " items), or a sequence or dict of Loss objects"
         ),
         fix=fix,
         rule="H201",
@@ -266,7 +271,10 @@ def _scalar(mean: Any) -> torch.Tensor:
 
 
 def _count(items: Any, *, counted: bool) -> Any:
-    """Return checked items. A tensor on a device is not read because that would force a sync."""
+    """Check items, and convert them to a number.
+
+    A tensor on a device is returned unchanged, because reading it would need a host sync.
+    """
     if isinstance(items, torch.Tensor):
         is_number = items.numel() == 1 and not items.is_complex() and items.dtype != torch.bool
         if not is_number or items.requires_grad:
@@ -284,13 +292,11 @@ def _count(items: Any, *, counted: bool) -> Any:
 
 
 def check_count(items: float, *, counted: bool) -> None:
-    """Raise H203 unless the value can be a number of items.
-
-    Zero is accepted; the caller checks for it.
+    """Raise H203 if a value cannot be a number of items. Zero is accepted here.
 
     Args:
-        items: The number.
-        counted: Whether it must be an integer.
+        items: The value.
+        counted: Whether the value must be an integer.
     """
     is_in_range = 0 <= items < math.inf
     if not is_in_range or (counted and items != int(items)):
@@ -298,7 +304,7 @@ def check_count(items: float, *, counted: bool) -> None:
 
 
 def bad_items(items: Any) -> BatchError:
-    """Return H203 for items that are not a count."""
+    """Return the error for items that are not a valid count (H203)."""
     if items is None or isinstance(items, (bool, int, float, str)):
         problem = f"items={items!r:.40}"
     else:
@@ -306,14 +312,13 @@ def bad_items(items: Any) -> BatchError:
     return BatchError(
         problem,
         limit=(
-            "a pair is read as (mean, items): the mean loss, and the positive number of items that"
-            " it is over"
+            "a pair means (mean, items): the mean loss, and the positive number of items over which"
+            " the mean is taken"
         ),
         fix=(
-            "if these are two losses, return loss_a + loss_b. If it is a count, return a whole"
-            " number of tokens, frames or samples, such as int(mask.sum()), and leave out batches"
-            " without any. Otherwise return the loss alone. Loss(mean, items=...) also takes a sum"
-            " of weights."
+            "to return two losses, return loss_a + loss_b. To return a count, use a whole number of"
+            " tokens, frames or samples, such as int(mask.sum()), and skip batches without any."
+            " Otherwise return only the loss. Loss(mean, items=...) also accepts a sum of weights."
         ),
         rule="H203",
     )

@@ -1,7 +1,6 @@
-"""Explain in words how an operation returned NaN or Inf, from the ranges of its operands.
+"""Explain in words how an operation produced NaN or Inf, from the ranges of its operands.
 
-A mechanism is named only if the operands confirm it. Otherwise the result is reported as
-unexplained.
+A mechanism, such as a division by 0, is reported only if the operands are consistent with it.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from holdfast.numerics.tracer import Suspect
 
 Confidence = Literal["certain", "likely", "unknown"]
 
-# Prefixes and suffixes by which variants of one operation differ.
+# Prefixes and suffixes that distinguish variants of the same operation.
 _VARIANT = re.compile(
     r"^(?:native|cudnn|mkldnn|thnn_fused|fused|safe|linalg_vector)_"
     r"|_(?:forward|backward_data|legit|legit_no_training|with_update)$"
     r"|(?<=nll_loss)2d|(?<=rnn)_layer$|(?<=^to)_copy$"
 )
-# For each operation: the singularity of its derivative, and where it lies.
+# For each operation, a description of the point at which its derivative is infinite or undefined.
 _SINGULAR: dict[str, str] = yaml.safe_load(
     resources.files(__package__).joinpath("singular.yaml").read_text(encoding="utf-8")
 )
@@ -34,7 +33,7 @@ _FP16_MAX = "65,504"
 
 
 def readable(name: str) -> str:
-    """Return the name by which users know an operation or an autograd node.
+    """Return the name under which users know an operation or an autograd node.
 
     Example:
         >>> readable("add_"), readable("AddBackward0")
@@ -57,8 +56,8 @@ def _snake_case(name: str) -> str:
 
 
 def explain(suspect: Suspect) -> tuple[str, Confidence]:
-    """Return why an operation returned NaN or Inf, in one clause, and how certain that is."""
-    # No node is known where a custom Function runs.
+    """Return in a few words why an operation produced NaN or Inf, and how certain that is."""
+    # The node is unknown in the forward pass and in the backward of a custom Function.
     operation = readable(suspect.location.node or suspect.name)
     mechanism = None
     if suspect.location.node:
@@ -70,11 +69,11 @@ def explain(suspect: Suspect) -> tuple[str, Confidence]:
     mechanism = _by_arithmetic(operation, suspect)
     if mechanism is not None:
         return mechanism, "likely"
-    return "no rule explains it", "unknown"
+    return "unknown cause", "unknown"
 
 
-# --- Rules of the forward pass: what each operation cannot take. They get the readable name of the
-# operation, the suspect, and its first operand.
+# --- Rules of the forward pass: for each operation, the operands for which it has no finite result.
+# A rule receives the readable name of the operation, the suspect, and its first operand.
 
 _ForwardRule = Callable[[str, Suspect, Operand], str | None]
 
@@ -115,7 +114,7 @@ def _exponential(operation: str, suspect: Suspect, operand: Operand) -> str | No
 
 def _power(_operation: str, suspect: Suspect, operand: Operand) -> str | None:
     if suspect.produced.nan and _has_negative(operand):
-        return "pow: a negative number to a fractional power"
+        return "pow of a negative number and a fractional exponent"
     return None
 
 
@@ -129,7 +128,7 @@ def _reduction_of_row(operation: str, _suspect: Suspect, operand: Operand) -> st
 
 def _variance(operation: str, suspect: Suspect, operand: Operand) -> str | None:
     if suspect.produced.nan and not (operand.inf or operand.nan):
-        return f"{operation}: variance of one element"
+        return f"{operation} of a single element"
     return None
 
 
@@ -137,7 +136,7 @@ def _negative_log_likelihood(operation: str, _suspect: Suspect, operand: Operand
     if not operand.negative_inf:
         return None
     return (
-        f"{operation}: the log-probability of a target is -Inf (its class is masked, or has"
+        f"{operation} with a target whose log-probability is -Inf (its class is masked, or has"
         " probability 0)"
     )
 
@@ -171,13 +170,14 @@ _FORWARD_RULES: Mapping[str, _ForwardRule] = {
 }
 
 
-# --- The backward pass, and arithmetic in general
+# --- Rules of the backward pass, and rules of arithmetic that apply to all operations
 
 
 def _singular_derivative(operation: str, suspect: Suspect) -> str | None:
-    """Explain a derivative by the singularity of its forward operation, if an operand is at it.
+    """Explain NaN or Inf in a backward pass by a point where the derivative is not finite.
 
-    A 0 or an Inf among the operands stands for the singular point.
+    If an operand of the backward operation contains 0 or Inf, we assume that the forward operation
+    was evaluated at that point.
     """
     mechanism = _SINGULAR.get(operation)
     at_singular_point = any(operand.zeros or operand.inf for operand in suspect.operands)
@@ -189,28 +189,28 @@ def _singular_derivative(operation: str, suspect: Suspect) -> str | None:
 
 
 def _by_arithmetic(operation: str, suspect: Suspect) -> str | None:
-    """Explain by what can happen in any arithmetic: inf-inf, 0*inf, or an overflow of the dtype."""
+    """Explain a result by rules that hold for any operation: inf-inf, 0*inf, or an overflow."""
     has_infinity = any(math.isinf(number) for number in suspect.scalars)
     has_infinity = has_infinity or any(operand.inf for operand in suspect.operands)
     if not has_infinity:
         return _overflow(suspect)
     if not suspect.produced.nan:
-        return "Inf reached it, on purpose or not (a mask value in a sum or mean?)"
+        return "Inf in an operand, perhaps on purpose (a mask value in a sum or mean?)"
     if operation in ("add", "sub", "sum", "mean", "cumsum"):
         return "inf-inf"
     return "NaN from Inf (inf-inf, 0*inf or inf/inf)"
 
 
 def _overflow(suspect: Suspect) -> str | None:
-    """Explain a result by an overflow of its dtype, if the operands are large enough for one."""
+    """Explain a result by an overflow of its dtype, if the operands are large enough for that."""
     produced = suspect.produced
     if not (produced.inf or produced.nan):
         return None
-    # A number that is NaN has no magnitude, and nothing exceeds it.
+    # Ignore NaN, because comparisons with NaN are always False.
     magnitudes = [abs(number) for number in suspect.scalars if not math.isnan(number)]
     magnitudes += [operand.largest for operand in suspect.operands]
     largest = max(magnitudes, default=0.0)
-    # The largest result of one operation is a product of two such values, summed over all elements.
+    # We assume that an operation computes at most a sum of products of two operands.
     terms = max((operand.count for operand in suspect.operands), default=1)
     limit = torch.finfo(getattr(torch, produced.dtype)).max
     if max(largest, largest * largest) * terms <= limit:

@@ -1,6 +1,6 @@
-"""Measure one tensor: whether it is finite, its range, and where it is not finite.
+"""Measure one tensor: its range, and where it contains NaN or Inf.
 
-Each of these functions reads its result on the host, which costs a sync.
+The functions that measure read their result on the host, which costs a sync.
 """
 
 from __future__ import annotations
@@ -10,24 +10,28 @@ from dataclasses import dataclass
 
 import torch
 
-# The ``__torch_dispatch__`` of tensor classes that do not define their own.
+# The value of ``__torch_dispatch__`` in tensor classes that do not define it.
 _NO_OWN_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """What is known about the values of a tensor. For complex numbers these are the magnitudes."""
+    """Statistics of the values in a tensor. For complex numbers, they describe the magnitudes."""
 
-    # Such as "float32".
+    # The dtype, such as "float32".
     dtype: str
     shape: tuple[int, ...]
-    # Smallest and largest finite value, or None if no value is finite.
+    # The smallest finite value, or None if no value is finite.
     least: float | None
+    # The largest finite value, or None if no value is finite.
     most: float | None
-    # Elements that are NaN, Inf of either sign, -Inf, and 0.
+    # The number of NaN values.
     nan: int
+    # The number of infinite values, of either sign.
     inf: int
+    # The number of -Inf values.
     negative_inf: int
+    # The number of zeros.
     zeros: int
 
     @property
@@ -42,7 +46,7 @@ class Operand:
 
     @property
     def is_mask(self) -> bool:
-        """Whether the tensor is an additive mask, which holds only 0 and -Inf on purpose."""
+        """Whether the tensor looks like an additive mask: it contains only 0 and -Inf."""
         has_infinities = self.negative_inf > 0 and self.negative_inf == self.inf
         rest_is_zero = self.least is None or self.least == self.most == 0.0
         return has_infinities and rest_is_zero and self.inf < self.count and self.nan == 0
@@ -72,7 +76,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def whole_numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the integers of a tensor, or None if it holds none or they cannot be read."""
+    """Return the values of an integer tensor, or None if they are no integers or unreadable."""
     values = _readable_values(tensor)
     if values is None or _is_real(values) or values.dtype == torch.bool:
         return None
@@ -84,7 +88,10 @@ def _is_real(values: torch.Tensor) -> bool:
 
 
 def _readable_values(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the values of a tensor unless it is meta, quantized, nested or dispatches itself."""
+    """Return the values of a tensor as a dense tensor.
+
+    None for meta, quantized and nested tensors, and for classes with their own dispatch.
+    """
     dispatch = getattr(type(tensor), "__torch_dispatch__", _NO_OWN_DISPATCH)
     if dispatch is not _NO_OWN_DISPATCH:
         return None
@@ -95,13 +102,13 @@ def _readable_values(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def nonfinite(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return where a tensor is NaN or Inf, or None if it is finite everywhere.
+    """Return where a tensor is NaN or Inf.
 
-    A sum is finite only if every element is, so single elements are examined only if the sum is not
-    finite.
+    If the sum of all elements is finite, so is each element. The elements are therefore examined
+    one by one only if the sum is not finite.
 
     Returns:
-        A bool tensor, of the shape of `values_of` the tensor.
+        A bool tensor with the shape of `values_of` the tensor, or None if all elements are finite.
     """
     values = values_of(tensor)
     if values is None or values.numel() == 0:
@@ -119,7 +126,7 @@ def nonfinite(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def measure(values: torch.Tensor) -> Operand:
-    """Return the facts about a tensor, real or complex, of any shape."""
+    """Compute the statistics of a real or complex tensor."""
     real = values.detach()
     if real.is_complex():
         real = real.abs()
@@ -148,17 +155,17 @@ def measure(values: torch.Tensor) -> Operand:
 
 
 def bad_rows(bad: torch.Tensor, batch_size: int | None) -> tuple[int, ...]:
-    """Return the rows along the batch axis in which a tensor is bad.
+    """Return the samples, as rows along the batch axis, in which a tensor has NaN or Inf.
 
-    The batch axis is the first one of length `batch_size`. A first axis whose length is a multiple
-    of it counts too: positions that were flattened into the batch.
+    The batch axis is the first axis of length `batch_size`. Without such an axis, it is axis 0 if
+    its length is a multiple of `batch_size`, because it may have several positions per sample.
 
     Args:
-        bad: Where the tensor is bad, as `nonfinite` returns it.
-        batch_size: Samples in the batch, or None if unknown.
+        bad: The result of `nonfinite` for the tensor.
+        batch_size: Number of samples in the batch, or None if unknown.
 
     Returns:
-        An empty tuple if there is no batch axis, or every row is bad.
+        An empty tuple if the tensor has no batch axis, or if every row is bad.
     """
     if batch_size is None or batch_size < 2 or not bad.dim():
         return ()

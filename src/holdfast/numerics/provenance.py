@@ -1,13 +1,14 @@
-"""Find where a non-finite value came from: replay the step under a tracer, then walk back.
+"""Find the origin of NaN or Inf in a step: replay the step under a tracer, then walk back.
 
-The tracer records every operation that returned NaN or Inf (`tracer.Suspect`). The walk begins at
-the loss or the gradients that are not finite, and follows the suspects' operands back to the
-earliest one, which is the origin. An Inf that never reaches the loss or a gradient does no harm and
-is ignored. An Inf that was written on purpose, such as a mask, is not to blame either: the origin
-is then the operation that could not handle it, such as a softmax over a fully masked row.
+The tracer records every operation that returned NaN or Inf (`tracer.Suspect`). The walk starts at
+the loss or at the gradients that are not finite, and follows bad operands back to the earliest
+suspect, which is the origin. An Inf that never reaches the loss or a gradient is harmless and
+ignored. An Inf that was written on purpose, such as a mask, is not the origin either. In that case,
+the origin is the operation that could not handle the Inf, such as a softmax over a row that is
+fully masked.
 
-The caller undoes what the replay does to gradients, buffers and random state, and decides what to
-do about the finding.
+The caller restores the gradients, buffers and random state that the replay changes, and decides how
+to react to the result.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ OriginKind = Literal["operation", "finite_overflow", "input", "parameter", "buff
 
 _MOST_PARAMETERS = 3
 _MOST_OPERANDS = 4
-# The most names listed in one line of text.
+# A line of text lists at most this many names.
 _MOST_NAMED = 5
-# Operations that write constants, and so write an Inf on purpose.
+# Operations that write constants. If such an operation writes Inf, it does so on purpose.
 _WRITES_CONSTANTS = re.compile(
     r"(masked_|index_)?fill|(new_)?full(_like)?|scalar_tensor|masked_scatter|where"
     r"|constant_pad_nd|lift_fresh"
 )
-# Operations that move values without computing with them, so that they pass an Inf on.
+# Operations that only move values, so they pass on an Inf without causing NaN.
 _MOVES_VALUES = re.compile(
     r"cat|stack|index(_select|_put)?|gather|scatter|copy|clone|to|repeat"
     r"|(slice|select)_(backward|scatter)|log_softmax|unsafe_view|roll|flip|baddbmm"
@@ -45,56 +46,60 @@ _MOVES_VALUES = re.compile(
 
 
 class UntraceableError(Exception):
-    """A step holds NaN or Inf, but not all of its operations can be examined; the text says why."""
+    """The origin cannot be found, because some operations cannot be examined. The text says why."""
 
 
 class NeedsOtherRanksError(RuntimeError):
-    """A rank that replays a step on its own has reached a collective of the loss or the model.
+    """User code has called a collective while this rank replays a step alone.
+
+    Args:
+        collective: The name of the collective.
+        arguments: The arguments of the collective.
 
     Attributes:
-        given: The tensors passed to the collective.
+        tensors: The tensors among the arguments.
     """
 
-    def __init__(self, collective: str, given: Sequence[object] = ()) -> None:
-        super().__init__(
-            f"{collective} needs the other ranks, and this rank replays the step alone"
-        )
-        self.given = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+    def __init__(self, collective: str, arguments: Sequence[object] = ()) -> None:
+        super().__init__(f"{collective} needs all ranks, but only this rank replays the step")
+        self.tensors = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where NaN or Inf came from, as JSON values."""
+    """The operation or tensor from which NaN or Inf in a step came. The fields are JSON values."""
 
-    # With "finite_overflow" the backward pass left the range of fp16 although its factors were
-    # finite, so the loss scale is too large. With "constant" it is a bad tensor that is not an
-    # input, parameter or buffer, such as one in a plain attribute of a module.
+    # What the origin is. With "finite_overflow", a result in the backward pass exceeded the range
+    # of fp16 although its operands were finite, so the loss scale is too large. With "constant",
+    # the origin is a tensor that is not an input, parameter or buffer, such as a plain attribute of
+    # a module.
     kind: OriginKind
-    # The name by which users know the operation ("log"; in the backward pass, the operation whose
-    # derivative ran), a custom Function, or the bad tensor.
+    # The name under which users know the operation, such as "log". In a backward pass, this is the
+    # operation whose derivative ran. For a custom Function or a tensor, its name.
     op: str
-    # The operation that actually ran, such as "aten.div"; empty for a tensor.
+    # The operator that actually ran, such as "aten.div". Empty for a tensor.
     aten: str = ""
-    # The module's path, or "loss function".
+    # The path of the module, or "loss function".
     module: str
-    # "backward" if the loss is finite.
+    # The pass in which NaN or Inf appeared. Always "backward" if the loss is finite.
     phase: Pass = "forward"
-    # The bad parameter, or the first ones whose gradients are hit.
+    # The bad parameter, or the first few parameters with a bad gradient.
     parameters: tuple[str, ...] = ()
-    # Rows along the batch axis in which the output is bad: a hint. Empty if unknown, or if all are.
+    # A hint which samples are bad: rows along the batch axis of the result. Empty if they are
+    # unknown, or if all samples are bad.
     samples: tuple[int, ...]
     # The first few operands.
     operands: tuple[Operand, ...] = ()
-    # What the operation returned, or the bad tensor.
+    # The result of the operation, or the bad tensor.
     produced: Operand
-    # The user's code, such as "model.py:12 in forward". In the backward pass, that of the forward
-    # operation.
+    # The line of user code, such as "model.py:12 in forward". For an operation in the backward
+    # pass, this is the line of the forward operation.
     line: str = ""
-    # How it happened, in one clause.
+    # How NaN or Inf came about, in a few words.
     mechanism: str
-    # "certain": the operands confirm the mechanism.
+    # How certain the mechanism is. "certain" means that the operands confirm it.
     confidence: Confidence
-    # Whether it was sent to other ranks by a collective of the loss or the model.
+    # Whether a collective in user code sent the bad value to other ranks.
     sent: bool = False
 
     def __str__(self) -> str:
@@ -104,9 +109,9 @@ class Origin:
         if self.samples:
             parts.append(f"rows {_first_few(self.samples)}")
         if self.sent:
-            parts.append("sent to the other ranks by a collective of the loss or the model")
+            parts.append("sent to the other ranks by a collective in the loss or the model")
         if self.parameters and self.kind != "parameter":
-            parts.append(f"hits the gradient of {_first_few(self.parameters)}")
+            parts.append(f"makes the gradient of {_first_few(self.parameters)} non-finite")
         return "; ".join(parts)
 
     def _operation_text(self) -> list[str]:
@@ -134,26 +139,28 @@ def trace(
     batch_tensors: Sequence[tuple[str, torch.Tensor]],
     batch_size: int | None,
 ) -> Origin | None:
-    """Replay a failing step and return where its NaN or Inf comes from.
+    """Replay a step with NaN or Inf, and return the origin.
 
-    Cost: about 3 to 30 times that of a step.
+    If `run_once` raises `NeedsOtherRanksError`, only the operations before the collective are
+    examined.
+
+    Cost: 3 to 30 times as much as a normal step.
 
     Args:
-        run_once: Runs forward and backward, into ``.grad`` of `parameters`, and returns the
-            detached loss, shape ``()``. It must handle the random state itself.
-        models: The models by name. Parts of a single model called ``"model"`` keep their bare
-            paths.
-        parameters: Names and parameters whose gradients matter.
-        batch_tensors: Names and tensors of the batch.
-        batch_size: Samples in the batch as `run_once` passes it to the model, or None if unknown.
+        run_once: Runs forward and backward, so that ``.grad`` of `parameters` is set, and returns
+            the detached loss, shape ``()``. It must restore the random state itself.
+        models: The models by name. The paths of modules begin with this name, unless it is
+            ``"model"``.
+        parameters: Names and parameters whose gradients are checked.
+        batch_tensors: Names and tensors in the batch.
+        batch_size: Number of samples in the batch that `run_once` passes to the model, or None if
+            unknown.
 
     Returns:
         None if everything was finite in the replay.
 
     Raises:
-        UntraceableError: Operations that may be to blame could not be examined. If `run_once`
-            raises `NeedsOtherRanksError`, only the operations before the collective are examined,
-            and this is raised if all of them were finite.
+        UntraceableError: If operations that may be the origin could not be examined.
     """
     existing = _existing_tensors(models, parameters, batch_tensors)
     tracer = OriginTracer(dict(models), existing, batch_size)
@@ -175,7 +182,7 @@ def trace(
         return None
     if tracer.missed_some:
         raise UntraceableError(
-            "part of the loss is computed by forward-mode AD, where values cannot be read"
+            "part of the loss is computed with forward-mode AD, in which values cannot be read"
         )
     failures = [gradient for _, gradient in bad_gradients] if loss_is_finite else [loss]
     culprit = _find_culprit([_failure(tracer, tensor) for tensor in failures], tracer.suspects)
@@ -190,7 +197,7 @@ def _existing_tensors(
     parameters: Sequence[tuple[str, torch.Tensor]],
     batch_tensors: Sequence[tuple[str, torch.Tensor]],
 ) -> list[NamedTensor]:
-    """Return everything that exists before the pass."""
+    """Return the tensors of the batch, and all parameters and buffers."""
     tensors = [NamedTensor("input", name, tensor) for name, tensor in batch_tensors]
     tensors += [NamedTensor("parameter", name, tensor) for name, tensor in parameters]
     for key, model in models.items():
@@ -203,7 +210,7 @@ def _existing_tensors(
 
 
 def find_nan(tensors: Sequence[tuple[str, torch.Tensor]], batch_size: int | None) -> Origin | None:
-    """Return the first named tensor of a batch that holds NaN as an origin, or None."""
+    """Return the first tensor of a batch that contains NaN, as an origin; None if there is none."""
     named = [NamedTensor("input", name, tensor) for name, tensor in tensors]
     tracer = OriginTracer({}, named, batch_size)
     for _, tensor in tensors:
@@ -216,14 +223,19 @@ def find_nan(tensors: Sequence[tuple[str, torch.Tensor]], batch_size: int | None
 
 
 def _before_collective(tracer: OriginTracer, collective: NeedsOtherRanksError) -> Origin:
-    """Return where NaN or Inf first appeared before a collective.
+    """Return the origin of NaN or Inf that appeared before a collective.
 
-    If possible, this is the origin of the tensors passed to the collective.
+    If tensors passed to the collective are bad, this is their origin. Otherwise it is the first
+    suspect that was not written on purpose.
+
+    Raises:
+        UntraceableError: If everything before the collective was finite.
     """
     failures = [
-        _failure(tracer, tensor) for tensor in collective.given if nonfinite(tensor) is not None
+        _failure(tracer, tensor) for tensor in collective.tensors if nonfinite(tensor) is not None
     ]
-    # If no operation wrote a tensor, the collective is about to fill it.
+    # If no operation has written to a tensor, it is an output that the collective would have
+    # filled.
     sent = [failure for failure in failures if failure.suspect.kind != "constant"]
     if sent:
         culprit = _find_culprit(sent, tracer.suspects)
@@ -231,21 +243,22 @@ def _before_collective(tracer: OriginTracer, collective: NeedsOtherRanksError) -
     first = _first_accidental(tracer.suspects)
     if first is None:
         raise UntraceableError(
-            "everything before it was finite, and one rank cannot repeat a collective alone"
+            "everything before the first collective was finite, and a single rank cannot repeat"
+            " the collective"
         )
     return _origin(_find_culprit([_failure_of(first)], tracer.suspects), loss_is_finite=False)
 
 
 @dataclass(frozen=True, slots=True)
 class _ChainLink:
-    """A suspect as a link of the chain from the failure back to its origin."""
+    """A suspect in the chain that leads from the bad loss or gradient back to the origin."""
 
     suspect: Suspect
-    # Whether the chain follows its NaN. If False, it follows its Inf.
+    # Whether the chain follows NaN at this suspect. If False, it follows Inf.
     by_nan: bool
 
     def parents(self) -> list[_ChainLink]:
-        """Return the links of the operands that may have made this suspect bad."""
+        """Return the links for all operands that may have made this suspect's result bad."""
         by_nan = self.by_nan and self.suspect.took_nan
         parents = []
         for operand in self.suspect.bad_operands:
@@ -265,14 +278,15 @@ def _failure_of(suspect: Suspect) -> _ChainLink:
 
 
 def _find_culprit(failures: Sequence[_ChainLink], suspects: Sequence[Suspect]) -> Suspect:
-    """Walk back from the suspects that made the loss or gradients bad to the earliest origin.
+    """Walk back from the bad loss or gradients to the earliest origin.
 
     Args:
-        failures: The suspects that made the loss or the gradients bad.
-        suspects: All suspects, in the order of events.
+        failures: The suspects that produced the bad loss or gradients.
+        suspects: All suspects, in the order in which they were recorded.
     """
     if suspects and all(failure.suspect.kind == "constant" for failure in failures):
-        # The chain is broken, for example by ``.item()``.
+        # No recorded operation wrote these tensors. The chain was interrupted, for example by
+        # ``.item()``, so start from the first suspect instead.
         failures = [_failure_of(_first_accidental(suspects) or suspects[0])]
     successors = _walk_back(failures)
     origins: list[Suspect] = []
@@ -280,25 +294,27 @@ def _find_culprit(failures: Sequence[_ChainLink], suspects: Sequence[Suspect]) -
         if link.parents():
             continue
         if _is_on_purpose(link.suspect):
-            origins.append(_first_that_breaks(link, successors))
+            origins.append(_first_user_of_mask(link, successors))
         else:
             origins.append(link.suspect)
     return min(origins, key=lambda suspect: suspect.index)
 
 
 def _first_accidental(suspects: Sequence[Suspect]) -> Suspect | None:
-    """Return the first suspect that was not written on purpose, or None if there is none."""
+    """Return the first suspect that was not written on purpose, or None."""
     return next((suspect for suspect in suspects if not _is_on_purpose(suspect)), None)
 
 
 def _walk_back(failures: Sequence[_ChainLink]) -> dict[_ChainLink, _ChainLink | None]:
-    """Return all links that lead to the failures, each with its successor towards the failure.
+    """Find all links from which the failures can be reached.
 
-    The failures come first, without a successor; then their parents, breadth first.
+    Returns:
+        The next link towards a failure, by link, in breadth-first order. The failures themselves
+        come first and have None.
     """
     queue = list(dict.fromkeys(failures))
     successors: dict[_ChainLink, _ChainLink | None] = dict.fromkeys(queue)
-    # The list grows while it is iterated.
+    # The loop appends to the list that it iterates over.
     for link in queue:
         for parent in link.parents():
             if parent not in successors:
@@ -308,7 +324,7 @@ def _walk_back(failures: Sequence[_ChainLink]) -> dict[_ChainLink, _ChainLink | 
 
 
 def _is_on_purpose(suspect: Suspect) -> bool:
-    """Return whether an Inf was written as a constant or belongs to a mask."""
+    """Return whether a suspect is an Inf that was written on purpose: a constant or a mask."""
     if suspect.produced.nan or suspect.kind == "parameter":
         return False
     if suspect.kind == "operation" and _WRITES_CONSTANTS.fullmatch(readable(suspect.name)):
@@ -317,10 +333,10 @@ def _is_on_purpose(suspect: Suspect) -> bool:
     return suspect.produced.is_mask or is_all_infinite
 
 
-def _first_that_breaks(
+def _first_user_of_mask(
     mask: _ChainLink, successors: Mapping[_ChainLink, _ChainLink | None]
 ) -> Suspect:
-    """Return the first operation after a mask that computes with its Inf, not just moves it."""
+    """Return the first operation after a mask that computes with the Inf instead of moving it."""
     link = mask
     successor = successors[link]
     while successor is not None:
@@ -339,7 +355,12 @@ def _passes_inf_on(suspect: Suspect) -> bool:
 
 
 def _origin(culprit: Suspect, *, loss_is_finite: bool) -> Origin:
-    """Return what is known about the operation or tensor that is to blame."""
+    """Return the origin for an operation or a tensor.
+
+    Args:
+        culprit: The operation or tensor.
+        loss_is_finite: Whether only gradients are bad.
+    """
     if culprit.kind == "operation":
         origin = _origin_of_operation(culprit)
     else:
@@ -347,7 +368,7 @@ def _origin(culprit: Suspect, *, loss_is_finite: bool) -> Origin:
     if not loss_is_finite:
         return origin
     if culprit.kind == "operation" and origin.phase == "forward":
-        hidden = f"{origin.mechanism}, hidden from the loss but not from its gradient"
+        hidden = f"{origin.mechanism}, which affects the gradient but not the loss"
         origin = replace(origin, mechanism=hidden)
     return replace(origin, phase="backward")
 
@@ -355,7 +376,7 @@ def _origin(culprit: Suspect, *, loss_is_finite: bool) -> Origin:
 def _origin_of_operation(culprit: Suspect) -> Origin:
     mechanism, confidence = explain(culprit)
     location = culprit.location
-    # The backward pass produced an Inf in fp16 from finite operands.
+    # Whether the backward pass produced an Inf in fp16 from finite operands.
     is_fp16_overflow = (
         location.phase == "backward"
         and culprit.produced.dtype == "float16"
@@ -401,4 +422,4 @@ def _text_of_tensor(culprit: Suspect) -> str:
         return f"weight {culprit.name} is {value}"
     if culprit.kind == "buffer":
         return f"buffer {culprit.name} is {value}"
-    return f"a tensor created before the step holds {value}"
+    return f"a tensor created before the step contains {value}"

@@ -1,13 +1,13 @@
-"""Spikes and divergence in losses and gradient norms.
+"""Detect spikes and divergence in losses and gradient norms.
 
-Arithmetic on floats, no torch. A `SpikeDetector` compares each step with the usual ones (see
-``usual_values``):
+A `SpikeDetector` compares each step with the usual values of the run (see ``usual_values``), and
+finds two kinds of problems:
 
-- hard: loss and gradient norm are both far above the usual ones in the same step.
-- diverged: the level of the recent losses has left its usual range.
+- A *hard* step, or spike: loss and gradient norm are both far above their usual values.
+- A *divergence*: the level of the recent losses has left its usual range.
 
-Only finite, unsuspected values enter the statistics. ``benchmarks/spikes`` reports how many spikes
-and divergences are detected.
+Suspicious and non-finite values do not enter the statistics. The module works on floats and does
+not use torch. ``benchmarks/spikes`` reports how many spikes and divergences are detected.
 """
 
 from __future__ import annotations
@@ -28,58 +28,67 @@ from holdfast.numerics.usual_values import (
     UsualValues,
 )
 
-# --- The window of usual values. The figures below were chosen on the design runs of
+# --- The window of usual values. All constants below were chosen on the design runs of
 # ``benchmarks/spikes_runs``, unless another source is given.
 
-# Values in the window. This is the window of OLMo-core's spike detection.
+# Number of values in the window, the same as in OLMo-core's spike detection.
 _WINDOW = 128
-# The newest values are left out of the window, so that a slow change does not hide itself.
+# The window leaves out this many of the newest values. Otherwise a slow change would shift the
+# usual values and stay undetected.
 _LAG = 32
-# Values needed in the window before anything is suspected.
+# Nothing is suspected before the window has this many values.
 _LEAST_WINDOW = 64
+# Number of values to store.
 _KEPT_VALUES = 256
-# Values between two evaluations of the window, each of which costs two sorts.
+# The window is evaluated once per this many new values, because an evaluation takes two sorts.
 _REFRESH = 16
 
 # --- Levels: medians of the newest losses.
 
+# Number of losses in the recent level.
 _RECENT = 20
+# Number of losses in the short level.
 _SHORT = 7
-# Steps between two evaluations of the levels.
+# Number of steps between two evaluations of the levels.
 _LEVEL_INTERVAL = 4
 
 # --- How long a suspicion lasts.
 
-# Steps without a further sign after which it ends.
+# A suspicion ends after this many steps without another sign.
 _CALM_AFTER = 10
-# Steps after which an odd level counts as permanent: two independent medians.
+# An odd level counts as permanent after this many steps, which is enough for two independent
+# medians.
 _ODD_FOR = 40
-# Values after which the suspected values count as usual, unless the run diverged.
+# After this many values, suspected values count as usual, unless the run has diverged.
 _MOST_SUSPECTED = 60
-# Steps without a sign after which a state may be called good: some damage shows 20 to 40 steps
-# later.
+# A state may be called good after this many steps without a sign. Some kinds of damage only show
+# after 20 to 40 steps.
 GOOD_AFTER = 50
-# Calm steps after a rollback which show that the data has not changed.
+# This many calm steps after a rollback show that the data has not changed.
 _RETURNED = 10
 
-# --- Harmless spikes, which the run has survived.
+# --- Harmless spikes, from which the run has recovered.
 
-# Steps for which one is remembered.
+# Harmless spikes are remembered for this many steps.
 _SPIKE_MEMORY_STEPS = 10_000
-# A new spike counts if its distance is this many times that of the second-largest harmless one.
+# A new spike is hard only if its distance is at least this many times the second-largest distance
+# of harmless spikes.
 _TAIL = 2.0
 
-# --- CUSUM (Page, 1954) of the losses in the upper quarter of the usual ones. Healthy losses move
-# it by -0.2 a step on average; if three quarters of them lie there, it rises by 0.6 a step and is
-# full after 20 steps.
+# --- CUSUM (Page, 1954): an index of drift. It rises by 1 with each loss in the upper quarter of
+# the usual losses, and falls by `_DRIFT_BACK` with each other loss. Healthy losses change it by
+# -0.2 per step on average. If three quarters of the losses are in the upper quarter, it rises by
+# 0.6 per step and is full after 20 steps.
 
 _DRIFT_BACK = 0.6
+# The largest value of the CUSUM. The level becomes odd when the CUSUM is within 1 of it.
 _DRIFT_FULL = 12.0
+# The level stops being odd if the CUSUM falls below this.
 _DRIFT_OVER = 6.0
 
 
 class Level(Enum):
-    """How far a step stands out."""
+    """The detector's judgment of a step."""
 
     CALM = "calm"
     HARD = "hard"
@@ -87,27 +96,31 @@ class Level(Enum):
 
 
 class SpikeDetector:
-    """Judges each step by its loss and its gradient norm, before it is committed.
+    """Judges each step by its loss and gradient norm before the step is committed.
 
-    Nothing is suspected in the first 96 values of a key. `Level.DIVERGED` is returned once.
-    Afterwards, the caller either rolls back and calls `return_to`, or lets the new level become the
-    usual one. So no level is suspected forever. With any objective but ``"minimize"`` the level of
-    the loss means nothing, and every step is calm.
+    The first 96 values of a loss function are never suspected. `Level.DIVERGED` is returned once.
+    The caller then either rolls back and calls `return_to`, or continues, in which case the new
+    level becomes the usual one. No level is therefore suspected forever.
 
-    Cost: about 3 microseconds a step and no sync, since it takes numbers that are on the host.
+    Cost: about 3 microseconds per step. No host sync, because it works with Python floats.
+
+    Args:
+        objective: If it is not ``"minimize"``, the value of the loss has no meaning, and every step
+            is calm.
     """
 
     def __init__(self, *, objective: Objective) -> None:
         self._minimizes = objective == "minimize"
         self._monitors: dict[str, _LossMonitor] = {}
-        # Steps with finite values judged so far, over all keys. `return_to` reduces it.
+        # The number of steps with finite values that were judged, over all keys. `return_to` resets
+        # it to an earlier value.
         self.steps = 0
 
     def judge(self, key: str, loss: float, norm: float) -> Level:
-        """Return how far a step stands out. NaN and Inf are not judged here.
+        """Judge a step. Steps with NaN or Inf are calm here, because they are handled elsewhere.
 
         Args:
-            key: Identifies the loss function. Losses with different meanings need different keys.
+            key: Identifies the loss function. Each loss function has its own statistics.
             loss: The mean loss of the step.
             norm: The L2 norm of all gradients before clipping.
         """
@@ -121,12 +134,15 @@ class SpikeDetector:
         return self._monitors[key].judge(loss, norm, self.steps)
 
     def accepted(self, key: str, loss: float, norm: float) -> None:
-        """Add the step that was judged last to the statistics, because it was committed."""
+        """Add the last judged step to the statistics, after the step was committed."""
         if math.isfinite(loss) and math.isfinite(norm):
             self._monitors[key].accept(loss, norm, self.steps)
 
     def usual_norm(self, key: str) -> float | None:
-        """Return the largest usual norm, 2.5 scatters above the middle, or None if unknown."""
+        """Return the largest norm that is still usual, or None if too few steps were seen.
+
+        It is 2.5 scatters above the middle.
+        """
         monitor = self._monitors.get(key)
         if monitor is None or monitor.norm is None:
             return None
@@ -137,9 +153,9 @@ class SpikeDetector:
         return self.suspicious_since() is None
 
     def suspicious_since(self) -> int | None:
-        """Return the steps judged since the current suspicion began, or None if there is none.
+        """Return how many steps ago the current suspicion began, or None if there is none.
 
-        The step with the first sign is included.
+        The step with the first sign is counted, so the result is at least 1.
         """
         first_signs = [
             monitor.suspected_since
@@ -151,7 +167,11 @@ class SpikeDetector:
         return self.steps - min(first_signs) + 1
 
     def return_to(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the statistics of an earlier `state_dict` after a rollback."""
+        """Restore earlier statistics after a rollback.
+
+        Args:
+            state_dict: The result of `state_dict` at the step to which the run was rolled back.
+        """
         self.load_state_dict(state_dict)
         for monitor in self._monitors.values():
             monitor.begin_after_rollback()
@@ -171,8 +191,8 @@ class SpikeDetector:
         }
 
 
-# The attributes of a monitor by their names in the checkpoint format: tables, numbers, and numbers
-# that may be None.
+# The attributes of a monitor that are saved in checkpoints, by their names there: first tables,
+# then numbers, and then numbers that may be None.
 _TABLES_IN_STATE = {
     "kept": "values",
     "held": "suspected",
@@ -197,27 +217,30 @@ _OPTIONAL_NUMBERS_IN_STATE = {
 
 
 class _LossMonitor:
-    """Keeps the statistics of one key, and judges its steps by them.
+    """Keeps the statistics of one loss function, and judges its steps.
 
-    A loss far above the usual ones, or an odd level, begins a *suspicion*. While it lasts, new
-    values are kept apart. It ends in one of two ways. If there is no further sign for some steps,
-    these values count as usual, and the spikes as harmless. If the level leaves its usual range,
-    the run has diverged, and the statistics restart.
+    A loss far above the usual ones, or an odd level, begins a *suspicion*. During a suspicion, new
+    values do not enter the statistics. It ends in one of two ways. If no further sign appears for
+    some steps, the suspected values are added to the statistics, and the spikes count as harmless.
+    If the level leaves its usual range, the run has diverged, and the statistics start over.
     """
 
     def __init__(self) -> None:
-        # --- What is usual
+        # --- The usual values
 
-        # Rows of step, loss and norm, accepted without suspicion.
+        # Rows of step, loss and norm that were accepted without suspicion.
         self.values: list[list[float]] = []
-        # Values since the window was last evaluated.
+        # Number of values since the window was last evaluated.
         self.new_values = 0
         # Only values after this step count as usual.
         self.start = 0
+        # The usual losses.
         self.loss: UsualValues | None = None
+        # The usual gradient norms.
         self.norm: UsualValues | None = None
-        # The usual losses when their level was best, and the level at the beginning of the run.
+        # The usual losses at the time when their level was best.
         self.best: UsualValues | None = None
+        # The level of the losses at the beginning of the run.
         self.first_level: float | None = None
         self.bounds = Bounds()
         # Rows of step and distance.
@@ -225,33 +248,42 @@ class _LossMonitor:
 
         # --- The newest steps
 
-        # Steps of this key. `last_sign` and `odd_since` are counted in them.
+        # Number of judged steps. `last_sign` and `odd_since` are values of this counter.
         self.age = 0
-        # Whether the step judged last is far out.
+        # Whether the last judged step is a hard one.
         self.hard = False
+        # The newest losses.
         self.recent: deque[float] = deque(maxlen=_RECENT)
-        # CUSUM of the losses in the upper quarter.
+        # The CUSUM of losses in the upper quarter.
         self.drift = 0.0
-        # When the level became odd.
+        # The `age` at which the level became odd.
         self.odd_since: int | None = None
 
         # --- The current suspicion
 
-        # The step at which it began, counted over all keys.
+        # The step at which the suspicion began, counted over all loss functions.
         self.suspected_since: int | None = None
+        # The `age` at the last sign.
         self.last_sign = 0
-        # Rows of step, loss and norm, and of step and distance.
+        # Rows of step, loss and norm.
         self.suspected: list[list[float]] = []
+        # Rows of step and distance.
         self.suspected_spikes: list[list[float]] = []
 
-        # --- Since the last rollback
+        # --- The time since the last rollback
 
-        # Calm steps, or None if there was no rollback.
+        # Number of calm steps, or None if there was no rollback.
         self.calm_steps: int | None = None
         self.first_loss_after_rollback = 0.0
 
     def judge(self, loss: float, norm: float, now: int) -> Level:
-        """Return how far a step stands out. `now` is its number among all judged steps."""
+        """Judge a step.
+
+        Args:
+            loss: The mean loss of the step.
+            norm: The gradient norm of the step.
+            now: The number of the step, counted over all loss functions.
+        """
         self.hard = False
         self.age += 1
         self.recent.append(loss)
@@ -267,7 +299,7 @@ class _LossMonitor:
                 self.hard = self._exceeds_harmless_spikes(distance, now)
         levels_are_due = self.age % _LEVEL_INTERVAL == 0 or self.suspected_since is not None
         if levels_are_due and self._check_level(now):
-            return self._leave_level(now)
+            return self._diverge(now)
         if self.hard:
             return Level.HARD
         if self.calm_steps is not None and self.suspected_since is None:
@@ -275,7 +307,7 @@ class _LossMonitor:
         return Level.CALM
 
     def accept(self, loss: float, norm: float, now: int) -> None:
-        """Add the values of a committed step to the statistics, unless they are far out."""
+        """Add the values of a committed step to the statistics, unless it was a hard step."""
         if self.hard:
             return
         if self.suspected_since is not None and self.loss is not None:
@@ -287,21 +319,21 @@ class _LossMonitor:
             self._merge_suspected()
 
     def begin_after_rollback(self) -> None:
-        """Discard what was suspected: the run was rolled back to these statistics."""
+        """Discard all suspicion, after the run was rolled back to these statistics."""
         self._forget_level()
         self.suspected_since = None
         self.calm_steps = 0
         self._evaluate_window()
 
     def _evaluate_window(self) -> None:
-        """Compute the usual values and all bounds from the newest values, if there are enough."""
+        """Compute the usual values and the bounds from the window, if it has enough values."""
         self.new_values = 0
         del self.values[:-_KEPT_VALUES]
         window = [row for row in self.values[-_WINDOW - _LAG : -_LAG] if row[0] > self.start]
         if len(window) < _LEAST_WINDOW:
             return
         if self.loss is None:
-            # The suspicion lasted until the new level was known, which is the case now.
+            # A divergence was suspected until the new level is known, which it is now.
             self.suspected_since = None
         self.loss = UsualValues.of([loss for _, loss, _ in window], LOSS_FLOOR)
         self.norm = UsualValues.of([norm for _, _, norm in window], NORM_FLOOR)
@@ -318,7 +350,7 @@ class _LossMonitor:
             self.bounds = Bounds()
 
     def _update_drift(self, loss: float) -> None:
-        """Update the CUSUM: it rises with losses in the upper quarter and falls with others."""
+        """Update the CUSUM with a new loss."""
         change = 1.0 if loss > self.bounds.odd else -_DRIFT_BACK
         self.drift = min(max(self.drift + change, 0.0), _DRIFT_FULL)
 
@@ -329,9 +361,9 @@ class _LossMonitor:
             self.suspected_since = now
 
     def _record_spike(self, loss: float, norm: float, now: int) -> float:
-        """Record a spike as suspected, and return its distance from the usual values.
+        """Record a suspected spike, and return its distance from the usual values.
 
-        This is the distance of the loss or of the norm, whichever is smaller.
+        The distance is that of the loss or that of the norm, whichever is smaller.
         """
         assert self.loss is not None
         assert self.norm is not None
@@ -340,9 +372,10 @@ class _LossMonitor:
         return distance
 
     def _exceeds_harmless_spikes(self, distance: float, now: int) -> bool:
-        """Return whether a spike is far larger than those that this run has recently survived.
+        """Return whether a spike is much larger than the harmless spikes of this run.
 
-        It is compared with the second-largest one. With fewer than two, every spike counts.
+        It is compared with the second-largest harmless spike. The result is True if there are fewer
+        than two harmless spikes.
         """
         first_step = now - _SPIKE_MEMORY_STEPS
         self.harmless_spikes = [spike for spike in self.harmless_spikes if spike[0] > first_step]
@@ -354,9 +387,9 @@ class _LossMonitor:
     def _check_level(self, now: int) -> bool:
         """Update the current suspicion, and return whether the run has diverged.
 
-        An odd level begins or prolongs the suspicion, and enough steps without a sign end it. The
-        run has diverged if the recent level is far above its usual range, or has been raised for
-        too many steps.
+        An odd level begins or prolongs a suspicion, and enough steps without a sign end it. The run
+        has diverged if the recent level is far above its usual range, or if it has been moderately
+        raised for too many steps.
         """
         if len(self.recent) < _RECENT:
             return False
@@ -373,32 +406,32 @@ class _LossMonitor:
         return odd_for > _ODD_FOR and level > self.bounds.raised
 
     def _update_odd_since(self) -> None:
-        """Note when the level became odd: the CUSUM became full and has stayed high since."""
+        """Update when the level became odd: the CUSUM became full and has stayed high since."""
         if self.drift < _DRIFT_OVER:
             self.odd_since = None
         elif self.odd_since is None and self.drift > _DRIFT_FULL - 1.0:
             self.odd_since = self.age
 
     def _end_suspicion(self) -> None:
-        """Count the suspected values and spikes as harmless."""
+        """End the suspicion. The suspected values count as usual, and the spikes as harmless."""
         self.suspected_since = None
         self.harmless_spikes += self.suspected_spikes
         self.suspected_spikes = []
         self._merge_suspected()
 
     def _merge_suspected(self) -> None:
-        """Count the suspected values as usual."""
+        """Add the suspected values to the usual ones."""
         self.values += self.suspected
         self.suspected = []
         self._evaluate_window()
 
-    def _leave_level(self, now: int) -> Level:
-        """Restart the statistics at this level, and report a divergence.
+    def _diverge(self, now: int) -> Level:
+        """Start new statistics at the current level, and report a divergence.
 
-        Nothing is reported if good weights reach this level directly after a rollback, because then
-        the data has changed, not the model.
+        The result is calm if the losses have this level directly after a rollback. The weights are
+        good then, so the data must have changed.
         """
-        reported = (
+        is_reported = (
             self.calm_steps is None
             or self.calm_steps >= _RETURNED
             or self._began_well_after_rollback()
@@ -406,16 +439,19 @@ class _LossMonitor:
         self.start = now
         self.suspected_since = self.suspected_since or now
         self._forget_level()
-        return Level.DIVERGED if reported else Level.CALM
+        return Level.DIVERGED if is_reported else Level.CALM
 
     def _began_well_after_rollback(self) -> bool:
-        """Return whether the first loss after the rollback was nearer to the usual level."""
+        """Return whether the first loss after the rollback was closer to the usual level.
+
+        It is compared with the usual level and the recent one.
+        """
         if self.loss is None:
             return False
         return 2 * self.first_loss_after_rollback < _median(self.recent) + self.loss.middle
 
     def _forget_level(self) -> None:
-        """Discard all knowledge about the current level of the losses."""
+        """Discard the statistics and all suspicion about the current level of the losses."""
         self.suspected = []
         self.suspected_spikes = []
         self.odd_since = None
@@ -447,10 +483,10 @@ class _LossMonitor:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> _LossMonitor:
-        """Return the statistics that `state_dict` returned.
+        """Create a monitor from the result of `state_dict`.
 
         Raises:
-            KeyError, TypeError, ValueError: The state is damaged.
+            KeyError, TypeError, ValueError: If the state is damaged.
         """
         monitor = cls()
         for name, attribute in _TABLES_IN_STATE.items():
@@ -468,12 +504,12 @@ class _LossMonitor:
 
 
 def _median(values: Sequence[float]) -> float:
-    """Return the median; for an even number of values, the upper of the two middle ones."""
+    """Return the median. If the number of values is even, return the upper of the two medians."""
     return sorted(values)[len(values) // 2]
 
 
 def _columns(rows: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Transpose a table to columns, which take less space as JSON."""
+    """Transpose a table of rows to columns, which take less space as JSON."""
     return [list(column) for column in zip(*rows, strict=True)]
 
 

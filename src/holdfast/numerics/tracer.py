@@ -1,10 +1,12 @@
-"""Record every operation of a forward and backward pass that returned NaN or Inf.
+"""Record every operation in a forward and backward pass that returned NaN or Inf.
 
-`OriginTracer` is a context. Inside it, a dispatch mode sees each operation, temporary module hooks
-know which module runs, and autograd's sequence numbers tie an operation of the backward pass to the
-module and the line of its forward operation. No tensor is kept alive: a `Suspect` holds facts, and
-weak references to storages keep their addresses unique. Which suspect is to blame is decided in
-``provenance``.
+`OriginTracer` is a dispatch mode that sees each operation within its context. Temporary module
+hooks tell which module is running. The sequence numbers of autograd nodes connect an operation in
+the backward pass with the module and the line of its forward operation. The tracer keeps no tensor
+alive: a `Suspect` contains only statistics, and weak references to storages ensure that their
+addresses stay unique.
+
+``provenance`` decides which suspect is the origin.
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ from holdfast.numerics.operands import (
 
 Kind = Literal["operation", "input", "parameter", "buffer", "constant"]
 Pass = Literal["forward", "backward"]
-# In place of a module's path, for code that runs in no module.
+# The "path" of operations that run outside all modules.
 OUTSIDE = "loss function"
 
-# Arguments that native_batch_norm writes although its schema does not say so.
+# Arguments that native_batch_norm writes to, although its schema does not say so.
 _UNDECLARED_WRITES = frozenset({"running_mean", "running_var"})
-# Operations that return an argument's memory or uninitialized memory, although their schemas do not
-# say so. In both cases there is nothing to examine.
+# Operations that return views or uninitialized memory, although their schemas do not say so. Their
+# results need not be examined.
 _UNDECLARED_VIEWS = ("_unsafe_view", "_reshape_alias", "empty", "new_empty")
 # Operations that overwrite their first argument without reading it.
 _OVERWRITE_TARGET = frozenset(
@@ -60,72 +62,77 @@ _OVERWRITE_TARGET = frozenset(
     }
 )
 
-# Files that are not the user's: torch, holdfast, and generated code such as "<string>".
+# Prefixes of files that are not user code: torch, holdfast, and generated code such as "<string>".
 _FOREIGN_PREFIXES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
-# The function whose frame waits while autograd runs.
+# The Python function that calls autograd's engine.
 _ENGINE_FUNCTION = "_engine_run_backward"
 _CHECKPOINT_FILE = str(Path("torch") / "utils" / "checkpoint.py")
-# In the forward pass, a custom Function is looked for in this many frames beyond the user's
-# innermost one.
+# In the forward pass, the search for a custom Function ends this many frames beyond the innermost
+# frame of user code.
 _FRAMES_BEYOND_USER = 6
 
 
 @dataclass(frozen=True, slots=True)
 class BadOperand:
-    """A non-finite operand: the suspect that produced it, whether it holds NaN, and whether Inf."""
+    """An operand that contains NaN or Inf."""
 
+    # The operation or tensor that produced the operand.
     suspect: Suspect
+    # Whether the operand contains NaN.
     nan: bool
+    # Whether the operand contains Inf.
     inf: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Where an operation runs."""
+    """Where an operation runs. Strings are empty if they are unknown or do not apply."""
 
     # The path of the module.
     module: str = ""
-    # The line of the user's code.
+    # The line of user code, such as "model.py:12 in forward".
     line: str = ""
-    # The recomputation of a checkpointed block counts as forward.
+    # The pass. Recomputation of a checkpointed block counts as forward.
     phase: Pass = "forward"
-    # The class of the custom autograd.Function that runs.
+    # The class of the custom autograd.Function that is running.
     function: str = ""
-    # The autograd node that runs, in the backward pass of torch's own operations.
+    # The name of the autograd node that is running, if it belongs to one of torch's own operations.
     node: str = ""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Suspect:
-    """An operation that returned NaN or Inf, or a tensor that already held one."""
+    """An operation that returned NaN or Inf, or a tensor that contained it before the pass."""
 
-    # The order of events; -1 for tensors that existed before the pass.
+    # Position in the order of suspects; -1 for a tensor that existed before the pass.
     index: int
     kind: Kind
     # The operation without namespace and overload, such as "log", or the name of the tensor.
     name: str
     location: Location = Location()
+    # The operands that contain NaN or Inf.
     bad_operands: tuple[BadOperand, ...] = ()
-    # All operands, unless one of them held NaN.
+    # All operands. Empty if one of them contains NaN.
     operands: tuple[Operand, ...] = ()
     # The numbers among the arguments.
     scalars: tuple[float, ...] = ()
+    # The result of the operation, or the tensor.
     produced: Operand
-    # Rows along the batch axis in which the output is bad.
+    # Rows along the batch axis in which the result is bad.
     rows: tuple[int, ...] = ()
-    # Each output element depends on one element of each operand.
+    # Whether each element of the result depends on only one element of each operand.
     pointwise: bool = False
 
     @property
     def took_nan(self) -> bool:
-        """Whether an operand held NaN."""
+        """Whether an operand contains NaN."""
         return any(operand.nan for operand in self.bad_operands)
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor that exists before the pass."""
+    """A tensor that exists before the pass, with a name for messages."""
 
     kind: Kind
     name: str
@@ -134,7 +141,7 @@ class NamedTensor:
 
 @dataclass(frozen=True, slots=True)
 class _ReadTensor:
-    """A tensor argument that an operation reads, and its values before the call."""
+    """A tensor argument that an operation reads, with its values before the call."""
 
     tensor: torch.Tensor
     values: torch.Tensor
@@ -142,10 +149,11 @@ class _ReadTensor:
 
 @dataclass(slots=True)
 class _Arguments:
-    """The arguments of an operation."""
+    """The arguments of one call of an operation, by how the operation uses them."""
 
+    # Tensors that the operation reads.
     read: list[_ReadTensor] = field(default_factory=list)
-    # Tensors that the operation writes.
+    # Tensors that the operation writes to.
     written: list[torch.Tensor] = field(default_factory=list)
     scalars: list[float] = field(default_factory=list)
 
@@ -171,14 +179,14 @@ class _Operation:
             for argument in writes
             if argument.kwarg_only or self.name in _OVERWRITE_TARGET
         }
-        # Nothing is written, so what the operation returns is an argument's memory if any.
+        # An operation that writes nothing but returns an alias of an argument is a view.
         is_declared_view = not writes and any(
             returned.alias_info is not None for returned in schema.returns
         )
         self.is_view = is_declared_view or self.name.startswith(_UNDECLARED_VIEWS)
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any]) -> _Arguments:
-        """Return the arguments of a call, with copies of what it will overwrite."""
+        """Return the arguments of a call. Values that the call will overwrite are copied."""
         arguments = _Arguments()
         named = [*zip(self._argument_names, args, strict=False), *kwargs.items()]
         for name, argument in named:
@@ -190,10 +198,10 @@ class _Operation:
         return arguments
 
     def _add_tensor(self, arguments: _Arguments, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor argument: the values that the operation reads, and those that it writes."""
+        """Add a tensor to the read or written arguments, or to both."""
         values = values_of(tensor)
         if values is None:
-            # Integers are recorded too because a count of 0 explains a division.
+            # Integers are recorded too, because a count of 0 may explain a division by 0.
             counts = whole_numbers_of(tensor)
             if counts is not None:
                 arguments.read.append(_ReadTensor(counts, counts))
@@ -207,18 +215,18 @@ class _Operation:
 
 
 def _leaves(argument: Any) -> Iterable[Any]:
-    # Most arguments are not containers, and flattening every one would be slow.
+    # Flatten only containers, because flattening every argument would be slow.
     return tree_leaves(argument) if isinstance(argument, (list, tuple)) else (argument,)
 
 
 class OriginTracer(TorchDispatchMode):
-    """Records the suspects of one forward and backward pass; see ``provenance.trace``.
+    """Records the suspects in one forward and backward pass, within the context.
 
     Args:
-        models: The models by name. Parts of a single model called ``"model"`` keep their bare
-            paths.
-        tensors: Everything that exists before the pass.
-        batch_size: Samples in the batch, or None if unknown.
+        models: The models by name. The paths of modules begin with this name, unless it is
+            ``"model"``.
+        tensors: Inputs, parameters and buffers, which exist before the pass.
+        batch_size: Number of samples in the batch, or None if unknown.
     """
 
     def __init__(
@@ -229,22 +237,24 @@ class OriginTracer(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.suspects: list[Suspect] = []
-        # Whether operations ran whose values could not be read.
+        # Whether some operations could not be examined.
         self.missed_some = False
         self._paths = _module_paths(models)
         self._batch_size = batch_size
-        # The modules whose forward runs, from the outermost.
+        # The modules whose forward is running, outermost first.
         self._running: list[nn.Module] = []
-        # The location of the forward operation, by the sequence number of its autograd node.
+        # The locations of forward operations, by the sequence number of their autograd node.
         self._forward_locations: dict[int, Location] = {}
+        # The sequence number of the newest autograd node.
         self._newest_node = -1
+        # The operations seen so far, by their overload.
         self._operations: dict[Any, _Operation] = {}
-        # The suspect that wrote a storage last, by the storage's number.
+        # For each storage, by its address, the suspect that last wrote to it.
         self._writers: dict[int, Suspect] = {}
-        # As long as these exist, no other storage gets the number of a recorded one.
+        # References to the storages in `_writers`, so that no new storage gets the same address.
         self._storages: list[StorageWeakRef] = []
         self._hooks: list[Any] = []
-        # Tensors from before the pass, by the number of their storage.
+        # The tensors that exist before the pass, by the address of their storage.
         self._tensors_before: dict[int, list[NamedTensor]] = {}
         for named in tensors:
             values = values_of(named.tensor)
@@ -253,8 +263,8 @@ class OriginTracer(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # With True, torch would import its compiler to keep it out of here: 1.5 s of CPU time
-        # (torch 2.13).
+        # With True, torch would import its compiler in order to exclude this method from it. That
+        # takes 1.5 s of CPU time in torch 2.13.
         return False
 
     def __enter__(self) -> Self:
@@ -279,15 +289,15 @@ class OriginTracer(TorchDispatchMode):
         self._running.append(module)
 
     def _end_module(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        # Inner modules whose forward has not ended were left by the exception with which
-        # checkpointing stops a recomputation early.
+        # Remove inner modules too. Activation checkpointing ends a recomputation early with an
+        # exception, so the modules inside have not been removed yet.
         for depth in range(len(self._running) - 1, -1, -1):
             if self._running[depth] is module:
                 del self._running[depth:]
                 return
 
     def _current_path(self) -> str:
-        # A module that does not belong to the models has the path of its caller.
+        # A module that is not part of a model counts as the module that calls it.
         for module in reversed(self._running):
             path = self._paths.get(id(module))
             if path is not None:
@@ -297,7 +307,7 @@ class OriginTracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if in_forward_mode():
-            # In a dispatch mode, reading a tensor that has a tangent can crash the process.
+            # Reading a tensor with a tangent in a dispatch mode can crash the process.
             self.missed_some = True
             return func(*args, **kwargs)
         operation = self._operations.get(func)
@@ -314,14 +324,14 @@ class OriginTracer(TorchDispatchMode):
         return result
 
     def _note_node(self) -> None:
-        """Record the location of the operation whose autograd node was just created."""
+        """Record the location of the current operation, if autograd has created a node for it."""
         newest = torch._C._autograd._get_sequence_nr() - 1
         if newest != self._newest_node and newest not in self._forward_locations:
             self._forward_locations[newest] = self._locate()
         self._newest_node = newest
 
     def _locate(self) -> Location:
-        """Return where the current operation runs."""
+        """Return the location of the current operation."""
         node: Any = torch._C._current_autograd_node()
         caller = _find_caller(sys._getframe(2), in_backward=node is not None)
         if node is None:
@@ -331,7 +341,7 @@ class OriginTracer(TorchDispatchMode):
             module = self._current_path() if self._running else forward.module
             return Location(module=module, line=caller.line, function=caller.function)
         if caller.line:
-            # The user's own Python code runs inside the backward pass.
+            # The backward pass is running Python code of the user.
             return Location(
                 module=forward.module, line=caller.line, phase="backward", function=caller.function
             )
@@ -344,7 +354,7 @@ class OriginTracer(TorchDispatchMode):
         outputs = _nonfinite_outputs(result, arguments)
         if not outputs:
             return
-        # Among several outputs, one that holds NaN is the most informative.
+        # If there are several bad outputs, prefer one with NaN, which is the most informative.
         worst = max(outputs, key=lambda values: bool(torch.isnan(values).any()))
         output_bad = nonfinite(worst)
         assert output_bad is not None
@@ -368,7 +378,7 @@ class OriginTracer(TorchDispatchMode):
             self._set_writer(values, suspect)
 
     def _set_writer(self, values: torch.Tensor, suspect: Suspect) -> None:
-        """Note the suspect that last wrote into the memory of some values."""
+        """Record that a suspect was the last to write to a tensor's storage."""
         storage = _storage_of(values)
         if storage not in self._writers:
             self._storages.append(StorageWeakRef(values.untyped_storage()))  # type: ignore[no-untyped-call]
@@ -377,12 +387,12 @@ class OriginTracer(TorchDispatchMode):
     def _bad_operands(
         self, operands: Sequence[_ReadTensor], output_bad: torch.Tensor | None
     ) -> tuple[BadOperand, ...]:
-        """Return the operands that may be the cause of the bad output.
+        """Return the operands that may have caused a bad output.
 
         Args:
-            operands: Those of the operation.
-            output_bad: Where the output of a pointwise operation is bad. An operand that is bad
-                only at other elements is not to blame. None for other operations.
+            operands: All tensors that the operation reads.
+            output_bad: For a pointwise operation, where its output is bad: an operand that is bad
+                only at other elements is not the cause. None for all other operations.
         """
         bad_operands = []
         for operand in operands:
@@ -403,7 +413,7 @@ class OriginTracer(TorchDispatchMode):
         return tuple(bad_operands)
 
     def find(self, tensor: torch.Tensor) -> Suspect:
-        """Return the suspect that last wrote NaN or Inf into the memory of a tensor."""
+        """Return the suspect that last wrote to a tensor's storage."""
         values = values_of(tensor)
         assert values is not None
         writer = self._writers.get(_storage_of(values))
@@ -413,7 +423,7 @@ class OriginTracer(TorchDispatchMode):
         return writer
 
     def _source(self, values: torch.Tensor) -> Suspect:
-        """Return a suspect for a tensor that no recorded operation has written."""
+        """Create a suspect for a bad tensor to which no recorded suspect has written."""
         for named in self._tensors_before.get(_storage_of(values), []):
             bad = nonfinite(named.tensor)
             if bad is None:
@@ -431,11 +441,11 @@ class OriginTracer(TorchDispatchMode):
 
 
 def _nonfinite_outputs(result: Any, arguments: _Arguments) -> list[torch.Tensor]:
-    """Return the values that an operation returned or wrote and that hold NaN or Inf."""
+    """Return the tensors with NaN or Inf that an operation has returned or written to."""
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     tensors += arguments.written
     outputs = []
-    # An operation may return what it has written.
+    # Remove duplicates, because an in-place operation returns the tensor that it has written to.
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         values = values_of(tensor)
         if values is not None and nonfinite(values) is not None:
@@ -444,7 +454,7 @@ def _nonfinite_outputs(result: Any, arguments: _Arguments) -> list[torch.Tensor]
 
 
 def _module_paths(models: dict[str, nn.Module]) -> dict[int, str]:
-    """Return the path of each module by its id. A shared module keeps its first path."""
+    """Return the path of each module, by the module's id. A shared module keeps its first path."""
     paths: dict[int, str] = {}
     for key, model in models.items():
         for name, module in model.named_modules():
@@ -456,24 +466,30 @@ def _module_paths(models: dict[str, nn.Module]) -> dict[int, str]:
 
 
 def _storage_of(values: torch.Tensor) -> int:
-    """Return the number of a tensor's storage."""
+    """Return the address of a tensor's storage."""
     return int(values.untyped_storage()._cdata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Caller:
-    """The user's code that called an operation."""
+    """The user code that called an operation."""
 
-    # Such as "model.py:12 in forward"; empty if no line of the user is on the stack.
+    # The line, such as "model.py:12 in forward". Empty if no user code is on the stack.
     line: str
-    # The class of the custom autograd.Function whose forward or backward runs.
+    # The class of the custom autograd.Function whose forward or backward is running, or "".
     function: str
-    # A checkpointed block runs its forward again.
+    # Whether the forward of a checkpointed block is being recomputed.
     is_recomputing: bool
 
 
 def _find_caller(frame: FrameType | None, *, in_backward: bool) -> _Caller:
-    """Return the innermost frame of the user's code, searched outwards up to autograd's engine."""
+    """Search the stack for user code, from a frame outwards up to autograd's engine.
+
+    Args:
+        frame: The innermost frame to search.
+        in_backward: Whether an autograd node is running. If it is, the whole stack up to the engine
+            is searched for a custom Function.
+    """
     line = ""
     function = ""
     is_recomputing = False
@@ -504,7 +520,7 @@ def _is_users_code(code: CodeType) -> bool:
 
 
 def _autograd_function_of(frame: FrameType) -> str:
-    """Return the class of the custom Function whose forward or backward this frame runs, or ""."""
+    """Return the class of the custom Function whose forward or backward a frame runs, or ""."""
     code = frame.f_code
     if code.co_name not in ("forward", "backward") or not code.co_argcount:
         return ""

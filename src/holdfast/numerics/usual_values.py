@@ -1,7 +1,8 @@
-"""The usual losses and gradient norms of a run, and the bounds above which a value is suspicious.
+"""The usual losses and gradient norms of a run, and the bounds above which values are suspicious.
 
-Distances are measured in units of the upward scatter of the usual values. The figures below were
-chosen on the design runs of ``benchmarks/spikes_runs``.
+The *scatter* of values is how far they usually lie above their median, comparable to a standard
+deviation. Distances are measured in scatters. All constants below were chosen on the design runs of
+``benchmarks/spikes_runs``.
 """
 
 from __future__ import annotations
@@ -13,40 +14,45 @@ from typing import Any
 
 from holdfast.core.containers import check_number
 
-# --- Distances above the middle, in units of the scatter. In 18,000 healthy steps of the design
-# runs the recent level reached 1.2 at most, and loss and norm together 2.8 (logarithmic) and 6.9
-# (linear).
+# --- Distances above the median, in scatters. In 18,000 healthy steps of the design runs, the
+# distance of the recent level was at most 1.2. The distance that both loss and norm of a step
+# exceeded was at most 2.8 on the logarithmic scale, and 6.9 on the linear scale.
 
-# A norm is usual up to this distance.
+# The largest distance of a usual norm.
 USUAL_SCATTERS = 2.5
-# A single loss or norm is far above this, on the logarithmic and on the linear scale.
+# The distance beyond which a loss or norm is far from the usual ones, on the logarithmic scale.
 _FAR = 6.0
+# The same distance on the linear scale.
 _FAR_LINEAR = 15.0
-# Levels: see the fields of `Bounds`.
+# Distances of levels; see the fields of `Bounds` with the same names.
 _SHORT_ODD = 1.8
 _RAISED = 0.7
 _GONE = 2.2
-# A level is also gone above this distance from the best one that the run ever had.
+# A level is also gone beyond this distance from the best level that the run ever had.
 _DRIFTED = 3.5
 
-# --- Least scatter and least rises, as shares of the value, so that a ripple in a very calm run
-# raises no alarm. A loss must rise by 20 % and a norm by 82 % to be far, and a level by 28 % to be
-# gone.
+# --- The smallest scatter and the smallest rises that count, as fractions of the value. They keep
+# the noise of a very calm run from raising an alarm. To be far from the usual ones, a loss must
+# rise by at least 20 % and a norm by at least 82 %. To be gone, a level must rise by at least 28 %.
 
+# The smallest scatter of losses.
 LOSS_FLOOR = 0.03
+# The smallest scatter of gradient norms.
 NORM_FLOOR = 0.1
+# The smallest rise of a loss that counts as odd.
 _ODD_RISE = 0.1
+# The smallest rise of a level that counts as raised or gone.
 _LEAST_RISE = 0.25
-# The share of its gain that a run must lose before a level counts. A rise from 1e-6 to 1e-4 after a
-# start at 1.0 does not.
+# A level counts only if the run loses at least this fraction of its progress. If a run began at a
+# loss of 1.0, for example, a rise from 1e-6 to 1e-4 is irrelevant.
 _LEAST_LOSS = 0.1
 
-# The largest number that the arithmetic below may reach, so that it stays finite.
+# Limits that keep the arithmetic below finite.
 _LARGEST = 1e300
 _SMALLEST = 1e-300
 _LARGEST_EXPONENT = 700.0
 
-# Quantiles of the standard normal distribution, at 0.75, 0.95 and about 0.99.
+# Quantiles of the standard normal distribution at 0.75, 0.95 and about 0.99.
 _SIGMAS_AT_UPPER_QUARTILE = 0.6745
 _SIGMAS_AT_95 = 1.645
 _SIGMAS_AT_SECOND_LARGEST = 2.4
@@ -54,24 +60,30 @@ _SIGMAS_AT_SECOND_LARGEST = 2.4
 
 @dataclass(frozen=True, slots=True)
 class UsualValues:
-    """The middle and the upward scatter of some values, logarithmic if all of them are positive."""
+    """The median and the scatter of some values.
 
+    If all values are positive, the scale is logarithmic: the scatter is that of their logarithms.
+    Otherwise, the scale is linear.
+    """
+
+    # The median.
     middle: float
     upper_quartile: float
     scatter: float
-    # The mean magnitude, which shares are relative to, or None on the logarithmic scale.
+    # The mean magnitude of the values, or None on the logarithmic scale. On the linear scale,
+    # fractions such as `LOSS_FLOOR` are relative to it.
     unit: float | None
 
     @classmethod
     def of(cls, values: Sequence[float], floor: float) -> UsualValues:
-        """Return the statistics of some values.
+        """Compute the statistics of some values.
 
         Args:
-            values: Those of a window.
-            floor: The least scatter, as a share of the value.
+            values: The values in the window.
+            floor: The smallest scatter, as a fraction of the value.
         """
-        # Quantiles of the upper half stand for the median absolute deviation: they need one sort,
-        # and logarithms of three values only.
+        # The scatter is computed from quantiles above the median instead of the median absolute
+        # deviation. This takes only one sort, and logarithms of only three values.
         ordered = sorted(values)
         if ordered[0] > 0:
             return cls._logarithmic(ordered, floor)
@@ -90,7 +102,7 @@ class UsualValues:
     @classmethod
     def _linear(cls, ordered: Sequence[float], floor: float) -> UsualValues:
         middle, upper, high = _upper_quantiles(ordered)
-        # Divided before they are summed, which stays finite.
+        # Divide before summing, so that the sum stays finite.
         unit = sum(abs(value) / len(ordered) for value in ordered)
         scatter = max(
             (upper - middle) / _SIGMAS_AT_UPPER_QUARTILE,
@@ -98,33 +110,33 @@ class UsualValues:
             (ordered[-2] - middle) / _SIGMAS_AT_SECOND_LARGEST,
         )
         if high == middle:
-            # Nearly all are equal, such as the zeros of a hinge loss: only the largest value shows
-            # a scatter.
+            # Nearly all values are equal, such as the zeros of a hinge loss. Only the largest value
+            # shows any scatter.
             scatter = ordered[-1] - middle
         scatter = min(max(scatter, floor * unit, _SMALLEST), _LARGEST)
         return cls(middle, upper, scatter, unit)
 
     @classmethod
     def from_state(cls, state: Sequence[Any] | None) -> UsualValues | None:
-        """Return what `state` returned, or None for None."""
+        """Create the statistics from the result of `state`, or return None for None."""
         if state is None:
             return None
         return cls(*(check_number(value, or_none=True) for value in state))
 
     def state(self) -> list[float | None]:
-        """Return the fields as JSON values."""
+        """Return the fields as a list of JSON values."""
         return [self.middle, self.upper_quartile, self.scatter, self.unit]
 
     def far(self) -> float:
-        """Return the threshold above which a value is far from the usual ones."""
+        """Return the value above which values are far from the usual ones."""
         return self.above(_FAR if self.unit is None else _FAR_LINEAR)
 
     def above(self, scatters: float, least_rise: float = 0.0) -> float:
-        """Return the value that lies this many scatters above the middle.
+        """Return the value at a given distance above the median.
 
         Args:
-            scatters: The distance.
-            least_rise: The least distance, as a share of the value.
+            scatters: The distance in scatters.
+            least_rise: The smallest distance, as a fraction of the value.
         """
         if self.unit is None:
             exponent = max(scatters * self.scatter, least_rise)
@@ -135,7 +147,7 @@ class UsualValues:
         return self.middle + max(scatters * self.scatter, least_rise * self.unit)
 
     def distance(self, value: float) -> float:
-        """Return by how many scatters a value exceeds the middle; the value must be larger."""
+        """Return by how many scatters a value exceeds the median. The value must be larger."""
         if self.unit is None:
             rise = _logarithm(value / self.middle)
         else:
@@ -156,40 +168,45 @@ def _logarithm(ratio: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The values above which a loss, a norm or a level is suspicious. Without statistics, none."""
+    """Upper bounds of usual values. A value above its bound is suspicious.
 
+    The defaults, with which nothing is suspicious, apply until there are statistics.
+    """
+
+    # Above this bound, a loss is far from the usual ones.
     loss_far: float = math.inf
+    # Above this bound, a gradient norm is far from the usual ones.
     norm_far: float = math.inf
-    # For the median of the newest seven losses.
+    # Above this bound, the median of the newest seven losses is a sign of a divergence.
     short_odd: float = math.inf
-    # For single losses, which CUSUM counts.
+    # Losses above this bound increase the CUSUM.
     odd: float = math.inf
-    # For the recent level, once losses have been odd for long.
+    # The run has diverged if the recent level is above this bound after many odd losses.
     raised: float = math.inf
-    # For the recent level, at once.
+    # The run has diverged as soon as the recent level is above this bound.
     gone: float = math.inf
 
     @classmethod
     def of(
         cls, loss: UsualValues, norm: UsualValues, best: UsualValues, first_level: float
     ) -> Bounds:
-        """Return the bounds of a run.
+        """Compute the bounds of a run.
 
         Args:
             loss: The usual losses.
             norm: The usual gradient norms.
-            best: The usual losses when their level was best.
-            first_level: The level that the run began with.
+            best: The usual losses at the time when their level was best.
+            first_level: The level of the losses at the beginning of the run.
         """
-        gained = max(0.0, first_level - best.middle)
-        # Above this level a noticeable share of what the run has gained is lost.
-        matters = best.middle + _LEAST_LOSS * gained
+        progress = max(0.0, first_level - best.middle)
+        # Above this level, the run has lost a relevant fraction of its progress.
+        relevant = best.middle + _LEAST_LOSS * progress
         gone = min(loss.above(_GONE, _LEAST_RISE), best.above(_DRIFTED, _LEAST_RISE))
         return cls(
             loss_far=loss.far(),
             norm_far=norm.far(),
             short_odd=loss.above(_SHORT_ODD),
-            odd=max(loss.upper_quartile, loss.above(0.0, _ODD_RISE), matters),
-            raised=max(loss.above(_RAISED, _LEAST_RISE), matters),
-            gone=max(gone, matters),
+            odd=max(loss.upper_quartile, loss.above(0.0, _ODD_RISE), relevant),
+            raised=max(loss.above(_RAISED, _LEAST_RISE), relevant),
+            gone=max(gone, relevant),
         )

@@ -36,8 +36,8 @@ _MOST_HOST_BYTES = 64 << 10
 _MOST_NAMED_OPTIMIZERS = 8
 # Step records store the optimizer's number in one byte.
 _LARGEST_OPTIMIZER_NUMBER = 255
-# Only this many items of a list are checked for being plain values.
-_MOST_SETTING_VALUES = 16
+# Only this many items of a list are checked for being plain values, so that a long one is cheap.
+_CHECKED_ITEMS = 16
 ATTEMPT_LINE = "--- holdfast: attempt {number} ---"
 # The names must not start with HOLDFAST_: such a variable would be read as a policy field and
 # rejected.
@@ -192,7 +192,7 @@ def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    items = value[:_MOST_SETTING_VALUES] if isinstance(value, (list, tuple)) else [value]
+    items = value[:_CHECKED_ITEMS] if isinstance(value, (list, tuple)) else [value]
     return all(isinstance(item, (bool, int, float, str)) for item in items)
 
 

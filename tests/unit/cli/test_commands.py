@@ -67,7 +67,7 @@ def test_a_flipped_bit_is_found_and_is_exit_code_1(run_dir):
     status = [row["status"] for row in json.loads(verified.output)["checkpoints"]]
     assert status[0] == status[2] == "verified"
     assert status[1].startswith("damaged: model.safetensors")
-    assert "sha256" in call("checkpoints", run_dir, "--verify").output
+    assert "SHA-256" in call("checkpoints", run_dir, "--verify").output
 
 
 def test_a_checkpoint_that_a_live_run_removes_meanwhile_is_left_out(run_dir, monkeypatch):

@@ -30,6 +30,64 @@ def mlp() -> dict[str, Any]:
     return _job(model, batch, lambda batch: functional.cross_entropy(model(batch[0]), batch[1]))
 
 
+# Samples and width of the evaluation of `evaluated` and `evaluated_alike`.
+EVALUATED_SAMPLES = 4096
+EVALUATED_WIDTH = 256
+
+
+class Evaluated(nn.Module):
+    """Layers of one width, which fail if they are evaluated with gradients or in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = EVALUATED_WIDTH
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x))
+
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        assert not self.training
+        assert not torch.is_grad_enabled()
+        return self(batch[0]).argmax(dim=1)
+
+
+def evaluated() -> dict[str, Any]:
+    """Evaluate batches that are larger than those of the training."""
+    batch = (torch.randn(8, EVALUATED_WIDTH), torch.randint(10, (8,)))
+    model = Evaluated()
+    return _job(
+        model,
+        batch,
+        lambda batch: functional.cross_entropy(model(batch[0]), batch[1]),
+        evaluate=lambda model, batch: model.evaluate(batch),
+        evaluation_batch=(
+            torch.randn(EVALUATED_SAMPLES, EVALUATED_WIDTH),
+            torch.zeros(EVALUATED_SAMPLES, dtype=torch.long),
+        ),
+    )
+
+
+def evaluated_alike() -> dict[str, Any]:
+    """Evaluate the batches of the training."""
+    job = evaluated()
+    del job["evaluation_batch"]
+    return job
+
+
+def fails_in_evaluation() -> dict[str, Any]:
+    def evaluate(batch: Any) -> None:
+        raise KeyError("missing")
+
+    return {**evaluated(), "evaluate": evaluate}
+
+
+def evaluates_nothing() -> dict[str, Any]:
+    """Evaluate something that is no function."""
+    return {**mlp(), "evaluate": 3}
+
+
 def checkpointed() -> dict[str, Any]:
     """Fail with the batch on the host, in a checkpoint.
 

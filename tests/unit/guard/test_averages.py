@@ -212,7 +212,7 @@ def test_of_several_models_the_one_that_was_stepped_is_averaged_and_exported(
         tmp_path / "plain", model=models["generator"], optimizer=optimizers["generator"]
     ) as guard:
         guard.step(DATA[0], square_of(models["generator"]))
-    assert "holds no averaged weights" in export("plain").output
+    assert "contains no averaged weights" in export("plain").output
 
 
 def test_what_is_no_average_of_the_model_is_refused(tmp_path: Path) -> None:

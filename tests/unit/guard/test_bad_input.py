@@ -83,7 +83,7 @@ BAD_LOSSES = {
     "loss and logits": (
         lambda model, x: (model(x).mean(), model(x)),
         "H203",
-        ["tensor of shape (8, 1)", "return the loss alone"],
+        ["tensor of shape (8, 1)", "only the loss"],
     ),
     "loss and array": (lambda model, x: (model(x).mean(), np.ones((8, 99))), "H203", ["a ndarray"]),
     "half an item": (lambda model, x: (model(x).mean(), 7.5), "H203", ["items=7.5"]),
@@ -100,7 +100,7 @@ BAD_LOSSES = {
     "output of a model": (
         lambda model, x: SimpleNamespace(loss=model(x).mean()),
         "H201",
-        ["the loss in it"],
+        ["a SimpleNamespace", "return the loss"],
     ),
     "numpy scalar": (lambda model, x: np.float32(model(x).mean().item()), "H201", ["a float32"]),
 }

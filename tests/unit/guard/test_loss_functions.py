@@ -248,7 +248,7 @@ def test_a_flag_that_changes_makes_the_same_object_another_function(tmp_path, mo
                 loss_fn.second = second
             guard.step(torch.ones(4, 2), loss_fn)
         assert len(guard._session.spikes.state_dict()["tracks"]) == 2
-        assert len(guard._engine.attempts.safety._known) == 2
+        assert len(guard._engine.attempts.safety._histories) == 2
 
 
 # --- what one leaves behind

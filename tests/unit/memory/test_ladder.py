@@ -107,7 +107,7 @@ def test_a_failed_trial_costs_one_attempt_and_doubles_the_wait() -> None:
         waits.append(steps)
         (decision,) = _fail(ladder, 1, Remedies())
         assert decision == Split(
-            reason="the larger plan that was tried does not fit",
+            reason="the larger plan on trial does not fit",
             promise="equal up to rounding",
             micro_batch_size=4,
         )

@@ -86,10 +86,11 @@ _WRITER = """
 import sys, pathlib
 from holdfast.recorder.black_box import BlackBox, StepMark
 box, number = BlackBox(pathlib.Path(sys.argv[1])), int(sys.argv[2])
-print("ready", flush=True)
 while True:
-    number += 1
-    box.step(StepMark.COMMITTED, number, 1, float(number), None, 0.01)
+    for _ in range(5_000):
+        number += 1
+        box.step(StepMark.COMMITTED, number, 1, float(number), None, 0.01)
+    print("wrote 5,000 steps", flush=True)
 """
 
 
@@ -102,8 +103,9 @@ def test_killed_again_and_again_it_loses_nothing(tmp_path: Path) -> None:
         command = [sys.executable, "-c", _WRITER, str(tmp_path), str(number)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
             assert writer.stdout is not None
-            assert writer.stdout.readline() == b"ready\n"
-            time.sleep(0.05 + 0.3 * chance.random())
+            # On a busy machine the writer gets further in each of its lives, too.
+            assert writer.stdout.readline() == b"wrote 5,000 steps\n"
+            time.sleep(0.3 * chance.random())
             writer.send_signal(signal.SIGKILL)
         held = read_steps(tmp_path)
         number = held[-1].global_step

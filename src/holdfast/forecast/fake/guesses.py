@@ -43,7 +43,7 @@ class Guesses:
         return tuple(self._assumptions)
 
     def assume(self, what: str, line: str | None = None) -> None:
-        """Record an assumption. By default, it is attributed to the running line of user code."""
+        """Record an assumption, by default together with the running line of user code."""
         if line is None:
             line = running_line()
         self._assumptions.setdefault(Assumption(what=what, line=line))

@@ -46,7 +46,7 @@ _FILLS = {
     aten.new_ones: 1,
     aten.zero_: 0,
 }
-# Operators that fill their result with an argument, and the position of that argument.
+# Operators that fill their result with one of their arguments, by the position of that argument.
 _FILLS_WITH_ARGUMENT = {aten.full_like: 1, aten.new_full: 2, aten.fill_: 1}
 _FINITENESS_CHECKS = _packets("isnan isinf isposinf isneginf")
 # Operators whose result inherits the expected answer or the bounds of their first argument.

@@ -8,6 +8,10 @@ A factory is a function, usually called ``build``, that returns the job to trace
                                                                    f(guard, batch) runs a step
     {"model": ..., "optimizer": ..., "step": f}                    f(batch_size) runs a step
 
+If the dict also has an ``"evaluate"``, f(batch) or f(model, batch), the evaluation is forecast too.
+It is called in evaluation mode without gradients, on the ``"evaluation_batch"`` if there is one,
+and otherwise on the sample batch.
+
 To pass several models or optimizers, use a dict of them. The batch size is inferred unless the key
 ``batch_size`` is present. Other keys, such as ``scheduler``, are ignored. If the factory has a
 parameter called ``micro_batch_size`` or ``batch_size``, it receives the micro-batch size.
@@ -45,6 +49,21 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """How the job evaluates its models.
+
+    Args:
+        function: Evaluates one batch.
+        batch: The batch that it is called with; the job's sample batch if `has_batch` is False.
+        has_batch: Whether the factory returned a batch for the evaluation.
+    """
+
+    function: Function
+    batch: Any
+    has_batch: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltJob:
     """The job that a factory returned, after it was checked.
 
@@ -57,6 +76,7 @@ class BuiltJob:
         batch: The sample batch.
         has_batch: Whether the factory returned a sample batch. A step may create its own batches.
         batch_size: Number of samples in the batch, if the factory received or returned it.
+        evaluation: How the job evaluates its models, if the factory returned that.
     """
 
     models: dict[str, nn.Module]
@@ -66,6 +86,7 @@ class BuiltJob:
     batch: Any
     has_batch: bool
     batch_size: int | None = None
+    evaluation: Evaluation | None = None
 
 
 def load_factory(name: str) -> Function:
@@ -179,6 +200,7 @@ class _ResultChecker:
             batch=returned.get("batch"),
             has_batch="batch" in returned,
             batch_size=size if isinstance(size, int) else None,
+            evaluation=self._evaluation(returned),
         )
 
     def _function(self, returned: Mapping[str, Any]) -> Function:
@@ -187,6 +209,19 @@ class _ResultChecker:
         if not callable(function):
             raise self._refusal(f"a {type(function).__name__} as {key}")
         return function  # type: ignore[no-any-return]
+
+    def _evaluation(self, returned: Mapping[str, Any]) -> Evaluation | None:
+        if "evaluate" not in returned:
+            return None
+        function = returned["evaluate"]
+        if not callable(function):
+            raise self._refusal(f"a {type(function).__name__} as evaluate")
+        has_batch = "evaluation_batch" in returned
+        if not has_batch and "batch" not in returned:
+            raise self._refusal("evaluate without a batch or evaluation_batch to call it with")
+        return Evaluation(
+            function=function, batch=returned.get("evaluation_batch"), has_batch=has_batch
+        )
 
     def _by_name(self, value: Any, key: str, kind: type) -> dict[str, Any]:
         """Return models or optimizers by name. A single one gets the name of its key."""

@@ -23,6 +23,7 @@ import torch
 from holdfast.core.errors import HoldfastError
 from holdfast.forecast.fake.device import ForecastDevice, forecast_device
 from holdfast.forecast.job import building
+from holdfast.forecast.job.evaluation_job import EvaluationJob
 from holdfast.forecast.job.tracing import ANSWER_FILE, PROGRESS_FILE, REQUEST_FILE, TraceRequest
 from holdfast.forecast.job.training_job import TrainingJob
 from holdfast.forecast.kernels import scratch, scratch_cpu
@@ -103,6 +104,11 @@ class _Tracing:
                     begin = time.perf_counter()
                     traces.append(self._trace(job, device, tracer, size))
                     trace_seconds.append(time.perf_counter() - begin)
+                evaluation = None
+                if request.traces_evaluation and built.evaluation is not None:
+                    self._report("tracing the evaluation")
+                    evaluation_job = EvaluationJob(built, job, device, tracer.claim)
+                    evaluation = self._trace_evaluation(evaluation_job, device, tracer)
         traces[-1] = _with_growth_mentioned(traces[-1])
         # Models may share parameters.
         parameters = {
@@ -114,8 +120,13 @@ class _Tracing:
         for number, trace in enumerate(traces):
             files.append(f"{number}.npz")
             trace.save(self._folder / files[-1])
+        evaluation_file = None
+        if evaluation is not None:
+            evaluation_file = "evaluation.npz"
+            evaluation.save(self._folder / evaluation_file)
         return {
             "files": files,
+            "evaluation_file": evaluation_file,
             "route": request.route,
             "parameters": sum(p.numel() for p in parameters),
             "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
@@ -150,6 +161,21 @@ class _Tracing:
             route=self._request.route,
             blocks=tuple(name for name, _ in job.blocks),
             assumptions=(*job.assumptions, *device.assumptions),
+        )
+
+    def _trace_evaluation(
+        self, evaluation: EvaluationJob, device: ForecastDevice, tracer: Tracer
+    ) -> Trace:
+        size = evaluation.batch_size(self._request.sizes[-1])
+        # As for a step, the first call may allocate in a different order.
+        evaluation.run(size)
+        with tracer.recording():
+            evaluation.run(size)
+        return tracer.trace(
+            micro_batch_size=size,
+            precision=self._request.precision,
+            route=self._request.route,
+            assumptions=device.assumptions,
         )
 
 

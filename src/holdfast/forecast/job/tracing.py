@@ -55,6 +55,7 @@ class TraceRequest:
         recompute: The modules whose activations are recomputed; paths from `Trace.blocks`.
         gradient_accumulation_steps: Micro-batches per optimizer step. Ignored if the batch cannot
             be split; see `TraceResult.accumulates`.
+        traces_evaluation: Whether to trace the evaluation too, if the factory returns one.
     """
 
     factory: str
@@ -63,6 +64,7 @@ class TraceRequest:
     route: Route = "privateuse1"
     recompute: tuple[str, ...] = ()
     gradient_accumulation_steps: int = 1
+    traces_evaluation: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,8 @@ class TraceResult:
         trace_seconds: Seconds for each trace.
         assumptions: The assumptions of all traces.
         casts: Whether the job's own code uses autocast, which overrides the requested precision.
+        evaluation: The trace of the evaluation of one batch, if it was requested and the factory
+            returns one.
     """
 
     traces: tuple[Trace, ...]
@@ -93,6 +97,7 @@ class TraceResult:
     trace_seconds: tuple[float, ...]
     assumptions: tuple[Assumption, ...]
     casts: bool = False
+    evaluation: Trace | None = None
 
 
 def trace_job(
@@ -174,9 +179,14 @@ class _Exchange:
     def _read_answer(self, answer: dict[str, Any]) -> TraceResult:
         """Convert the child's answer to a result, loading its trace files."""
         traces = tuple(Trace.load(self._folder / file) for file in answer.pop("files"))
+        evaluation_file = answer.pop("evaluation_file")
+        evaluation = None
+        if evaluation_file is not None:
+            evaluation = Trace.load(self._folder / evaluation_file)
         assumptions = [assumption for trace in traces for assumption in trace.assumptions]
         return TraceResult(
             traces=traces,
+            evaluation=evaluation,
             trace_seconds=tuple(answer.pop("trace_seconds")),
             assumptions=tuple(dict.fromkeys(assumptions)),
             **answer,

@@ -107,14 +107,9 @@ class TrainingJob:
         self._recomputed = [module for name, module in self.blocks if name in recompute]
         self._placement = _TensorPlacement.AS_BUILT
         # None if the step creates its own batches.
-        self._sample: SampleBatch | None = None
+        self.sample: SampleBatch | None = None
         if built.has_batch:
-            self._sample = SampleBatch(
-                built.batch,
-                size=built.batch_size,
-                read=self._values_of,
-                make=self._make_tensor,
-            )
+            self.sample = self.sample_of(built.batch, built.batch_size)
         self._place_of_function = building.place_of(built.function)
         self._uses_guard = takes_guard(built.function)
         guard = GuardStandIn(list(self.optimizers), self._make_guarded_step)
@@ -133,7 +128,7 @@ class TrainingJob:
     def accumulates(self) -> bool:
         """Whether a batch can be split into micro-batches. Valid after the first step."""
         returns_loss = self._kind is _FunctionKind.RETURNS_LOSS
-        return self._sample is not None and returns_loss
+        return self.sample is not None and returns_loss
 
     # The first step.
 
@@ -168,8 +163,8 @@ class TrainingJob:
             )
         self.casts = bool(autocasts)
         self.assumptions += [Assumption(what=what) for what in self._assumed_in_first_step()]
-        if self._sample is not None:
-            self.assumptions += self._sample.assumptions()
+        if self.sample is not None:
+            self.assumptions += self.sample.assumptions()
         # Free the tensors of failed attempts.
         gc.collect()
 
@@ -264,9 +259,7 @@ class TrainingJob:
         """
         self._stepped = set()
         self._device.guesses.begin_step()
-        with contextlib.ExitStack() as stack:
-            if self._placement is _TensorPlacement.ALL_ON_DEVICE:
-                stack.enter_context(torch.device(self._device.device))
+        with self.placing_tensors(), contextlib.ExitStack() as stack:
             if self._recomputed:
                 stack.enter_context(recomputing(self._recomputed, lambda: None, lambda _: None))
             try:
@@ -283,19 +276,25 @@ class TrainingJob:
                 # The user's step may raise any exception.
                 raise self._failed(error, size) from error
 
+    def placing_tensors(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which tensors are created where the step needs them."""
+        if self._placement is _TensorPlacement.ALL_ON_DEVICE:
+            return torch.device(self._device.device)
+        return contextlib.nullcontext()
+
     def _make_batches(self, size: int) -> list[Any]:
         """Return the arguments with which the function is called in a step.
 
         These are micro-batches, or the batch size if the step creates its own batch.
         """
-        if self._sample is None:
+        if self.sample is None:
             return [size]
         count = self._accumulation_steps if self.accumulates else 1
-        batch = self._sample.resized(size * count)
+        batch = self.sample.resized(size * count)
         self._claim_batch(batch)
         if self._uses_guard or count == 1:
             return [batch]
-        return self._sample.parts(batch, count)
+        return self.sample.parts(batch, count)
 
     def _make_guarded_step(
         self, batch: Any, function: Function, names: Sequence[str]
@@ -435,6 +434,15 @@ class TrainingJob:
 
     # Tensors of the batch.
 
+    def sample_of(self, batch: Any, size: int | None = None) -> SampleBatch:
+        """Return a sample batch whose copies are created where the step needs them.
+
+        Args:
+            batch: The user's batch.
+            size: Its number of samples; None to infer it.
+        """
+        return SampleBatch(batch, size=size, read=self._values_of, make=self._make_tensor)
+
     def _values_of(self, tensor: torch.Tensor) -> Values | None:
         """Return the values of a tensor in the sample batch, or None if they are not known."""
         known_values = self._device.mode.known_values
@@ -467,8 +475,8 @@ class TrainingJob:
         line = line_of(error)
         where = f", at {line}" if line else self._place_of_function
         assumed = ""
-        if self._sample is not None:
-            assumed = f"; {next(self._sample.assumptions()).what}"
+        if self.sample is not None:
+            assumed = f"; {next(self.sample.assumptions()).what}"
         return PolicyError(
             f"the step raised {building.first_line(error)}{where}",
             limit=(
@@ -493,12 +501,12 @@ def _check_single_device(built: BuiltJob) -> None:
 
 
 def _untrained_optimizer(what: str) -> PolicyError:
-    """Return the error for an optimizer that the step does not train with (H412)."""
+    """Return the error for an optimizer that the step does not use (H412)."""
     return PolicyError(
         what,
         limit=(
-            "without a step of each optimizer, the forecast would miss the optimizer's state and"
-            " the memory for training its parameters"
+            "an optimizer that is never stepped has no state, so the forecast would miss this state"
+            " and the memory for training the parameters"
         ),
         fix=(
             "return only optimizers that the step uses, directly or in hooks. One call of step()"

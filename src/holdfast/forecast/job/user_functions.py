@@ -159,6 +159,11 @@ def called_with_batch(built: BuiltJob, guard: GuardStandIn) -> Function:
     function = built.function
     if takes_guard(function):
         return lambda batch: function(guard, batch)
+    return with_models_bound(built, function)
+
+
+def with_models_bound(built: BuiltJob, function: Function) -> Function:
+    """Return a function of a job that takes only the batch, if it takes the models too."""
     if len(building.positional_parameters(function)) == 2:
         is_single = list(built.models) == ["model"]
         model: Any = built.models["model"] if is_single else built.models

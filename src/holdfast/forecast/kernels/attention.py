@@ -1,8 +1,8 @@
 """`scaled_dot_product_attention` on the fake device, with the kernel that CUDA would choose.
 
-On a device that torch does not know, it takes the math path, which saves two score matrices per
-layer for the backward pass. On CUDA, it usually chooses a fused kernel, which saves one number per
-row. The difference is a third of an encoder's activations.
+On a device that torch does not know, torch takes the math path, which saves two score matrices per
+layer for the backward pass. On CUDA, torch usually chooses a fused kernel, which saves one number
+per row. The difference is a third of an encoder's activations.
 
 The kernel is chosen by the same conditions, in the same order, as in torch 2.11 to 2.14. See
 aten/src/ATen/native/transformers/attention.cpp, cuda/sdp_utils.cpp and sdp_utils_cpp.h; docstrings

@@ -1,4 +1,4 @@
-"""The lists of aten operators in ``operators.yaml``, as `LISTS`: the names by section."""
+"""The lists of aten operators in ``operators.yaml``. `LISTS` has the names in each section."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ class ForecastRequest:
         factory: The factory, as ``"module:function"`` or ``"file.py:function"``. `job.building`
             describes what it may return.
         devices: The devices to plan for.
-        precisions: The precisions to try: ``"fp32"``, ``"bf16"`` or ``"fp16"``. The first one
-            should be what the job uses now, because equally fast plans prefer earlier precisions.
+        precisions: The precisions to try: ``"fp32"``, ``"bf16"`` or ``"fp16"``. Begin with the one
+            that the job uses now: among equally fast plans, earlier precisions are preferred.
         global_batch_size: Samples per optimizer step, or None for one micro-batch per step.
         margin_bytes: Memory to keep free, or None for the device's default.
         verify: Whether to trace each recommended plan with its own settings.
@@ -79,6 +79,23 @@ class ForecastRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationForecast:
+    """The memory for evaluating one batch while the state of the training is on the device.
+
+    Args:
+        samples: Samples of the batch.
+        live_bytes: Peak of the live bytes.
+        process_bytes: Device memory of the whole process, including the CUDA context.
+        fits: Whether the evaluation fits the device.
+    """
+
+    samples: int
+    live_bytes: int
+    process_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """The result of tracing a recommended plan with its own settings.
 
@@ -86,11 +103,13 @@ class Verification:
         live_bytes: Peak of the live bytes in this trace.
         forecast_bytes: Peak of the live bytes that was forecast for the same step.
         fits: Whether this trace fits the device.
+        evaluation: The memory for the evaluation, if the factory returns one.
     """
 
     live_bytes: int
     forecast_bytes: int
     fits: bool
+    evaluation: EvaluationForecast | None = None
 
     @property
     def error(self) -> float:
@@ -109,8 +128,8 @@ class DeviceForecast:
         shown: The plan whose memory is shown in detail: `best`, or else the plan that lacks the
             least memory.
         trace: The step of the plan in `shown`.
-        verification: The verification of the recommended plan. If no plan passed, that of the last
-            plan that was verified. None if no plan was verified.
+        verification: The verification of the recommended plan. If no plan passed, the verification
+            of the last plan that was tried. None if no plan was verified.
     """
 
     target: Target
@@ -119,6 +138,14 @@ class DeviceForecast:
     shown: MemoryPlan
     trace: Trace
     verification: Verification | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether a plan fits the device, and the evaluation too if there is one."""
+        if self.best is None:
+            return False
+        evaluation = None if self.verification is None else self.verification.evaluation
+        return evaluation is None or evaluation.fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,9 +370,9 @@ class Forecaster:
                 assumed.append(Assumption(what=what))
             if self._request.global_batch_size is not None and not result.accumulates:
                 what = (
-                    "the step calls backward itself, so its batch was not split into"
-                    f" micro-batches: the global batch of {self._request.global_batch_size} samples"
-                    " is passed to it whole, and no accumulated gradients are counted"
+                    "the step calls backward itself, so its batch was not split: the step receives"
+                    f" the global batch of {self._request.global_batch_size} samples at once, and"
+                    " no accumulated gradients are counted"
                 )
                 assumed.append(Assumption(what=what))
             return _TracedJob(
@@ -413,6 +440,7 @@ class Forecaster:
                 sizes=(plan.micro_batch_size,),
                 recompute=plan.modules,
                 gradient_accumulation_steps=micro_batches,
+                traces_evaluation=True,
             )
         )
         (trace,) = result.traces
@@ -421,7 +449,21 @@ class Forecaster:
             live_bytes=live_peak(trace, GRANULE_BYTES),
             forecast_bytes=live_peak(forecast, GRANULE_BYTES),
             fits=check_trace(trace, target).fits,
+            evaluation=_evaluation_in_memory(result.evaluation, target),
         )
+
+
+def _evaluation_in_memory(trace: Trace | None, target: Target) -> EvaluationForecast | None:
+    """Return the memory for a traced evaluation, or None if there is no evaluation."""
+    if trace is None:
+        return None
+    fit = check_trace(trace, target)
+    return EvaluationForecast(
+        samples=trace.micro_batch_size,
+        live_bytes=live_peak(trace, GRANULE_BYTES),
+        process_bytes=fit.process_bytes,
+        fits=fit.fits,
+    )
 
 
 def _raised_margin(plan: MemoryPlan, verification: Verification, device: Device) -> int:

@@ -251,8 +251,8 @@ def _first_product(trace: Trace, phase: str) -> int:
     events = trace.operation_event[is_product[trace.operation_name] & in_phase]
     if not len(events):
         return 0
-    # `repeat_steps` begins with an event for each resident storage. The 1 stands for the allocation
-    # of the product's result.
+    # `repeat_steps` begins with an event for each resident storage. Add 1 for the allocation of the
+    # product's result.
     return len(trace.resident) + int(events[0]) + 1
 
 

@@ -21,7 +21,7 @@ from holdfast.core.errors import BatchError
 from holdfast.forecast.trace.events import OWNERS, Assumption, Trace, is_allocation, storage_of
 
 # A single sample is not traced, because it may take other code paths: tensors with a dimension of
-# size 1 can be contiguous in several layouts. It did so in 3 of 7 models that we tried.
+# size 1 can be contiguous in several layouts. This happened in 3 of 7 models that we tried.
 LEAST_MICRO_BATCH_SIZE = 2
 FITTED_SIZES = (LEAST_MICRO_BATCH_SIZE, 2 * LEAST_MICRO_BATCH_SIZE)
 

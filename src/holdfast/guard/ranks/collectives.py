@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from typing import Any
+from typing import Any, final
 
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +23,7 @@ from holdfast.numerics.provenance import NeedsOtherRanksError
 _NAMESPACES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"}
 
 
+@final
 class Collectives:
     """Counts the collectives that the loss or the model starts in an attempt on this rank.
 
@@ -103,6 +104,7 @@ def _number(group: Any) -> int:
     return total
 
 
+@final
 class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises `NeedsOtherRanksError` for an operator that needs other ranks to take part."""
 

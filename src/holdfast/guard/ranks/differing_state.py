@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -25,6 +25,7 @@ Tensors for ``"buffers"``, and trees of any values for ``"states"``.
 KINDS = ("buffers", "states")
 
 
+@final
 class Digests:
     """Computes the digests of one rank's entries, and remembers those of constant buffers."""
 

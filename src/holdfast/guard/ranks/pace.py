@@ -8,6 +8,7 @@ from __future__ import annotations
 import resource
 import statistics
 import time
+from typing import final
 
 import torch
 
@@ -21,6 +22,7 @@ _LEAST_STEPS = 20
 _LEAST_SHARE = 0.1
 
 
+@final
 class Pace:
     """How long each rank was busy in the steps of an epoch.
 

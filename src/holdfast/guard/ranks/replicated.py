@@ -25,7 +25,7 @@ from holdfast.guard.ranks.gradient_order import (
     trained_parameters,
     without_hooks,
 )
-from holdfast.guard.ranks.tape import ROW, Tape
+from holdfast.guard.ranks.tape import ROW, Entry, Tape
 from holdfast.memory.oom import find_out_of_memory
 
 # Communication hooks that keep no state between steps. Others, such as PowerSGD's, would keep NaN
@@ -113,7 +113,7 @@ class ReplicatedModel(DistributedModel):
         From here on, collectives are no longer counted: torch's reductions of gradients follow.
         """
         self._tape.collectives.freeze()
-        self._tape.note(self.group, ROW)
+        self._tape.note(self.group, Entry(ROW))
 
     def after_row(self) -> None:
         """Note that the exchange of the row has begun."""

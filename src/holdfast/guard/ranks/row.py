@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import distributed
@@ -206,6 +206,7 @@ def _must_agree(row: Row) -> tuple[float, ...]:
     return row.kind, row.number, row.guard
 
 
+@final
 class PendingRows:
     """A running exchange of rows.
 

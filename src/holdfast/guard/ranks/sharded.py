@@ -21,7 +21,7 @@ from holdfast.checkpoint.tensor_files import Share
 from holdfast.core.errors import CheckpointError
 from holdfast.guard.parts import Parts
 from holdfast.guard.ranks.distributed_model import DistributedModel
-from holdfast.guard.ranks.tape import ROW, Tape
+from holdfast.guard.ranks.tape import GATHER, NORMS, ROW, SCATTER, Entry, Tape
 from holdfast.guard.saving.components import component_of
 from holdfast.guard.state.trees import copied
 from holdfast.numerics.gradients import local
@@ -69,13 +69,10 @@ class ShardedModel(DistributedModel):
             if len(groups) > 1 or any(group._use_post_forward_mesh for group in groups):
                 self._obstacle = "one of its modules is sharded in several ways"
             elif groups:
-                gather, scatter = groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm
-                module.set_custom_all_gather(
-                    _Noted(gather, partial(_note, self._tape, "gather", at))
-                )
-                module.set_custom_reduce_scatter(
-                    _Noted(scatter, partial(_note, self._tape, "scatter", at))
-                )
+                gather = _RecordedGather(groups[0]._all_gather_comm, self._tape, at)
+                module.set_custom_all_gather(gather)
+                scatter = _RecordedScatter(groups[0]._reduce_scatter_comm, self._tape, at)
+                module.set_custom_reduce_scatter(scatter)
 
     @property
     def allowed_values(self) -> Mapping[str, Sequence[Any]]:
@@ -111,7 +108,7 @@ class ShardedModel(DistributedModel):
 
     def before_row(self) -> None:
         """Note that the row is about to be exchanged."""
-        self._tape.note(self.group, ROW)
+        self._tape.note(self.group, Entry(ROW))
 
     def after_row(self) -> None:
         """Do nothing, since collectives are not counted from here on."""
@@ -133,17 +130,17 @@ class ShardedModel(DistributedModel):
         """Return why the collectives of this model cannot be started by hand; None if they can."""
         return self._obstacle
 
-    def follow(self, row: Callable[[], None]) -> str | None:
+    def follow(self, exchange_row: Callable[[], None]) -> str | None:
         """Start the collectives that the other ranks start in this attempt.
 
         Args:
-            row: Starts the exchange of the row.
+            exchange_row: Sends the row of this rank, and waits for those of the others.
 
         Returns:
             None, or why that is not possible.
         """
         self._forget()
-        obstacle = self._tape.follow(partial(self._begin_by_hand, row))
+        obstacle = self._tape.follow(partial(self._start_by_hand, exchange_row))
         self._forget()
         return obstacle
 
@@ -156,32 +153,33 @@ class ShardedModel(DistributedModel):
         if self._root._get_fsdp_state()._is_root:
             self._root.reset_iter_state()
 
-    def _begin_by_hand(self, row: Callable[[], None], kind: str, *about: Any) -> None:
-        """Start a collective from another rank's tape.
+    def _start_by_hand(self, exchange_row: Callable[[], None], entry: Entry) -> None:
+        """Start a collective from another rank's tape, with NaN as gradients.
 
         Args:
-            row: Starts the exchange of the row.
-            kind: The kind of collective.
-            about: The rest of its description, as noted on the tape.
+            exchange_row: Sends the row of this rank, and waits for those of the others.
+            entry: The entry of the tape.
         """
-        if kind == ROW:
-            row()
-        elif kind == "gather":
+        if entry.kind == ROW:
+            exchange_row()
+        elif entry.kind == GATHER:
             # This uses the real weights, because the other ranks compute with them.
-            module = self._modules[about[0]]
+            module = self._modules[entry.module]
             module.unshard()
             module.reshard()
-        elif kind == "scatter":
-            at, size, dtype, averages = about
-            op = distributed.ReduceOp.AVG if averages else distributed.ReduceOp.SUM
-            group = self._groups[at]._reduce_scatter_process_group
-            gradients = self._nan(size, dtype)
-            _scatter(gradients.new_empty(size // group.size()), gradients, op=op, group=group)
+        elif entry.kind == SCATTER:
+            op = distributed.ReduceOp.AVG if entry.averages else distributed.ReduceOp.SUM
+            group = self._groups[entry.module]._reduce_scatter_process_group
+            gradients = self._nan(entry)
+            shard = gradients.new_empty(len(gradients) // group.size())
+            _scatter(shard, gradients, op=op, group=group)
         else:
-            distributed.all_reduce(self._nan(*about), group=self._shards)
+            assert entry.kind == NORMS
+            distributed.all_reduce(self._nan(entry), group=self._shards)
 
-    def _nan(self, size: int, dtype: str) -> torch.Tensor:
-        return torch.full((size,), math.nan, dtype=getattr(torch, dtype), device=self.device)
+    def _nan(self, entry: Entry) -> torch.Tensor:
+        dtype = getattr(torch, entry.dtype)
+        return torch.full((entry.size,), math.nan, dtype=dtype, device=self.device)
 
     def discard_attempt(self) -> None:
         """Discard an attempt that has failed on some rank. All ranks must call this."""
@@ -204,7 +202,8 @@ class ShardedModel(DistributedModel):
             own: The norms of this rank's shards, each of shape ``()``.
         """
         squares = torch.stack(list(own)).pow(2)
-        self._tape.note(self._shards, "norms", len(own), _name_of(squares.dtype))
+        entry = Entry(NORMS, size=len(own), dtype=_name_of(squares.dtype))
+        self._tape.note(self._shards, entry)
         distributed.all_reduce(squares, group=self._shards)
         return list(squares.pow(0.5))
 
@@ -272,31 +271,55 @@ def _own_part(tensor: torch.Tensor, *, is_first: bool) -> Any:
     return None if is_replica else local(tensor)
 
 
-class _Noted:
-    """A collective of torch that calls `note` when it starts."""
+@final
+class _RecordedGather:
+    """The gather of a module's weights, which notes itself on the tape; torch calls it.
 
-    def __init__(self, collective: Any, note: Callable[..., None]) -> None:
+    Args:
+        collective: torch's own gather.
+        tape: The tape.
+        module: The position of the module.
+    """
+
+    def __init__(self, collective: Any, tape: Tape, module: int) -> None:
         self._collective = collective
-        self._note = note
+        self._tape = tape
+        self._entry = Entry(GATHER, module=module)
+        self.allocate = collective.allocate
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, **options: Any) -> Any:
+        self._tape.note(group, self._entry)
+        return self._collective(output_tensor, input_tensor, group, **options)
+
+
+@final
+class _RecordedScatter:
+    """The reduction of a module's gradients, which notes itself on the tape; torch calls it.
+
+    Args:
+        collective: torch's own reduce-scatter.
+        tape: The tape.
+        module: The position of the module.
+    """
+
+    def __init__(self, collective: Any, tape: Tape, module: int) -> None:
+        self._collective = collective
+        self._tape = tape
+        self._module = module
         self.allocate = collective.allocate
 
     def __call__(
-        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any = None, **given: Any
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, **options: Any
     ) -> Any:
-        if op is None:
-            self._note(group)
-            return self._collective(output_tensor, input_tensor, group, **given)
-        self._note(
-            group,
-            input_tensor.numel(),
-            _name_of(input_tensor.dtype),
-            op != distributed.ReduceOp.SUM,
+        entry = Entry(
+            SCATTER,
+            module=self._module,
+            size=input_tensor.numel(),
+            dtype=_name_of(input_tensor.dtype),
+            averages=op != distributed.ReduceOp.SUM,
         )
-        return self._collective(output_tensor, input_tensor, group, op, **given)
-
-
-def _note(tape: Tape, kind: str, module: int, group: Any, *about: Any) -> None:
-    tape.note(group, kind, module, *about)
+        self._tape.note(group, entry)
+        return self._collective(output_tensor, input_tensor, group, op, **options)
 
 
 def _name_of(dtype: torch.dtype) -> str:

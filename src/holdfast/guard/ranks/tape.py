@@ -1,12 +1,11 @@
-"""Record the collectives of an attempt, so that a rank whose attempt has failed can start the same
-ones by hand.
+"""`Tape`: the collectives of an attempt, which a rank whose attempt has failed starts by hand.
 
 The other ranks wait for the failed one in collectives whose order is not known in advance. So each
 rank keeps a tape: a list of the collectives that the guard and the model's wrapper have started in
 this attempt. A rank that has failed asks for the tapes of the others and follows them. In a normal
 attempt this only costs a short list and a thread that waits.
 
-Collectives of the loss or the model itself (see ``collectives``) cannot be started by hand, since
+Collectives of the loss or the model itself (see `collectives`) cannot be started by hand, since
 their inputs are not known. If another rank waits in one that the failed rank has not started, all
 ranks end.
 """
@@ -19,7 +18,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, final
 
 from holdfast.guard.ranks.collectives import Collectives, groups_shared_with
 from holdfast.guard.ranks.messages import Messages
@@ -27,17 +26,45 @@ from holdfast.guard.ranks.store import RankStore
 
 # The time between two checks for new entries on the tapes of the other ranks, or on our own.
 _POLL_SECONDS = 0.002
+# The kinds of collectives on a tape. A sharded model has all of them, a replicated one only the
+# row: its other collectives are counted by the process group.
 ROW = "row"
+GATHER = "gather"
+SCATTER = "scatter"
+NORMS = "norms"
 
 
+class Entry(NamedTuple):
+    """A collective on a tape. It is sent as JSON.
+
+    Attributes:
+        kind: One of the kinds above, which decides which of the other attributes are set.
+        module: For weights and gradients, the position of their module.
+        size: For gradients and norms, the number of elements.
+        dtype: For gradients and norms, the name of their type, such as ``"float32"``.
+        averages: For gradients, whether they are averaged over the ranks, and not added.
+    """
+
+    kind: str
+    module: int = 0
+    size: int = 0
+    dtype: str = ""
+    averages: bool = False
+
+
+@final
 class Tape:
-    """The collectives of the current attempt of this rank, which other ranks may ask for."""
+    """The collectives of the current attempt of this rank, which other ranks may ask for.
+
+    Args:
+        messages: The connection to the other ranks.
+    """
 
     def __init__(self, messages: Messages) -> None:
         self._messages = messages
         self.collectives = Collectives()
         self._attempt = 0
-        self._entries: list[list[Any]] = []
+        self._entries: list[Entry] = []
         self._is_over = True
         # The number of attempts that failed on any rank. It is the same on all ranks, and is part
         # of the keys of their messages.
@@ -52,28 +79,29 @@ class Tape:
         # This comes last, because the thread that sends the tape reads it first.
         self._attempt += 1
 
-    def note(self, group: Any, *entry: Any) -> None:
+    def note(self, group: Any, entry: Entry) -> None:
         """Note that a collective of the guard or of the model's wrapper is about to start.
 
         Args:
             group: The process group of the collective.
-            entry: A description, as JSON values. `follow` passes it as the arguments of `begin`.
+            entry: What another rank needs to know to start it by hand.
         """
         self.collectives.exclude_next(group)
         if not self._is_over:
-            self._entries.append([*entry])
+            self._entries.append(entry)
 
     def end(self) -> None:
         """Note that this rank has finished running the model in this attempt."""
         self.collectives.freeze()
         self._is_over = True
 
-    def follow(self, begin: Callable[..., None]) -> str | None:
-        """Start the collectives that other ranks start and this one has not, until all of them have
-        ended the attempt.
+    def follow(self, start: Callable[[Entry], None]) -> str | None:
+        """Start the collectives that other ranks start and this one has not.
+
+        This returns once all other ranks have ended the attempt.
 
         Args:
-            begin: Starts a collective by hand, given its description as passed to `note`.
+            start: Starts a collective by hand.
 
         Returns:
             None, or why this rank cannot follow.
@@ -89,11 +117,10 @@ class Tape:
             obstacle = self._obstacle(names)
             if obstacle is not None:
                 return obstacle
-            entry = next(
-                filter(None, (self._messages.read(f"{name}/{position}") for name in names)), None
-            )
-            if entry is not None:
-                begin(*json.loads(entry))
+            texts = (self._messages.read(f"{name}/{position}") for name in names)
+            text = next(filter(None, texts), None)
+            if text is not None:
+                start(Entry(*json.loads(text)))
                 position += 1
                 last_entry_time = time.monotonic()
                 continue

@@ -1,10 +1,10 @@
-"""The best checkpoints of each metric, which are kept beside the newest ones.
+"""The best checkpoints of each metric, which are kept in addition to the newest ones.
 
     best/accuracy/best.json                         the best values and their steps
     best/accuracy/checkpoints/000012-step00000600/  hard links to the files of a checkpoint, which
-                                                    take no disk space of their own
+                                                    take no extra disk space
 
-``holdfast checkpoints`` can read the folder of a metric as if it were a run directory.
+``holdfast checkpoints`` can read a metric's folder as if it were a run directory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.core.files import make_folder, read_file, remove
 
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FILE = "best.json"
-# The path of one of the best checkpoints, relative to the folder of the metric.
+# The path of one of the best checkpoints, relative to the metric's folder.
 _PATH = re.compile(r"checkpoints/[\w-]+")
 
 
@@ -46,7 +46,7 @@ class Best:
 
 
 def as_metric(value: Any, keep: Any, patience: Any) -> float:
-    """Check the arguments of `Guard.validated`, and return the value of the metric as a float.
+    """Check the arguments of `Guard.validated`, and return the metric's value as a float.
 
     Raises:
         PolicyError: H105 if the value is not a number, or `keep` or `patience` is not a count.
@@ -76,13 +76,13 @@ def _is_count(count: Any, *, smallest: int) -> bool:
 
 
 class BestOf:
-    """The best checkpoints of one metric, including those of earlier processes of the run.
+    """The best checkpoints of one metric, including those from earlier processes of the run.
 
     Args:
         run_dir: The run directory.
         name: The name of the metric.
         mode: Whether lower or higher values are better.
-        writes: Whether this process writes and removes files; with several ranks only one does.
+        writes: Whether this process writes and removes files. With several ranks, only one does.
 
     Raises:
         PolicyError: H105 for an invalid name or mode.
@@ -96,7 +96,7 @@ class BestOf:
             raise PolicyError(
                 f"validated with name={name!r} and mode={mode!r}",
                 limit=(
-                    'a name consists of 1 to 64 letters, digits, "_", "-" and "."; the mode is'
+                    'a name consists of 1 to 64 letters, digits, "_", "-" and ".", and the mode is'
                     ' "min" or "max"'
                 ),
                 fix='for example: guard.validated(accuracy, name="accuracy", mode="max").',
@@ -105,13 +105,13 @@ class BestOf:
         self._folder = run_dir / "best" / name
         self._lower_is_better = mode == "min"
         self._writes = writes
-        # The best checkpoint comes first.
+        # Sorted, with the best checkpoint first.
         self.kept: list[Best] = []
         # The best value, and the step at which it was measured.
         self._value = math.nan
         self._step = -1
-        # The steps of the validations since then. As a set, because a validation that is repeated
-        # after a restart counts only once.
+        # The steps of the validations since the best one. This is a set, so that a validation that
+        # is repeated after a restart counts only once.
         self._since: set[int] = set()
         with contextlib.suppress(
             OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError
@@ -119,7 +119,7 @@ class BestOf:
             self._load(json.loads(read_file(self._folder / _FILE)))
 
     def _load(self, content: dict[str, Any]) -> None:
-        """Load the content of the file; raise an error and load nothing if any of it is damaged."""
+        """Load the contents of the file. If any of them is damaged, raise an error instead."""
         kept = [
             Best(
                 value=float(best["value"]),
@@ -127,7 +127,7 @@ class BestOf:
                 path=self._folder / best["path"],
             )
             for best in content["kept"]
-            # The folder will be removed one day, so a damaged file must not point elsewhere.
+            # This path may be removed later, so a damaged file must not point anywhere else.
             if _PATH.fullmatch(best["path"])
         ]
         value = float(content["value"])
@@ -164,7 +164,7 @@ class BestOf:
         return len(self.kept) < most or any(self._improves(value, best.value) for best in self.kept)
 
     def _improves(self, value: float, other: float) -> bool:
-        """Return whether a value is better than another."""
+        """Return whether a value is better than another value."""
         if self._lower_is_better:
             return value < other
         return value > other
@@ -173,7 +173,7 @@ class BestOf:
         """Keep a checkpoint by creating hard links to its files.
 
         Raises:
-            OSError: If the links cannot be written.
+            OSError: If the links cannot be created.
         """
         path = self._path_of(entry)
         make_folder(self._folder.parent.parent, "best", self._folder.name, path.parent.name)
@@ -191,11 +191,11 @@ class BestOf:
         return self._folder / "checkpoints" / entry.path.name
 
     def keep(self, value: float, entry: Entry, most: int) -> None:
-        """Add a checkpoint that was linked, and remove those that are no longer among the best.
+        """Add a linked checkpoint, and remove checkpoints that are no longer among the best.
 
         Args:
             value: The value of the metric.
-            entry: The checkpoint that was linked.
+            entry: The linked checkpoint.
             most: The number of best checkpoints to keep.
         """
         candidates = [best for best in self.kept if best.global_step != entry.global_step]
@@ -210,15 +210,15 @@ class BestOf:
                 remove(path)
 
     def _rank(self, best: Best) -> tuple[float, int]:
-        """Return the key by which checkpoints are sorted, the best and oldest first."""
+        """Return the sort key of a checkpoint. The best comes first, and the older one in a tie."""
         if self._lower_is_better:
             return best.value, best.global_step
         return -best.value, best.global_step
 
     def write(self) -> None:
-        """Write the file, if this process is the one that writes.
+        """Write the file, if this process is responsible for writing.
 
-        If that fails, for example because the disk is full, the values are lost when the process
+        If writing fails, for example because the disk is full, the values are lost when the process
         ends.
         """
         if not self._writes:
@@ -238,10 +238,10 @@ class BestOf:
 
 
 def best_in(folder: Path) -> int | None:
-    """Return the step of the best checkpoint in a folder.
+    """Return the step of the best checkpoint in a metric's folder.
 
     Returns:
-        The step; -1 if the folder's file is damaged; None if this is not the folder of a metric.
+        The step, -1 if the folder's file is damaged, or None if this is not a metric's folder.
     """
     if not (folder / _FILE).exists():
         return None
@@ -254,5 +254,5 @@ def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:
-        # The file system has no hard links.
+        # The file system does not support hard links.
         shutil.copy2(source, target)

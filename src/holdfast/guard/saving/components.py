@@ -36,12 +36,12 @@ from holdfast.numerics.gradients import local
 
 
 def component_of(kind: str, name: str) -> str:
-    """Return the component of a model or an optimizer, such as "model" or "model.critic"."""
+    """Return the component name of a model or optimizer, such as "model" or "model.critic"."""
     return kind if name == kind else f"{kind}.{name}"
 
 
 def component_names(parts: Parts) -> list[str]:
-    """Return the names of all components of a checkpoint of these parts."""
+    """Return the names of all components in a checkpoint of these parts."""
     return [
         *(component_of("model", name) for name in parts.models),
         *(component_of("optimizer", name) for name in parts.optimizers),
@@ -53,10 +53,10 @@ def component_names(parts: Parts) -> list[str]:
 def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a run by component.
 
-    The tensors are the live ones, not copies.
+    The tensors are not copied.
 
     Args:
-        parts: The models, optimizers, schedulers and further state.
+        parts: The models, optimizers, schedulers and additional state.
         training: The guard's own state.
     """
     metadata = {}
@@ -79,7 +79,7 @@ def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_models_can_be_saved(parts: Parts) -> None:
-    """Raise H310 for a model with a tensor that no checkpoint can hold."""
+    """Raise H310 if a model contains a tensor that a checkpoint cannot store."""
     for name, model in parts.models.items():
         state = {
             key: local(value) if isinstance(value, torch.Tensor) else value
@@ -92,8 +92,8 @@ def check_models_can_be_saved(parts: Parts) -> None:
                 error.what,
                 limit=error.limit,
                 fix=(
-                    "store the values of this tensor as a dense or a sparse COO tensor of floats,"
-                    " integers or bools; or create it in __init__, and keep it out of state_dict()"
+                    "store the values of this tensor as a dense or sparse COO tensor of floats,"
+                    " integers or bools. Or create it in __init__, and keep it out of state_dict()"
                     " with register_buffer(..., persistent=False)."
                 ),
                 rule=error.rule,
@@ -101,15 +101,15 @@ def check_models_can_be_saved(parts: Parts) -> None:
 
 
 def check_saveable(parts: Parts, names: Collection[str] | None = None) -> None:
-    """Check that the state of schedulers and optimizers can be saved, before the first step.
+    """Check before the first step that the state of schedulers and optimizers can be saved.
 
     Args:
         parts: The parts of the run.
-        names: The names of the optimizers to check; None checks all.
+        names: The names of the optimizers to check. If None, all are checked.
 
     Raises:
-        PolicyError: H105, if ``state_dict()`` raises an exception.
-        CheckpointError: H310, for state that a checkpoint cannot hold.
+        PolicyError: H105 if a ``state_dict()`` raises an exception.
+        CheckpointError: H310 if a checkpoint cannot store the state.
     """
     trees: dict[str, Any] = {}
     for name in parts.optimizers if names is None else names:
@@ -124,9 +124,9 @@ def check_saveable(parts: Parts, names: Collection[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _asking_for_state(part: str, value: Any) -> Iterator[None]:
-    """Turn an exception that a part's ``state_dict()`` raises into H105.
+    """Turn an exception raised by a part's ``state_dict()`` into H105.
 
-    Errors of holdfast and out-of-memory errors are left as they are.
+    Errors raised by holdfast and out-of-memory errors are not changed.
     """
     try:
         yield
@@ -138,17 +138,17 @@ def _asking_for_state(part: str, value: Any) -> Iterator[None]:
             f"state_dict() of {part}, a {type(value).__name__}, raises {_text_of(error)}",
             limit="no checkpoint could be saved",
             fix=(
-                "make state_dict() work even before the first step, or use another class; "
-                "save_interval_steps=None trains without checkpoints."
+                "make state_dict() work even before the first step, or use another class. With"
+                " save_interval_steps=None, training runs without checkpoints."
             ),
             rule="H105",
         ) from error
 
 
 def _is_of_the_part(error: Exception) -> bool:
-    """Return whether the user's object itself raised this error.
+    """Return whether the user's object itself has raised this error.
 
-    False for holdfast's own errors and for out-of-memory errors.
+    This excludes holdfast's own errors and out-of-memory errors.
     """
     return not isinstance(error, HoldfastError) and find_out_of_memory(error) is None
 
@@ -158,7 +158,7 @@ def _text_of(error: Exception) -> str:
 
 
 def states_now(parts: Parts) -> dict[str, Any]:
-    """Return the current state of models and optimizers by component, with the live tensors."""
+    """Return the current state of models and optimizers by component, without copying tensors."""
     trees: dict[str, Any] = {}
     for name, model in parts.models.items():
         trees[component_of("model", name)] = dict(model.state_dict())
@@ -168,31 +168,31 @@ def states_now(parts: Parts) -> dict[str, Any]:
 
 
 def live_tensors(parts: Parts) -> Groups:
-    """Return the tensors of models and optimizers, by component and by name in a checkpoint."""
+    """Return the tensors of models and optimizers, by component and by name in the checkpoint."""
     return encode(copied(states_now(parts), local)).tensors
 
 
 def _kinds(parts: Parts) -> dict[str, str]:
-    """Return the class of each optimizer and scheduler, and the names of further state."""
+    """Return the class of each optimizer and scheduler, and the names of the other state."""
     kinds = {}
     for name, optimizer in parts.optimizers.items():
         kinds[f"optimizer {name!r}"] = type(optimizer).__name__
     for name, scheduler in parts.schedulers.items():
         kinds[f"scheduler {name!r}"] = type(scheduler).__name__
     for name in parts.states:
-        # For further state, only the name must stay the same.
+        # The class of other state may change, so only its name is recorded.
         kinds[f"state {name!r}"] = "saved"
     return kinds
 
 
-# --- what has changed without a step
+# --- changes made without a step
 
 
 def changes_without_a_step(parts: Parts, entry: Entry) -> bool:
     """Return whether the script has changed state since a checkpoint without running a step.
 
-    This compares the ``state=`` objects, the schedulers, and the parameter groups of the
-    optimizers. It computes the digests of all tensors in them.
+    This compares the ``state=`` objects, the schedulers and the optimizers' parameter groups. It
+    computes the digests of all tensors in them.
     """
     trees: dict[str, Any] = {}
     for name, stateful in parts.states.items():
@@ -210,7 +210,7 @@ def changes_without_a_step(parts: Parts, entry: Entry) -> bool:
     for component, state in live.state.items():
         saved = all_saved.get(component)
         if not component.startswith("state."):
-            # Only a part of this component is compared.
+            # Only some entries of this component are compared.
             saved = {key: saved.get(key) for key in state} if isinstance(saved, dict) else None
         if saved != json.loads(json.dumps(state)):
             return True
@@ -220,7 +220,7 @@ def changes_without_a_step(parts: Parts, entry: Entry) -> bool:
 
 
 def has_weights_of(parts: Parts, entry: Entry) -> bool:
-    """Return whether weights, buffers and moments have the same values as in a checkpoint.
+    """Return whether weights, buffers and optimizer moments are the same as in a checkpoint.
 
     This computes the digests of all tensors.
     """
@@ -241,20 +241,18 @@ def _is_of_a_group(name: str) -> bool:
 
 
 def check_fits(trees: Mapping[str, Any], live: Mapping[str, Any], parts: Parts, where: str) -> None:
-    """Check that a checkpoint fits the models, optimizers and state of the guard.
-
-    This runs before anything is loaded.
+    """Check that a checkpoint fits the objects of the guard, before any of them is loaded.
 
     Args:
-        trees: The content of the checkpoint by component.
-        live: The result of `states_now` for the same parts.
-        parts: The parts into which the content will be loaded.
+        trees: The contents of the checkpoint, by component.
+        live: The return value of `states_now` for the same parts.
+        parts: The objects into which the contents will be loaded.
         where: The name of the checkpoint, for messages.
 
     Raises:
-        RunDirectoryError: H304 if it holds another model.
-        CheckpointError: H313 if it holds other optimizers, schedulers or state.
-        TypeError, ValueError or LookupError: If the content is not what a guard writes.
+        RunDirectoryError: H304 if the checkpoint belongs to another model.
+        CheckpointError: H313 if the checkpoint has other optimizers, schedulers or state.
+        TypeError, ValueError or LookupError: If a guard cannot have written the contents.
     """
     for name in parts.models:
         component = component_of("model", name)
@@ -267,13 +265,13 @@ def check_fits(trees: Mapping[str, Any], live: Mapping[str, Any], parts: Parts, 
     _check_kinds(trees["training"]["kinds"], _kinds(parts), where)
     for name in parts.optimizers:
         component = component_of("optimizer", name)
-        # The state of a wrapper such as Lookahead is checked by its own load_state_dict.
+        # For a wrapper such as Lookahead, its own load_state_dict checks the state.
         if has_torch_layout(live[component]):
             _check_groups(name, trees[component], live[component], where)
 
 
 def _check_kinds(saved: Mapping[str, str], live: Mapping[str, str], where: str) -> None:
-    """Check that optimizers, schedulers and further state have the same names and classes."""
+    """Check that optimizers, schedulers and other state have the same names and classes."""
     for name in itertools.chain(saved, live):
         if name not in live:
             raise _other_parts(f"it has {name}, which Guard did not receive", where)
@@ -284,9 +282,9 @@ def _check_kinds(saved: Mapping[str, str], live: Mapping[str, str], where: str) 
 
 
 def _check_groups(name: str, saved: Any, live: Mapping[str, Any], where: str) -> None:
-    """Check that an optimizer has as many parameters in each group as in the checkpoint."""
+    """Check that each parameter group has the same number of parameters as in the checkpoint."""
     if not has_torch_layout(saved):
-        raise TypeError("the state of the optimizer is not that of a torch optimizer")
+        raise TypeError("the optimizer's state does not have the layout of a torch optimizer")
     saved_groups = saved["param_groups"]
     was = [len(group["params"]) for group in saved_groups]
     if len({key for group in saved_groups for key in group["params"]}) != sum(was):
@@ -301,7 +299,7 @@ def _check_groups(name: str, saved: Any, live: Mapping[str, Any], where: str) ->
 def _check_model(
     component: str, saved: Mapping[str, Any], live: Mapping[str, Any], where: str
 ) -> None:
-    """Check that a model has the same tensors as in the checkpoint, by name, shape and dtype."""
+    """Check that a model has the same tensors as the checkpoint, by name, shape and dtype."""
     for key in itertools.chain(saved, live):
         if key not in live or key not in saved:
             place = "the checkpoint" if key in saved else "the model"
@@ -320,7 +318,7 @@ def _check_model(
 def _other_run(difference: str, where: str) -> HoldfastError:
     return RunDirectoryError(
         f"{where} belongs to another model: {difference}",
-        limit="a run can continue only with the model that it was started with",
+        limit="a run can only continue with the model that it was started with",
         fix="use another run directory for the changed model, or undo the change.",
         rule="H304",
     )
@@ -342,11 +340,11 @@ def load(trees: Mapping[str, Any], parts: Parts) -> None:
     """Load saved state into the objects, each through its own ``load_state_dict``.
 
     Args:
-        trees: The state by component, which `check_fits` has checked.
+        trees: The state by component, which `check_fits` has accepted.
         parts: The objects.
 
     Raises:
-        CheckpointError: H313 if an object raises an error. The checkpoint is not damaged.
+        CheckpointError: H313 if an object raises an error. The checkpoint itself is not damaged.
     """
     training = trees["training"]
     for name, model in parts.models.items():
@@ -365,7 +363,7 @@ def load(trees: Mapping[str, Any], parts: Parts) -> None:
 
 @contextlib.contextmanager
 def _loading(part: str, value: Any) -> Iterator[None]:
-    """Turn an exception that a part's ``load_state_dict`` raises into H313."""
+    """Turn an exception raised by a part's ``load_state_dict`` into H313."""
     try:
         yield
     except Exception as error:

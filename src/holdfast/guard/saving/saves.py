@@ -1,11 +1,13 @@
 """Save the checkpoints of an open run: when, in which thread, and with which events.
 
-A save is due when the interval of the policy has passed (`Saving.is_due`). At a boundary the state
-is then copied into host buffers. While training continues, a thread checks the copies for NaN and
-Inf, writes them, reads the files back, commits the checkpoint, and removes old ones. A save runs in
-the training thread instead if it must be complete when the call returns (the first save, the last
-one, and one that was requested), or if there is no memory for the buffers. Only one save runs at a
-time; code that reads the checkpoints waits for it first.
+When the interval set by the policy has passed, a save is due (`Saving.is_due`). At the next
+boundary, the state is copied into host buffers. While training continues, a thread checks the
+copies for NaN and Inf, writes the files and reads them back, commits the checkpoint, and removes
+old ones.
+
+A save runs in the training thread instead if it must be complete when the call returns (the first
+save, the last one, and requested saves), or if there is no memory for the buffers. Only one save
+runs at a time. Code that reads checkpoints waits for it first.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from holdfast.core.clock import Clock
 from holdfast.core.errors import HoldfastError, NonFiniteError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.core.policy.policy import Policy
-from holdfast.core.text import counted
+from holdfast.core.text import counted, size
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.phase import RunState
 from holdfast.guard.record import RunRecord, describe_error
@@ -38,19 +40,19 @@ from holdfast.guard.saving.unsaved import note_left_steps, note_saved, note_unsa
 from holdfast.loader.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
 
-# The largest share of the available memory that the buffers may take, as for the snapshots that
-# rollbacks return to. The rest is for activations, loaders and the script.
+# The largest share of the available memory that the buffers may take. The rest is left for
+# activations, loaders and the script.
 _MOST_MEMORY = 0.25
 # Buffers up to this size are allocated and touched in the training thread, which takes about 10 ms
 # (1.8 s per GiB, measured in a virtual machine). A thread prepares larger ones.
 _SMALL_BYTES = 4 * 2**20
 # The buffers are prepared this long before the first save is due.
 _AHEAD_SECONDS = 3.0
-# Boundaries check whether the lock is still held, but no more often than this. A check takes a few
-# microseconds, on a network disk perhaps a millisecond. Each save checks the lock as well.
+# Boundaries check whether the run still holds its lock, but not more often than this. A check takes
+# a few microseconds, or perhaps a millisecond on a network disk. Each save checks the lock too.
 _HOLD_SECONDS = 5.0
 # The buffers are larger than the state by this factor, because strings and positions grow slightly
-# from save to save.
+# from one save to the next.
 _SPARE = 1.02
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -64,21 +66,21 @@ class _Save:
     shot: Snapshot
     # The tensors to check for NaN and Inf before writing.
     must_be_finite: Named
-    # NaN or Inf found so far: the names of some of the tensors, and their number.
+    # The tensors with NaN or Inf found so far: some of their names, and their number.
     bad: tuple[list[str], int] = ([], 0)
     # The position of the run; see `Session._position`.
     position: tuple[int, int]
-    # The time at which the save started.
+    # The time when the save started.
     started: float
-    # How long the loop waited; None while it is waiting for the save to end.
+    # How long the loop waited for the save. None while it is still waiting.
     stall_seconds: float | None = None
-    # How long the save took, once it has ended.
+    # The duration of the save, once it has ended.
     seconds: float = 0.0
-    # CPU time of the thread that wrote the checkpoint.
+    # The CPU time of the thread that wrote the checkpoint.
     cpu_seconds: float = 0.0
     # The checkpoint, if it was saved.
     entry: Entry | None = None
-    # Why the save was refused, if it was.
+    # Why the save was refused, if it was refused.
     refused: str | None = None
     # The error, if the save failed.
     error: Exception | None = None
@@ -89,17 +91,17 @@ class Saving:
 
     Args:
         directory: The run directory.
-        store: The checkpoints in it.
-        record: Where events are recorded.
-        policy: The policy of the run.
+        store: The checkpoints in the run directory.
+        record: The record that receives events.
+        policy: The run's policy.
         chooser: Chooses when to save.
         clock: The source of time.
-        run_state: The phase of the run, which says whether the state may be saved.
-        state: Returns the state to save, by component.
-        must_be_finite: Returns the tensors that must hold no NaN or Inf in a state to save.
-        position: Returns two numbers that change with every step or batch.
-        cuda: The CUDA device of the run, if there is one.
-        writers: The ranks that write; None if another rank writes for this one.
+        run_state: The phase of the run, which determines whether the state may be saved.
+        state: Function that returns the state to save, by component.
+        must_be_finite: Function that returns the tensors in which NaN or Inf prevents a save.
+        position: Function that returns two numbers that change with every step or batch.
+        cuda: The run's CUDA device, or None.
+        writers: The ranks that write. None if another rank writes for this one.
     """
 
     def __init__(
@@ -122,8 +124,8 @@ class Saving:
         self.chooser = chooser
         self._store = store
         self._record = record
-        # The interval in steps, or "auto"; None if this process saves nothing.
-        self._every = policy.save_interval_steps if writers is not None else None
+        # The interval in steps, or "auto". None if this process saves nothing.
+        self._interval = policy.save_interval_steps if writers is not None else None
         self._writers = writers or Writers()
         self._keep_latest_k = policy.keep_latest_k
         self._clock = clock
@@ -138,18 +140,18 @@ class Saving:
         self.saved_as: Entry | None = None
         # The step at which the newest save was attempted.
         self._tried_at_step: int | None = None
-        # When the lock on the directory was last checked.
+        # When the directory's lock was last checked.
         self._held_at = clock.monotonic_seconds()
         self._job: BackgroundJob[_Save | None] | None = None
         self._buffers: HostBuffers | None = None
-        self._in_background = policy.async_save and self._every is not None
+        self._in_background = policy.async_save and self._interval is not None
         # Whether the buffers were prepared before the first save was due.
-        self._made_ready = False
+        self._buffers_prepared = False
         self._refused: str | None = None
-        # The number of saves of this process that succeeded, and that failed.
+        # The numbers of saves in this process that succeeded and that failed.
         self.saved = 0
         self.failed = 0
-        # Why the newest save failed; None if it succeeded.
+        # Why the newest save failed. None if it succeeded.
         self._newest_failure: str | None = None
 
     # --- facts
@@ -157,46 +159,46 @@ class Saving:
     def is_due(self, after_steps: int = 0) -> bool:
         """Return whether a save is due.
 
-        The first save is due at once. Later ones are due after `save_interval_steps`, or when
-        `IntervalChooser` says that enough time has passed since the last attempt to save.
+        The first save is due immediately. Later saves are due after `save_interval_steps`, or when
+        enough time has passed since the last attempt, according to `IntervalChooser`.
 
         Args:
-            after_steps: Answer for the moment after this many further steps.
+            after_steps: If not 0, return whether a save will be due after this many more steps.
         """
-        every = self._every
-        if every is None:
+        interval = self._interval
+        if interval is None:
             return False
         step = self._record.global_step + after_steps
         last_step = self._tried_at_step
         if last_step is None:
             return True
         now = self._clock.monotonic_seconds()
-        if step > last_step and self.chooser.is_overdue(now, auto=every == "auto"):
+        if step > last_step and self.chooser.is_overdue(now, auto=interval == "auto"):
             return True
-        return isinstance(every, int) and step // every > last_step // every
+        return isinstance(interval, int) and step // interval > last_step // interval
 
     @property
     def has_unsaved(self) -> bool:
-        """Return whether there are unsaved steps that can be saved now."""
+        """Return whether there are unsaved steps that may be saved now."""
         return self.may_save_more and self._saved_at != self._position()
 
     @property
     def may_save_more(self) -> bool:
-        """Return whether this run saves checkpoints, has saved one, and may save its state now."""
+        """Return whether this run saves, has attempted its first save, and may save again now."""
         return (
-            self._every is not None
+            self._interval is not None
             and self._tried_at_step is not None
             and self._run_state.may_be_saved
         )
 
     @property
     def global_step(self) -> int:
-        """Return the number of optimizer steps that went into the weights."""
+        """Return the number of optimizer steps that have updated the weights."""
         return self._record.global_step
 
     @property
     def has_refusal(self) -> bool:
-        """Return whether a save was refused since the last call of `take_refusal`."""
+        """Return whether a save was refused since the last call to `take_refusal`."""
         return self._refused is not None
 
     def take_refusal(self) -> str | None:
@@ -206,13 +208,13 @@ class Saving:
         return refused
 
     def report_loss(self, *, left: bool) -> None:
-        """Report at the end of a run that its newest state is unsaved because saves have failed.
+        """When a run ends, report that its newest state is unsaved because saves have failed.
 
-        The process then exits with a special code, see ``unsaved``, unless a later save succeeds.
+        The process then exits with a special code (see ``unsaved``), unless a later save succeeds.
 
         Args:
-            left: Whether the loop was left early. Steps since the newest checkpoint are then
-                reported here only if the last save failed; otherwise `note_left_steps` does that.
+            left: Whether the loop was left early. In that case, `note_left_steps` reports the steps
+                since the newest checkpoint, unless the last save failed.
         """
         error = self._newest_failure
         newest = None if self.saved_as is None else self.saved_as.global_step
@@ -225,7 +227,7 @@ class Saving:
         note_unsaved(self._directory.path, error or "saves have failed")
 
     def note_left_steps(self) -> None:
-        """Record the steps since the newest checkpoint, and name them when the process exits.
+        """Record the steps since the newest checkpoint, and report them when the process exits.
 
         Does nothing if the last save failed, since `report_loss` reports that.
         """
@@ -243,20 +245,20 @@ class Saving:
     # --- save
 
     def save_first(self) -> None:
-        """Save a checkpoint before the first step, so that there is a state to roll back to."""
+        """Save a checkpoint before the first step, so that the run can roll back to it."""
         if self._tried_at_step is None:
             self.save()
 
     def save(self) -> None:
         """Save a checkpoint of the current state, and wait until it is written.
 
-        Does nothing while the state is incomplete, or if a checkpoint of it exists. A state with
-        NaN or Inf is refused. Failures are recorded and do not stop training, except for those of
-        the first save that would affect every later save too.
+        Does nothing while the state is incomplete, or if it is already saved. A state with NaN or
+        Inf is refused. Failures are recorded and do not stop training, except if the first save
+        fails for a reason that would make every later save fail too.
 
         Raises:
-            NonFiniteError: H502 if the first state holds NaN or Inf.
-            RunDirectoryError: H301 if another run has taken the directory; H302 if the first
+            NonFiniteError: H502 if the initial state contains NaN or Inf.
+            RunDirectoryError: H301 if another run has taken the directory, H302 if the first
                 checkpoint cannot be written.
         """
         started = self._clock.monotonic_seconds()
@@ -271,31 +273,31 @@ class Saving:
         try:
             self._hold_directory()
         except OSError as error:
-            if first and (lasting := _for_good(error)) is not None:
+            if first and (lasting := _lasting_error(error)) is not None:
                 raise lasting from error
-            self._failed_at_once(error, started)
+            self._record_early_failure(error, started)
             return
-        self._tried()
+        self._note_attempt()
         try:
             shot = snapshot(self._state(), self._record.global_step)
         except Exception as error:
             let_through(error)
             if first:
                 self._tried_at_step = None
-                # A state that can never be saved must be reported before any work is done.
+                # A state that can never be saved must be reported before training starts.
                 raise
-            self._failed_at_once(error, started)
+            self._record_early_failure(error, started)
             return
         named = () if first else self._must_be_finite()
         save = _Save(shot=shot, must_be_finite=named, position=self._position(), started=started)
         self._carry_out(save, nonfinite_tensors)
-        if first and (lasting := _for_good(save.error)) is not None:
+        if first and (lasting := _lasting_error(save.error)) is not None:
             self._tried_at_step = None
             raise lasting from save.error
-        self._take_in(save, first=first)
+        self._process_result(save, first=first)
 
     def save_again(self) -> None:
-        """Save a state that the script has changed, even if a checkpoint of this step exists."""
+        """Save state that the script has changed, even if this step already has a checkpoint."""
         self.finish()
         self._saved_at = None
         self.save()
@@ -308,10 +310,10 @@ class Saving:
     def save_when_due(self, *, busy: bool = False) -> None:
         """Start saving the current state in the background.
 
-        If a save is still running, nothing happens, and the next boundary tries again.
+        If a save is still running, this does nothing. The next boundary tries again.
 
         Args:
-            busy: Whether another rank is still writing its share of the previous checkpoint.
+            busy: Whether another rank is still writing its part of the previous checkpoint.
         """
         if not busy and (self._tried_at_step is None or not self._in_background):
             self.save()
@@ -322,46 +324,46 @@ class Saving:
             self._save_in_background(busy=busy)
 
     def _save_in_background(self, *, busy: bool) -> None:
-        """Start a save in a thread, or save in this one if that is not possible.
+        """Start a save in a thread. If this is not possible, save in the current thread.
 
         Args:
-            busy: Whether another rank is still writing its share of the previous checkpoint.
+            busy: Whether another rank is still writing its part of the previous checkpoint.
         """
         if busy:
             return
         started = self._clock.monotonic_seconds()
         try:
-            begun: bool | None = False
+            is_started: bool | None = False
             if self._job is None:
-                begun = self._hand_over(started)
-            if begun is False and self._writers.are_several:
-                # The other ranks have begun their shares, so this one must wait until its writer is
-                # free instead of trying again at the next boundary.
+                is_started = self._start_in_background(started)
+            if is_started is False and self._writers.are_several:
+                # The other ranks have started to write their parts, so this rank must wait for its
+                # writer instead of trying again at the next boundary.
                 self.finish()
-                begun = self._hand_over(started)
+                is_started = self._start_in_background(started)
         except RunDirectoryError:
             raise
         except Exception as error:  # noqa: BLE001 - the user's state_dict may raise anything
             let_through(error)
-            self._failed_at_once(error, started)
+            self._record_early_failure(error, started)
             return
-        if begun is None:
+        if is_started is None:
             # Saving in the background is not possible.
             self.save()
 
     def _is_pointless(self) -> bool:
         """Return whether there is nothing to save, or the state must not be saved."""
         return (
-            self._every is None
+            self._interval is None
             or not self._run_state.may_be_saved
             or self._saved_at == self._position()
         )
 
     def _hold_directory(self) -> None:
-        """Check that only this run writes into its directory.
+        """Check that no other run writes into this run's directory.
 
         Raises:
-            RunDirectoryError: H301, if another run has taken the directory.
+            RunDirectoryError: H301 if another run has taken the directory.
             OSError: If the disk does not respond.
         """
         if self._directory.hold():
@@ -371,41 +373,41 @@ class Saving:
             )
             self._record.emit(run_events.RecordingMovedAside(what=what))
 
-    def _tried(self) -> None:
-        """Note that a save was attempted now, from which the next interval is counted."""
+    def _note_attempt(self) -> None:
+        """Remember that a save was attempted now. The next interval starts from here."""
         self._tried_at_step = self._record.global_step
         self.chooser.tried(self._clock.monotonic_seconds())
 
-    def _failed_at_once(self, error: Exception, started: float) -> None:
-        """Record that a save has failed before anything was written.
+    def _record_early_failure(self, error: Exception, started: float) -> None:
+        """Record that a save has failed before any file was written.
 
         Args:
             error: The error.
-            started: The time at which the save started.
+            started: The time when the save started.
         """
-        self._tried()
+        self._note_attempt()
         self.failed += 1
         self._newest_failure = describe_error(error)
-        # The other ranks are waiting for the result of this rank's share.
+        # The other ranks are waiting for the result of this rank's part.
         with contextlib.suppress(Exception):
             self._writers.all(partial(_raised, error))
         self._record_failure(
             self._record.global_step, error, self._clock.monotonic_seconds() - started
         )
 
-    def _hand_over(self, started: float) -> bool | None:
+    def _start_in_background(self, started: float) -> bool | None:
         """Copy the state, and start a thread that writes it.
 
         Returns:
-            True if the save has begun or was refused, False if the buffers are not ready yet, None
-            if saving in the background is not possible.
+            True if the save has started or was refused, False if the buffers are not ready yet,
+            None if saving in the background is not possible.
         """
         encoded = encode(self._state())
         buffers = self._buffers_for(needed_bytes(encoded.tensors))
         if buffers is None:
             return False if self._job is not None else None
         self._hold_directory()
-        self._tried()
+        self._note_attempt()
         shot = snapshot(encoded, self._record.global_step, buffers)
         copies: list[tuple[str, torch.Tensor]] = []
         not_copied: list[tuple[str, torch.Tensor]] = []
@@ -415,7 +417,7 @@ class Saving:
                 not_copied.append((name, tensor))
             else:
                 copies.append((name, copy))
-        # Some tensors have no copy, because the checkpoint holds them in another form or not at
+        # Some tensors have no copy, because the checkpoint stores them in another form or not at
         # all. They are checked now, before training changes them.
         bad = nonfinite_tensors(not_copied)
         stall = self._clock.monotonic_seconds() - started
@@ -429,7 +431,7 @@ class Saving:
         )
         if bad[1] and not self._writers.are_several:
             self._refuse(save, *bad)
-            self._take_in(save)
+            self._process_result(save)
         else:
             try:
                 self._job = BackgroundJob(
@@ -450,11 +452,12 @@ class Saving:
         """Check the state for NaN and Inf, write it, and remove old checkpoints.
 
         Args:
-            save: The save. Errors are stored in it and not raised.
-            find_nonfinite: Returns the names of some tensors with NaN or Inf, and their number.
+            save: The save. Errors are stored in it rather than raised.
+            find_nonfinite: Function that returns the number of tensors with NaN or Inf, and some of
+                their names.
         """
         step = save.shot.global_step
-        cpu_began = time.thread_time()
+        cpu_started = time.thread_time()
         try:
             shares = self._writers.all(lambda: [save.bad, find_nonfinite(save.must_be_finite)])
             bad = [name for share in shares for names, _ in share for name in names]
@@ -463,14 +466,14 @@ class Saving:
                 return self._refuse(save, bad, count)
             now = self._clock.unix_seconds()
             entry = write(self._store, save.shot, unix_seconds=now, writers=self._writers)
-        except Exception as error:  # noqa: BLE001 - recorded, and judged by the caller
+        except Exception as error:  # noqa: BLE001 - recorded, and handled by the caller
             save.error = error
             self._end(save)
             self._record_failure(step, error, save.seconds)
             return save
         removed = self._remove_old_checkpoints(entry)
         save.entry = entry
-        save.cpu_seconds = time.thread_time() - cpu_began
+        save.cpu_seconds = time.thread_time() - cpu_started
         stall = self._end(save)
         self._record.emit(
             run_events.CheckpointSaved(
@@ -485,13 +488,13 @@ class Saving:
         return save
 
     def _remove_old_checkpoints(self, newest: Entry) -> list[str]:
-        """Remove old checkpoints, and return their names. The first rank does this for all."""
+        """Remove old checkpoints on the first rank, and return their names."""
         if self._writers.rank:
             return []
         try:
             removed = self._store.prune(self._keep_latest_k, known_good=newest)
         except (OSError, HoldfastError) as error:
-            # The new checkpoint is good regardless.
+            # The new checkpoint is good, even if old ones could not be removed.
             event = run_events.PruneFailed(error=str(error))
             self._record.emit(event, global_step=newest.global_step)
             return []
@@ -511,13 +514,13 @@ class Saving:
         self._record.emit(failed, global_step=global_step)
 
     def _end(self, save: _Save) -> float:
-        """Set how long a save took, and return how long the loop waited for it."""
+        """Set the duration of a save, and return how long the loop waited for it."""
         save.seconds = self._clock.monotonic_seconds() - save.started
         if save.stall_seconds is None:
             save.stall_seconds = save.seconds
         return save.stall_seconds
 
-    # --- the writer
+    # --- the writer thread
 
     def at_boundary(self) -> None:
         """Process a finished save, check the lock, and prepare the buffers.
@@ -529,32 +532,33 @@ class Saving:
         self.chooser.boundary(now)
         if now - self._held_at > _HOLD_SECONDS:
             self._held_at = now
-            # The next save will hit the same error and report it.
+            # If this fails, the next save will fail with the same error and report it.
             with contextlib.suppress(OSError):
                 self._hold_directory()
         if self._job is not None:
             self.collected()
         if (
             self._in_background
-            and not self._made_ready
+            and not self._buffers_prepared
             and self._record.global_step > (self._tried_at_step or 0)
         ):
-            # The optimizers have created their state, so the size is known. With "auto", buffers
+            # The optimizers have created their state, so its size is known. With "auto", buffers
             # are prepared shortly before a save is due, since a run that ends earlier needs none.
-            self._made_ready = self._every != "auto" or self.chooser.is_overdue(
+            self._buffers_prepared = self._interval != "auto" or self.chooser.is_overdue(
                 now + _AHEAD_SECONDS, auto=True
             )
-            if self._made_ready and self._job is None:
-                # An error here will be raised again, and handled, when the save is due.
+            if self._buffers_prepared and self._job is None:
+                # When the save is due, the same error will be raised again and handled.
                 with contextlib.suppress(Exception):
                     self._buffers_for(needed_bytes(encode(self._state()).tensors))
 
     def finish(self) -> None:
-        """Wait for the save that is running, and process its result."""
+        """Wait for the running save, if there is one, and process its result."""
         job = self._job
         try:
             save = None if job is None else job.result()
-            # Cleared only after the wait, since an interrupted wait leaves the job running.
+            # The job is cleared only after the wait. If the wait is interrupted, it is still
+            # running.
             self._job = None
         except Exception as error:  # noqa: BLE001 - training continues without a writer
             self._job = None
@@ -562,7 +566,7 @@ class Saving:
             self._stop_background(f"the writer thread failed: {describe_error(error)}")
         else:
             if save is not None:
-                self._take_in(save)
+                self._process_result(save)
 
     def collected(self) -> Saving:
         """Process a finished save, if there is one, and return this object."""
@@ -570,8 +574,8 @@ class Saving:
             self.finish()
         return self
 
-    def _take_in(self, save: _Save, *, first: bool = False) -> None:
-        """Note the result of a save that has ended, in the training thread."""
+    def _process_result(self, save: _Save, *, first: bool = False) -> None:
+        """Process the result of a save that has ended. This runs in the training thread."""
         if save.entry is None:
             self.failed += 1
             self._newest_failure = (
@@ -592,12 +596,12 @@ class Saving:
             stall = save.stall_seconds or 0.0
             self.chooser.save_took(stall_seconds=stall, seconds=save.seconds, cpu_seconds=computed)
 
-    # --- its memory
+    # --- memory for the copies
 
     def _buffers_for(self, needed: int) -> HostBuffers | None:
         """Return host buffers that are large enough for copies of the state.
 
-        Returns None if a thread is still preparing them, or if there is no memory for them.
+        Returns None if a thread is still preparing the buffers, or if there is no memory for them.
 
         Args:
             needed: The size of the state in bytes.
@@ -605,25 +609,26 @@ class Saving:
         if self._buffers is not None and self._buffers.size_bytes >= needed:
             return self._buffers
         self._buffers = None
-        size = int(_SPARE * needed)
-        available = None if size <= _SMALL_BYTES else available_bytes()
-        if available is not None and size > _MOST_MEMORY * available:
+        size_bytes = int(_SPARE * needed)
+        available = None if size_bytes <= _SMALL_BYTES else available_bytes()
+        if available is not None and size_bytes > _MOST_MEMORY * available:
             self._stop_background(
-                f"copies of the state would take {size} of {available} available bytes"
+                f"copies of the state would take {size(size_bytes)}, and"
+                f" {size(available)} are available"
             )
             return None
         try:
-            buffers = HostBuffers(size, cuda=self._cuda)
-            if size > _SMALL_BYTES:
+            buffers = HostBuffers(size_bytes, cuda=self._cuda)
+            if size_bytes > _SMALL_BYTES:
                 self._job = BackgroundJob(buffers.touch, self._directory.path)
         except (OSError, RuntimeError) as error:
-            # There is no memory, or no thread could be started.
+            # There was not enough memory, or the thread could not be started.
             self._stop_background(
-                f"{size} bytes for copies of the state could not be allocated ({error})"
+                f"{size(size_bytes)} for copies of the state could not be allocated ({error})"
             )
             return None
         self._buffers = buffers
-        if size <= _SMALL_BYTES:
+        if size_bytes <= _SMALL_BYTES:
             buffers.touch()
         return buffers if self._job is None else None
 
@@ -637,25 +642,27 @@ class Saving:
 
         From now on, saves run in the training thread.
         """
-        wanted = not self._made_ready and self._record.global_step > (self._tried_at_step or 0)
+        wanted = not self._buffers_prepared and self._record.global_step > (
+            self._tried_at_step or 0
+        )
         if self._in_background and (self._buffers is not None or wanted):
             self.finish()
             self._buffers = None
-            self._stop_background("the memory for copies was released after an out-of-memory")
+            self._stop_background("the memory for copies was freed after an out-of-memory error")
 
     # --- after a resume or a rollback
 
     def resumed(self, entry: Entry) -> None:
-        """Note that the state was just restored from a checkpoint."""
-        self._tried()
+        """Remember that the state was just restored from a checkpoint."""
+        self._note_attempt()
         self._saved_at = self._position()
         self.saved_as = entry
 
     def returned(self, *, to_checkpoint: bool) -> None:
-        """Note that the run has returned to an earlier step.
+        """Remember that the run has rolled back to an earlier step.
 
         Args:
-            to_checkpoint: True after a return to a checkpoint, False after one to a snapshot in
+            to_checkpoint: Whether it has rolled back to a checkpoint rather than to a snapshot in
                 host memory.
         """
         step = self._record.global_step
@@ -674,14 +681,14 @@ def chooser_of(policy: Policy) -> IntervalChooser:
 
 
 def _raised(error: Exception) -> Any:
-    """Raise an error, as a function that can be passed to `Writers.all`."""
+    """Raise an error. This function can be passed to `Writers.all`."""
     raise error
 
 
-def _for_good(error: Exception | None) -> Exception | None:
-    """Return the error to raise at the first save if no save of this run can ever succeed.
+def _lasting_error(error: Exception | None) -> Exception | None:
+    """Return the error to raise after the first save, if later saves cannot succeed either.
 
-    Returns None for errors that may pass, such as a full disk.
+    Returns None for errors that may go away, such as a full disk.
     """
     if not isinstance(error, OSError):
         return error
@@ -702,6 +709,6 @@ def _unhealthy_start(bad: list[str], count: int) -> NonFiniteError:
     return NonFiniteError(
         f"NaN or Inf in {counted(count, 'tensor')} before the first step: {', '.join(bad)}",
         limit="training cannot recover from weights that are not finite",
-        fix="check the initialization or the weights that were loaded.",
+        fix="check the initialization or the loaded weights.",
         rule="H502",
     )

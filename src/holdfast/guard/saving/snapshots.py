@@ -1,8 +1,8 @@
 """Snapshots: copies of the last good states in host memory.
 
-A rollback to a snapshot loses fewer steps than one to a checkpoint. Two snapshots are kept, since
-the newer one may hold a state that had already gone bad without being noticed. ``run/steps.py``
-decides when to roll back.
+A rollback to a snapshot loses fewer steps than a rollback to a checkpoint. Two snapshots are kept,
+because the state in the newer one may already have gone bad unnoticed. ``run/steps.py`` decides
+when to roll back.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from holdfast.checkpoint.kinds import bytes_of
 from holdfast.core.clock import Clock
 from holdfast.guard.state.trees import children_of, copied_to_host, is_flat
 
-# The number of snapshots in memory.
+# How many snapshots are kept in memory.
 _KEPT = 2
-# No more snapshots are taken after this many failures in a row.
+# After this many failures in a row, no more snapshots are taken.
 _MOST_FAILURES = 3
 # The largest share of the training time that snapshots may take.
 _MOST_TIME = 0.01
-# The largest share of the available memory that a snapshot may take. The rest is for activations,
-# loaders and the script.
+# The largest share of the available memory that a snapshot may take. The rest is left for
+# activations, loaders and the script.
 _MOST_MEMORY = 0.25
-# A state of up to this size is copied without measuring the available memory, since measuring takes
+# A state up to this size is copied without measuring the available memory, since measuring takes
 # milliseconds.
 _SMALL_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """One snapshot."""
+    """A copy of the training state in host memory."""
 
-    # The number of optimizer steps in it.
+    # The number of optimizer steps in the state.
     global_step: int
-    # The state by component, as ``components.gather`` returns it, with tensors in host memory.
+    # The state by component, as returned by ``components.gather``, with tensors in host memory.
     trees: Mapping[str, Any]
 
 
@@ -45,9 +45,9 @@ class Snapshots:
     """The snapshots of one run.
 
     Args:
-        interval_steps: The number of steps between two snapshots; None for no snapshots.
+        interval_steps: The number of steps between two snapshots, or None for no snapshots.
         clock: The source of time.
-        available: Returns the available host memory in bytes, or None if it is not known.
+        available: Function that returns the available host memory in bytes, or None if unknown.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Snapshots:
         self._last_step = 0
         # The number of failures in a row.
         self._failures = 0
-        # The time of the last snapshot, and how long it took.
+        # When the last snapshot was taken, and how long it took.
         self._last_seconds = clock.monotonic_seconds()
         self._took_seconds = 0.0
 
@@ -78,11 +78,11 @@ class Snapshots:
 
         Args:
             global_step: The current step.
-            read: Returns the state by component, or None if it holds NaN or Inf, in which case no
-                snapshot is taken.
+            read: Function that returns the state by component, or None if the state contains NaN or
+                Inf. In that case, no snapshot is taken.
 
         Returns:
-            False if the state does not fit into host memory. No more snapshots are taken then.
+            False if the state does not fit into host memory. Then no more snapshots are taken.
         """
         started = self._clock.monotonic_seconds()
         trees = read()
@@ -93,7 +93,7 @@ class Snapshots:
         if not self._fits(size):
             self.give_up()
             return False
-        # Make room before copying, so that there are never more than `_KEPT` snapshots in memory.
+        # Free old snapshots before copying, so that no more than `_KEPT` are ever in memory.
         del self._kept[: 1 - _KEPT]
         self._kept.append(Kept(global_step=global_step, trees=copied_to_host(trees)))
         now = self._clock.monotonic_seconds()
@@ -104,14 +104,14 @@ class Snapshots:
         return True
 
     def _fits(self, size: int) -> bool:
-        """Return whether a snapshot of this many bytes leaves enough memory."""
+        """Return whether a snapshot with this many bytes leaves enough memory."""
         if size <= _SMALL_BYTES:
             return True
         available = self._available()
         return available is None or size <= _MOST_MEMORY * available
 
     def failed(self, global_step: int) -> None:
-        """Note that a snapshot failed. After `_MOST_FAILURES` in a row, no more are taken."""
+        """Count a failed snapshot. After `_MOST_FAILURES` in a row, no more are taken."""
         self._last_step = global_step
         self._last_seconds = self._clock.monotonic_seconds()
         self._failures += 1
@@ -119,24 +119,24 @@ class Snapshots:
             self.give_up()
 
     def newest(self, before_step: int) -> Kept | None:
-        """Return the newest snapshot taken at or before this step, or None."""
+        """Return the newest snapshot from this step or an earlier one, or None."""
         for snapshot in reversed(self._kept):
             if snapshot.global_step <= before_step:
                 return snapshot
         return None
 
     def returned_to(self, global_step: int) -> None:
-        """Drop the snapshots of later steps, after a rollback to this step."""
+        """Discard the snapshots of later steps, after a rollback to this step."""
         self._kept = [snapshot for snapshot in self._kept if snapshot.global_step <= global_step]
         self._last_step = global_step
         self._last_seconds = self._clock.monotonic_seconds()
 
     def distrust(self, kept: Kept) -> None:
-        """Drop a snapshot to which the run has returned, in case it leads to the same failure."""
+        """Discard a snapshot that the run has rolled back to, since the failure may repeat."""
         self._kept = [snapshot for snapshot in self._kept if snapshot is not kept]
 
     def give_up(self) -> None:
-        """Free all snapshots and stop taking them, because the memory is needed elsewhere."""
+        """Discard all snapshots and take no more, because the memory is needed elsewhere."""
         self._kept = []
         self._interval = None
 

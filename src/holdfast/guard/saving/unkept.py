@@ -1,7 +1,7 @@
-"""Find counters of schedulers and optimizers that are missing from their ``state_dict``.
+"""Find counters in schedulers and optimizers that are missing from their ``state_dict``.
 
-After a resume, such a counter silently starts again from its initial value, so that, for example,
-the learning rate returns to that of the first step.
+After a resume, such a counter silently restarts from its initial value. For example, the learning
+rate may return to its value in the first step.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from holdfast.guard.parts import Parts
 from holdfast.guard.scheduler_state import state_of
 
-# The search for a value in a state stops after this many values. That covers the parameter groups,
-# but not the state of every parameter of a large model.
+# The search for a number in a state stops after this many values. This covers the parameter groups,
+# but not the per-parameter state of a large model.
 _MOST_VALUES = 10_000
 
 
 class UnkeptNumbers:
-    """Finds numeric attributes that change during training but are in no checkpoint.
+    """Finds numeric attributes that change during training but are missing from checkpoints.
 
     Args:
-        parts: The schedulers and optimizers of the run, before training.
+        parts: The run's schedulers and optimizers, before training.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -36,7 +36,7 @@ class UnkeptNumbers:
     def find(self) -> tuple[str, str] | None:
         """Return the first attribute that has changed and is not saved, or None.
 
-        An attribute counts as saved if the ``state_dict`` holds its value under any name.
+        An attribute counts as saved if its value appears anywhere in the ``state_dict``.
 
         Returns:
             A description of the scheduler or optimizer, such as ``"scheduler 'optimizer'"``, and
@@ -65,7 +65,7 @@ def _numbers_of(holder: Any) -> dict[str, float]:
 
 
 def _values_in(state: Any) -> Iterator[float]:
-    """Yield the numbers in a state, among its first `_MOST_VALUES` values."""
+    """Yield the numbers in a state. Only its first `_MOST_VALUES` values are searched."""
     waiting = [state]
     values = 0
     while waiting and values < _MOST_VALUES:

@@ -1,13 +1,13 @@
-"""Exit with code 74 if the newest state of a run is in no checkpoint.
+"""Exit with code 74 if the newest state of a run is not in any checkpoint.
 
 If the last save fails, no error is raised, because the code after the loop may still write the
 weights to another disk. But if the process would exit with code 0, it exits with `EXIT_CODE`
 instead and prints the reason on stderr.
 
-A loop that is left early, for example by `break`, does not save. If its last steps are still
-unsaved when the process exits, a line on stderr names them, and the exit code is unchanged.
+If a loop is left early, for example by `break`, no checkpoint is saved. If its last steps are still
+unsaved when the process exits, a line on stderr reports them. The exit code does not change.
 
-Saving itself, and recording its events, is in ``saves``.
+The saves themselves, and their events, are in ``saves``.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from holdfast.core.standard_streams import write_to_stderr
 # EX_IOERR of sysexits.h: "an error occurred while doing I/O on some file".
 EXIT_CODE = 74
 
-# The reason why the newest state of a run is in no checkpoint, by run directory.
+# Why the newest state of a run is not in any checkpoint, by run directory.
 _unsaved: dict[Path, str] = {}
 
-# The first and the last unsaved step of a loop that was left early, by run directory.
+# The first and last unsaved step of a loop that was left early, by run directory.
 _left_steps: dict[Path, tuple[int, int]] = {}
 
-# Whether the script called `sys.exit` with a status that is not 0.
+# Whether the script has called `sys.exit` with a nonzero status.
 _script_failed = False
 
 
 class Run(Protocol):
-    """A run that may still be open when the process exits, after its loop was left early."""
+    """A run that may still be open when the process exits, because its loop was left early."""
 
     def end_at_exit(self) -> None:
-        """Save if a stop was requested; otherwise note the steps that are in no checkpoint."""
+        """Save if a stop was requested. Otherwise, remember the unsaved steps."""
 
 
 _runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 def watch(run: Run) -> None:
-    """Call `end_at_exit` of a run when the process exits, if the run still exists."""
+    """Call `end_at_exit` of a run when the process exits, if the run still exists by then."""
     if not _is_in_a_test():
         _runs.add(run)
 
 
 def note_unsaved(run_dir: Path, why: str) -> None:
-    """Note that a run has ended with steps that no checkpoint holds.
+    """Remember that a run has ended with unsaved steps.
 
     Args:
         run_dir: The run directory.
-        why: The reason, as it follows a colon in the message.
+        why: The reason, which follows a colon in the message.
     """
     if _is_in_a_test():
         return
@@ -68,29 +68,29 @@ def note_unsaved(run_dir: Path, why: str) -> None:
 
 
 def note_left_steps(run_dir: Path, from_step: int, to_step: int) -> None:
-    """Note that a loop was left early with these steps unsaved, although no save has failed."""
+    """Remember that a loop was left early with these steps unsaved, without a failed save."""
     if not _is_in_a_test():
         _left_steps[run_dir] = from_step, to_step
 
 
 def forget_left_steps(run_dir: Path) -> None:
-    """Forget the unsaved steps of a loop, once they are saved or a new guard has reported them."""
+    """Forget the unsaved steps of a loop, after they were saved or a new guard reported them."""
     _left_steps.pop(run_dir, None)
 
 
 def note_saved(run_dir: Path) -> None:
-    """Note that a checkpoint of a run was written, so that earlier failed saves do not matter."""
+    """Forget the failed saves and unsaved steps of a run, after it has saved a checkpoint."""
     _unsaved.pop(run_dir, None)
     forget_left_steps(run_dir)
 
 
 def _is_in_a_test() -> bool:
-    """Return whether pytest is running a test in this process, so that it sets the exit code."""
+    """Return whether this process is running a pytest test, so that pytest sets the exit code."""
     return "pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ
 
 
 def _watch_sys_exit() -> None:
-    """Replace `sys.exit` to learn whether the script chose its own exit code, which is kept."""
+    """Replace `sys.exit` to learn whether the script sets an exit code. If so, it is kept."""
     original = sys.exit
     if getattr(original, "watched_by_guard", False):
         return
@@ -113,7 +113,7 @@ def _ends_with_an_exception() -> bool:
 
 
 def _report_left_steps() -> None:
-    """Name the unsaved steps on stderr, unless the script ended with an uncaught exception."""
+    """Report unsaved steps on stderr, unless the script ended with an uncaught exception."""
     if _ends_with_an_exception():
         return
     for run_dir, (from_step, to_step) in _left_steps.items():
@@ -134,7 +134,7 @@ def _end_runs() -> None:
     for run in list(_runs):
         try:
             run.end_at_exit()
-        except Exception:  # noqa: BLE001 - nothing catches it here, and the other runs are still to be ended
+        except Exception:  # noqa: BLE001 - no caller could handle it, and the other runs must still be ended
             traceback.print_exc()
     _report_left_steps()
     _set_exit_code()
@@ -150,18 +150,18 @@ def _set_exit_code() -> None:
             f" {EXIT_CODE}.\n"
         )
         write_to_stderr(text)
-    # Python offers no way to change the exit code at this point: it runs the other atexit
-    # functions, flushes its streams, frees its modules and then calls exit(0) of the C library.
-    # That calls the function registered here, which calls exit again with our code. The second call
-    # continues the work of the first; see the man page exit(3) on Linux.
+    # Python offers no way to change the exit code at this point: it runs the remaining atexit
+    # functions, flushes its streams, frees its modules, and calls exit(0) of the C library. That
+    # function calls the handler registered here, which calls exit again with our code. The second
+    # call to exit completes the work of the first; see the man page exit(3) on Linux.
     library = ctypes.CDLL(None)
     library.__cxa_atexit(
         ctypes.cast(library.exit, ctypes.c_void_p), ctypes.c_void_p(EXIT_CODE), None
     )
 
 
-# Registered on import, because atexit functions run in reverse order: a function that the script
-# registers later, such as `guard.close`, runs before this one and may still save.
+# `_end_runs` is registered on import because atexit functions run in reverse order. A function that
+# the script registers later, such as `guard.close`, runs before it and may still save.
 atexit.register(_end_runs)
 os.register_at_fork(after_in_child=_unsaved.clear)
 os.register_at_fork(after_in_child=_left_steps.clear)

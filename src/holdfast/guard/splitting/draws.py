@@ -1,8 +1,8 @@
-"""Give the parts of a batch the same random numbers as the whole batch, for a comparison.
+"""Give the parts of a batch the same random numbers as the whole batch, to compare gradients.
 
-The random numbers that the loss function draws for all samples are recorded, and each part then
-receives its rows of them. A random loss can thus be compared as exactly as any other, and a loss
-that shares random numbers between samples is noticed.
+The loss function's random numbers for the whole batch are recorded. Each part then receives its own
+rows of them. With this, the gradients of a random loss can be compared as exactly as those of any
+other loss. If samples share random numbers, this is detected too.
 """
 
 from __future__ import annotations
@@ -21,55 +21,60 @@ from holdfast.memory.oom import find_out_of_memory
 
 
 class NotRepeatableError(Exception):
-    """It is not clear which of the whole batch's random numbers a part would draw."""
+    """Raised if it is not clear which of the whole batch's random numbers a part would draw."""
 
 
 class Draws:
-    """Records what torch draws in the first call after `start`, and repeats it for the parts.
+    """Records the random numbers of the first call after `start`, and repeats them for the parts.
 
-    Random numbers from Python and numpy have no rows. Each call therefore starts with the same
-    seed, as if all samples shared the numbers. With `in_order`, the generators instead continue
-    from part to part, as if the numbers were drawn for one sample after the other. If the loss
-    function seeds a torch generator itself, its numbers are the same in each call anyway, and
-    nothing is repeated.
+    Random numbers from Python and numpy have no rows. Each call therefore starts from the same
+    seed, as if all samples shared these numbers. With `in_order`, the generators continue from part
+    to part instead, as if the numbers were drawn for one sample after another.
+
+    If the loss function itself seeds a torch generator, its numbers are the same in each call, so
+    they are not overwritten.
 
     Args:
         devices: The accelerators whose generators are watched.
-        tolerance: The largest relative difference between whole and part in the inputs of a draw,
-            such as probabilities.
-        seed: The seed of every call.
-        in_order: Whether the generators of python and numpy continue from part to part.
+        tolerance: The largest relative difference allowed between the inputs of a draw, such as
+            probabilities, in the whole batch and in a part.
+        seed: The seed for every call.
+        in_order: Whether the generators of Python and numpy continue from part to part.
     """
 
     def __init__(
         self, devices: Sequence[torch.device], tolerance: float, seed: int, *, in_order: bool
     ) -> None:
-        # Whether any random number was drawn.
+        # Whether any random numbers were drawn.
         self.drew = False
-        # Whether samples share random numbers. After a split, each part would draw its own, which
-        # changes the variance.
+        # Whether samples share random numbers. After a split, each part would draw its own numbers,
+        # which changes the variance.
         self.shared = False
-        # Whether Python's or numpy's generator was used.
+        # Whether the generators of Python or numpy were used.
         self.outside_torch = False
         self._devices = devices
         self._tolerance = tolerance
         self._seed = seed
         self._in_order = in_order
-        # The draws of the call with all samples; None before it.
-        self._made: list[_Draw] | None = None
-        # The numbers that the parts received, by operation and state of the generator.
-        self._given: dict[Any, list[Any]] = {}
+        # The draws of the call with all samples. None before that call.
+        self._whole_draws: list[_Draw] | None = None
+        # The numbers given to the parts, by operation and generator state.
+        self._numbers_of_parts: dict[Any, list[Any]] = {}
         self._samples = 0
 
     def start(self, samples: int) -> None:
-        """Forget the draws. The next call is the one with all samples, of this number."""
-        self._made = None
+        """Clear all recorded draws. The next call is the one with all samples.
+
+        Args:
+            samples: The number of samples.
+        """
+        self._whole_draws = None
         self._samples = samples
-        self._given.clear()
+        self._numbers_of_parts.clear()
 
     @contextlib.contextmanager
     def call(self, first: int, samples: int) -> Iterator[None]:
-        """Surround one call of the loss function.
+        """Call the loss function once within this context.
 
         Args:
             first: The position of the first sample in the call.
@@ -77,15 +82,15 @@ class Draws:
 
         Raises:
             NotRepeatableError: If a part draws other random numbers than the whole batch, or fails
-                with those that it receives.
+                with the numbers that it is given.
         """
         if not (self._in_order and first):
             seed_cpu(self._seed)
-            # Each part gets a different seed. With the same one, it would look as if the loss
-            # function had seeded the generator.
+            # Each part gets a different seed. If the seeds were the same, it would seem that the
+            # loss function had seeded the generator.
             torch.default_generator.manual_seed(self._seed + first)
-        if self._made is None:
-            self._made = recorded = []
+        if self._whole_draws is None:
+            self._whole_draws = recorded = []
             before = capture()
             with _Drawing(self._devices, lambda draw: recorded.append(draw.copied())):
                 yield
@@ -96,7 +101,7 @@ class Draws:
             self.drew |= bool(recorded) or self.outside_torch
             self.shared |= self.outside_torch and not self._in_order
             return
-        recorded_draws = iter(self._made)
+        recorded_draws = iter(self._whole_draws)
 
         def repeat(draw: _Draw) -> None:
             self._repeat(next(recorded_draws, None), draw, first, samples)
@@ -105,35 +110,42 @@ class Draws:
             with _Drawing(self._devices, repeat):
                 yield
         except Exception as error:
-            if not self._made or find_out_of_memory(error) is not None:
+            if not self._whole_draws or find_out_of_memory(error) is not None:
                 raise
             raise NotRepeatableError from error
         if next(recorded_draws, None) is not None:
-            # The part has drawn less often than the whole.
+            # The part has made fewer draws than the whole batch.
             raise NotRepeatableError
 
     def backward(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which a recomputed forward pass receives the same numbers again."""
+        """Return a context in which a recomputed forward pass gets the same numbers again."""
 
-        def again(draw: _Draw) -> None:
-            for new, old in zip(draw.drawn, self._given.get(draw.place(), draw.drawn), strict=True):
+        def repeat_numbers(draw: _Draw) -> None:
+            for new, old in zip(
+                draw.drawn, self._numbers_of_parts.get(draw.place(), draw.drawn), strict=True
+            ):
                 new.copy_(old)
 
-        return _Drawing(self._devices, again) if self._given else contextlib.nullcontext()
+        return (
+            _Drawing(self._devices, repeat_numbers)
+            if self._numbers_of_parts
+            else contextlib.nullcontext()
+        )
 
     def _repeat(self, recorded: _Draw | None, draw: _Draw, first: int, samples: int) -> None:
-        """Overwrite the numbers that a part has just drawn with those of the whole.
+        """Overwrite the numbers that a part has just drawn with those of the whole batch.
 
         Args:
-            recorded: The corresponding draw of the whole, or None if that has drawn less often.
+            recorded: The corresponding draw of the whole batch, or None if that has made fewer
+                draws.
             draw: The draw of the part.
-            first: The position of the first sample of the part.
+            first: The position of the part's first sample.
             samples: The number of samples in the part.
         """
         if recorded is None or recorded.op is not draw.op:
             raise NotRepeatableError
         if first and recorded.place() == draw.place():
-            # The loss function has seeded the generator.
+            # The loss function has seeded the generator itself.
             return
         rows = [
             self._rows(old, new, first, samples)
@@ -144,15 +156,15 @@ class Draws:
         for old, new in zip(recorded.drawn, draw.drawn, strict=True):
             self.shared |= old.shape == new.shape and samples < self._samples
             new.copy_(self._rows(old, new, first, samples))
-        self._given[draw.place()] = draw.copied().drawn
+        self._numbers_of_parts[draw.place()] = draw.copied().drawn
 
     def _rows(
         self, whole: torch.Tensor, part: torch.Tensor, first: int, samples: int
     ) -> torch.Tensor:
-        """Return the rows of a tensor that belong to some samples, or all of it if it has no rows.
+        """Return the rows of a tensor that belong to some samples.
 
-        Rows are taken along the only dimension in which the tensors of the whole and of the part
-        differ.
+        Rows are taken along the only dimension whose size differs between the tensors of the whole
+        batch and of the part. If there is no such dimension, the whole tensor is returned.
         """
         if whole.shape == part.shape:
             return whole
@@ -174,8 +186,8 @@ class _Draw(NamedTuple):
     """A call of an operation that draws random numbers."""
 
     op: Any
-    # The state of each generator that it drew from, before the call.
-    began: list[torch.Tensor]
+    # The state before the call of each generator that was used.
+    states_before: list[torch.Tensor]
     # The tensors that the result depends on.
     inputs: list[Any]
     # The tensors that were drawn.
@@ -189,11 +201,11 @@ class _Draw(NamedTuple):
 
     def place(self) -> Any:
         """Return the operation and the states of its generators, as a key."""
-        return self.op, *(state.numpy().tobytes() for state in self.began)
+        return self.op, *(state.numpy().tobytes() for state in self.states_before)
 
 
 class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that calls a function with each draw."""
+    """A dispatch mode that passes each draw to a function."""
 
     def __init__(self, devices: Sequence[torch.device], on_draw: Callable[[_Draw], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -207,16 +219,16 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = self._states(kwargs)
         result = func(*args, **kwargs)
         after = self._states(kwargs)
-        began = [old for old, new in zip(before, after, strict=True) if not same(old, new)]
-        # Some operations of this kind, such as attention without dropout, draw nothing.
-        if began:
+        states_before = [old for old, new in zip(before, after, strict=True) if not same(old, new)]
+        # Some operations with this tag draw nothing, such as attention without dropout.
+        if states_before:
             read, written = _read_and_written(func, args)
             inputs = _tensors((read, kwargs))
-            self._on_draw(_Draw(func, began, inputs, _tensors((result, written))))
+            self._on_draw(_Draw(func, states_before, inputs, _tensors((result, written))))
         return result
 
     def _states(self, kwargs: Any) -> list[torch.Tensor]:
-        """Return the states of the default generators and of the one that is passed to the call."""
+        """Return the states of the default generators and of a generator passed to the call."""
         state = capture(self._devices)
         states = [state.cpu, *state.devices.values()]
         generator = kwargs.get("generator")
@@ -226,7 +238,7 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _read_and_written(func: Any, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the arguments whose values an operation reads, and those that it writes to."""
+    """Return the arguments that an operation reads, and those that it writes to."""
     read = []
     written = []
     for argument, specification in zip(args, func._schema.arguments, strict=False):
@@ -235,7 +247,7 @@ def _read_and_written(func: Any, args: Sequence[Any]) -> tuple[list[Any], list[A
         else:
             written.append(argument)
     if func._schema.name.endswith("_like"):
-        # The first argument gives only shape and dtype; its values do not matter.
+        # The first argument only determines shape and dtype. Its values do not matter.
         read = read[1:]
     return read, written
 

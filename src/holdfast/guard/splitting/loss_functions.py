@@ -1,15 +1,15 @@
 """Facts about loss functions: forbidden calls, identity, and side effects.
 
-**Forbidden calls.** A loss function returns a loss, and leaves backward and the optimizers to the
-guard. It may compute gradients, but not with respect to parameters.
+**Forbidden calls.** A loss function must return a loss, and leave backward and the optimizers to
+the guard. It may compute gradients, but not with respect to parameters.
 
-**Identity.** A lambda in a loop is a new object each time, but the same function. Two partials of
-one function with different ``reduction`` are different functions. Functions are distinguished by
-their code, and by the strings and flags that are bound to them. Numbers do not count, since a step
-number or a changing weight would make a new function in every step.
+**Identity.** A lambda in a loop is a new object each time, but still the same function. Two
+partials of a function with different values of ``reduction`` are different functions. Functions are
+identified by their code, and by the strings and flags that are bound to them. Numbers are ignored,
+since a step number or a changing weight would make a new function in every step.
 
-**Side effects.** If a call changes plain attributes of modules, or variables of the function, no
-checkpoint holds the change, and a retry makes it once more.
+**Side effects.** If a call changes plain attributes of modules or variables of the function, no
+checkpoint contains the change, and each retry repeats it.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from holdfast.guard.state.trees import same
 Called: TypeAlias = Literal["backward", "step", "zero_grad"]
 _FIX = {
     "backward": (
-        "leave out loss.backward() and return the loss with its graph: guard.step runs backward."
-        " For the gradient of something else, such as an input, use torch.autograd.grad(loss, x)."
+        "remove loss.backward() and return the loss with its graph: guard.step runs backward. For"
+        " any other gradient, such as that of an input, use torch.autograd.grad(loss, x)."
     ),
     "step": (
-        "leave out optimizer.step(), and scaler.step() around it: guard.step does that after it has"
-        " checked the gradients. To step one of several optimizers, name it: guard.step(batch,"
-        " loss_fn, optimizer=...)."
+        "remove optimizer.step(), and scaler.step() around it: guard.step runs it after checking"
+        " the gradients. To step one of several optimizers, name it: guard.step(batch, loss_fn,"
+        " optimizer=...)."
     ),
-    "zero_grad": "leave it out: guard.step clears the gradients itself.",
+    "zero_grad": "remove it: guard.step clears the gradients itself.",
 }
 
 
@@ -58,13 +58,13 @@ class CalledInsideError(BatchError):
 
 
 def called_inside(called: Called) -> CalledInsideError:
-    """Return H209 for a loss function that has made a forbidden call."""
+    """Return an H209 error for a loss function that has made a forbidden call."""
     action = f"called {called}()"
     if called == "backward":
         action = "ran backward into parameters"
     error = CalledInsideError(
         f"loss_fn {action}",
-        limit="it may only return a loss, because it may be called several times per step",
+        limit="it must only return a loss, because it may be called several times per step",
         fix=_FIX[called],
         rule="H209",
     )
@@ -73,14 +73,14 @@ def called_inside(called: Called) -> CalledInsideError:
 
 
 class ReturningALoss:
-    """A context for calls of a loss function.
+    """Context for calling a loss function.
 
-    Inside it, optimizers refuse to step. Leaving it raises H209 if the ``.grad`` of a parameter has
-    changed.
+    Inside the context, optimizers refuse to step. If the ``.grad`` of a parameter has changed, H209
+    is raised on exit.
 
     Args:
-        optimizers: The optimizers of the guard.
-        parameters: The parameters of the guard.
+        optimizers: The guard's optimizers.
+        parameters: The guard's parameters.
     """
 
     __slots__ = ("_before", "_optimizers", "_own", "_parameters")
@@ -90,23 +90,23 @@ class ReturningALoss:
         self._parameters = parameters
 
     def __enter__(self) -> None:
-        self._before = _marks(self._parameters)
+        self._before = _gradient_versions(self._parameters)
         self._own: list[tuple[dict[str, Any], Any]] = []
         for optimizer in self._optimizers:
             attributes = vars(optimizer)
             # Schedulers replace `step` in the same way.
             self._own.append((attributes, attributes.get("step")))
-            # `zero_grad` is not replaced, since frameworks may call it when there are no gradients.
-            # A call that does clear gradients is noticed at the end.
+            # `zero_grad` is not replaced, because frameworks may call it when there are no
+            # gradients. If a call does clear gradients, this is detected on exit.
             attributes["step"] = _refuse_step
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for attributes, own in self._own:
-            if own is None:
+        for attributes, original_step in self._own:
+            if original_step is None:
                 attributes.pop("step", None)
             else:
-                attributes["step"] = own
-        after = _marks(self._parameters)
+                attributes["step"] = original_step
+        after = _gradient_versions(self._parameters)
         if kind is None and after != self._before:
             raise called_inside("zero_grad" if len(after) < len(self._before) else "backward")
 
@@ -115,14 +115,14 @@ def _refuse_step(*_: Any, **__: Any) -> NoReturn:
     raise called_inside("step")
 
 
-def _marks(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the identity and the version counter of each gradient."""
+def _gradient_versions(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the identity and version counter of each gradient."""
     return [(id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
 
 
 @contextlib.contextmanager
 def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Surround a backward pass, and raise H211 if hooks of parameters have changed weights."""
+    """Run backward within this context. If parameter hooks change weights, H211 is raised."""
     hooked = [
         p
         for p in parameters
@@ -134,23 +134,23 @@ def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     if moved:
         raise BatchError(
             f"hooks have changed {counted(moved, 'parameter')} in backward",
-            limit="a step can be retried, clipped or skipped only while the weights are unchanged",
+            limit="a step can only be retried, clipped or skipped while the weights are unchanged",
             fix=(
                 "remove the hooks that call optimizer.step(), pass the optimizer to Guard, and"
-                " start again: the weights of this step cannot be restored."
+                " restart the run: the weights of this step cannot be restored."
             ),
             rule="H211",
         )
 
 
 class FilledOutside:
-    """Finds gradients that the script computed between creating the guard and the first step.
+    """Detects gradients that the script computed after creating the guard, before the first step.
 
     Args:
-        parameters: The parameters of the guard.
+        parameters: The guard's parameters.
     """
 
-    # The number of steps that all guards of this process have begun.
+    # The number of steps started so far by all guards in this process.
     begun = 0
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -162,7 +162,7 @@ class FilledOutside:
 
         If there are gradients, this synchronizes with the device.
         """
-        # If another guard has run a step since, the gradients may come from that.
+        # If another guard has run a step in the meantime, the gradients may come from that step.
         others_have_stepped = FilledOutside.begun != self._begun_before
         FilledOutside.begun += 1
         were_empty = self._empty
@@ -178,13 +178,13 @@ class FilledOutside:
             raise BatchError(
                 f"{counted(len(filled), 'parameter')} had a gradient before the first step",
                 limit=(
-                    "guard.step clears the gradients first, so those of a backward() outside of it"
-                    " would be lost"
+                    "guard.step first clears all gradients, so gradients from a backward() outside"
+                    " of it would be lost"
                 ),
                 fix=(
-                    "let loss_fn include that loss, as in loss_a + loss_b, and remove the"
-                    " backward() outside of it; if the gradients are not needed, call"
-                    " optimizer.zero_grad() before guard.step."
+                    "include that loss in loss_fn, as in loss_a + loss_b, and remove the backward()"
+                    " outside of it. If the gradients are not needed, call optimizer.zero_grad()"
+                    " before guard.step."
                 ),
                 rule="H210",
             )
@@ -192,24 +192,26 @@ class FilledOutside:
 
 # --- identity
 
-# Partials, methods and closures are followed this far.
+# Partials, methods and closures are followed up to this depth.
 _DEPTH = 3
 
 
 def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
-    """Return a text that identifies a loss function, and is the same after a restart of the run.
+    """Return a text that identifies a loss function, and stays the same after a restart.
 
     Args:
         loss_fn: The loss function.
-        depth: How many levels of bound objects to include. At 0 only the code counts.
+        depth: How many levels of bound objects to include. With 0, only the code counts.
     """
     if isinstance(loss_fn, TwoPass):
         return f"{description_of(loss_fn.outputs, depth)} {description_of(loss_fn.loss, depth)}"
     if isinstance(loss_fn, functools.partial):
         bound = [*loss_fn.args, *(loss_fn.keywords[name] for name in sorted(loss_fn.keywords))]
-        return _with(description_of(loss_fn.func, depth), bound, depth)
+        return _with_bound_values(description_of(loss_fn.func, depth), bound, depth)
     if isinstance(loss_fn, types.MethodType):
-        return _with(description_of(loss_fn.__func__, depth), [loss_fn.__self__], depth)
+        return _with_bound_values(
+            description_of(loss_fn.__func__, depth), [loss_fn.__self__], depth
+        )
     code = getattr(loss_fn, "__code__", None)
     if code is not None:
         bound = []
@@ -217,32 +219,34 @@ def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
             try:  # noqa: SIM105 - `suppress` is slower, and this runs in every step
                 bound.append(cell.cell_contents)
             except ValueError:
-                # The variable has no value yet.
+                # The variable has not been assigned yet.
                 pass
         bound += [*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values()]
-        # A function in a script may use flags in global variables.
+        # A function in a script may use flags stored in global variables.
         outside = getattr(loss_fn, "__globals__", {})
         bound += [flag for name in code.co_names if type(flag := outside.get(name)) in (bool, str)]
-        return _with(_name_of(code), bound, depth) if bound else _name_of(code)
-    bound = [own for key, own in getattr(loss_fn, "__dict__", {}).items() if key not in _OF_TORCH]
-    return _with(type(loss_fn).__qualname__, bound, depth)
+        return _with_bound_values(_name_of(code), bound, depth) if bound else _name_of(code)
+    bound = [
+        value for key, value in getattr(loss_fn, "__dict__", {}).items() if key not in _OF_TORCH
+    ]
+    return _with_bound_values(type(loss_fn).__qualname__, bound, depth)
 
 
 @functools.lru_cache(maxsize=256)
 def _name_of(code: types.CodeType) -> str:
-    # A line may hold two lambdas, which only their code tells apart.
+    # A line may contain two lambdas, which differ only in their code.
     checksum = zlib.crc32(code.co_code + repr(code.co_names).encode())
     return f"{code.co_qualname}:{code.co_firstlineno}:{checksum:x}"
 
 
-def _with(name: str, bound: Iterable[Any], depth: int) -> str:
+def _with_bound_values(name: str, bound: Iterable[Any], depth: int) -> str:
     if depth == 0:
         return name
-    texts = [text for value in bound if (text := _plain(value, depth - 1))]
+    texts = [text for value in bound if (text := _describe_value(value, depth - 1))]
     return f"{name}({', '.join(texts)})" if texts else name
 
 
-def _plain(value: Any, depth: int) -> str:
+def _describe_value(value: Any, depth: int) -> str:
     if value is None or isinstance(value, (bool, str)):
         return repr(value)[:80]
     # A module counts only if it is a criterion. Modules with weights are the models themselves.
@@ -252,8 +256,10 @@ def _plain(value: Any, depth: int) -> str:
 
 
 def _has_weights(value: Any) -> bool:
-    own = value.__dict__ if isinstance(value, nn.Module) else {}
-    return bool(own.get("_parameters")) or any(map(_has_weights, own.get("_modules", {}).values()))
+    attributes = value.__dict__ if isinstance(value, nn.Module) else {}
+    return bool(attributes.get("_parameters")) or any(
+        map(_has_weights, attributes.get("_modules", {}).values())
+    )
 
 
 # --- side effects
@@ -261,10 +267,10 @@ def _has_weights(value: Any) -> bool:
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 # Only these containers are iterated, because iterating over others may itself have side effects.
 _CONTAINERS = (list, tuple, set, frozenset, deque, np.ndarray)
-# Containers with more entries than this are compared only by their length.
-_LOOKED_AT = 64
+# Containers with more entries than this are compared only by length.
+_MOST_ENTRIES = 64
 # Tensors with more elements than this are compared only by their sum.
-_WHOLE = 1 << 20
+_MOST_ELEMENTS = 1 << 20
 # The attributes that every module has.
 _OF_TORCH = frozenset(vars(nn.Module()))
 
@@ -274,34 +280,35 @@ def find_side_effects(
     loss_fn: Callable[[Any], Any],
     forward: Callable[[], float],
     *,
-    known: Sequence[Any] = (),
+    restored: Sequence[Any] = (),
     logs_too: bool = False,
 ) -> tuple[str, ...]:
-    """Return the names of attributes and variables that a second pass over some samples changes.
+    """Return the names of attributes and variables that a second forward pass changes.
 
-    State that a pass only overwrites, such as the last attention map or a cache that is filled
-    once, is the same after the second pass and is not returned. Variables from outside the loss
-    function, and its attributes, may be counters or logs. They count only if the second loss
-    differs from the first.
+    State that each pass overwrites with the same value, such as the last attention map or a cache
+    that is filled once, is not returned.
+
+    Attributes of the loss function, and variables from outside of it, may be mere counters or logs.
+    They count only if the second loss differs from the first.
 
     Args:
         models: The models by name.
         loss_fn: The loss function.
-        forward: Runs a forward pass, the same one each time, and returns the loss; NaN if there was
-            not enough memory.
-        known: Objects that are restored, and therefore do not count.
+        forward: Function that runs the same forward pass each time and returns the loss, or NaN if
+            it ran out of memory.
+        restored: Objects that are restored anyway, so that they do not count.
         logs_too: Whether variables and attributes of the loss function always count.
 
     Returns:
         Names such as ``"layer.calls"`` or ``"loss_fn: hidden"``.
     """
-    own = [*known, *(module for model in models.values() for module in model.modules())]
+    ignored = [*restored, *(module for model in models.values() for module in model.modules())]
     first_loss = forward()
     first_attributes = _attributes(models)
-    first_variables = _variables(loss_fn, own)
+    first_variables = _variables(loss_fn, ignored)
     second_loss = forward()
     second_attributes = _attributes(models)
-    second_variables = _variables(loss_fn, own)
+    second_variables = _variables(loss_fn, ignored)
 
     changed = _changed(first_attributes, second_attributes)
     is_nan = math.isnan(first_loss) or math.isnan(second_loss)
@@ -313,11 +320,11 @@ def find_side_effects(
     return tuple(sorted(changed))
 
 
-def _changed(once: Mapping[str, Any], twice: Mapping[str, Any]) -> set[str]:
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
     changed = {
-        name for name, value in twice.items() if name in once and not same(once[name], value)
+        name for name, value in after.items() if name in before and not same(before[name], value)
     }
-    return changed | (set(once) ^ set(twice))
+    return changed | (set(before) ^ set(after))
 
 
 def _attributes(models: Mapping[str, nn.Module]) -> dict[str, Any]:
@@ -332,17 +339,17 @@ def _attributes(models: Mapping[str, nn.Module]) -> dict[str, Any]:
     }
 
 
-def _variables(function: Any, own: Sequence[Any]) -> dict[str, Any]:
-    """Return copies of the outside variables that a function can reach.
+def _variables(function: Any, ignored: Sequence[Any]) -> dict[str, Any]:
+    """Return copies of the outside variables that a function can access.
 
-    They are its free variables, globals, bound arguments, and the attributes of its object.
+    These are its free variables, globals, bound arguments, and the attributes of its object.
     """
     variables: dict[str, Any] = {}
     while isinstance(function, functools.partial):
         variables |= {"argument": [*function.args, *function.keywords.values()]}
         function = function.func
     if isinstance(function, TwoPass):
-        return {**_variables(function.outputs, own), **_variables(function.loss, own)}
+        return {**_variables(function.outputs, ignored), **_variables(function.loss, ignored)}
     owner = getattr(function, "__self__", function)
     if not isinstance(
         owner, (nn.Module, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
@@ -353,20 +360,22 @@ def _variables(function: Any, own: Sequence[Any]) -> dict[str, Any]:
         outside = inspect.getclosurevars(function)
         variables |= {**outside.globals, **outside.nonlocals}
     return {
-        f"loss_fn: {name}": _snapshot(_inside(value), depth=2)
+        f"loss_fn: {name}": _snapshot(_attributes_of_object(value), depth=2)
         for name, value in variables.items()
         if not isinstance(value, (types.ModuleType, types.FunctionType, type))
-        and not any(value is owned for owned in own)
+        and not any(value is ignored_object for ignored_object in ignored)
     }
 
 
-def _inside(value: Any) -> Any:
+def _attributes_of_object(value: Any) -> Any:
     """Return the attributes of a user's object, such as a criterion with a counter.
 
-    Any other value is returned as it is.
+    Any other value is returned unchanged.
     """
     if isinstance(value, nn.Module):
-        attributes = {name: own for name, own in vars(value).items() if name not in _OF_TORCH}
+        attributes = {
+            name: attribute for name, attribute in vars(value).items() if name not in _OF_TORCH
+        }
         return {**attributes, **dict(value.named_buffers())}
     if isinstance(value, (*_PLAIN, *_CONTAINERS, Mapping, torch.Tensor)) or callable(value):
         return value
@@ -374,20 +383,20 @@ def _inside(value: Any) -> Any:
 
 
 def _snapshot(value: Any, depth: int) -> Any:
-    """Return a value in a form that can be compared later.
+    """Return a copy of a value for a later comparison.
 
-    Plain values are returned unchanged, small tensors are copied, and containers are followed to a
-    given depth. For any other value, only the type counts.
+    Plain values are returned unchanged, small tensors are copied, and containers are copied up to a
+    depth. All other values are represented by their type.
     """
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.Tensor):
-        if value.numel() <= _WHOLE:
+        if value.numel() <= _MOST_ELEMENTS:
             return value.detach().clone()
         return [value.shape, float(value.detach().double().sum())]
-    if isinstance(value, Mapping) and depth and len(value) <= _LOOKED_AT:
+    if isinstance(value, Mapping) and depth and len(value) <= _MOST_ENTRIES:
         return {str(key): _snapshot(entry, depth - 1) for key, entry in value.items()}
     if isinstance(value, _CONTAINERS):
-        entries = list(value) if depth and len(value) <= _LOOKED_AT else []
+        entries = list(value) if depth and len(value) <= _MOST_ENTRIES else []
         return [len(value), *(_snapshot(entry, depth - 1) for entry in entries)]
     return type(value).__name__

@@ -2,23 +2,23 @@
 
 Examples are hard-example mining (the mean of the largest quarter of the losses), a threshold
 (``loss[loss > 0.7].mean()``) and a mean over sufficiently confident pseudo-labels. As long as such
-a loss selects all samples, it is a plain mean, and trials of splitting cannot tell the difference.
-Once the model has learned more, splitting would change the gradient.
+a loss selects all samples, it is a plain mean, and a trial split cannot tell the difference. Later,
+when it selects only some samples, splitting would change the gradient.
 
 A ``TorchFunctionMode`` traces one call of the loss function. It marks each tensor that depends on
 parameters, that is a loss or depends on one, that is a mask computed from such values, or that
-depends on a selection. Only selections on which the returned loss depends count, so an accuracy
-that is only logged does not.
+depends on a selection. A selection counts only if the returned loss depends on it. For example, an
+accuracy that is only logged does not count.
 
-Some selections have the same result in a part as in the whole batch, and do not count: masks
-computed from the batch alone (padding, ``ignore_index``), selections within a sample (the classes
-of a beam, the pixels of an image), and those inside the model (the experts of a token), unless they
-depend on a loss.
+Some selections do not count, because they have the same result in a part as in the whole batch:
+masks computed from the batch alone (padding, ``ignore_index``), selections within a sample (the
+classes of a beam, the pixels of an image), and selections inside the model (the experts for a
+token), unless they depend on a loss.
 
-Values that leave torch as an array or a list cannot be followed. If entries of a vector of losses
-are picked by position afterwards, the positions may have been computed from those values, so that
-counts as a selection. Single numbers (``.item()``) and TorchScript are not traced at all. They are
-covered by the checks that are repeated while batches are being split.
+Values that leave torch as an array or a list cannot be traced. If the loss function then picks
+entries of a loss vector by position, the positions may have been computed from those values, so
+this counts as a selection. Single numbers (``.item()``) and TorchScript are not traced. The checks
+that are repeated while batches are being split cover these cases.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Functions that select by rank, with the position and the default of their argument `dim`. None
-# means all dimensions.
+# Functions that select by rank. The values are the position of their argument `dim` and its
+# default, where None means all dimensions.
 _BY_RANK: dict[str, tuple[int, int | None]] = {
     "topk": (2, -1),
     "sort": (1, -1),
@@ -65,7 +65,7 @@ _COMPARISONS = frozenset(
     "isinf",
     "isclose",
 }
-# The result of these functions is a mask if all their marked arguments are masks.
+# The result of one of these functions is a mask if all its marked arguments are masks.
 _KEEP_MASKS = frozenset(
     {
         "__and__",
@@ -121,7 +121,7 @@ _KEEP_MASKS = frozenset(
 _COUNTS = frozenset({"sum", "count_nonzero", "nansum", "mean"})
 # Functions that select by a mask.
 _BY_MASK = frozenset({"masked_select", "nonzero", "argwhere"})
-# Functions by which several values leave torch, and those that pick entries by position.
+# Functions that move several values out of torch, and functions that pick entries by position.
 _TO_HOST = frozenset({"numpy", "tolist", "__array__"})
 _BY_POSITION = frozenset({"__getitem__", "index_select", "take", "gather"})
 _LOSSES = frozenset(
@@ -135,9 +135,9 @@ class Selection(NamedTuple):
     """A selection made by the loss function.
 
     Attributes:
-        function: The name of the torch function, such as ``"topk"``, `MASK` for any use of a mask,
-            or `HOST` for positions that may have been chosen outside of torch.
-        size: The size of the dimension that it selects from.
+        function: The name of the torch function, such as ``"topk"``. `MASK` for any use of a mask,
+            and `HOST` for positions that may have been computed outside of torch.
+        size: The size of the dimension along which it selects.
     """
 
     function: str
@@ -146,13 +146,14 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """What a tensor was computed from.
+    """The origin of a tensor's values.
 
     Attributes:
-        parameters: Whether it depends on parameters.
-        loss: Whether it is the result of a loss function or depends on one.
-        is_mask: Whether it is a mask that was computed from marked values.
-        selections: The selections on which it depends, as indices of `SelectionFinder._selections`.
+        parameters: Whether the tensor depends on parameters.
+        loss: Whether the tensor is the result of a loss function or depends on one.
+        is_mask: Whether the tensor is a mask computed from marked values.
+        selections: The selections on which the tensor depends, as indices of
+            `SelectionFinder._selections`.
     """
 
     parameters: bool = False
@@ -165,10 +166,10 @@ _NO_MARKS = _Marks()
 
 
 class SelectionFinder(TorchFunctionMode):
-    """Traces the selections of one call of a loss function.
+    """Traces the selections made in one call of a loss function.
 
     Args:
-        models: The models of the run, whose own selections do not count.
+        models: The models of the run. Selections inside them do not count.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -176,7 +177,7 @@ class SelectionFinder(TorchFunctionMode):
         self._modules = {id(module) for model in models for module in model.modules()}
         self._marks = WeakTensorKeyDictionary()
         self._selections: list[Selection] = []
-        # Whether values that depend on parameters or losses were read as an array or a list.
+        # Whether values that depend on parameters or losses were converted to an array or a list.
         self._values_left_torch = False
 
     def reaching(self, losses: Sequence[torch.Tensor]) -> list[Selection]:
@@ -212,7 +213,7 @@ class SelectionFinder(TorchFunctionMode):
         marks: _Marks | None = self._marks.get(tensor)  # type: ignore[no-untyped-call]
         if marks is not None:
             return marks
-        # Frozen parameters count too, since they may belong to an average of the trained weights.
+        # Frozen parameters count too, since they may be an average of the trained weights.
         return (
             _Marks(parameters=True)
             if isinstance(tensor, nn.Parameter) or tensor.requires_grad
@@ -222,7 +223,7 @@ class SelectionFinder(TorchFunctionMode):
     def _marks_of_result(
         self, name: str, args: Any, kwargs: Any, argument_marks: Sequence[_Marks]
     ) -> _Marks:
-        """Return the marks of a function's result, given those of its marked arguments."""
+        """Return the marks of a function's result, based on its marked arguments."""
         selections: frozenset[int] = frozenset().union(
             *(marks.selections for marks in argument_marks)
         )
@@ -243,14 +244,15 @@ class SelectionFinder(TorchFunctionMode):
         )
 
     def _selects_for_loss(self, marks: _Marks) -> bool:
-        """Return whether a selection by such values belongs to the loss rather than to the model.
+        """Return whether a selection by values with these marks belongs to the loss.
 
-        Inside the model's ``forward``, only values that depend on a loss or a mask count.
+        Inside a model's ``forward``, values must depend on a loss or a mask. Otherwise, the
+        selection belongs to the model.
         """
         return marks.loss or marks.is_mask or (marks.parameters and not self._is_in_model())
 
     def _is_in_model(self) -> bool:
-        """Return whether the ``forward`` of one of the models' modules is running."""
+        """Return whether the ``forward`` of a module in one of the models is running."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             if (
@@ -262,7 +264,7 @@ class SelectionFinder(TorchFunctionMode):
         return False
 
     def _selection(self, name: str, args: Any, kwargs: Any) -> Selection | None:
-        """Return the selection that a call makes, or None."""
+        """Return the selection that a function call makes, or None."""
         if name in _BY_RANK:
             return self._selection_by_rank(name, args, kwargs)
         mask = self._selecting_mask(name, args, kwargs)
@@ -271,7 +273,7 @@ class SelectionFinder(TorchFunctionMode):
         return self._selection_on_host(name, args, kwargs)
 
     def _selection_on_host(self, name: str, args: Any, kwargs: Any) -> Selection | None:
-        """Return a selection by positions that may have been computed outside of torch, or None."""
+        """Return a selection by positions that may have been computed outside of torch."""
         values = args[0] if args else kwargs.get("input")
         if (
             not self._values_left_torch
@@ -281,7 +283,7 @@ class SelectionFinder(TorchFunctionMode):
             return None
         if values.ndim != 1 or not self._selects_for_loss(self._marks_of(values)):
             return None
-        # A slice or a number picks entries regardless of their values.
+        # A slice or a single index picks entries regardless of their values.
         if name == "__getitem__" and not isinstance(args[1], (list, np.ndarray, torch.Tensor)):
             return None
         return Selection(HOST, values.shape[0])

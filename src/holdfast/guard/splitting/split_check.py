@@ -1,17 +1,17 @@
-"""Try out whether splitting a batch leaves its gradient unchanged, and with which weights.
+"""Run trial splits to find out whether a split keeps the gradient, and with which weights.
 
-The gradient of 4 samples is compared with the weighted sum of the gradients of 3 and 1 of them. If
-the loss function does not declare what its mean is taken over, all candidates in the batch are
-tried. If none reproduces the gradient, the samples are coupled (in-batch negatives, a pairwise
-loss).
+A trial compares the gradient of 4 samples with the weighted sum of the gradients of 3 of them and
+of the remaining one. If the loss function does not declare what its mean is taken over, all
+candidates in the batch are tried. If none of them reproduces the gradient, the samples are coupled
+(in-batch negatives, a pairwise loss).
 
 Models are in training mode, except for layers such as BatchNorm, which `SplitSafety` handles. The
-parts receive the random numbers that the whole has drawn for their samples. If that is not
-possible, only losses with declared items are compared, in evaluation mode.
+parts receive the same random numbers for their samples as the whole batch. If that is not possible,
+only losses with declared items are compared, in evaluation mode.
 
-On the CPU this runs in a forked copy of the process, so it has no effect on the original. A process
-that uses an accelerator cannot be forked. The trial then runs in the process itself, and only right
-before a split, and the caller restores everything.
+On the CPU, trials run in a forked copy of the process, so they have no effect on the original. A
+process that uses an accelerator cannot be forked. In that case, the trial runs in the process
+itself, right before a split, and the caller restores all state.
 """
 
 from __future__ import annotations
@@ -61,17 +61,18 @@ from holdfast.numerics.loss import Terms, read_loss, without_graph
 
 # The number of samples in a trial.
 _SAMPLES = 4
-# The largest relative difference of gradients that counts as rounding. In fp32 the rounding of
-# 3 + 1 samples against 4 stays below 1e-5; coupled losses differ by 0.01 or more.
+# The largest relative difference between gradients that counts as rounding. In fp32, the rounding
+# difference between 3 + 1 samples and 4 samples stays below 1e-5, while coupled losses differ by
+# 0.01 or more.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF_TOLERANCE = 5e-2
-# A small sum added to a mean changes the gradient by less than the tolerance, but grows with the
-# batch. On the CPU in fp32, the gradients or the losses must therefore differ by less than these
-# limits; rounding never exceeds both.
+# A small sum that is added to a mean changes the gradient by less than the tolerance, but it grows
+# with the batch. On the CPU in fp32, the gradients or the losses must therefore differ by less than
+# these limits. Rounding never exceeds both of them.
 _SMALL = 2e-5
 _SMALL_OF_LOSS = 3e-6
-# On accelerators and in half precision, losses must agree up to this share of the tolerance. They
-# are means of terms that do not cancel, so they are rounded less than gradients.
+# On accelerators and in half precision, losses must agree within this share of the tolerance.
+# Losses are means of terms that do not cancel, so rounding affects them less than gradients.
 _OF_LOSS_WHERE_ROUNDED = 0.1
 # Weights that differ by less than this change gradients by less than a coupled loss does.
 TELLING = 0.01
@@ -84,24 +85,25 @@ _SEEDS = 3
 _MOST_EMPTY = 2
 _MOST_ONE_BY_ONE = 256
 # The maximum number of sets of four samples to search for one that distinguishes weightings.
-# Cutting and counting one takes 0.1 ms.
+# Cutting and counting one set takes 0.1 ms.
 _LOOKED_THROUGH = 64
 _NOT_REPEATABLE = (
-    "called again, the loss gives a different gradient: it carries state, or its random numbers"
+    "when called again, the loss has a different gradient: it carries state, or its random numbers"
     " cannot be repeated for parts of the batch (a permutation, a numpy generator), so no trial can"
     " show whether the parts add up to the whole"
 )
-# The share of a micro-batch that goes into the first of its two parts, in the two comparisons.
+# The share of a micro-batch in the first of its two parts, for each of the two comparisons.
 _HALVES = 0.5
 _QUARTERS = 0.75
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
-# What the loss draws: no random numbers, separate ones for each sample, some that all samples share
-# (after a split each part would draw its own), or some that could not be repeated for the parts.
+# What the loss draws: no random numbers, separate numbers for each sample, numbers that all samples
+# share (after a split, each part would draw its own), or numbers that could not be repeated for the
+# parts.
 Draw: TypeAlias = Literal["none", "own", "shared", "unknown"]
 # From best to worst.
 _DRAWS: tuple[Draw, ...] = ("none", "own", "shared", "unknown")
 Outcome: TypeAlias = Literal["exact", "coupled", "random", "trusted", "unknown"]
-# Any other outcome replaces "unknown".
+# When results are merged, the worst outcome wins. Any other outcome wins over "unknown".
 _FROM_BEST_TO_WORST: tuple[Outcome, ...] = ("unknown", "exact", "random", "coupled")
 
 
@@ -109,18 +111,18 @@ _FROM_BEST_TO_WORST: tuple[Outcome, ...] = ("unknown", "exact", "random", "coupl
 class SplitCheckResult:
     """The result of a check.
 
-    Its outcomes:
+    Its outcome is one of these:
 
     - ``"exact"``: splitting keeps the gradient.
     - ``"random"``: splitting would keep the gradient if the random numbers were the same, or the
       loss function declares its items.
     - ``"coupled"``: splitting changes the gradient, or the check could not show that it does not.
-    - ``"trusted"``: the user says that splitting is exact.
+    - ``"trusted"``: there was no comparison. For example, the policy turns it off.
     - ``"unknown"``: the check failed.
     """
 
     outcome: Outcome
-    # The relative L2 difference of the gradients, weighted as they will be in training.
+    # The relative L2 difference between the gradients, with the weights used in training.
     difference: float = float("nan")
     # Whether the loss function declares what its mean is taken over, or is a `TwoPass`.
     declared: bool = False
@@ -128,30 +130,30 @@ class SplitCheckResult:
     changes_batch: bool = False
     # The name of a buffer, other than running statistics, that a forward pass changes.
     changed_buffer: str = ""
-    # For "unknown", what went wrong; for "coupled", why the check could not show the opposite.
+    # For "unknown", what went wrong. For "coupled", why the check could not show the opposite.
     why: str = ""
-    # The random numbers in training.
+    # The kind of random numbers drawn in training.
     draws: Draw = "none"
     # For "unknown", whether a lack of memory was the reason, or may have been.
     short_of_memory: bool = False
-    # The weightings that reproduce the gradient, the most common first, and those that do not.
+    # The weightings that reproduce the gradient, most common first, and those that do not.
     held: tuple[Weighting, ...] = ()
     failed: tuple[Weighting, ...] = ()
     # The names of attributes that each forward pass changes.
     side_effects: tuple[str, ...] = ()
-    # The function by which the loss selects samples, such as "topk"; empty if it selects none.
+    # The function by which the loss selects samples, such as "topk". Empty if it selects none.
     selects: str = ""
-    # The forbidden call that the loss function made, if any.
+    # The forbidden call that the loss function has made, if any.
     called: Called | None = None
-    # For "unknown", whether the process could not be forked for the trial.
+    # For "unknown", whether the reason is that the process could not be forked.
     not_made: bool = False
 
     def weighting(self) -> Weighting:
-        """Return what the parts of a batch are weighted by, if no items are declared."""
+        """Return the weighting of a batch's parts, for a loss function without declared items."""
         return self.held[0] if self.held else SAMPLES
 
     def may_turn_wrong(self) -> bool:
-        """Return whether splitting may change the gradient later, although no trial has so far.
+        """Return whether splitting may change the gradient later, though it has not so far.
 
         A loss that selects samples may have selected all of them so far. A sum over the samples
         above a threshold is safe, since each part adds its own samples.
@@ -169,7 +171,7 @@ class SplitCheckResult:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SplitCheckResult:
-        """Return a result from the value of ``asdict``, after it was sent as JSON."""
+        """Return a result from the value of ``asdict`` after it was sent as JSON."""
         restored = dict(values)
         for name in ("held", "failed"):
             restored[name] = tuple(
@@ -183,19 +185,19 @@ class SplitCheckResult:
 def merged(verdicts: Sequence[SplitCheckResult], **facts: Any) -> SplitCheckResult:
     """Combine the results of several checks. The worst outcome counts.
 
-    A weighting holds if it held in some check and failed in none.
+    A weighting holds if it held in at least one check and failed in none.
 
     Args:
-        verdicts: The results.
-        **facts: Fields to set in the result.
+        verdicts: The results of the checks.
+        **facts: Fields to set in the combined result.
     """
-    chosen = max(verdicts, key=lambda verdict: _FROM_BEST_TO_WORST.index(verdict.outcome))
+    worst = max(verdicts, key=lambda verdict: _FROM_BEST_TO_WORST.index(verdict.outcome))
     failed = tuple(dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.failed))
-    every = dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.held)
+    all_held = dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.held)
     held = tuple(
-        sorted((weighting for weighting in every if weighting not in failed), key=Weighting.rank)
+        sorted((weighting for weighting in all_held if weighting not in failed), key=Weighting.rank)
     )
-    together: dict[str, Any] = {
+    combined: dict[str, Any] = {
         "changes_batch": any(verdict.changes_batch for verdict in verdicts),
         "draws": max((verdict.draws for verdict in verdicts), key=_DRAWS.index),
         "changed_buffer": next(
@@ -206,21 +208,22 @@ def merged(verdicts: Sequence[SplitCheckResult], **facts: Any) -> SplitCheckResu
         ),
         "selects": next((verdict.selects for verdict in verdicts if verdict.selects), ""),
     }
-    if chosen.outcome in ("exact", "random") and failed and not held:
+    if worst.outcome in ("exact", "random") and failed and not held:
         # Every weighting that held for one batch failed for another.
-        together |= {"outcome": "coupled", "difference": math.nan}
-    elif chosen.outcome == "exact":
-        together["difference"] = max(
+        combined |= {"outcome": "coupled", "difference": math.nan}
+    elif worst.outcome == "exact":
+        combined["difference"] = max(
             verdict.difference for verdict in verdicts if verdict.outcome == "exact"
         )
-    return replace(chosen, held=held, failed=failed, **{**together, **facts})
+    return replace(worst, held=held, failed=failed, **{**combined, **facts})
 
 
 class _Difference(NamedTuple):
     """The relative differences between the parts of a batch and the whole."""
 
-    # That of the gradients, in L2 norm.
+    # The L2 norm of the gradients' difference, relative to the whole gradient.
     of_gradients: float
+    # The difference of the losses, relative to the whole loss.
     of_losses: float
 
 
@@ -228,64 +231,66 @@ class _Difference(NamedTuple):
 class SplitCheck:
     """A check of one loss function."""
 
-    # The loss function, which receives copies of the batch.
+    # The loss function. It receives copies of the batch.
     loss_fn: Callable[[Any], Any]
-    # Where the batch dimension is.
+    # The position of the batch dimension.
     split: Split
-    # Copies of the states, which are restored before each evaluation and compared after it.
+    # Keeps copies of the states, which are restored before each evaluation and compared after it.
     states: StateKeeper
     models: Mapping[str, nn.Module]
     # The parameters whose gradients are compared. Their ``.grad`` is overwritten and then cleared.
     parameters: Sequence[torch.Tensor]
-    # Returns the context in which a loss function is called.
+    # Function that returns the context for calling a loss function.
     calling: Callable[[], contextlib.AbstractContextManager[Any]]
     # Whether that context computes in half precision.
     rounds_to_half: bool
-    # Whether this process is a copy that will be discarded, so that side effects do no harm.
+    # Whether this process is a copy that will be discarded, so that side effects are harmless.
     in_a_copy: bool
     # The weightings that held in earlier batches.
-    known: Sequence[Weighting] = ()
+    earlier_weightings: Sequence[Weighting] = ()
     # Whether splitting kept the gradient in earlier batches.
     has_passed: bool = False
     _draws: Draws | None = field(default=None, init=False)
     _seed: int = field(default=0, init=False)
     _buffers: BufferKeeper | None = field(default=None, init=False)
     # Whether the loss function declares items, and whether it changes its batch.
-    _seen: tuple[bool, bool] = field(default=(False, False), init=False)
-    # The share of the samples that goes into the first part; None for all but one sample.
+    _loss_facts: tuple[bool, bool] = field(default=(False, False), init=False)
+    # The share of the samples in the first part. If None, the first part has all samples but one.
     _first_share: float | None = field(default=None, init=False)
-    # The names of states that have different values after the parts than after the whole.
+    # The names of states whose values after the parts differ from those after the whole batch.
     uneven: list[str] = field(default_factory=list)
 
     def run(self, batch: Any, size: int, empty: int | None = None) -> SplitCheckResult:
-        """Compare several sets of four samples of a batch.
+        """Run the check on several sets of four samples from a batch.
 
-        They are the first samples, some from all over the batch, and some that distinguish the
+        These are the first samples, samples from all over the batch, and sets that distinguish
         candidates for the weighting.
 
         Args:
             batch: The batch.
-            size: The number of samples in it.
+            size: The number of samples in the batch.
             empty: The position of a sample for which the loss function declares no items, or None.
         """
         self.states.keep()
         windows = [
-            w for w, few in micro_batches(batch, size, min(_SAMPLES, size), self.split) if few > 1
+            window
+            for window, num_samples in micro_batches(batch, size, min(_SAMPLES, size), self.split)
+            if num_samples > 1
         ]
         if not callable(self.split) and size > _SAMPLES:
-            # Samples that are far apart in the batch may differ more.
+            # Samples that are far apart in the batch are more likely to differ.
             windows[1:] = [
                 *windows[1:-1],
                 select(batch, size, [0, 1, size // 2, size - 1], self.split),
             ]
         changed_buffer = self._find_changed_buffer(windows[0])
         side_effects = self._side_effects(windows[0]) if self.in_a_copy else ()
-        weightings = list(dict.fromkeys([*find_weightings(batch, size), *self.known]))
-        with self._trying():
-            results = self._through(windows, weightings)
+        weightings = list(dict.fromkeys([*find_weightings(batch, size), *self.earlier_weightings]))
+        with self._evaluating():
+            results = self._check_sets(windows, weightings)
             if not callable(self.split):
-                results += self._with_an_empty_sample(batch, size, weightings, empty)
-                results += self._of_one_label(windows[0], batch, weightings)
+                results += self._check_empty_parts(batch, size, weightings, empty)
+                results += self._check_one_label(windows[0], batch, weightings)
             selects = self._find_selection(windows[0])
         changed_buffer = changed_buffer or next(iter(self.uneven), "")
         return merged(
@@ -296,18 +301,18 @@ class SplitCheck:
         """Compare the gradient of a micro-batch with that of its two halves.
 
         A loss may start to couple samples, or to select some of them, long after the first steps.
-        Four samples reveal that less often than a whole micro-batch. Halves alone are not enough
-        either: the largest two of eight losses are the same if each half contains one of them. The
-        micro-batch is therefore also cut into three quarters and one quarter.
+        Four samples reveal this less often than a whole micro-batch. Comparing halves alone is not
+        enough: the mean of the two largest of eight losses is the same if each half contains one of
+        them. Therefore, the micro-batch is also cut into three quarters and one quarter.
 
         Args:
-            part: A micro-batch of a size that is known to fit into memory.
-            size: The number of samples in it.
+            part: A micro-batch of a size that is known to fit in memory.
+            size: The number of samples in the micro-batch.
         """
         self.states.keep()
-        weightings = list(dict.fromkeys([*find_weightings(part, size), *self.known]))
+        weightings = list(dict.fromkeys([*find_weightings(part, size), *self.earlier_weightings]))
         results: list[SplitCheckResult] = []
-        with self._trying():
+        with self._evaluating():
             for share in (_HALVES, _QUARTERS) if size >= _SAMPLES else (_HALVES,):
                 self._first_share = share
                 result = self._compare_if_it_fits(part, weightings)
@@ -319,36 +324,39 @@ class SplitCheck:
         return merged(results, changed_buffer=changed_buffer, selects=selects)
 
     @contextlib.contextmanager
-    def _trying(self) -> Iterator[None]:
-        """Surround evaluations, in training mode except for layers that mix samples.
+    def _evaluating(self) -> Iterator[None]:
+        """Run evaluations within this context, in training mode except for mixing layers.
 
-        Buffers and states are restored at the end.
+        On exit, buffers and states are restored.
         """
         self._buffers = BufferKeeper(dict(self.models))
         self._buffers.keep()
-        # Fused attention kernels draw their dropout where it cannot be recorded.
+        # Fused attention kernels draw dropout in a way that cannot be recorded.
         plain = sdpa_kernel(SDPBackend.MATH) if self._devices() else contextlib.nullcontext()
         with _modes(self.models.values(), mixing_layers), plain, torch.enable_grad():
             yield
-        self._begin(0)
+        self._restore_start(0)
 
-    def look(self, batch: Any, size: int | None, *, logs_too: bool = False) -> SplitCheckResult:
+    def detect_side_effects(
+        self, batch: Any, size: int | None, *, logs_too: bool = False
+    ) -> SplitCheckResult:
         """Return only the side effects of a forward pass.
 
         Args:
             batch: The batch.
-            size: The number of samples in it, of which four are used; None to use all of them.
-            logs_too: Whether to include changes that do not affect the next loss, such as in a log,
-                or in a counter that may have an effect later.
+            size: The number of samples in the batch, of which four are used. If None, all samples
+                are used.
+            logs_too: Whether to include changes that do not affect the next loss, such as those in
+                a log, or in a counter that may have an effect later.
         """
         self.states.keep()
-        few = (
+        window = (
             batch
             if size is None
             else micro_batches(batch, size, min(_SAMPLES, size), self.split)[0][0]
         )
         return SplitCheckResult(
-            outcome="trusted", side_effects=self._side_effects(few, logs_too=logs_too)
+            outcome="trusted", side_effects=self._side_effects(window, logs_too=logs_too)
         )
 
     def _side_effects(self, window: Any, *, logs_too: bool = False) -> tuple[str, ...]:
@@ -361,16 +369,16 @@ class SplitCheck:
             return loss
 
         return find_side_effects(
-            self.models, self.loss_fn, forward, known=self.states.objects(), logs_too=logs_too
+            self.models, self.loss_fn, forward, restored=self.states.objects(), logs_too=logs_too
         )
 
-    def _through(
+    def _check_sets(
         self, windows: Sequence[Any], weightings: Sequence[Weighting]
     ) -> list[SplitCheckResult]:
-        """Compare the first and the last set of samples, then sets that distinguish weightings.
+        """Compare the first and last set of samples, then sets that distinguish weightings.
 
-        As long as several weightings have held for all sets so far, the next set is the one for
-        which they differ most.
+        As long as several weightings have held for all sets so far, the next set is the one where
+        they differ most.
 
         Args:
             windows: The sets of samples.
@@ -395,36 +403,39 @@ class SplitCheck:
                 next_windows.append(others.pop(differences.index(largest)))
         return results
 
-    def _with_an_empty_sample(
+    def _check_empty_parts(
         self, batch: Any, size: int, weightings: Sequence[Weighting], empty: int | None
     ) -> list[SplitCheckResult]:
-        """Compare three samples and one that contains no items, but may still have a loss."""
+        """Run the check on sets of samples that include a sample without items.
+
+        Such a sample may still have a loss.
+        """
         one_by_one = micro_batches(batch, size, 1, self.split)[:_MOST_ONE_BY_ONE]
-        chosen = [
+        positions = [
             tuple(with_an_empty_one(weighting, one_by_one, _SAMPLES)) for weighting in weightings
         ]
         if empty is not None:
-            chosen.insert(
+            positions.insert(
                 0, (*[place for place in range(size) if place != empty][: _SAMPLES - 1], empty)
             )
         return [
             self._compare_if_it_fits(select(batch, size, places, self.split), weightings)
-            for places in list(dict.fromkeys(filter(None, chosen)))[:_MOST_EMPTY]
+            for places in list(dict.fromkeys(filter(None, positions)))[:_MOST_EMPTY]
         ]
 
-    def _of_one_label(
+    def _check_one_label(
         self, window: Any, batch: Any, weightings: Sequence[Weighting]
     ) -> list[SplitCheckResult]:
-        """Compare these samples as if all of them had the rarest label of the batch.
+        """Run the check on these samples as if all of them had the rarest label in the batch.
 
-        Four samples rarely have the same label, so otherwise a loss that compares labels might not
-        show that it couples samples.
+        Four samples rarely have the same label. Without this check, a loss that compares labels
+        might not reveal that it couples samples.
         """
         size = batch_size(batch, self.split)
         uneven_before = len(self.uneven)
         labels = []
 
-        def relabelled(leaf: Any, whole: Any) -> Any:
+        def relabeled(leaf: Any, whole: Any) -> Any:
             if (
                 not isinstance(leaf, torch.Tensor)
                 or whole.shape != (size,)
@@ -436,14 +447,14 @@ class SplitCheck:
             return torch.full_like(leaf, values[counts.argmin()])
 
         result = None
-        self._begin(0)
+        self._restore_start(0)
         states = self.states.now()
-        # The integers may be lengths or row numbers instead of labels, so that changing them fails.
+        # Changing these integers may fail, because they may be lengths or row numbers, not labels.
         with contextlib.suppress(Exception):
-            alike = pytree.tree_map(relabelled, window, batch)
+            relabeled_window = pytree.tree_map(relabeled, window, batch)
             if labels:
-                result = self._compare(alike, weightings, SplitCheck._difference)
-        # They may be row numbers of a state that the loss function writes to.
+                result = self._compare(relabeled_window, weightings, SplitCheck._difference)
+        # The integers may be row numbers in a state that the loss function writes to.
         are_rows = not same(states, self.states.now())
         del self.uneven[uneven_before:]
         self._clear()
@@ -453,19 +464,19 @@ class SplitCheck:
         if result.outcome == "coupled":
             why = (
                 "the gradient over 4 samples of one label differs by"
-                f" {result.difference:.1%} from that over 3 + 1 of them"
+                f" {result.difference:.1%} from the gradient over 3 + 1 of them"
             )
         return [replace(result, why=why)]
 
     def _cut(self, window: Any) -> _Parts:
-        few = batch_size(window, self.split)
-        first = few - 1
+        num_samples = batch_size(window, self.split)
+        first = num_samples - 1
         if self._first_share is not None:
-            first = min(first, math.ceil(self._first_share * few))
-        return micro_batches(window, few, first, self.split)
+            first = min(first, math.ceil(self._first_share * num_samples))
+        return micro_batches(window, num_samples, first, self.split)
 
     def _compare_if_it_fits(self, window: Any, weightings: Sequence[Weighting]) -> SplitCheckResult:
-        """Compare the gradients of 4 samples; if memory is short, of 2; or only the losses of 2."""
+        """Compare the gradients of 4 samples. If memory is short, use 2, or only their losses."""
         pair = micro_batches(window, batch_size(window, self.split), 2, self.split)[0][0]
         gradients, losses = SplitCheck._difference, SplitCheck._difference_of_losses
         tries = [(window, gradients), (pair, gradients), (pair, losses)]
@@ -486,14 +497,14 @@ class SplitCheck:
     ) -> SplitCheckResult:
         """Compare some samples with their two parts, for each weighting.
 
-        If their random numbers cannot be repeated, this falls back to evaluation mode.
+        If the random numbers cannot be repeated, this falls back to evaluation mode.
         """
-        result = self._compare_as_it_is(window, weightings, compare)
+        result = self._compare_in_this_mode(window, weightings, compare)
         if result.draws != "unknown" or not result.declared:
             return result
-        # The loss may draw random numbers in training mode only.
+        # The loss may draw random numbers only in training mode.
         with _modes(self.models.values(), nn.Module.modules):
-            result = self._compare_as_it_is(window, weightings, compare)
+            result = self._compare_in_this_mode(window, weightings, compare)
         if result.outcome in ("exact", "random"):
             return replace(
                 result,
@@ -502,7 +513,7 @@ class SplitCheck:
             )
         return result
 
-    def _compare_as_it_is(
+    def _compare_in_this_mode(
         self, window: Any, weightings: Sequence[Weighting], compare: _Compared
     ) -> SplitCheckResult:
         """Compare some samples with their two parts, in the current mode of the models."""
@@ -510,7 +521,7 @@ class SplitCheck:
             return self._compare_with(None, window, weightings, compare)
         result = self._compare_with_same_draws(window, weightings, compare)
         for _ in range(1, _SEEDS):
-            # The shared numbers may decide whether samples are mixed, so try other numbers too.
+            # Shared numbers may decide whether samples are mixed, so other numbers are tried too.
             if result.outcome == "random" and result.draws == "shared":
                 self._seed += 1
                 other_result = self._compare_with_same_draws(window, weightings, compare)
@@ -525,21 +536,21 @@ class SplitCheck:
         *,
         in_order: bool = False,
     ) -> SplitCheckResult:
-        """Compare some samples with two parts that receive the random numbers of the whole.
+        """Compare some samples with two parts that get the same random numbers as the whole set.
 
         Args:
             window: The samples.
             weightings: The candidates for the weighting, unless items are declared.
-            compare: Compares the whole with the parts: `_difference` or `_difference_of_losses`.
-            in_order: How random numbers from outside torch are repeated; see `Draws`. The other
-                way is tried first.
+            compare: The comparison: `_difference` or `_difference_of_losses`.
+            in_order: How random numbers from outside torch are repeated; see `Draws`. If False does
+                not give an answer, True is tried too.
         """
         draws = Draws(self._devices(), self._least_tolerance(), self._seed, in_order=in_order)
         try:
             result = self._compare_with(draws, window, weightings, compare)
         except NotRepeatableError:
-            # If the numbers are drawn for one sample after the other, the parts draw the same ones
-            # without any help.
+            # If the numbers are drawn for one sample after another, the parts draw the same numbers
+            # anyway.
             result = self._compare_with(None, window, weightings, compare)
             if result.outcome == "exact":
                 return replace(result, outcome="random", draws="own")
@@ -554,29 +565,29 @@ class SplitCheck:
         """Compare some samples with their two parts, for each weighting.
 
         Args:
-            draws: Repeats random numbers in the parts; None to repeat none.
+            draws: Repeats random numbers in the parts. None to repeat none.
             window: The samples.
             weightings: The candidates for the weighting, unless items are declared.
-            compare: Compares the whole with the parts: `_difference` or `_difference_of_losses`.
+            compare: The comparison: `_difference` or `_difference_of_losses`.
         """
         self._draws = draws
         whole = [(window, batch_size(window, self.split))]
         parts = self._cut(window)
         by_samples = compare(self, whole, parts, SAMPLES, 0)
-        declared, changes = self._seen
+        declared, changes = self._loss_facts
         if math.isnan(by_samples.of_gradients):
-            why = "its gradient is zero, or not finite"
+            why = "the gradient of the samples is zero or not finite"
             return SplitCheckResult(
                 outcome="unknown", declared=declared, changes_batch=changes, why=why
             )
-        # Several weightings may give the parts the same weights, which are compared once.
+        # Weightings that give the parts the same weights are compared only once.
         differences: dict[Any, _Difference] = {shares(SAMPLES, parts): by_samples}
         held: dict[Weighting, _Difference] = {}
         failed: list[Weighting] = []
         for weighting in () if declared else weightings:
             weights = shares(weighting, parts)
             if weights is None:
-                # The samples contain nothing that it counts, so it cannot be tried.
+                # No sample has any weight under this weighting, so it cannot be tried.
                 continue
             if weights not in differences:
                 differences[weights] = compare(self, whole, parts, weighting, 0)
@@ -611,18 +622,20 @@ class SplitCheck:
         )
 
     def _fits(self, difference: _Difference) -> bool:
-        """Return whether a difference is only rounding."""
-        # This is also False for NaN.
+        """Return whether a difference is only rounding. A NaN difference is not."""
         is_within_tolerance = difference.of_gradients <= self._least_tolerance()
         if not is_within_tolerance:
             return False
         if self._devices() or self._least_tolerance() == _HALF_TOLERANCE:
-            # TF32 and half precision round by more than the following limits.
+            # TF32 and half precision round by more than the limits below.
             return True
         return difference.of_gradients <= _SMALL or difference.of_losses <= _SMALL_OF_LOSS
 
     def _is_unrepeatable(self, draws: Draws | None, whole: _Parts, compare: _Compared) -> bool:
-        """Return whether a repetition of the whole differs too, so that the parts prove nothing."""
+        """Return whether the whole set gives another result when repeated.
+
+        If so, a difference between the whole and the parts proves nothing.
+        """
         if draws is not None and draws.outside_torch:
             return True
         if isinstance(self.loss_fn, TwoPass) and not self._fits(
@@ -639,21 +652,21 @@ class SplitCheck:
     ) -> _Difference:
         """Compare gradients and losses.
 
-        The difference of gradients is NaN if the gradient of the whole is zero or not finite.
+        If the gradient of the whole set is zero or not finite, the difference of gradients is NaN.
         """
         self._clear()
-        self._begin(0, whole)
+        self._restore_start(0, whole)
         expected_loss = self._accumulate(whole, whole, SAMPLES)
         norm = self._norm()
         states_after_whole = self.states.now()
         if not math.isfinite(norm) or norm == 0:
             return _Difference(math.nan, 0.0)
-        # Adding the gradients of the parts to the negated gradient of the whole leaves the
+        # Adding the gradients of the parts to the negated gradient of the whole set leaves their
         # difference.
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = -parameter.grad
-        self._begin(seed)
+        self._restore_start(seed)
         loss = self._accumulate(parts, whole, weighting)
         states_after_parts = self.states.now()
         tolerance = self._least_tolerance()
@@ -668,10 +681,11 @@ class SplitCheck:
         return _Difference(_finite_or_inf(self._norm() / norm), of_losses)
 
     def _is_rounding(self, expected: float, loss: float) -> bool:
-        """Return whether two losses are equal up to rounding, so that their gradients do not count.
+        """Return whether two losses are equal up to rounding. Their gradients are then ignored.
 
-        Near a minimum the gradients of samples cancel out, and only rounding remains. A loss near
-        zero is mostly rounding of its logits. Neither shows that samples are coupled.
+        Near a minimum, the gradients of samples cancel out, and only rounding remains. A loss near
+        zero consists mostly of rounding errors of its logits. Neither means that samples are
+        coupled.
         """
         is_exact = not self._devices() and self._least_tolerance() != _HALF_TOLERANCE
         allowed = _SMALL_OF_LOSS if is_exact else self._least_tolerance() * _OF_LOSS_WHERE_ROUNDED
@@ -680,9 +694,9 @@ class SplitCheck:
     def _difference_of_losses(
         self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int
     ) -> _Difference:
-        """Compare only losses. With rare exceptions, coupled samples show there too."""
+        """Compare only losses. With rare exceptions, this also reveals coupled samples."""
         if isinstance(self.loss_fn, TwoPass):
-            # The loss is computed for all samples at once, regardless of the parts.
+            # This loss is computed from all samples at once, regardless of the parts.
             return _Difference(0.0, 0.0)
 
         def value(parts: _Parts, weighting: Weighting) -> float:
@@ -690,9 +704,9 @@ class SplitCheck:
                 float(loss.detach()) for loss in self._losses(parts, weighting, needs_graph=False)
             )
 
-        self._begin(0, whole)
+        self._restore_start(0, whole)
         expected = without_graph(lambda: value(whole, SAMPLES))
-        self._begin(seed)
+        self._restore_start(seed)
         loss = without_graph(lambda: value(parts, weighting))
         if not math.isfinite(expected):
             return _Difference(math.nan, 0.0)
@@ -702,22 +716,22 @@ class SplitCheck:
         """Add the gradient of the mean over some parts to ``.grad``, and return the mean."""
         if isinstance(self.loss_fn, TwoPass) and parts is not whole:
             run = TwoPassRun(
-                call=self._called,
+                call=self._call,
                 backward=lambda loss, inputs: loss.backward(inputs=inputs),  # type: ignore[no-untyped-call]
                 keeper=lambda: BufferKeeper(dict(self.models)),
                 devices=self._devices(),
-                inputs=self._reached,
+                inputs=self._trainable,
             )
             return float(run.accumulate(self.loss_fn, whole[0][0], parts).total().detach())
         losses = self._losses(parts, weighting)
         for loss in losses:
-            # A part without items has no gradient.
+            # The loss of a part without items has no gradient.
             if loss.requires_grad:
                 with contextlib.nullcontext() if self._draws is None else self._draws.backward():
-                    loss.backward(inputs=self._reached())  # type: ignore[no-untyped-call]
+                    loss.backward(inputs=self._trainable())  # type: ignore[no-untyped-call]
         return math.fsum(float(loss.detach()) for loss in losses)
 
-    def _reached(self) -> list[torch.Tensor]:
+    def _trainable(self) -> list[torch.Tensor]:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     def _losses(
@@ -735,7 +749,7 @@ class SplitCheck:
             first += samples
         if len(parts) == 1:
             ((whole_terms, changes_batch),) = results
-            self._seen = (
+            self._loss_facts = (
                 whole_terms.declared or isinstance(self.loss_fn, TwoPass),
                 changes_batch,
             )
@@ -754,7 +768,7 @@ class SplitCheck:
         """Call the loss function with a copy of a part.
 
         Returns:
-            The terms of the loss, and whether the function has changed the copy.
+            The terms of the loss, and whether the loss function has changed the copy.
         """
         copy = copied(part)
         tensors = tensors_in(copy)
@@ -763,29 +777,29 @@ class SplitCheck:
             terms = read_loss(self.loss_fn(copy), samples, needs_graph=needs_graph)
         return terms, versions_of(tensors) != versions
 
-    def _called(self, function: Callable[[Any], Any], part: Any) -> Any:
+    def _call(self, function: Callable[[Any], Any], part: Any) -> Any:
         with self.calling():
             return function(copied(part))
 
     def _find_selection(self, window: Any) -> str:
         """Return the name of the function by which the loss selects samples, or an empty string.
 
-        A selection is one among samples if the dimension that it selects from grows with their
-        number.
+        If the size of the dimension from which a function selects grows with the number of samples,
+        it selects samples.
         """
-        few = batch_size(window, self.split)
+        num_samples = batch_size(window, self.split)
         selections = []
-        for part, _ in [(window, few), self._cut(window)[0]]:
+        for part, _ in [(window, num_samples), self._cut(window)[0]]:
             finder = SelectionFinder(self.models.values())
-            # The trials have shown that the loss can be called. If tracing fails, no selections are
-            # detected.
+            # The trials have shown that the loss can be called. If tracing it fails, no selection
+            # is detected.
             terms = None
             with contextlib.suppress(Exception), finder:
                 terms = self._terms_once(part)
             if terms is None:
                 return ""
-            # With declared items, each part is weighted by the items that its threshold selects,
-            # which is exact.
+            # With declared items, each part is weighted by the items that its threshold selects.
+            # That is exact.
             reaching = finder.reaching(terms.means)
             selections.append(
                 [
@@ -796,8 +810,8 @@ class SplitCheck:
             )
         whole, part = selections
         if len(whole) != len(part):
-            # Each sample may have made a selection of its own, which is harmless. A selection that
-            # happened in only one of the two runs is not.
+            # The number of selections differs. If both runs made some, each sample probably made
+            # its own, which is harmless. If only one run did, it is not.
             return "" if whole and part else (whole or part)[0].function
         grown = [
             first.function
@@ -807,21 +821,21 @@ class SplitCheck:
         return next(iter(grown), "")
 
     def _forward_once(self, window: Any) -> float:
-        """Run the loss function in training mode and return the loss; NaN if out of memory."""
+        """Run the loss function in training mode and return the loss, or NaN if out of memory."""
         terms = self._terms_once(window)
         return math.nan if terms is None else float(terms.total().detach())
 
     def _terms_once(self, window: Any) -> Terms | None:
         """Run the loss function once and return its terms, or None if it runs out of memory."""
-        self._begin(0)
+        self._restore_start(0)
         try:
-            # In a copy it runs with gradients, as in training, since some loss functions change
-            # state only then.
+            # In a copy, the loss function runs with gradients, as in training, since some loss
+            # functions change state only then.
             if self.in_a_copy:
                 with torch.enable_grad():
-                    loss = self._called(self.loss_fn, window)
+                    loss = self._call(self.loss_fn, window)
             else:
-                loss = without_graph(lambda: self._called(self.loss_fn, window))
+                loss = without_graph(lambda: self._call(self.loss_fn, window))
             return read_loss(loss, None, needs_graph=False)
         except Exception as error:
             if find_out_of_memory(error) is None:
@@ -856,12 +870,12 @@ class SplitCheck:
         norms = [torch.linalg.vector_norm(gradient).double().cpu() for gradient in wide]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
-    def _begin(self, seed: int, whole: _Parts | None = None) -> None:
-        """Restore the state in which all evaluations start.
+    def _restore_start(self, seed: int, whole: _Parts | None = None) -> None:
+        """Restore the state in which every evaluation starts.
 
         Args:
             seed: A number that selects the random numbers.
-            whole: The whole, if its draws are to be recorded; None for parts.
+            whole: The whole set of samples, to record its draws. None for parts.
         """
         self.states.put_back()
         if self._buffers is not None:
@@ -879,22 +893,22 @@ class SplitCheck:
 
 
 def _why_apart(result: SplitCheckResult, size: int) -> str:
-    """Return a sentence about how a micro-batch differs from its parts; empty if it does not."""
+    """Return how a micro-batch differs from its parts, or an empty string if it does not."""
     if result.outcome != "coupled":
         return ""
-    difference = "is finite, but that over its parts is not"
+    difference = "is finite, but the gradient over its parts is not"
     if math.isfinite(result.difference):
-        difference = f"differs by {result.difference:.2%} from that over its two parts"
+        difference = f"differs by {result.difference:.2%} from the gradient over its two parts"
     return f"the gradient over a micro-batch of {size} samples {difference}"
 
 
 def _weights_of_terms(
     terms_of_parts: Sequence[Terms], parts: _Parts, weighting: Weighting
 ) -> list[list[float]]:
-    """Return for each part the weight of each term of its loss.
+    """Return the weight of each term of the loss, for each part.
 
-    If the loss declares items, a weight is the part's share of the items of that term. Otherwise
-    there is one term, which `weighting` weights.
+    If the loss declares items, the weight is the part's share of that term's items. Otherwise,
+    there is only one term, and `weighting` determines its weight.
     """
     if not terms_of_parts[0].declared:
         return [[weight] for weight in shares(weighting, parts) or (0.0,) * len(parts)]
@@ -906,7 +920,7 @@ def _weights_of_terms(
 
 
 def _kind_of(draws: Draws | None) -> Draw:
-    """Return which kind of random numbers the loss has drawn."""
+    """Return the kind of random numbers that the loss has drawn."""
     if draws is None or not draws.drew:
         return "none"
     return "shared" if draws.shared else "own"
@@ -923,21 +937,21 @@ def _finite_or_inf(difference: float) -> float:
 def _modes(
     models: Iterable[nn.Module], of: Callable[[nn.Module], Iterable[nn.Module]]
 ) -> Iterator[None]:
-    """Put some modules into evaluation mode, and switch off the dropout of recurrent layers.
+    """Put some modules into evaluation mode, and turn off dropout in recurrent layers.
 
-    The random numbers of recurrent layers cannot be repeated for parts.
+    The random numbers in recurrent layers cannot be repeated for parts.
 
     Args:
         models: The models.
-        of: Returns the modules of a model to set to evaluation mode.
+        of: Function that returns a model's modules to put into evaluation mode.
     """
     models = list(models)
     modes = {module: module.training for model in models for module in of(model)}
-    every = [module for model in models for module in model.modules()]
-    dropout = {module: module.dropout for module in every if isinstance(module, nn.RNNBase)}
+    modules = [module for model in models for module in model.modules()]
+    dropout = {module: module.dropout for module in modules if isinstance(module, nn.RNNBase)}
     try:
         for module in modes:
-            # cuDNN refuses backward of a recurrent layer in evaluation mode.
+            # cuDNN does not support backward through a recurrent layer in evaluation mode.
             module.training = module in dropout
         for module in dropout:
             module.dropout = 0.0
@@ -950,7 +964,7 @@ def _modes(
 
 
 def mixing_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that, in their current mode, compute statistics over the samples."""
+    """Return the layers that compute statistics over the samples in their current mode."""
     return [
         module
         for module in model.modules()
@@ -963,15 +977,15 @@ def mixing_layers(model: nn.Module) -> list[nn.Module]:
 def in_a_copy(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
     """Run a check in a forked copy of this process, and return its result.
 
-    If memory is short, the check is run again in another copy, without oneDNN. oneDNN creates and
-    keeps a kernel for each new size. If it cannot allocate one, it either creates no more kernels
-    in that process or crashes it.
+    If memory is short, the check is repeated in another copy without oneDNN. oneDNN creates and
+    caches a kernel for each new size. If it cannot allocate one, it either creates no more kernels
+    in that process or crashes the process.
     """
     result = _result_of_copy(run)
     if result.short_of_memory and onednn.is_on():
 
         def without_onednn() -> SplitCheckResult:
-            # This affects only the copy.
+            # Only the forked copy runs without oneDNN.
             onednn.switch_off()
             return run()
 
@@ -987,17 +1001,17 @@ def _result_of_copy(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
             outcome="unknown", why=str(error), short_of_memory=error.died, not_made=error.not_made
         )
     except MemoryError as error:
-        # This process ran out of memory while it forked the copy or read the result.
+        # This process ran out of memory while forking the copy or reading the result.
         return SplitCheckResult(
             outcome="unknown", why=f"no memory for a copy of this process ({error})", not_made=True
         )
 
 
 def attempted(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
-    """Return the result of a check, or an "unknown" one with the reason if the check fails."""
+    """Return the result of a check, or an "unknown" result with the reason if the check fails."""
     try:
-        # Eager mode, since otherwise code would be compiled for the sizes of the trial, and a
-        # forked copy has no threads that compile.
+        # Eager mode is needed, since otherwise code would be compiled for the sizes of the trial,
+        # and a forked copy has no threads that compile.
         with eager():
             return run()
     except CalledInsideError as error:

@@ -1,18 +1,18 @@
-"""Decide whether batches may be split for a loss function, and what that promises.
+"""Decide whether batches may be split for a loss function, and what a split promises.
 
-In the first step, a trial with four samples shows what splitting would change. The result is
-recorded as an event. If splitting would change training, there is also a warning, or an error if
-the policy sets the micro-batch size. If the trial gives no answer, batches are not split.
+In the first step, a trial split of four samples shows what splitting would change. An event records
+the result. If splitting would change training, there is also a warning, or an error if the policy
+sets the micro-batch size. If the trial fails, batches are not split.
 
 While batches are being split, the trial is repeated at the 1st, 2nd, 4th, 8th, ... split step, and
-the worst result counts. A mean over tokens, for example, looks like a mean over samples as long as
+the worst result counts. For example, a mean over tokens looks like a mean over samples as long as
 all sentences have the same length. If a batch can distinguish weightings that were equal in all
-trials so far, it is tried before it is split.
+earlier trials, there is a trial with this batch before it is split.
 
-In addition, a micro-batch is compared with its two halves from time to time, see
-`steps_between_checks`. If they differ, the promise is lowered, and the next few split steps are
-checked as well. After a second failure among these, batches are no longer split. The promise was
-then wrong for some steps; the event ``split_stopped`` names the last step for which it held.
+From time to time, a micro-batch is also compared with its two halves; see `steps_between_checks`.
+If they differ, the promise is lowered, and the next few split steps are checked too. After a second
+failure in these steps, batches are no longer split. In that case, the promise was wrong for some
+steps. The event ``split_stopped`` names the last step for which it is known to have been right.
 """
 
 from __future__ import annotations
@@ -75,20 +75,21 @@ LossFunction: TypeAlias = Callable[[Any], Any]
 _PIECES = 8
 # At most this many loss functions are distinguished by the strings that are bound to them. If there
 # are more, such a string probably changes in every step.
-_MOST_KNOWN = 64
-# The first batches that distinguish weightings are all tried; after this many, only the 32nd, 64th,
-# and so on.
+_MOST_HISTORIES = 64
+# The first batches that distinguish weightings are all tried, up to this number. After that, only
+# the 32nd, 64th, and so on are tried.
 _ALWAYS = 16
 # Comparing micro-batches with their halves may take at most this share of the time of split steps.
-# Two runs of the same script differ by 1 % anyway. A loss that starts to couple samples is then
-# detected after a few hundred steps.
+# This is no more than the difference in time between two runs of the same script. A loss that
+# starts to couple samples is then detected after a few hundred steps.
 _SHARE_OF_CHECKS = 0.01
-# The number of split steps between two such comparisons until their cost is known, and the minimum
-# afterwards. Before that, the trials at the 2nd, 4th, ..., 64th split step serve the same purpose.
+# The number of split steps between two of these comparisons until their cost is known, and the
+# minimum afterwards. Before the first one, the trials at the 2nd, 4th, ..., 64th split step serve
+# the same purpose.
 _FEWEST_STEPS_BETWEEN = 64
 # After a comparison has failed, this many of the next split steps are checked too. A single failure
-# may come from rounding that has moved a value across a threshold. A loss that selects samples
-# fails in more than half of the steps.
+# may be caused by rounding that moves a value across a threshold. A loss that selects samples fails
+# in more than half of the steps.
 _STEPS_IN_DOUBT = 4
 # The maximum number of steps between two comparisons, in case a clock does not advance.
 _MOST_STEPS_BETWEEN = 2**16
@@ -97,8 +98,8 @@ _MOST_STEPS_BETWEEN = 2**16
 def steps_between_checks(check_seconds: float, step_seconds: float) -> int:
     """Return the number of split steps until a micro-batch is compared with its halves again.
 
-    Checks then take at most `_SHARE_OF_CHECKS` of the time. The number is a power of two, so that
-    ranks whose clocks differ slightly check in the same steps.
+    The number is chosen so that comparisons take at most `_SHARE_OF_CHECKS` of the time. It is a
+    power of two, so that ranks with slightly different times check in the same steps.
 
     Args:
         check_seconds: How long the last comparison took.
@@ -111,49 +112,50 @@ def steps_between_checks(check_seconds: float, step_seconds: float) -> int:
 
 
 @dataclass(slots=True)
-class _Known:
-    """What is known about one loss function."""
+class _LossHistory:
+    """The trial results and step counts of one loss function."""
 
-    # The result of all trials so far, or None before the first.
+    # The combined result of all trials so far. None before the first trial.
     verdict: SplitCheckResult | None = None
-    # Whether it changes the tensors of its batch; None if that is not known yet.
+    # Whether the loss function changes the tensors of its batch. None if this is unknown.
     changes_batch: bool | None = None
-    # The number of steps with this function; of these, how many were split; and of these, how many
-    # had a batch that distinguishes weightings.
+    # The number of steps with this function, the number of these that were split, and the number of
+    # split steps whose batch distinguished weightings.
     steps: int = 0
     split_steps: int = 0
     telling_steps: int = 0
-    # Whether a trial had a part with no items, that is, nothing for the mean to count.
+    # Whether a trial has included a part without items, that is, one with nothing to average over.
     tried_empty: bool = False
-    # The last facts that were reported: the hazard that forbids splitting, the weighting, and
-    # whether splitting may change the gradient later.
-    said: tuple[tuple[str, str] | None, Weighting, bool] | None = None
-    # The last step at which a check passed.
+    # The facts in the last report: the hazard that forbids splitting, the weighting, and whether
+    # splitting may change the gradient later.
+    reported: tuple[tuple[str, str] | None, Weighting, bool] | None = None
+    # The last step in which a check passed.
     equal_until_step: int | None = None
     # The number of comparisons of a micro-batch with its halves.
     later_checks: int = 0
     steps_between_checks: int = _FEWEST_STEPS_BETWEEN
-    # How many of the next split steps to check, after a micro-batch has differed from its halves.
+    # How many of the next split steps to check, because a micro-batch differed from its halves.
     steps_in_doubt: int = 0
-    # The number of split steps since the last comparison, and how long their attempts took.
+    # The number of split steps since the last comparison, and the total time of their attempts.
     timed_steps: int = 0
     timed_seconds: float = 0.0
-    # Whether no further trial is necessary until a batch is split.
+    # Whether no more trials are needed until a batch is split.
     settled: bool = False
-    # The names of attributes and variables that a forward pass changes; None if not known yet.
+    # The names of attributes and variables that a forward pass changes. None if unknown.
     side_effects: tuple[str, ...] | None = None
+    # Whether these side effects have been reported.
     warned: bool = False
 
-    def chosen(self) -> Weighting:
-        """Return what parts are weighted by, according to the trials so far."""
+    def weighting_of_parts(self) -> Weighting:
+        """Return the weighting of parts, according to the trials so far."""
         return SAMPLES if self.verdict is None else self.verdict.weighting()
 
     def add_comparison(self, comparison: SplitCheckResult) -> None:
         """Add the result of comparing a micro-batch with its halves.
 
-        A failure counts only if it is followed by a second one in the next few split steps, which
-        are checked because of the first. A comparison that was impossible, for example because of a
-        lack of memory, does not change the verdict.
+        A failure counts only if a second one follows in the next few split steps, which are checked
+        because of the first. If a comparison was impossible, for example because memory is short,
+        the verdict does not change.
         """
         assert self.verdict is not None
         if comparison.outcome == "coupled" and not self.steps_in_doubt:
@@ -164,22 +166,22 @@ class _Known:
             self.verdict = merged([self.verdict, comparison])
 
     def may_turn_wrong(self) -> bool:
-        """Return whether splitting may change the gradient later, although no trial has so far."""
+        """Return whether splitting may change the gradient later, though it has not so far."""
         return self.steps_in_doubt > 0 or (
             self.verdict is not None and self.verdict.may_turn_wrong()
         )
 
 
 class SplitSafety:
-    """Determines for each loss function of a run whether batches may be split.
+    """Decides for each loss function of a run whether batches may be split.
 
     Args:
-        parts: The models, optimizers and further state of the run.
+        parts: The models, optimizers and additional state of the run.
         policy: The policy of the run.
-        buffers: The keeper of buffers, which knows which of them change.
-        record: Where events are recorded.
+        buffers: The keeper of buffers, which has learned which of them change.
+        record: The record that receives events.
         may_fork: Whether trials may run in a forked copy of this process.
-        alone: Returns a context in which one of several ranks runs the model without the others.
+        alone: Returns a context in which this rank runs the model without the other ranks.
     """
 
     def __init__(
@@ -198,21 +200,21 @@ class SplitSafety:
         self._policy = policy
         self._buffers = buffers
         self._record = record
-        # What is known about each loss function, by its description.
-        self._known: dict[str, _Known] = {}
-        # A weak reference to the last loss function, and what is known about it.
-        self._last: tuple[Callable[[], Any], _Known] = (lambda: None, _Known())
-        # Why the first batch without a batch dimension cannot be split, or None.
+        # The history of each loss function, by its description.
+        self._histories: dict[str, _LossHistory] = {}
+        # A weak reference to the last loss function, and its history.
+        self._last_function: tuple[Callable[[], Any], _LossHistory] = (lambda: None, _LossHistory())
+        # Why the first batch without a batch dimension could not be split. None if there was none.
         self._uncuttable: str | None = None
         self._reported_no_copy = False
-        # Whether a trial of the current step has run in this process rather than in a copy.
+        # Whether a trial in the current step has run in this process rather than in a copy.
         self._has_run_here = False
         parameters = [parameter for _, parameter in parts.named_parameters()]
-        # Returns a context for a call of a loss function; see `ReturningALoss`.
+        # Function that returns a context for calling a loss function; see `ReturningALoss`.
         self.inside = functools.partial(ReturningALoss, parts.optimizers.values(), parameters)
 
     def keeper(self) -> BufferKeeper:
-        """Return a new keeper of buffers and states, for extra passes that are undone in a step."""
+        """Return a new keeper of buffers and states, for extra passes that are undone."""
         untouched = self._buffers.states.untouched()
         states = {
             name: state for name, state in kept_states(self.parts).items() if name not in untouched
@@ -222,11 +224,11 @@ class SplitSafety:
     def size_of(self, batch: Any, split: Split) -> int | None:
         """Return the number of samples in a batch, or in the largest batch of a window.
 
-        None if the batch has no batch dimension.
+        Returns None if the batch has no batch dimension.
 
         Raises:
-            BatchError: H205 for an empty batch, or if the batch does not match ``split=`` or the
-                policy.
+            BatchError: H205 for an empty batch, or for a batch that does not match ``split=`` or
+                the policy.
         """
         if isinstance(batch, Window):
             sizes = [self.size_of(part, split) for part in batch]
@@ -236,8 +238,8 @@ class SplitSafety:
         except BatchError as error:
             if self._policy.micro_batch_size is None:
                 return None
-            # With default settings, it is only a guess that all tensors have the batch dimension
-            # first, so a mismatch is no error. Otherwise the user's setting is wrong.
+            # The default settings assume that the first dimension of all tensors is the batch. If
+            # the assumption is wrong, this is no error. Otherwise, the user's setting is wrong.
             if self._policy.micro_batch_size != "auto" or (error.rule != "H205" and split != 0):
                 raise
             if self._uncuttable is None:
@@ -248,133 +250,137 @@ class SplitSafety:
             raise BatchError(
                 "the batch has 0 samples",
                 limit="a step needs at least one sample",
-                fix="leave out empty batches, or use drop_last=True.",
+                fix="filter out empty batches, or use drop_last=True.",
                 rule="H205",
             )
         return size
 
     def check(self, work: Work, part: int | None) -> tuple[bool, bool]:
-        """Run a trial of splitting if one is due, and report what cannot be promised.
+        """Run a trial split if one is due, and report what cannot be promised.
 
         Args:
             work: The step.
-            part: The number of samples in a micro-batch of this step; None if it is not split.
+            part: The number of samples in a micro-batch of this step. None if it is not split.
 
         Returns:
-            Whether a trial has run in this process, so that buffers and random state must be
-            restored; and whether the batch may be split.
+            Two values: whether a trial has run in this process, so that buffers and random state
+            must be restored; and whether the batch may be split.
 
         Raises:
-            BatchError: H206 or H207 if the policy sets the micro-batch size, and splitting would
+            BatchError: H206 or H207 if the policy sets the micro-batch size and splitting would
                 change training.
         """
-        known = self._of(work.loss_fn)
+        history = self._history_of(work.loss_fn)
         splits_now = part is not None
-        if not splits_now and known.settled:
+        if not splits_now and history.settled:
             return False, True
-        # In a window, flags of the function may have changed since the first batch.
+        # In a window, the flags of the function may have changed since the first batch.
         self.describe(work.loss_fn)
-        known = self._last[1]
-        known.steps += 1
-        known.split_steps += splits_now
+        history = self._last_function[1]
+        history.steps += 1
+        history.split_steps += splits_now
         self._has_run_here = False
         size = work.size
         can_fork = self._forks()
-        trial_is_due = self._is_trial_due(known, work, part)
-        # The batches of a window are weighted even if none of them is split.
+        trial_is_due = self._is_trial_due(history, work, part)
+        # The batches of a window must be weighted even if none of them is split.
         is_weighted = (
             isinstance(work.batch, Window) and len(work.batch) > 1 and not work.batch.added
         )
         may_ever_split = self._policy.micro_batch_size is not None and size is not None
-        # Without a fork, a trial runs in this process, so it waits until the result is needed.
+        # Without a fork, the trial runs in this process, so it waits until its result is needed.
         may_try = may_ever_split and size != 1 and (can_fork or splits_now or is_weighted)
-        has_looked = False
+        has_detected_effects = False
         if trial_is_due and may_try:
-            has_looked = self._try_split(known, work, splits=splits_now or is_weighted)
-        must_compare = may_try and splits_now and self._is_later_check_due(known, due=trial_is_due)
+            has_detected_effects = self._try_split(history, work, splits=splits_now or is_weighted)
+        must_compare = (
+            may_try and splits_now and self._is_later_check_due(history, due=trial_is_due)
+        )
         if part is not None and must_compare:
-            self._compare_halves(known, work, part)
-        # This includes the second step, since the first batch may be special, for example because
-        # the loss function resets a counter at the start of an epoch.
-        if known.steps <= 2:
-            self._check_side_effects(known, work, look=can_fork and not has_looked)
+            self._compare_halves(history, work, part)
+        # The second step is included, since the first batch may be special. For example, the loss
+        # function may reset a counter at the start of an epoch.
+        if history.steps <= 2:
+            self._check_side_effects(history, work, detect=can_fork and not has_detected_effects)
 
-        refused = self._refused(known)
+        refused = self._refused(history)
         if splits_now and refused is not None:
-            self._stop_splitting(known, *refused)
-        facts = (refused, known.chosen(), known.may_turn_wrong())
-        if known.steps == 1 or (splits_now and facts != known.said):
-            self._say(known, size, refused)
-        known.said = facts
+            self._stop_splitting(history, *refused)
+        facts = (refused, history.weighting_of_parts(), history.may_turn_wrong())
+        if history.steps == 1 or (splits_now and facts != history.reported):
+            self._report_promises(history, size, refused)
+        history.reported = facts
         was_checked = trial_is_due or must_compare
-        if refused is None and splits_now and was_checked and not known.steps_in_doubt:
-            known.equal_until_step = self._record.global_step
-        has_verdict = known.verdict is not None and known.verdict.outcome != "unknown"
-        # Changes in the loss function are still noticed before a split or a retry.
-        known.settled = has_verdict or not (can_fork or is_weighted) or not may_ever_split
+        if refused is None and splits_now and was_checked and not history.steps_in_doubt:
+            history.equal_until_step = self._record.global_step
+        has_verdict = history.verdict is not None and history.verdict.outcome != "unknown"
+        # Before a split or a retry, changes in the loss function are still detected.
+        history.settled = has_verdict or not (can_fork or is_weighted) or not may_ever_split
         return self._has_run_here, refused is None
 
-    def _is_trial_due(self, known: _Known, work: Work, part: int | None) -> bool:
-        """Return whether a trial of four samples is due in this step."""
+    def _is_trial_due(self, history: _LossHistory, work: Work, part: int | None) -> bool:
+        """Return whether a trial with four samples is due in this step."""
         if part is None:
-            return _is_power_of_two(known.steps)
-        is_due = _is_power_of_two(known.split_steps)
-        if not is_due and self._tells_apart(known, work):
-            known.telling_steps += 1
-            is_due = known.telling_steps <= _ALWAYS or _is_power_of_two(known.telling_steps)
-        if not known.tried_empty and work.size is not None and not callable(work.split):
-            # The first time that a part would contain no items, that must be tried.
+            return _is_power_of_two(history.steps)
+        is_due = _is_power_of_two(history.split_steps)
+        if not is_due and self._tells_apart(history, work):
+            history.telling_steps += 1
+            is_due = history.telling_steps <= _ALWAYS or _is_power_of_two(history.telling_steps)
+        if not history.tried_empty and work.size is not None and not callable(work.split):
+            # The first part without items in a run must be tried.
             batch = largest_of(work.batch, work.split)
             parts = micro_batches(batch, work.size, part, work.split)
-            known.tried_empty = bool(with_an_empty_one(known.chosen(), parts, 2))
-            is_due = is_due or known.tried_empty
+            history.tried_empty = bool(with_an_empty_one(history.weighting_of_parts(), parts, 2))
+            is_due = is_due or history.tried_empty
         return is_due
 
-    def _check_side_effects(self, known: _Known, work: Work, *, look: bool) -> None:
+    def _check_side_effects(self, history: _LossHistory, work: Work, *, detect: bool) -> None:
         """Look for side effects of a forward pass, and report them once.
 
         Args:
-            known: The facts about the loss function.
+            history: The history of the loss function.
             work: The step.
-            look: Whether to look for side effects if none are known.
+            detect: Whether to look for side effects if none are known yet.
         """
-        if look and not known.side_effects:
-            side_effects = self._look_for_side_effects(known, work)
+        if detect and not history.side_effects:
+            side_effects = self._detect_side_effects(history, work)
             if side_effects is not None:
-                known.side_effects = side_effects
-        if known.side_effects and not known.warned:
-            known.warned = True
+                history.side_effects = side_effects
+        if history.side_effects and not history.warned:
+            history.warned = True
             self._record.emit(
                 run_events.SideEffects(
-                    attributes=known.side_effects,
+                    attributes=history.side_effects,
                     why=(
-                        "each forward pass changes them, including those of a retry, and no"
-                        " checkpoint holds them; keep such state in a buffer, or in an object"
+                        "each forward pass changes them, including that of a retry, and no"
+                        " checkpoint contains them. Keep such state in a buffer, or in an object"
                         " passed as state="
                     ),
                 )
             )
 
-    def _stop_splitting(self, known: _Known, hazard: SplitHazard, why: str) -> None:
-        """Report that batches must not be split, in a step that was about to split its batch.
+    def _stop_splitting(self, history: _LossHistory, hazard: SplitHazard, why: str) -> None:
+        """Report that batches must not be split, although this step was about to split its batch.
 
         Raises:
             BatchError: H206 or H207 if the policy sets the micro-batch size.
         """
-        if known.split_steps > 1:
+        if history.split_steps > 1:
             self._record.emit(
                 run_events.SplitStopped(
                     why=why,
                     allow_split_with=hazard,
-                    equal_until_step=known.equal_until_step,
+                    equal_until_step=history.equal_until_step,
                 )
             )
         if isinstance(self._policy.micro_batch_size, int):
             raise self._refusal(hazard, why)
 
-    def _say(self, known: _Known, size: int | None, refused: tuple[str, str] | None) -> None:
-        """Record what splitting promises, or why batches are not split."""
-        verdict = known.verdict
+    def _report_promises(
+        self, history: _LossHistory, size: int | None, refused: tuple[str, str] | None
+    ) -> None:
+        """Record what a split promises, or why batches are not split."""
+        verdict = history.verdict
         obstacle = refused[1] if refused else self._uncuttable
         split_promise = None
         weighting = None
@@ -387,9 +393,9 @@ class SplitSafety:
         else:
             split = "possible"
         if verdict is not None:
-            weighting = "as declared" if verdict.declared else str(known.chosen())
+            weighting = "as declared" if verdict.declared else str(history.weighting_of_parts())
             if not obstacle:
-                split_promise = self._promise_of_split(known)
+                split_promise = self._promise_of_split(history)
         self._record.emit(
             run_events.Promises(
                 batch_size=size,
@@ -397,16 +403,16 @@ class SplitSafety:
                 split_promise=split_promise,
                 weighting=weighting,
                 split_check=None if verdict is None else verdict.facts(),
-                # This is None on an accelerator, where side effects are not searched for.
-                side_effects=known.side_effects,
+                # On an accelerator, side effects are not detected, and the value is None.
+                side_effects=history.side_effects,
             )
         )
-        is_first = known.split_steps <= 1
+        is_first = history.split_steps <= 1
         if refused is not None and self._policy.micro_batch_size == "auto" and is_first:
             self._record.emit(run_events.SplitRefused(why=refused[1], allow_split_with=refused[0]))
 
     def remedies(self, work: Work) -> Remedies:
-        """Return the possible remedies for an out-of-memory, after a trial of splitting."""
+        """Return the remedies for an out-of-memory error, after a trial split."""
         if work.size is None or self._policy.micro_batch_size is None:
             return Remedies(
                 no_split=self._uncuttable
@@ -414,13 +420,13 @@ class SplitSafety:
                 smallest=0,
             )
         self.describe(work.loss_fn)
-        known = self._last[1]
+        history = self._last_function[1]
         if work.size > 1:
-            self._try_split(known, work)
-        refused = self._refused(known)
+            self._try_split(history, work)
+        refused = self._refused(history)
         return Remedies(
             no_split=None if refused is None else refused[1],
-            split_promise=self._promise_of_split(known),
+            split_promise=self._promise_of_split(history),
             smallest=self.smallest_part(),
         )
 
@@ -431,66 +437,66 @@ class SplitSafety:
     def _mixing_layers(self) -> list[nn.Module]:
         return [layer for model in self.parts.models.values() for layer in mixing_layers(model)]
 
-    def _of(self, loss_fn: LossFunction) -> _Known:
-        """Return what is known about a loss function."""
-        if self._last[0]() is not loss_fn:
+    def _history_of(self, loss_fn: LossFunction) -> _LossHistory:
+        """Return the history of a loss function."""
+        if self._last_function[0]() is not loss_fn:
             self.describe(loss_fn)
-        return self._last[1]
+        return self._last_function[1]
 
     def describe(self, loss_fn: LossFunction) -> str:
         """Return the text that identifies a loss function with its current flags.
 
-        Called once in each step.
+        This is called once in each step.
         """
         text = description_of(loss_fn)
         key = text
-        if key not in self._known and len(self._known) >= _MOST_KNOWN:
+        if key not in self._histories and len(self._histories) >= _MOST_HISTORIES:
             key = description_of(loss_fn, 0)
-        known = self._known.get(key) or self._known.setdefault(key, _Known())
+        history = self._histories.get(key) or self._histories.setdefault(key, _LossHistory())
         try:
-            self._last = (weakref.ref(loss_fn), known)
+            self._last_function = (weakref.ref(loss_fn), history)
         except TypeError:
-            # It does not support weak references, so it must be described again each time.
-            self._last = ((lambda: None), known)
+            # This function does not support weak references, so it must be described each time.
+            self._last_function = ((lambda: None), history)
         return text
 
     def weighting(self, loss_fn: LossFunction) -> Weighting:
-        """Return what the parts of a batch are weighted by, if no items are declared."""
-        return self._of(loss_fn).chosen()
+        """Return the weighting of a batch's parts, for a loss function without declared items."""
+        return self._history_of(loss_fn).weighting_of_parts()
 
     def empty_is_tried(self, loss_fn: LossFunction) -> bool:
-        """Return whether a part without items needs no trial, or has had one."""
-        return self._of(loss_fn).tried_empty or not self._policy.check_split
+        """Return whether no trial is needed before a part without items is left out."""
+        return self._history_of(loss_fn).tried_empty or not self._policy.check_split
 
     def may_leave_out(self, work: Work, place: int) -> bool:
-        """Find out by a trial whether a part that has a loss but no items can be left out.
+        """Run a trial to find out whether a part with a loss but without items can be left out.
 
-        The random state and the buffers of the step must be restored afterwards.
+        The caller must restore the random state and the buffers of the step afterwards.
 
         Args:
             work: The step.
-            place: The position of the first sample of the part.
+            place: The position of the part's first sample.
 
         Raises:
-            BatchError: H207 if it cannot, and the policy sets the micro-batch size.
+            BatchError: H207 if it cannot be left out and the policy sets the micro-batch size.
         """
-        known = self._of(work.loss_fn)
-        known.tried_empty = True
-        self._try_split(known, work, empty=place)
-        refused = self._refused(known)
+        history = self._history_of(work.loss_fn)
+        history.tried_empty = True
+        self._try_split(history, work, empty=place)
+        refused = self._refused(history)
         if refused is not None:
             if isinstance(self._policy.micro_batch_size, int):
                 raise self._refusal(*refused)
-            known.said = (refused, known.chosen(), known.may_turn_wrong())
-            self._say(known, work.size, refused)
+            history.reported = (refused, history.weighting_of_parts(), history.may_turn_wrong())
+            self._report_promises(history, work.size, refused)
         return refused is None
 
-    def _tells_apart(self, known: _Known, work: Work) -> bool:
+    def _tells_apart(self, history: _LossHistory, work: Work) -> bool:
         """Return whether this batch distinguishes weightings that were equal in all trials so far.
 
-        This counts entries of the batch's integer tensors and masks, unless items are declared.
+        This counts entries in the batch's integer tensors and masks, unless items are declared.
         """
-        verdict = known.verdict
+        verdict = history.verdict
         size = work.size
         if verdict is None or verdict.outcome not in ("exact", "random") or verdict.declared:
             return False
@@ -504,11 +510,11 @@ class SplitSafety:
         pieces = micro_batches(batch, size, -(-size // _PIECES), work.split)
         return disagreement(remaining, pieces) > TELLING
 
-    def _hazards(self, known: _Known) -> dict[SplitHazard, str]:
-        """Return the reasons not to split, by the names under which the policy can allow them."""
-        verdict = known.verdict
+    def _hazards(self, history: _LossHistory) -> dict[SplitHazard, str]:
+        """Return the reasons not to split, by the names that the policy uses to allow them."""
+        verdict = history.verdict
         hazards: dict[SplitHazard, str] = {}
-        # The current mode counts, since in evaluation mode these layers are harmless.
+        # Only layers in training mode count. In evaluation mode, they are harmless.
         norms = self._mixing_layers()
         if norms:
             layers = counted(len(norms), f"{type(norms[0]).__name__} layer")
@@ -530,26 +536,26 @@ class SplitSafety:
             hazards["coupled_loss"] = _coupling(verdict)
         return hazards
 
-    def _refused(self, known: _Known) -> tuple[SplitHazard, str] | None:
-        """Return the first hazard that the policy does not allow, with its description, or None."""
-        for name, why in self._hazards(known).items():
+    def _refused(self, history: _LossHistory) -> tuple[SplitHazard, str] | None:
+        """Return the first hazard that the policy does not allow and its description, or None."""
+        for name, why in self._hazards(history).items():
             if name not in self._policy.allow_split_with:
                 return name, why
         return None
 
-    def _promise_of_split(self, known: _Known) -> Promise:
-        """Return what splitting promises, with the hazards that the policy allows."""
-        if self._hazards(known):
+    def _promise_of_split(self, history: _LossHistory) -> Promise:
+        """Return what a split promises. Hazards that the policy allows lower the promise."""
+        if self._hazards(history):
             return "changes training"
-        draws = "none" if known.verdict is None else known.verdict.draws
+        draws = "none" if history.verdict is None else history.verdict.draws
         if draws in ("shared", "unknown"):
-            # If samples share random numbers, splitting changes the variance of the loss, although
-            # not its expected value.
+            # If samples share random numbers, splitting changes the variance of the loss, but not
+            # its expected value.
             return "changes training"
-        if known.may_turn_wrong():
+        if history.may_turn_wrong():
             return "changes training"
         dropout = any(
-            module.training and _drops(module)
+            module.training and _has_dropout(module)
             for model in self.parts.models.values()
             for module in model.modules()
         )
@@ -558,15 +564,15 @@ class SplitSafety:
         return "equal up to rounding"
 
     def _refusal(self, hazard: str, why: str) -> BatchError:
-        """Return H206 or H207 for a policy that sets the micro-batch size."""
+        """Return an H206 or H207 error for a policy that sets the micro-batch size."""
         items = ""
         if hazard == "coupled_loss":
             items = (
                 "if samples are independent and the mean is over something that the batch does not"
-                " show, return Loss(mean, items); if the loss compares samples, pass"
-                " TwoPass(outputs, loss); if batches are padded to the longest sample, trim each"
+                " show, return Loss(mean, items). If the loss compares samples, pass"
+                " TwoPass(outputs, loss). If batches are padded to the longest sample, trim each"
                 " part to its own longest sample and leave padding out of the mean"
-                " (docs/how-to/out-of-memory.md); otherwise "
+                " (docs/how-to/out-of-memory.md). Otherwise, "
             )
         return BatchError(
             f"micro_batch_size={self._policy.micro_batch_size}, and {why}",
@@ -589,18 +595,18 @@ class SplitSafety:
             return False
 
     def _report_no_copy(self, why: str) -> None:
-        """Record once that this process cannot be forked for a trial."""
+        """Record once that this process could not be forked for a trial."""
         if not self._reported_no_copy:
             self._reported_no_copy = True
             self._record.emit(run_events.SplitNotTried(why=why))
 
     def _try_split(
-        self, known: _Known, work: Work, empty: int | None = None, *, splits: bool = True
+        self, history: _LossHistory, work: Work, empty: int | None = None, *, splits: bool = True
     ) -> bool:
-        """Run a trial of splitting with the batch of a step, and note the verdict.
+        """Run a trial split with the batch of a step, and store the verdict.
 
         Args:
-            known: The facts about the loss function.
+            history: The history of the loss function.
             work: The step.
             empty: The position of a sample to try as a part without items, or None.
             splits: Whether this step is about to be split, so that the verdict is needed now.
@@ -609,7 +615,7 @@ class SplitSafety:
             Whether the trial has also looked for side effects.
         """
         if not self._policy.check_split:
-            known.verdict = SplitCheckResult(outcome="trusted", why="check_split=False")
+            history.verdict = SplitCheckResult(outcome="trusted", why="check_split=False")
             return False
         assert work.size is not None
         size = work.size
@@ -618,22 +624,22 @@ class SplitSafety:
             empty = None
 
         result = self._verdict_of(
-            known, work, lambda check: check.run(batch, size, empty), here=splits
+            history, work, lambda check: check.run(batch, size, empty), here=splits
         )
         if result.not_made:
-            # There is no verdict yet. The first split will try again.
+            # There is no verdict yet. The first split tries again.
             return False
-        known.verdict = result if known.verdict is None else merged([known.verdict, result])
-        if known.verdict.changes_batch or known.verdict.outcome != "unknown":
-            known.changes_batch = known.verdict.changes_batch or bool(known.changes_batch)
-        looked = result.outcome != "unknown" and not self._has_run_here
-        if looked:
-            known.side_effects = known.verdict.side_effects
-        return looked
+        history.verdict = result if history.verdict is None else merged([history.verdict, result])
+        if history.verdict.changes_batch or history.verdict.outcome != "unknown":
+            history.changes_batch = history.verdict.changes_batch or bool(history.changes_batch)
+        has_detected = result.outcome != "unknown" and not self._has_run_here
+        if has_detected:
+            history.side_effects = history.verdict.side_effects
+        return has_detected
 
     def _verdict_of(
         self,
-        known: _Known,
+        history: _LossHistory,
         work: Work,
         run: Callable[[SplitCheck], SplitCheckResult],
         *,
@@ -641,23 +647,23 @@ class SplitSafety:
     ) -> SplitCheckResult:
         """Run a check and return its verdict.
 
-        The check runs in a forked copy of this process if possible, and otherwise in this process.
-        If only this fork has failed, for example for lack of memory, the check runs in this process
-        only if `here` is True, because the verdict is needed now.
+        If possible, the check runs in a forked copy of this process, otherwise in this process. If
+        forking is possible in general but fails this time, for example because memory is short, the
+        check runs in this process only if `here` is True, because the verdict is needed now.
 
         Raises:
-            BatchError: H209, for a loss function that calls backward or steps an optimizer.
+            BatchError: H209 for a loss function that calls backward or steps an optimizer.
         """
         result = None
         if self._forks():
-            check = self._split_check(known, work, in_a_copy=True)
+            check = self._split_check(history, work, in_a_copy=True)
             result = in_a_copy(lambda: attempted(lambda: run(check)))
             if result.not_made:
                 self._report_no_copy(result.why)
         if result is None or (result.not_made and here):
             self._has_run_here = True
-            check = self._split_check(known, work, in_a_copy=False)
-            # The caller restores buffers and the random state of accelerators.
+            check = self._split_check(history, work, in_a_copy=False)
+            # The caller restores the buffers and the random state of accelerators.
             with isolated(), self._alone():
                 result = attempted(lambda: run(check))
         if result.called:
@@ -665,84 +671,92 @@ class SplitSafety:
         return result
 
     def note_split_step(self, loss_fn: LossFunction, seconds: float) -> None:
-        """Note how long the attempt of a split step took, to limit the time spent on checks."""
-        known = self._of(loss_fn)
-        known.timed_steps += 1
-        known.timed_seconds += seconds
+        """Add up how long split steps take, which limits the time spent on checks."""
+        history = self._history_of(loss_fn)
+        history.timed_steps += 1
+        history.timed_seconds += seconds
 
-    def _is_later_check_due(self, known: _Known, *, due: bool) -> bool:
+    def _is_later_check_due(self, history: _LossHistory, *, due: bool) -> bool:
         """Return whether a micro-batch must be compared with its halves.
 
-        Not in the first split step, since it is not known yet that a micro-batch of this size fits.
+        This is never due in the first split step, when it is not certain that a micro-batch of this
+        size fits in memory.
         """
-        verdict = known.verdict
-        if not self._policy.check_split or known.split_steps < 2 or verdict is None:
+        verdict = history.verdict
+        if not self._policy.check_split or history.split_steps < 2 or verdict is None:
             return False
         if verdict.outcome not in ("exact", "random"):
-            # In this case splitting makes no promise that could turn out wrong.
+            # Here, a split makes no promise that could turn out to be wrong.
             return False
-        if due or known.steps_in_doubt > 0:
+        if due or history.steps_in_doubt > 0:
             return True
-        return known.split_steps % known.steps_between_checks == 0
+        return history.split_steps % history.steps_between_checks == 0
 
-    def _compare_halves(self, known: _Known, work: Work, part: int) -> None:
-        """Compare one of the micro-batches of this step with its two halves."""
-        assert known.verdict is not None
+    def _compare_halves(self, history: _LossHistory, work: Work, part: int) -> None:
+        """Compare a micro-batch of this step with its two halves."""
+        assert history.verdict is not None
         assert work.size is not None
         batch = largest_of(work.batch, work.split)
         clock = self._record.clock
         parts = micro_batches(batch, work.size, max(2, part), work.split)
         candidates = [(piece, samples) for piece, samples in parts if samples > 1]
-        piece, samples = candidates[known.later_checks % len(candidates)]
-        known.later_checks += 1
+        piece, samples = candidates[history.later_checks % len(candidates)]
+        history.later_checks += 1
 
-        began = clock.monotonic_seconds()
+        started = clock.monotonic_seconds()
         comparison = self._verdict_of(
-            known, work, lambda check: check.compare_halves(piece, samples), here=False
+            history, work, lambda check: check.compare_halves(piece, samples), here=False
         )
-        seconds = clock.monotonic_seconds() - began
-        known.add_comparison(comparison)
-        if known.timed_steps:
-            step_seconds = known.timed_seconds / known.timed_steps
-            known.steps_between_checks = steps_between_checks(seconds, step_seconds)
-        known.timed_steps = 0
-        known.timed_seconds = 0.0
+        seconds = clock.monotonic_seconds() - started
+        history.add_comparison(comparison)
+        if history.timed_steps:
+            step_seconds = history.timed_seconds / history.timed_steps
+            history.steps_between_checks = steps_between_checks(seconds, step_seconds)
+        history.timed_steps = 0
+        history.timed_seconds = 0.0
 
-    def _look_for_side_effects(
-        self, known: _Known, work: Work, *, logs_too: bool = False
+    def _detect_side_effects(
+        self, history: _LossHistory, work: Work, *, logs_too: bool = False
     ) -> tuple[str, ...] | None:
-        """Return the names of what a forward pass changes, or None if a trial is impossible."""
-        check = self._split_check(known, work, in_a_copy=True)
+        """Return the names of state that a forward pass changes, or None if a trial fails."""
+        check = self._split_check(history, work, in_a_copy=True)
         size = work.size
         batch = work.batch if size is None else largest_of(work.batch, work.split)
-        result = in_a_copy(lambda: attempted(lambda: check.look(batch, size, logs_too=logs_too)))
+        result = in_a_copy(
+            lambda: attempted(lambda: check.detect_side_effects(batch, size, logs_too=logs_too))
+        )
         if result.outcome == "unknown" and size is not None:
-            # A few samples may fail, for example if a state has the size of the whole batch.
+            # A trial with few samples may fail, for example if a state has the batch's size.
             result = in_a_copy(
-                lambda: attempted(lambda: check.look(batch, None, logs_too=logs_too))
+                lambda: attempted(lambda: check.detect_side_effects(batch, None, logs_too=logs_too))
             )
         if result.called:
             raise called_inside(result.called)
         return None if result.outcome == "unknown" else result.side_effects
 
     def side_effects(self, work: Work) -> tuple[str, ...]:
-        """Return the names of state that a loss function changes and a retry does not restore.
+        """Return the names of state that a loss function changes and that a retry cannot restore.
 
-        If that is not known because a trial was impossible, the only entry says so.
+        If trials are impossible, the only entry states that this is unknown.
         """
-        known = self._of(work.loss_fn)
-        names = known.side_effects
-        # The loss function may have begun to change something since the first steps.
+        history = self._history_of(work.loss_fn)
+        names = history.side_effects
+        # The loss function may have started to change state after the first steps.
         if not names and self._forks():
-            names_now = self._look_for_side_effects(known, work, logs_too=True)
+            names_now = self._detect_side_effects(history, work, logs_too=True)
             if names_now is not None:
                 names = names_now
         if names is None and self._forks():
-            return ("unknown, since a trial was not possible",)
+            return ("unknown, because a trial was not possible",)
         return names or ()
 
-    def _split_check(self, known: _Known, work: Work, *, in_a_copy: bool) -> SplitCheck:
-        """Return a check of a step's loss function, which has not run yet."""
+    def _split_check(self, history: _LossHistory, work: Work, *, in_a_copy: bool) -> SplitCheck:
+        """Return a new check of the step's loss function."""
+        held: tuple[Weighting, ...] = ()
+        has_passed = False
+        if history.verdict is not None:
+            held = history.verdict.held
+            has_passed = history.verdict.outcome in ("exact", "random")
         return SplitCheck(
             loss_fn=work.loss_fn,
             split=work.split,
@@ -752,8 +766,8 @@ class SplitSafety:
             calling=self._calling,
             rounds_to_half=self._policy.precision != "fp32",
             in_a_copy=in_a_copy,
-            known=() if known.verdict is None else known.verdict.held,
-            has_passed=known.verdict is not None and known.verdict.outcome in ("exact", "random"),
+            earlier_weightings=held,
+            has_passed=has_passed,
         )
 
     @contextlib.contextmanager
@@ -762,26 +776,26 @@ class SplitSafety:
             yield
 
     def called(self, loss_fn: LossFunction, function: Callable[[Any], Any], part: Any) -> Any:
-        """Call a loss function, or a part of it, with a copy of the batch if it may change that.
+        """Call a function with the batch, or with a copy if the function may change it.
 
         Args:
-            loss_fn: The loss function.
-            function: The function to call, which is the loss function or a part of it.
-            part: The batch, or a part of it.
+            loss_fn: The loss function of the step.
+            function: The function to call: the loss function or a part of it.
+            part: The batch or a part of it.
         """
-        known = self._of(loss_fn)
-        if known.changes_batch is False:
+        history = self._history_of(loss_fn)
+        if history.changes_batch is False:
             return function(part)
         copy = copied(part)
         tensors = tensors_in(copy)
         before = versions_of(tensors)
         result = function(copy)
-        if known.changes_batch is None:
-            known.changes_batch = versions_of(tensors) != before
+        if history.changes_batch is None:
+            history.changes_batch = versions_of(tensors) != before
         return result
 
     def batch_was_changed(self, loss_fn: LossFunction) -> BatchError:
-        """Return H208 for a loss function that changed its batch in a step that must be retried."""
+        """Return an H208 error for a loss function that changed a batch that must be retried."""
         self.notice_change(loss_fn)
         return BatchError(
             "loss_fn changed the tensors of its batch in place, and the step ran out of memory",
@@ -794,8 +808,8 @@ class SplitSafety:
         )
 
     def notice_change(self, loss_fn: LossFunction) -> None:
-        """Note that a loss function changes its batch, so that it receives copies from now on."""
-        self._of(loss_fn).changes_batch = True
+        """Remember that a loss function changes its batch, so that it gets copies from now on."""
+        self._history_of(loss_fn).changes_batch = True
 
 
 def _is_power_of_two(count: int) -> bool:
@@ -803,16 +817,16 @@ def _is_power_of_two(count: int) -> bool:
 
 
 def _coupling(verdict: SplitCheckResult) -> str:
-    """Return a sentence that says how much gradients differ, and which weightings were tried."""
+    """Return a sentence on how much the gradients differ and which weightings were tried."""
     if verdict.why:
         return verdict.why
     share = verdict.difference
     percent = f"{share:.1%}" if share >= 1e-3 else f"{100 * share:.1g}%"
-    difference = f"differs by {percent} from that over 3 + 1 of them"
+    difference = f"differs by {percent} from the gradient over 3 + 1 of them"
     if math.isnan(share):
-        difference = "differs from that over 3 + 1 of them in at least one batch"
+        difference = "differs from the gradient over 3 + 1 of them in at least one batch"
     if math.isinf(share):
-        difference = "is finite, but that over 3 + 1 of them is not"
+        difference = "is finite, but the gradient over 3 + 1 of them is not"
     others = [
         str(weighting) for weighting in verdict.failed if weighting.kind not in ("samples", "sum")
     ]
@@ -825,6 +839,6 @@ def _coupling(verdict: SplitCheckResult) -> str:
     return f"the gradient over 4 samples {difference}{tried}"
 
 
-def _drops(module: nn.Module) -> bool:
+def _has_dropout(module: nn.Module) -> bool:
     rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
     return isinstance(rate, float) and rate > 0

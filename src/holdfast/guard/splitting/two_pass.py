@@ -1,13 +1,14 @@
 """Split a batch even though its loss compares samples with each other.
 
     pass 1    compute the outputs of each part, without a graph
-    loss      compute the loss of the outputs of all samples, and its gradient with respect to them
-    pass 2    compute each part again with the same random numbers, and run backward with its slice
-              of that gradient
+    loss      compute the loss from the outputs of all samples, and its gradient with respect to
+              the outputs
+    pass 2    compute the outputs of each part again with the same random numbers, and run backward
+              with the part's slice of that gradient
 
-The gradient is exact if the outputs of a sample depend on that sample alone. Every part needs one
-additional forward pass. This generalizes the method of Gao et al., "Scaling deep contrastive
-learning batch size under memory limited setup" (2021), to any loss.
+The gradient is exact if the outputs of a sample depend only on that sample. Each part costs one
+additional forward pass. The method generalizes Gao et al., "Scaling deep contrastive learning batch
+size under memory limited setup" (2021), to any loss.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class TwoPass:
     """A loss function in two parts, for a loss that compares samples with each other.
 
     Args:
-        outputs: A function that takes a batch, or a part of one, and returns a pytree of tensors
-            whose first dimension is the batch. The outputs of a sample must not depend on other
-            samples. It may be called twice for each part.
-        loss: A function that takes the outputs of all samples and the whole batch, and returns
-            what any loss function may return. It is called once per attempt, and may use parameters
-            itself, such as a temperature.
+        outputs: Function that takes a batch, or a part of it, and returns a pytree of tensors whose
+            first dimension is the batch. The outputs of a sample must not depend on other samples.
+            The function may be called twice for each part.
+        loss: Function that takes the outputs of all samples and the whole batch, and returns any
+            value that a loss function may return. It is called once per attempt, and may use
+            parameters of its own, such as a temperature.
 
     Example:
         >>> spread = TwoPass(lambda x: 2 * x, lambda outputs, batch: outputs.std())
@@ -58,18 +59,19 @@ Inputs = Callable[[], Sequence[torch.Tensor] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoPassRun:
-    """Carries out the two passes."""
+    """Runs the two passes of a split batch."""
 
-    # Calls a function with a batch or a part, in the contexts that a forward pass needs.
+    # Function that calls another function with a batch or a part of it, in the contexts that a
+    # forward pass needs.
     call: Call
-    # Runs backward from a loss into some tensors; None means all.
+    # Function that runs backward from a loss into the given tensors. None means all tensors.
     backward: Callable[[torch.Tensor, Sequence[torch.Tensor] | None], None]
-    # Returns a new keeper of buffers and states. Each part must change these only once, although
-    # its forward pass runs twice.
+    # Function that returns a new keeper of buffers and states. Each part must change these only
+    # once, although its forward pass runs twice.
     keeper: Callable[[], BufferKeeper]
     # The accelerators whose random state is restored.
     devices: Sequence[torch.device]
-    # Returns the parameters that may receive gradients, before each backward pass.
+    # Function that returns the parameters that may receive gradients, called before each backward.
     inputs: Inputs
 
     def accumulate(
@@ -82,7 +84,7 @@ class TwoPassRun:
         Args:
             split_loss: The loss function.
             batch: The whole batch.
-            parts: Its parts, with the number of samples in each.
+            parts: The parts of the batch, with the number of samples in each.
 
         Returns:
             The loss over all samples.
@@ -119,8 +121,8 @@ class TwoPassRun:
         """Compute the outputs of all parts without a graph.
 
         Returns:
-            The outputs of all samples, which require gradients, and the random state before each
-            part.
+            The concatenated outputs of all samples, which require gradients, and the random state
+            before each part.
         """
         states: list[Any] = []
         outputs: list[list[Any]] = []
@@ -173,7 +175,7 @@ class TwoPassRun:
 
 
 def _check_outputs(leaves: Sequence[Any], samples: int, first: Sequence[Any]) -> None:
-    """Raise H201 unless these outputs of a part can be joined with those of the first part."""
+    """Raise H201 unless the outputs of a part can be concatenated with those of the first part."""
     fits = len(leaves) == len(first) and all(
         (leaf is None and before is None)
         or (
@@ -188,19 +190,19 @@ def _check_outputs(leaves: Sequence[Any], samples: int, first: Sequence[Any]) ->
             f"the outputs of a TwoPass are {_forms(leaves)} for {counted(samples, 'sample')}, and"
             f" {_forms(first)} for others",
             limit=(
-                "outputs of all parts are joined along their first dimension, which must be the"
-                " batch"
+                "the outputs of all parts are concatenated along their first dimension, which must"
+                " be the batch"
             ),
             fix=(
-                "return tensors with one entry per sample, padded to the same size in each part;"
-                " compute anything that concerns the whole batch in the second function."
+                "return tensors with one entry per sample, padded to the same size in each part."
+                " Move any computation that concerns the whole batch to the second function."
             ),
             rule="H201",
         )
 
 
 def _forms(leaves: Sequence[Any]) -> str:
-    """Return the shapes of tensors, and the types of other values, as text."""
+    """Return the shapes of tensors, and the types of other values, for a message."""
     forms = (
         tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
         for leaf in leaves

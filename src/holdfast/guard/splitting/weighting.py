@@ -1,7 +1,7 @@
-"""Find what the mean of a bare loss may be taken over, and how much of that each part contains.
+"""Find out what the mean of a loss may be taken over, and how much of it each part contains.
 
 A mean may be taken over samples, valid labels, the entries of a mask, and so on. This module finds
-the candidates in the batch; ``split_check`` tries out which of them is right.
+the candidates in the batch. ``split_check`` finds the right one by trying them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from holdfast.core.containers import children_of
 from holdfast.core.errors import BatchError
 
-# torch's default `ignore_index`, and two other common paddings.
+# The default `ignore_index` of torch, and two other common padding values.
 _PADDINGS = (-100, -1, 0)
-# A value at this share of all row ends is a candidate for the padding too.
+# A value at the end of at least this share of all rows is a candidate for the padding too.
 _HALF = 0.5
 Keys: TypeAlias = tuple[str | int, ...]
 Kind: TypeAlias = Literal["samples", "labels", "mask", "total", "sum"]
@@ -26,24 +26,24 @@ _ORDER: tuple[Kind, ...] = ("samples", "labels", "mask", "total", "sum")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighting:
-    """What the mean of a loss is taken over, and thus what the parts of a batch are weighted by.
+    """What the mean of a loss is taken over. The parts of a batch are weighted by it.
 
-    The kinds are ``"samples"``; ``"labels"`` or ``"mask"``, the entries of a tensor that are not
-    `ignored`; ``"total"``, the sum of a tensor, such as lengths or weights; and ``"sum"``, which
-    means that the loss is a sum, so that the losses of parts are added.
+    The kind is ``"samples"``, ``"labels"`` or ``"mask"`` (entries of a tensor that are not
+    `ignored`), ``"total"`` (the sum of a tensor, such as lengths or weights), or ``"sum"``. The
+    last kind means that the loss is a sum, so the losses of the parts are added.
     """
 
     kind: Kind
     # The path to the tensor in the batch.
     keys: Keys = ()
-    # The value of entries that do not count.
+    # Entries with this value do not count.
     ignored: int = 0
-    # The dimension along which the first entry does not count either, as with labels for the next
-    # token; -1 for none.
+    # The dimension along which the first entry does not count, as for labels of the next token. -1
+    # if there is none.
     shifted: int = -1
 
     def rank(self) -> int:
-        """Return the position of this kind among all kinds, most common first."""
+        """Return the position of this kind among all kinds, where the most common is first."""
         return _ORDER.index(self.kind)
 
     def __str__(self) -> str:
@@ -59,13 +59,14 @@ class Weighting:
         }[self.kind]
 
     def count(self, part: Any, samples: int) -> float | torch.Tensor:
-        """Return the weight of a part, that is, how much of what is counted it contains.
+        """Return the weight of a part: how many of the counted entries it contains.
 
-        On an accelerator the result is a tensor.
+        For ``"total"``, this is the sum of the part's tensor. On an accelerator, the result is a
+        tensor.
 
         Args:
             part: A part of the batch.
-            samples: The number of samples in it.
+            samples: The number of samples in the part.
         """
         if self.kind in ("samples", "sum"):
             return samples if self.kind == "samples" else 1
@@ -75,7 +76,7 @@ class Weighting:
                 f"earlier batches showed that the loss is a mean over {self}, which this batch does"
                 " not contain",
                 limit="the parts of a batch are weighted by what the mean is taken over",
-                fix="return Loss(mean, items), which does not depend on the form of the batch.",
+                fix="return Loss(mean, items), which does not depend on the layout of the batch.",
                 rule="H207",
             )
         if self.shifted >= 0:
@@ -92,13 +93,13 @@ SAMPLES = Weighting(kind="samples")
 
 
 def find_weightings(batch: Any, size: int) -> list[Weighting]:
-    """Return what the mean of a loss may be taken over, most common first.
+    """Return the candidates for what the mean of a loss is taken over, most common first.
 
     This synchronizes with the device once for each integer tensor and each mask.
 
     Args:
         batch: The batch.
-        size: The number of samples in it.
+        size: The number of samples in the batch.
     """
     candidates = [SAMPLES, Weighting(kind="sum")]
     for keys, leaf in _nodes(batch, ()):
@@ -118,10 +119,10 @@ def _is_plain(leaf: torch.Tensor) -> bool:
 
 
 def _of_tensor(keys: Keys, leaf: torch.Tensor, size: int) -> list[Weighting]:
-    """Return the weightings that a tensor of the batch may stand for."""
+    """Return the weightings that a tensor of the batch may represent."""
     shifts = [-1]
     if leaf.ndim == 2:
-        # The labels may be for the next token, along the dimension that is not the batch.
+        # The tensor may contain next-token labels, along the dimension that is not the batch.
         shifts.append(1 if leaf.shape[0] == size else 0)
     if leaf.dtype == torch.bool:
         return _entries("mask", keys, (0, 1), shifts)
@@ -141,7 +142,9 @@ def _of_tensor(keys: Keys, leaf: torch.Tensor, size: int) -> list[Weighting]:
     ).tolist()
     if not more_than_mask:
         return _entries("mask", keys, (0, 1), shifts)
-    ignored = [padding for padding, there in zip(_PADDINGS, others, strict=False) if there]
+    ignored = [
+        padding for padding, is_present in zip(_PADDINGS, others, strict=False) if is_present
+    ]
     row_ends = others[len(_PADDINGS) :]
     ignored += [
         int(value)
@@ -163,7 +166,7 @@ def _entries(
 
 
 def shares(weighting: Weighting, parts: Sequence[tuple[Any, int]]) -> tuple[float, ...] | None:
-    """Return the share of each part, or None if no part contains anything that is counted."""
+    """Return each part's share of the total weight, or None if the total is 0."""
     try:
         counts = [float(weighting.count(part, samples)) for part, samples in parts]
     except BatchError:
@@ -175,15 +178,15 @@ def shares(weighting: Weighting, parts: Sequence[tuple[Any, int]]) -> tuple[floa
 def with_an_empty_one(
     weighting: Weighting, parts: Sequence[tuple[Any, int]], most: int
 ) -> list[int]:
-    """Return the positions of some parts, the last of which contains nothing that is counted.
+    """Return the positions of some parts, the last of which has a weight of 0.
 
     Args:
-        weighting: What is counted.
+        weighting: The weighting that determines the weights.
         parts: The parts, with the number of samples in each.
         most: The maximum number of positions to return.
 
     Returns:
-        The positions; empty if all parts contain something.
+        The positions. The list is empty if no part has a weight of 0.
     """
     weights = shares(weighting, parts) or ()
     if 0.0 not in weights:
@@ -193,9 +196,9 @@ def with_an_empty_one(
 
 
 def disagreement(weightings: Sequence[Weighting], parts: Sequence[tuple[Any, int]]) -> float:
-    """Return the largest difference between the weights that a part can have, from 0 to 1.
+    """Return the largest difference between a part's weights under two weightings, from 0 to 1.
 
-    A sum is left out, since it always differs from the means.
+    Sums are left out, since they always differ from means.
     """
     all_weights = [shares(weighting, parts) for weighting in weightings if weighting.kind != "sum"]
     by_part = zip(*(weights for weights in all_weights if weights is not None), strict=True)

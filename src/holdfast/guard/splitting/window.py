@@ -9,17 +9,17 @@ from holdfast.loader.splitting import Split, batch_size, select
 
 
 class Window(list[Any]):
-    """The batches of one step. The loss function is called with each of them, in this order.
+    """The batches of one step. The loss function is called with each batch, in this order.
 
-    After an out-of-memory each batch is split separately; batches are never joined, since they may
-    be padded differently. Sample positions are counted through all batches.
+    After an out-of-memory error, each batch is split separately. Batches are never concatenated,
+    since their padding may differ. Sample positions are counted over all batches.
 
     Args:
         batches: The batches, at least one.
-        added: Whether the caller has already divided each loss by the number of batches, so that
-            losses and gradients are simply added. Otherwise the step equals that of one large
+        added: Whether the caller has already divided each loss by the number of batches. If so,
+            losses and gradients are simply added. Otherwise, the step is equal to that of one large
             batch: each loss is weighted by its number of items or samples.
-        on_cut: Called with the remaining batches after samples were removed, before they are used.
+        on_cut: Function called with the remaining batches whenever samples have been removed.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Window(list[Any]):
         """Return a window with copies of some samples.
 
         Args:
-            indices: The positions of the samples, counted through all batches. Within each batch
-                the samples are in this order.
-            split: Where the batch dimension is.
+            indices: The positions of the samples, counted over all batches. They determine the
+                order of samples within a batch.
+            split: The position of the batch dimension.
         """
         batches = []
         start = 0
@@ -55,7 +55,7 @@ class Window(list[Any]):
 
 
 def largest_of(batch: Any, split: Split) -> Any:
-    """Return the batch itself, or the batch of a window that has the most samples."""
+    """Return the batch or, for a window, its batch with the most samples."""
     if not isinstance(batch, Window):
         return batch
     return max(batch, key=lambda candidate: batch_size(candidate, split))
@@ -69,7 +69,7 @@ def samples_of(batch: Any, split: Split) -> int:
 
 
 def selected(batch: Any, indices: Sequence[int], split: Split) -> Any:
-    """Return some samples of a batch or of a window; see `select` and `Window.choose`."""
+    """Return a batch or window that contains only some samples; see `select`."""
     if isinstance(batch, Window):
         return batch.choose(indices, split)
     return select(batch, batch_size(batch, split), indices, split)

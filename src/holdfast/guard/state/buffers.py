@@ -1,8 +1,9 @@
-"""Copy the buffers that a forward pass changes, so that an attempt can be taken back.
+"""Copy the buffers that a forward pass changes, so that an attempt can be undone.
 
-The first step shows which buffers change. It compares values, since BatchNorm updates its
-statistics without changing their version counters. From then on only those buffers are copied, into
-memory that is allocated once. The others are watched through their version counters.
+The first step shows which buffers change. It compares values, because BatchNorm updates its
+statistics without changing their version counters. After the first step, only the buffers that
+change are copied, into memory that is allocated once. For all other buffers, changes are detected
+by their version counters.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from holdfast.guard.state.states import StateKeeper
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The attribute that holds a buffer. A forward pass may put another tensor there."""
+    """The attribute of a module that holds a buffer. A forward pass may replace the tensor."""
 
     module: nn.Module
     key: str
@@ -37,16 +38,16 @@ class _Place:
 
 
 class BufferKeeper:
-    """Copies of mutable buffers and of registered states at the beginning of a step.
+    """Keeps copies of mutable buffers and registered states from the start of a step.
 
     Args:
         models: The models by name.
-        states: Further state to keep.
+        states: Additional state to keep.
     """
 
     def __init__(self, models: dict[str, nn.Module], states: StateKeeper | None = None) -> None:
         self.states = StateKeeper({}) if states is None else states
-        # The buffers that change; until the first step has shown which these are, all buffers.
+        # The buffers that change. Until the first step has shown which do, these are all buffers.
         self._mutable = [
             _Place(module, key, ".".join(part for part in (model_name, prefix, key) if part))
             for model_name, model in models.items()
@@ -55,21 +56,21 @@ class BufferKeeper:
         ]
         self._constant: list[_Place] = []
         # Whether the first step has shown which buffers change.
-        self._known = False
-        # For each mutable buffer, the tensor and a copy of its values at the last `keep`.
+        self._has_learned = False
+        # For each mutable buffer, the tensor at the last `keep` and a copy of its values.
         self._before: list[torch.Tensor | None] = []
         self._copies: list[torch.Tensor | None] = []
-        # For each constant buffer, the tensor and its version counter at the last `keep`.
+        # For each constant buffer, the tensor at the last `keep` and its version counter.
         self._versions: list[tuple[torch.Tensor | None, int]] = []
 
     def keep(self, earlier: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-        """Copy the buffers that may change, and note the versions of the others.
+        """Copy the buffers that may change, and note the version counters of the others.
 
         This is one fused copy and does not synchronize with the device.
 
         Args:
-            earlier: The `copies` of an earlier process, to keep instead of the current values of
-                these buffers.
+            earlier: The `copies` of an earlier process. For the buffers in it, these values are
+                kept instead of the current ones.
         """
         self.states.keep()
         if not self._mutable and not self._constant:
@@ -77,59 +78,65 @@ class BufferKeeper:
         buffers = [place.now() for place in self._mutable]
         self._note_versions()
         if not self._copies_fit(buffers):
-            self._copies = [None if buffer is None else _room_for(buffer) for buffer in buffers]
+            self._copies = [
+                None if buffer is None else _uninitialized_like(buffer) for buffer in buffers
+            ]
         self._before = buffers
         _copy(self._copies, self._before)
         if earlier:
             _copy(self._copies, [earlier.get(place.name) for place in self._mutable])
 
     def _copies_fit(self, buffers: list[torch.Tensor | None]) -> bool:
-        """Return whether these buffers can be copied into the memory of the last copies."""
-        # Usually the tensors are the same as at the last `keep`, which is quick to check.
+        """Return whether these buffers can be copied into the memory of the existing copies."""
+        # Usually, the tensors are the same as at the last `keep`, which is quick to check.
         are_same_tensors = len(buffers) == len(self._before) and all(
             buffer is before and (buffer is copy or buffer.shape == copy.shape)  # type: ignore[union-attr]
             for buffer, before, copy in zip(buffers, self._before, self._copies, strict=True)
         )
         if are_same_tensors:
             return True
-        return [_kind(buffer) for buffer in buffers] == [_kind(copy) for copy in self._copies]
+        return [_layout_of(buffer) for buffer in buffers] == [
+            _layout_of(copy) for copy in self._copies
+        ]
 
     def copies(self) -> dict[str, torch.Tensor]:
-        """Return by name the values that the mutable buffers had at the last `keep`."""
+        """Return the values of the mutable buffers at the last `keep`, by name."""
         named = zip(self._mutable, self._copies, strict=True)
         return {place.name: copy for place, copy in named if copy is not None}
 
     def put_back(self) -> list[str]:
-        """Restore all buffers and states to the last `keep`.
+        """Restore all buffers and states to their values at the last `keep`.
 
-        Buffers become the same tensor objects again, with the same values.
+        Each buffer is the same tensor object as before, with the same values.
 
         Returns:
-            The names of what could not be restored: buffers that have changed for the first time,
-            so that there is no copy, and states.
+            The names of buffers and states that could not be restored. A buffer cannot be restored
+            if it has changed for the first time, because there is no copy of it.
         """
         for place, buffer in zip(self._mutable, self._before, strict=True):
             place.module._buffers[place.key] = buffer
         _copy(_once(self._before, self._before), _once(self._copies, self._before))
-        late = self._learn_late()
+        newly_mutable = self._learn_newly_mutable()
         for place in self._mutable[len(self._before) :]:
             now = place.now()
             self._before.append(now)
             is_copied = now is not None and not has_no_values(now)
             self._copies.append(now.detach().clone() if is_copied else now)  # type: ignore[union-attr]
-        return late + self.states.put_back()
+        return newly_mutable + self.states.put_back()
 
     def learn(self) -> list[str]:
-        """Note which buffers and states were changed by an attempt that will be committed.
+        """Determine which buffers and states have changed in an attempt that will be committed.
 
-        In the first step this compares the values of all buffers.
+        In the first step, this compares the values of all buffers.
 
         Returns:
             The names of buffers and states that have changed for the first time.
         """
-        late = self.states.learn()
-        if self._known:
-            return self._learn_late() + late if self._constant else late
+        changed_states = self.states.learn()
+        if self._has_learned:
+            if not self._constant:
+                return changed_states
+            return self._learn_newly_mutable() + changed_states
         changed: list[_Place] = []
         constant: list[_Place] = []
         for place, before, copy in zip(self._mutable, self._before, self._copies, strict=True):
@@ -140,24 +147,24 @@ class BufferKeeper:
                 changed.append(place)
         self._mutable = changed
         self._constant = constant
-        self._known = True
+        self._has_learned = True
         self._before = []
         self._copies = []
         self._versions = []
-        return [place.name for place in changed] + late
+        return [place.name for place in changed] + changed_states
 
-    def _learn_late(self) -> list[str]:
-        """Move constant buffers that have now changed to the mutable ones; return their names."""
-        late = [
+    def _learn_newly_mutable(self) -> list[str]:
+        """Treat constant buffers that have changed as mutable from now on. Return their names."""
+        newly_mutable = [
             place
             for place, (buffer, version) in zip(self._constant, self._versions, strict=True)
             if place.now() is not buffer or _version(buffer) != version
         ]
-        if late:
-            self._constant = [place for place in self._constant if place not in late]
-            self._mutable = self._mutable + late
+        if newly_mutable:
+            self._constant = [place for place in self._constant if place not in newly_mutable]
+            self._mutable = self._mutable + newly_mutable
             self._note_versions()
-        return [place.name for place in late]
+        return [place.name for place in newly_mutable]
 
     def _note_versions(self) -> None:
         self._versions = [(place.now(), _version(place.now())) for place in self._constant]
@@ -175,26 +182,28 @@ class BufferKeeper:
         }
 
     def load(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Copy values into the buffers of these names."""
+        """Copy saved values into the buffers with the same names."""
         for name, buffer in (self.now() | self.constant()).items():
             if name in saved:
                 buffer.data.copy_(saved[name])
 
     def mutable_outside_norms(self) -> list[str]:
-        """Return the names of the mutable buffers, without the statistics of norm layers."""
-        return [place.name for place in self._mutable if self._known and not place.is_statistic]
+        """Return the names of the mutable buffers, except the statistics of norm layers."""
+        return [
+            place.name for place in self._mutable if self._has_learned and not place.is_statistic
+        ]
 
     def running_statistics(self) -> list[tuple[str, torch.Tensor]]:
         """Return the running statistics of norm layers by name, to check that they are finite.
 
-        Other buffers, such as masks and minima, may be infinite on purpose.
+        Other buffers, such as masks and running minimums, may be infinite on purpose.
         """
         norms = [place for place in self._mutable if place.is_statistic]
         return [(place.name, buffer) for place in norms if (buffer := place.now()) is not None]
 
 
-def _kind(buffer: torch.Tensor | None) -> tuple[object, ...] | None:
-    """Return the facts by which two tensors must agree for one to be copied into the other."""
+def _layout_of(buffer: torch.Tensor | None) -> tuple[object, ...] | None:
+    """Return the properties that two tensors must share for one to be copied into the other."""
     if buffer is None or has_no_values(buffer):
         return None
     return (buffer.shape, buffer.dtype, buffer.layout, buffer.device)
@@ -214,7 +223,8 @@ def _copy(targets: list[torch.Tensor | None], sources: list[torch.Tensor | None]
             plain_pairs.append((target.data, source.data))
         elif not has_no_values(target):
             copy_bits(target, source)
-    # Grouped by dtype, because with mixed dtypes a GPU would launch one kernel per tensor.
+    # The tensors are grouped by dtype, because a GPU would launch one kernel for each tensor if
+    # dtypes were mixed.
     for dtype in {target.dtype for target, _ in plain_pairs}:
         pairs = [pair for pair in plain_pairs if pair[0].dtype is dtype]
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
@@ -223,15 +233,15 @@ def _copy(targets: list[torch.Tensor | None], sources: list[torch.Tensor | None]
 def _once(
     tensors: list[torch.Tensor | None], like: list[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Apply `once` to each tensor, so that expanded buffers are not written to several times."""
+    """Apply `once` to each tensor, so that each element of an expanded buffer is written once."""
     return [
         tensor if tensor is None or buffer is None else once(tensor, buffer)
         for tensor, buffer in zip(tensors, like, strict=True)
     ]
 
 
-def _room_for(buffer: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized tensor into which a buffer can be copied."""
+def _uninitialized_like(buffer: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialized tensor that a buffer can be copied into."""
     if has_no_values(buffer):
         return buffer
     if is_plain(buffer):

@@ -1,10 +1,11 @@
-"""Copy the ``state=`` objects, which a loss function may change, so that an attempt can be taken
-back.
+"""Copy the ``state=`` objects, which a loss function may change, so that an attempt can be undone.
 
-Frozen parameters are copied too, since a forward pass may change them, as in a momentum encoder. A
-small object is copied in every step. A large one is copied until the first step has shown that the
-loss function does not change it; after that only its fingerprint is compared, in a few steps. If it
-changes later, the guard reports that it was not restored, and copies it from then on.
+Frozen parameters are copied too, since a forward pass may change them, as in a momentum encoder.
+
+Small objects are copied in every step. A large object is copied only until the first step has shown
+that the loss function does not change it. After that, its fingerprint is compared in some steps. If
+the object does change later, the guard reports that it was not restored, and copies it from then
+on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FROZEN = "frozen parameters"
 
 
 class FrozenParameters:
-    """The parameters that are frozen at the beginning of a step, as a stateful object."""
+    """The parameters that are frozen at the start of a step, as a stateful object."""
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self._all = [
@@ -39,7 +40,7 @@ class FrozenParameters:
         self._frozen: list[tuple[str, nn.Parameter]] = []
 
     def choose(self) -> bool:
-        """Note which parameters are frozen now, and return whether there are any."""
+        """Determine which parameters are frozen at the moment, and return whether there are any."""
         self._frozen = [(name, p) for name, p in self._all if not p.requires_grad]
         return bool(self._frozen)
 
@@ -57,14 +58,14 @@ class FrozenParameters:
 
 
 def kept_states(parts: Parts) -> dict[str, Stateful]:
-    """Return the objects that a loss function may change, by the names that messages use."""
+    """Return the objects that a loss function may change, by their names in messages."""
     states: dict[str, Stateful] = {f"state.{name}": state for name, state in parts.states.items()}
     states[FROZEN] = FrozenParameters(parts.models)
     return states
 
 
 class StateKeeper:
-    """Copies of stateful objects at the beginning of a step.
+    """Keeps copies of stateful objects from the start of a step.
 
     Args:
         states: The objects by name.
@@ -72,68 +73,70 @@ class StateKeeper:
     """
 
     def __init__(self, states: Mapping[str, Stateful], *, every: bool = False) -> None:
-        self._kept = [_Kept(name, stateful, every=every) for name, stateful in states.items()]
+        self._tracked = [
+            _TrackedState(name, stateful, every=every) for name, stateful in states.items()
+        ]
 
     def names(self) -> list[str]:
         """Return the names of all objects."""
-        return [kept.name for kept in self._kept]
+        return [tracked.name for tracked in self._tracked]
 
     def objects(self) -> list[Any]:
         """Return all objects."""
-        return [kept.stateful for kept in self._kept]
+        return [tracked.stateful for tracked in self._tracked]
 
     def untouched(self) -> set[str]:
         """Return the names of the large objects that no step has changed so far."""
-        return {kept.name for kept in self._kept if kept.untouched}
+        return {tracked.name for tracked in self._tracked if tracked.untouched}
 
     def keep(self, *, look: bool = False) -> None:
         """Copy the objects that may change.
 
         Args:
-            look: Whether to compute the fingerprint of each large object that has not changed so
-                far, so that a change is noticed. Otherwise that happens in a few steps only.
+            look: Whether to detect a change in every large object, by computing its fingerprint.
+                Otherwise, this is done only in some steps.
         """
-        for kept in self._kept:
-            kept.keep(look=look)
+        for tracked in self._tracked:
+            tracked.keep(look=look)
 
     def put_back(self) -> list[str]:
-        """Restore all objects to the last `keep`; return the names of those that could not be."""
+        """Restore all objects to the last `keep`. Return the names of objects where this failed."""
         with torch.no_grad():
-            return [kept.name for kept in self._kept if not kept.put_back()]
+            return [tracked.name for tracked in self._tracked if not tracked.put_back()]
 
     def learn(self) -> list[str]:
-        """Note which large objects were changed by an attempt that will be committed.
+        """Determine which large objects have changed in an attempt that will be committed.
 
         Returns:
-            The names of those that have changed for the first time.
+            The names of objects that have changed for the first time.
         """
-        return [kept.name for kept in self._kept if kept.large and kept.learn()]
+        return [tracked.name for tracked in self._tracked if tracked.large and tracked.learn()]
 
     def now(self) -> dict[str, Any]:
         """Return copies of the current state of all objects."""
-        return {kept.name: copied(kept.stateful.state_dict()) for kept in self._kept}
+        return {tracked.name: copied(tracked.stateful.state_dict()) for tracked in self._tracked}
 
 
-class _Kept:
-    """One stateful object and the copy of its state."""
+class _TrackedState:
+    """A stateful object with a copy of its state."""
 
     def __init__(self, name: str, stateful: Stateful, *, every: bool) -> None:
         self.name = name
         self.stateful = stateful
         self._every = every
-        # Whether the loss function changes the object; None if that is not known yet.
+        # Whether the loss function changes the object. None if this is unknown.
         self._changes: bool | None = None
         if isinstance(stateful, FrozenParameters) and not every:
-            # Frozen weights may be much larger than trained ones, so they are not copied before
-            # they have changed for the first time.
+            # Frozen weights may be much larger than the trained ones, so they are not copied until
+            # they change for the first time.
             self._changes = False
         self.large = False
         # The number of steps so far.
         self._steps = 0
-        # The state at the last `keep`, in a tuple, since the state itself may be None. None if
-        # there is no copy.
+        # The state at the last `keep`, or None if there is no copy. The state is wrapped in a tuple
+        # because it may be None itself.
         self._copy: tuple[Any] | None = None
-        # The fingerprint of the state at the last `keep`, or None if it was not computed.
+        # The fingerprint of the state at the last `keep`. None if it was not computed.
         self._print: list[Any] | None = None
 
     @property
@@ -152,7 +155,7 @@ class _Kept:
         if isinstance(self.stateful, FrozenParameters) and not self.stateful.choose():
             self._copy = ({},)
             return
-        # Nothing can be promised for an object whose state cannot be read or copied.
+        # If the state of an object cannot be read or copied, the object is not restored.
         with contextlib.suppress(Exception):
             tree = self.stateful.state_dict()
             self.large = not self._every and not is_small(
@@ -166,7 +169,7 @@ class _Kept:
             except Exception as error:
                 if find_out_of_memory(error) is None:
                     raise
-                # There is no memory for a copy, so changes can be noticed but not undone.
+                # There is no memory for a copy. A change can be detected but not undone.
                 self.large = True
                 self._changes = bool(self._changes)
                 self._print = fingerprint(tree)
@@ -175,14 +178,14 @@ class _Kept:
         """Restore the object.
 
         Returns:
-            Whether the object is known to be as it was at the last `keep`.
+            Whether the object is certain to be as it was at the last `keep`.
         """
         try:
             if self._copy is None:
                 if self._print is not None:
                     has_changed = self._print != fingerprint(self.stateful.state_dict())
                     if has_changed:
-                        # It is copied from the next step on.
+                        # The object is copied from the next step on.
                         self._changes = True
                         return False
                 return self.large and not self._changes
@@ -191,14 +194,14 @@ class _Kept:
             self._changes = True
             self.stateful.load_state_dict(copied(self._copy[0]))
             return same(self.stateful.state_dict(), self._copy[0])
-        except Exception:  # noqa: BLE001 - the step has failed already, and this is reported with it
+        except Exception:  # noqa: BLE001 - the step has already failed, and this failure is reported with it
             return False
 
     def learn(self) -> bool:
-        """Note whether the object has changed.
+        """Determine whether the object has changed.
 
         Returns:
-            Whether it is a large object that has changed for the first time.
+            Whether this is a large object that has changed for the first time.
         """
         if self._changes or (self._copy is None and self._print is None):
             return False

@@ -1,7 +1,7 @@
-"""Notice when the weights in the models are not the trained ones.
+"""Detect that the weights in the models are not the trained ones.
 
-Many scripts put an average of the weights into the model for an evaluation, and restore the trained
-weights afterwards. A checkpoint written in between would hold the average in their place.
+Many scripts put averaged weights into the model for an evaluation, and restore the trained weights
+afterwards. A checkpoint saved in between would contain the average instead of the trained weights.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-# An average differs from the trained weights everywhere, so comparing a few numbers of a few
-# parameters is enough. They are copied after each step, on the device and without synchronizing.
+# An average differs from the trained weights everywhere, so it is enough to compare a few numbers
+# of a few parameters. These numbers are copied after each step, on the device and without
+# synchronizing with it.
 _PARAMETERS_OF_A_MODEL = 2
 _NUMBERS_OF_A_PARAMETER = 16
 
 
 class TrainedWeights:
-    """Remembers a few of the weights of each model after a step.
+    """Remembers a few weights of each model after every step, to detect when they are swapped.
 
     Args:
         models: The models by name.
@@ -31,13 +32,14 @@ class TrainedWeights:
         self._numbers: list[torch.Tensor] = []
 
     def remember(self) -> None:
-        """Note the current weights. This takes a few microseconds and does not synchronize."""
+        """Store a few of the weights. This takes microseconds and does not synchronize."""
         self._numbers = [_some_numbers(parameter).clone() for parameter in self._parameters]
 
     def are_in_place(self) -> bool:
         """Return whether the weights are still those of the last `remember`.
 
-        True if there was none. This synchronizes with the device once per compared parameter.
+        If `remember` was never called, the answer is True. This synchronizes with the device once
+        for each compared parameter.
         """
         try:
             return all(
@@ -61,9 +63,9 @@ def _first_and_last(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _is_readable(parameter: nn.Parameter) -> bool:
-    """Return whether the values of a parameter can be copied and compared.
+    """Return whether a parameter's values can be copied and compared.
 
-    Those of float8 parameters and of sharded parameters cannot.
+    This is not possible for float8 and sharded parameters.
     """
     return (
         type(parameter.data) is torch.Tensor
@@ -75,7 +77,7 @@ def _is_readable(parameter: nn.Parameter) -> bool:
 
 
 def _some_numbers(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a view of the first numbers of a parameter along its first dimension."""
+    """Return a view of a parameter's first numbers along its first dimension."""
     values = parameter.detach()
     while values.dim() > 1:
         values = values[0]

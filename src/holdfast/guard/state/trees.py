@@ -1,4 +1,7 @@
-"""Copy, traverse and compare trees of state, as ``state_dict()`` returns them."""
+"""Copy, traverse and compare nested state, such as the return value of ``state_dict()``.
+
+Nested state is called a tree in this module.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +29,25 @@ _MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.def
 
 
 def copied_to_host(tree: Any) -> Any:
-    """Return an independent copy of a tree of state, with tensors in host memory."""
+    """Return an independent copy of a tree, with all tensors in host memory."""
     return copied(tree, lambda tensor: tensor.to("cpu", copy=True))
 
 
 def copied(tree: Any, copy_tensor: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Any:
-    """Return an independent copy of a tree of state.
+    """Return an independent copy of a tree.
 
     Args:
         tree: The tree.
-        copy_tensor: Returns a copy of a tensor.
+        copy_tensor: Function that returns a copy of a tensor.
     """
     if isinstance(tree, torch.Tensor):
         return copy_tensor(tree.detach())
     if type(tree) in _MAPPINGS:
         factory = (tree.default_factory,) if isinstance(tree, collections.defaultdict) else ()
-        made = type(tree)(*factory)
+        container = type(tree)(*factory)
         for key, value in tree.items():
-            made[key] = copied(value, copy_tensor)
-        return made
+            container[key] = copied(value, copy_tensor)
+        return container
     if is_flat(tree):
         return type(tree)(tree)
     if type(tree) in (list, tuple):
@@ -55,19 +58,19 @@ def copied(tree: Any, copy_tensor: Callable[[torch.Tensor], torch.Tensor] = torc
 
 
 def is_flat(tree: Any) -> bool:
-    """Return whether this is a list or tuple that holds only plain values, possibly many."""
+    """Return whether a node is a list or tuple that contains only plain values."""
     return type(tree) in (list, tuple) and _PLAIN.issuperset(map(type, tree))
 
 
 def children_of(tree: Any) -> list[Any]:
-    """Return the keys and values of a container of state; empty for anything else."""
+    """Return the keys and values of a container. For any other node, the list is empty."""
     if type(tree) in _MAPPINGS:
         return [*tree, *tree.values()]
     return list(tree) if type(tree) in (list, tuple, collections.deque) else []
 
 
 def is_small(tree: Any, *, most_entries: int, most_bytes: int) -> bool:
-    """Return whether a tree has at most this many entries and bytes of tensors and arrays."""
+    """Return whether a tree is within these limits on entries and on bytes of arrays."""
     entries = 0
     size = 0
     remaining = [tree]
@@ -86,10 +89,10 @@ def is_small(tree: Any, *, most_entries: int, most_bytes: int) -> bool:
 
 
 def fingerprint(tree: Any) -> list[Any]:
-    """Return numbers that almost certainly change if anything in the tree changes.
+    """Return numbers that almost certainly change if any value in the tree changes.
 
-    A tensor contributes its shape and the sum of its bits, any other leaf a checksum. This waits
-    for the device.
+    A tensor contributes its shape and the sum of its bits, any other leaf a checksum. This
+    synchronizes with the device.
     """
     entries: list[Any] = []
     remaining = [tree]
@@ -107,13 +110,13 @@ def fingerprint(tree: Any) -> list[Any]:
 
 
 def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
-    """Return whether two trees of state hold the same values. NaN equals NaN.
+    """Return whether two trees contain the same values. NaN equals NaN.
 
     Args:
         first: A tree.
         second: Another tree.
-        tolerance: The largest difference between two tensors or numbers, relative to the L2 norm of
-            the first one.
+        tolerance: The largest allowed difference between two tensors or numbers, relative to the L2
+            norm of the first.
     """
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         return _same_tensors(first, second, tolerance)
@@ -130,9 +133,10 @@ def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
         )
     if isinstance(first, (list, tuple, collections.deque)):
         return len(first) == len(second) and all(
-            same(one, other, tolerance=tolerance) for one, other in zip(first, second, strict=True)
+            same(item, other_item, tolerance=tolerance)
+            for item, other_item in zip(first, second, strict=True)
         )
-    # Without an `__eq__` of its own, an object would equal only itself, so attributes are compared.
+    # Objects without their own `__eq__` would be equal only to themselves, so compare attributes.
     has_own_equality = any("__eq__" in vars(kind) for kind in type(first).__mro__[:-1])
     if hasattr(first, "__dict__") and not has_own_equality:
         return same(vars(first), vars(second), tolerance=tolerance)

@@ -1,4 +1,4 @@
-"""`Work`: the input of one step, and the state at its beginning."""
+"""`Work`: the input of one step, and the state at its start."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from holdfast.memory.ladder import StepPlan
 
 @dataclass(slots=True, kw_only=True)
 class Work:
-    """The input of one step, the state at its beginning, and the attempts so far."""
+    """The input of one step, the state at its start, and the attempts so far."""
 
-    # The batch, as passed to `Guard.step`.
+    # The batch that was passed to `Guard.step`.
     batch: Any
     # The loss function, which takes a micro-batch.
     loss_fn: Callable[[Any], Any]
     # The names of the optimizers to step.
     names: Sequence[str]
-    # Where the batch dimension is.
+    # The position of the batch dimension.
     split: Split
     # The number of samples in the batch, or in the largest batch of a window. None if the batch
     # cannot be split.
     size: int | None
     # The parameters of these optimizers.
     parameters: list[torch.Tensor]
-    # Returns the parameters that may receive gradients; None for all.
+    # Function that returns the parameters that may receive gradients, or None for all parameters.
     inputs: Callable[[], Sequence[torch.Tensor] | None]
-    # The random state at the beginning.
+    # The random state at the start of the step.
     random_state: RandomState
     # The tensors in the batch.
     tensors: list[torch.Tensor]
-    # The version counters of these tensors at the beginning.
+    # The version counters of these tensors at the start of the step.
     versions: list[int]
-    # The number of attempts so far, and of those that ran out of memory.
+    # The number of attempts so far, and how many of them ran out of memory.
     attempts: int = 0
     out_of_memory: int = 0
-    # Whether the state of the optimizers exists.
+    # Whether the optimizers have created their state.
     prepared: bool = False
-    # Whether the last attempt measured what recomputing modules would save.
+    # Whether the last attempt measured how much memory recomputing modules would save.
     measured: bool = False
-    # Names of state that the loss function changed and that could not be restored.
+    # Names of state that the loss function has changed and that could not be restored.
     lost: list[str] = field(default_factory=list)
 
     def micro_batch_of(self, plan: StepPlan) -> int | None:

@@ -5,27 +5,28 @@
     Trainer(plugins=[VerifiedCheckpointIO()])            # checkpoint files only
 
 With a strategy, Lightning still provides ``training_step``, ``self.log``, hooks, accumulation,
-schedules, precision and clipping, in the same order. As long as nothing goes wrong, the results are
-bit-exactly those of plain Lightning. Differences:
+schedules, precision and clipping, in the usual order. As long as nothing goes wrong, the results
+are bit-for-bit identical to those of plain Lightning. Differences:
 
 - When ``on_before_zero_grad`` is called, the gradients of the last step no longer exist.
 - ``on_before_optimizer_step`` sees clipped gradients, unless ``configure_gradient_clipping`` is
   overridden or the clipping algorithm is ``"value"``.
 - A scheduler with ``interval="step"`` does not advance when a step is skipped, although
   ``global_step`` counts that step.
-- If a batch was split, ``training_step`` is called once for each part, and what it logs is the mean
-  over the parts.
+- If a batch is split, ``training_step`` is called once for each part, and the logged values are
+  means over the parts.
 
-A window of ``accumulate_grad_batches`` is one step, and each of its batches is a transaction.
+With ``accumulate_grad_batches``, each window of batches is one step, and each batch in it is a
+transaction.
 
-Checkpoints hold the random state, so training resumes with the same dropout. Whether it resumes
-with the same batches depends on the loader: a `holdfast.DataLoader` always does, and torch's
-loader, shuffled or not, only if the checkpoint is from the end of an epoch.
+Checkpoints contain the random state, so training resumes with the same dropout. With a
+`holdfast.DataLoader`, it also resumes with the same batches. With torch's loader, it does so only
+if the checkpoint is from the end of an epoch.
 
-Read in this order: ``strategy`` (the guard's life within ``fit``), ``optimization``,
-``automatic_optimization`` and ``manual_optimization`` (how a step is made), ``step_logs`` (what is
-logged while parts of it are repeated), ``checkpoints`` (the files), ``delayed_saves`` (when they
-are written), ``unsupported`` (what is refused).
+Read in this order: ``strategy`` (opens the guard in ``fit`` and closes it), ``optimization``,
+``automatic_optimization`` and ``manual_optimization`` (run the steps), ``step_logs`` (corrects
+logged values when parts of a step are repeated), ``checkpoints`` (the checkpoint files),
+``delayed_saves`` (when checkpoints are written), ``unsupported`` (settings that are refused).
 """
 
 from holdfast.integrations.lightning.checkpoints import VerifiedCheckpointIO

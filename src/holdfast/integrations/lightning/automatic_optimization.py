@@ -1,9 +1,12 @@
-"""Automatic optimization: turn the steps that Lightning makes into steps of a guard.
+"""Automatic optimization: turn Lightning's optimizer steps into steps of a guard.
 
-Lightning passes a closure to the optimizer. Here the closure becomes the loss function of the
-guard's step: it runs ``training_step`` and its hooks on the batch, or on a part of it, without a
-backward pass. For all batches of a window except the last one, Lightning calls its closure without
-an optimizer. Their part of the step is made within ``training_step``.
+Lightning passes a closure to the optimizer. This module uses the closure as the loss function of
+the guard's step: it runs ``training_step`` and its hooks on the batch, or on a part of it, without
+a backward pass.
+
+With accumulation, Lightning calls its closure without an optimizer for all batches of a window
+except the last one. For those batches, ``training_step`` itself lets the guard accumulate the
+gradients.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 
 class AutomaticOptimization(Optimization):
-    """Makes the steps that Lightning requests.
+    """Runs the steps that Lightning requests in automatic optimization.
 
-    It takes the arguments of `Optimization` and one more.
+    Takes the arguments of `Optimization` and one more.
 
     Args:
-        run_training_step: Runs ``training_step`` as Lightning's own strategy does.
+        run_training_step: Function that runs ``training_step`` as Lightning's own strategy does.
     """
 
     def __init__(
@@ -53,29 +56,28 @@ class AutomaticOptimization(Optimization):
         self._takes_batch_index = is_param_in_hook_signature(
             module.training_step, "batch_idx", min_args=2
         )
-        # Arguments of ``training_step`` after the batch.
+        # The arguments of ``training_step`` after the batch.
         self._further_args: tuple[Any, ...] = ()
-        # The closure of the optimizer step that is being made.
+        # The closure of the current optimizer step, or None outside of one.
         self._closure: Callable[[], Any] | None = None
-        # While the guard calls: the part of the batch, and its loss.
+        # The part of the batch whose loss the guard is computing, and that loss.
         self._part: Any = None
         self._loss: torch.Tensor | None = None
-        # The return value of ``training_step``, or of Lightning's closure around it, in this
-        # attempt.
+        # What ``training_step``, or Lightning's closure around it, has returned in this attempt.
         self._output: Any = None
 
     @property
     def makes_steps(self) -> bool:
-        """Return whether this batch is used for a step.
+        """Return whether the guard runs a step on the current batch.
 
-        It is not while ``StochasticWeightAveraging`` only runs batches through the averaged model,
+        It does not while ``StochasticWeightAveraging`` runs batches through the averaged model only
         to update BatchNorm.
         """
         return not self._trainer.fit_loop._skip_backward
 
     @property
     def _batches_per_step(self) -> int:
-        # Not a constant: ``GradientAccumulationScheduler`` changes it between epochs.
+        # ``GradientAccumulationScheduler`` may change this value between epochs.
         return int(self._trainer.accumulate_grad_batches)
 
     def close(self) -> None:
@@ -90,15 +92,15 @@ class AutomaticOptimization(Optimization):
         super().begin_batch(batch, batch_idx)
         self._further_args = (batch_idx,) if self._takes_batch_index else ()
         if batch_idx % self._batches_per_step == 0:
-            # This is where Lightning resets the gradients. The module's own ``optimizer_step`` may
-            # have left some from the previous window.
+            # Lightning resets the gradients here. If the module overrides ``optimizer_step``, some
+            # may be left from the previous window.
             self.accumulation.forget()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step``, called by the guard or by Lightning.
 
-        Lightning calls it for a batch that does not complete a step. Then the guard runs the
-        backward pass, and the return value holds no graph.
+        Lightning calls this method for a batch that does not complete a step. In that case, the
+        guard has already run the backward pass, and the returned loss has no graph.
         """
         if self.is_called_by_guard:
             output = self._run_training_step(self._part, *args[1:], **kwargs)
@@ -110,10 +112,11 @@ class AutomaticOptimization(Optimization):
         return result.loss
 
     def optimizer_step(self, closure: Callable[[], Any]) -> Any:
-        """Make the step that ends with this batch, and return its loss.
+        """Run the step that ends with this batch, and return its loss.
 
         Args:
-            closure: Runs ``training_step`` and hooks. Its backward pass is left to the guard.
+            closure: Lightning's closure, which runs ``training_step`` and hooks. The guard runs the
+                backward pass instead of the closure.
         """
         self._closure = closure
         try:
@@ -121,7 +124,7 @@ class AutomaticOptimization(Optimization):
         finally:
             self._closure = None
         if not isinstance(closure, AbstractClosure):
-            # The module's own ``optimizer_step`` has wrapped the closure.
+            # The module's own ``optimizer_step`` has wrapped Lightning's closure.
             return result.loss
         if self._logs.num_parts > 1:
             output.loss = result.loss / self._batches_per_step
@@ -129,13 +132,13 @@ class AutomaticOptimization(Optimization):
         return output.loss
 
     def _make_step(self, make: Callable[[Any, LossFunction], StepResult]) -> tuple[StepResult, Any]:
-        """Make a step or a part of one.
+        """Run a step, or add the gradients of one batch to it.
 
         Args:
-            make: Takes the batch and the loss function.
+            make: Function that takes the batch and the loss function, such as `Accumulation.step`.
 
         Returns:
-            The result, and what ``training_step`` returned last.
+            The result, and the last output of ``training_step``.
         """
         self._logs.begin_step()
         self.skipped = True
@@ -153,7 +156,7 @@ class AutomaticOptimization(Optimization):
         self._output = None
 
     def _loss_of_part(self, part: Any) -> torch.Tensor:
-        """Return the loss of the batch or a part of it, with its graph; the guard calls this."""
+        """Return the loss of the batch or a part of it. This is the guard's loss function."""
         self._part = part
         self.is_called_by_guard = True
         try:
@@ -164,7 +167,7 @@ class AutomaticOptimization(Optimization):
                     "training_step returned None",
                     reason="a guarded step needs a loss",
                     fix=(
-                        "return a loss, and filter batches in the loader; steps with NaN are"
+                        "return a loss, and filter out batches in the loader. Steps with NaN are"
                         " skipped automatically."
                     ),
                 )
@@ -185,7 +188,10 @@ class AutomaticOptimization(Optimization):
             self._call_hooks("on_before_backward", self._loss)
 
     def _call_closure(self, closure: Callable[[], Any]) -> None:
-        """Call Lightning's closure, but keep the gradients of earlier parts, which it resets."""
+        """Call Lightning's closure, but keep the gradients of earlier parts.
+
+        The closure resets all gradients.
+        """
         parameters: list[torch.Tensor] = []
         if self._logs.num_parts:
             for optimizer in self._optimizers:
@@ -201,7 +207,7 @@ class AutomaticOptimization(Optimization):
     # --- Hooks ---
 
     def call_backward_hooks(self) -> None:
-        """Call the hooks around the backward pass that Lightning requests and the guard makes."""
+        """Call Lightning's hooks around the backward pass, which the guard runs itself."""
         if self.is_called_by_guard:
             self._call_hooks("on_before_backward", self._loss)
         else:
@@ -211,7 +217,7 @@ class AutomaticOptimization(Optimization):
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Call Lightning's hooks between the backward pass and the step of an optimizer."""
         if self._closure is None:
-            # Other code is stepping the optimizer, outside of a step of Lightning.
+            # Other code is stepping the optimizer, outside of Lightning's optimizer step.
             return
         self._call_hooks("on_after_backward")
         self._call_hooks("on_before_optimizer_step", optimizer)
@@ -229,9 +235,9 @@ class AutomaticOptimization(Optimization):
 
 
 def _without_graph(output: Any) -> Any:
-    """Return what ``training_step`` returned, with a detached loss.
+    """Return the output of ``training_step`` with its loss detached.
 
-    Lightning keeps the output, and the guard must be able to free the graph.
+    Lightning keeps a reference to the output, which would keep the graph in memory.
     """
     if isinstance(output, torch.Tensor):
         return output.detach()
@@ -241,7 +247,10 @@ def _without_graph(output: Any) -> Any:
 
 
 def lightning_clips(module: Any) -> bool:
-    """Return whether Lightning does the clipping: by value, or in the module's own method."""
+    """Return whether Lightning clips gradients: by value, or in a method that the module overrides.
+
+    In all other cases, the guard clips them.
+    """
     if module.trainer.gradient_clip_algorithm == "value":
         return True
     return bool(is_overridden("configure_gradient_clipping", module))

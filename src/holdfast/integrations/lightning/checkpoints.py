@@ -1,7 +1,8 @@
 """Keep Lightning's checkpoint files complete and verified, and never remove the last good one.
 
-Beside ``name.ckpt`` is ``name.ckpt.manifest.json`` with its digest, which is written last.
-Lightning's ``ModelCheckpoint`` and ``Trainer`` decide when to save and what.
+Each file ``name.ckpt`` has a manifest, ``name.ckpt.manifest.json``, which contains its digest. The
+manifest is written last, so a file without one is incomplete. Lightning's ``ModelCheckpoint`` and
+``Trainer`` decide when to save and what to save.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ load("lightning.pytorch")
 from lightning.pytorch.plugins.io import TorchCheckpointIO  # noqa: E402
 
 CHECKPOINT_NAME = re.compile(r"[^.].*\.ckpt")
-# The number of damaged tensors that an event names.
+# How many damaged tensors an event lists by name.
 _MOST_NAMES = 5
 
 
 def checkpoint_folder(trainer: Any) -> Path | None:
-    """Return where the trainer's ``ModelCheckpoint`` saves, or None if it has none."""
+    """Return the folder where the trainer's ``ModelCheckpoint`` saves, or None without one."""
     for callback in trainer.checkpoint_callbacks:
         folder = getattr(callback, "dirpath", None)
         if folder:
@@ -46,27 +47,27 @@ def checkpoint_folder(trainer: Any) -> Path | None:
 
 
 def save_stopped(trainer: Any) -> None:
-    """Save ``stopped-step=N.ckpt``, before Lightning ends training after a signal."""
+    """Save ``stopped-step=N.ckpt`` before Lightning ends training because of a signal."""
     folder = checkpoint_folder(trainer) or Path(trainer.default_root_dir, "checkpoints")
     trainer.save_checkpoint(folder / f"stopped-step={trainer.global_step}.ckpt")
 
 
 class VerifiedCheckpointIO(TorchCheckpointIO):
-    """Writes and reads Lightning's checkpoints on local file systems.
+    """Checkpoint plugin that seals and verifies Lightning's checkpoints on local disks.
 
-    - A save of weights or optimizer state with NaN or Inf is refused, and a disk error does not end
-      training. Both are logged.
-    - A file that does not verify is not loaded; the newest file beside it that verifies is loaded
-      instead.
+    - Weights or optimizer state with NaN or Inf are not saved, and a disk error does not end
+      training. An event reports either case.
+    - A file that fails verification is not loaded. The newest file in the same folder that
+      verifies is loaded instead.
     - The last file that verifies is never removed.
 
     Remote paths are left to Lightning.
 
     Args:
-        emit: Called with each event, such as ``guard.emit``. None: events are logged.
+        emit: Function that records events, such as ``guard.emit``. If None, events are logged.
 
     Example:
-        ``Trainer(plugins=[VerifiedCheckpointIO()])``; a `HoldfastStrategy` already has one.
+        ``Trainer(plugins=[VerifiedCheckpointIO()])``. A `HoldfastStrategy` includes this plugin.
     """
 
     def __init__(self, emit: Emit | None = None) -> None:
@@ -77,7 +78,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Write a file, flush it, and seal it."""
+        """Write a checkpoint file, flush it to disk and seal it."""
         target = _local_path(path)
         if target is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
@@ -108,7 +109,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     # --- Reading ---
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the file that `verified` returns."""
+        """Load the file, or a replacement if it fails verification; see `verified`."""
         return self.load_verified(self.verified(path), *args, **kwargs)
 
     def load_verified(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -117,13 +118,13 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         return checkpoint
 
     def verified(self, path: Any) -> Any:
-        """Return a file if it verifies, otherwise the newest file beside it that does.
+        """Return the file if it verifies, otherwise the newest file in its folder that does.
 
-        A path that is not local, or does not exist, is returned unchanged.
+        A path that is remote or does not exist is returned unchanged.
 
         Raises:
-            CheckpointError: H312 if no file verifies, or if it is a broken link.
-            RunDirectoryError: H307 if a file cannot be read now.
+            CheckpointError: H312 if no file verifies, or if the path is a broken link.
+            RunDirectoryError: H307 if a file cannot be read at the moment.
         """
         target = _local_path(path)
         if target is None:
@@ -148,14 +149,14 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     # --- Removing ---
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file, unless it is the last one that verifies."""
+        """Remove a file, unless it is the last one in its folder that verifies."""
         target = _local_path(path)
         if target is None or not target.is_file() or target.is_symlink():
             super().remove_checkpoint(path)
             return
         if _is_last_good(target):
             event = run_events.CheckpointKept(
-                checkpoint=target.name, why="no other in its folder verifies"
+                checkpoint=target.name, why="no other checkpoint in its folder verifies"
             )
             emit_or_log(self.emit, event)
             return
@@ -164,8 +165,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
 
 def _publish(draft: Path, target: Path) -> None:
-    """Give a sealed draft its final name, and then its manifest."""
-    # A file without a manifest counts as unfinished.
+    """Move a sealed draft to its final name, and its manifest after it."""
+    # Without a manifest, a file counts as unfinished, so a crash in between is harmless.
     manifest_beside(target).unlink(missing_ok=True)
     draft.replace(target)
     fsync_path(target.parent)
@@ -174,19 +175,19 @@ def _publish(draft: Path, target: Path) -> None:
 
 
 def _is_temporary(path: Path) -> bool:
-    """Return whether a file is hidden, such as the one that Lightning's ``Tuner`` restores."""
+    """Return whether a file is hidden, like the temporary checkpoint of Lightning's ``Tuner``."""
     return path.name.startswith(".")
 
 
 def _is_last_good(path: Path) -> bool:
-    """Return whether no other checkpoint in the folder can replace this one."""
+    """Return whether this is the only checkpoint in its folder that verifies."""
     if _is_temporary(path) or not is_sealed(path):
         return False
     return not any(map(_verifies, _other_checkpoints(path)))
 
 
 def _other_checkpoints(path: Path) -> list[Path]:
-    """Return the other sealed checkpoints in a folder, newest first."""
+    """Return the other sealed checkpoints in the same folder, newest first."""
     others = [
         file
         for file in path.parent.iterdir()
@@ -207,7 +208,7 @@ def _verifies(path: Path) -> bool:
 
 
 def _local_path(path: Any) -> Path | None:
-    """Return a path on the local file system, or None for a URL."""
+    """Return the path as a local path, or None if it is a URL."""
     text = os.fspath(path)
     return None if "://" in text else Path(text)
 
@@ -216,11 +217,11 @@ def _local_path(path: Any) -> Path | None:
 
 
 def _nonfinite_names(checkpoint: dict[str, Any]) -> list[str]:
-    """Return the names of tensors that must not be saved as good.
+    """Return the names of tensors whose values must not be saved.
 
-    These are weights and buffers with NaN, and optimizer state with NaN or Inf. An Inf among the
-    weights may be intended: a state dict does not show which entries are buffers, and a buffer may
-    be a mask or a running minimum.
+    These are weights and buffers with NaN, and optimizer state with NaN or Inf. Inf is allowed in
+    the state dict, because it may be intended: the state dict also contains buffers, such as masks
+    and running minimums.
     """
     weights = {
         name: value
@@ -234,7 +235,7 @@ def _nonfinite_names(checkpoint: dict[str, Any]) -> list[str]:
 
 
 def _optimizer_tensors(checkpoint: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of all optimizer states, with readable names."""
+    """Yield the tensors in the states of all optimizers, with readable names."""
     for number, optimizer in enumerate(checkpoint.get("optimizer_states", ())):
         for parameter, state in optimizer.get("state", {}).items():
             if not isinstance(state, dict):

@@ -13,15 +13,15 @@ from holdfast.loader.splitting import Split
 
 
 class ManualOptimization(Optimization):
-    """Makes the steps that the module requests."""
+    """Runs the steps that a module requests with ``guarded_step``."""
 
-    # Whether the module's steps go through the guard. None until its first batch is over.
+    # Whether the module calls ``guarded_step``. None until the first batch is finished.
     _is_guarded: bool | None = None
 
     def step(
         self, batch: Any, loss_fn: LossFunction, optimizer: Any, split: Split | None
     ) -> StepResult:
-        """Make one step; see `HoldfastStrategy.guarded_step`."""
+        """Run one step; see `HoldfastStrategy.guarded_step`."""
         numbers = self._optimizer_numbers(optimizer)
         names = optimizer_names(self._optimizers)
         wrappers = self._trainer.strategy._lightning_optimizers
@@ -46,9 +46,11 @@ class ManualOptimization(Optimization):
         return result
 
     def _optimizer_numbers(self, optimizer: Any) -> list[int]:
-        """Return the positions of one optimizer, of several, or, for None, of all of them.
+        """Return the positions of the requested optimizers in the trainer's list.
 
-        Each may be wrapped in a ``LightningOptimizer``.
+        Args:
+            optimizer: One optimizer, a list of optimizers, or None for all. Optimizers may be
+                wrapped in a ``LightningOptimizer``.
         """
         if optimizer is None:
             return list(range(len(self._optimizers)))
@@ -61,24 +63,25 @@ class ManualOptimization(Optimization):
         ]
 
     def compute_loss(self, part: Any, loss_fn: LossFunction) -> Any:
-        """Call a loss function of the module, and keep its logged values correct."""
+        """Call the module's loss function on a part of the batch, and keep its logs correct."""
         with self._logging_part(part), self._within_training_step():
             return loss_fn(part)
 
     def note_unguarded_steps(self) -> None:
-        """Record once that the first batch was trained without the guard."""
+        """Report once if the first batch was trained without calling ``guarded_step``."""
         if self._is_guarded is not None:
             return
         self._is_guarded = False
         why = (
-            "the module optimizes manually, and training_step called no guarded_step for its first"
-            " batch. Fix: self.trainer.strategy.guarded_step(batch, loss_fn, optimizer=...)"
+            "the module uses manual optimization, but training_step did not call guarded_step for"
+            " the first batch. Fix: self.trainer.strategy.guarded_step(batch, loss_fn,"
+            " optimizer=...)"
         )
         self._guard.emit(run_events.OwnSteps(why=why))
 
 
 class _ManualLoss:
-    """Wraps a loss function of the module, which the guard recognises by its `loss_fn`."""
+    """Wraps the module's loss function. The guard identifies the function by `loss_fn`."""
 
     def __init__(self, optimization: ManualOptimization, loss_fn: LossFunction) -> None:
         self._optimization = optimization

@@ -1,4 +1,4 @@
-"""The common part of automatic and manual optimization: attempts, parts of a batch, and logs."""
+"""The base class of automatic and manual optimization: attempts, parts of a batch, and logs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from holdfast.loader.splitting import Split, batch_size
 
 
 class Optimization:
-    """Makes the steps of one ``fit``.
+    """Base class of the objects that run the steps of one ``fit``.
 
     Args:
         module: The ``LightningModule``.
-        guard: The guard of the run.
-        optimizers: The optimizers of the trainer.
-        split: Where the batch dimension is, as for `Guard`.
+        guard: The run's guard.
+        optimizers: The trainer's optimizers.
+        split: The position of the batch dimension, as for `Guard`.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class Optimization:
         self._optimizers = optimizers
         self._split = split
         self._logs = StepLogs(module, self._trainer)
-        # The gradients of a window, while its batches arrive.
+        # Accumulates gradients while the batches of a window arrive.
         self.accumulation = Accumulation(guard)
         # The number of the attempt to which the logged values belong.
         self._logged_attempt: int | None = None
-        # The batch that Lightning has loaded, or the one used for the step.
+        # The batch that Lightning has loaded, or the batch passed to a manual step.
         self._batch: Any = None
         # Whether the last step left the weights unchanged.
         self.skipped = False
@@ -60,10 +60,10 @@ class Optimization:
 
     @contextlib.contextmanager
     def _logging_part(self, part: Any) -> Iterator[bool]:
-        """Return a context in which a part of the batch passes through the model.
+        """Pass a part of the batch through the model within this context.
 
-        It yields whether this is an attempt of the step. Otherwise it is a test of splitting, or a
-        replay to find a cause, and anything logged in it is undone.
+        The context yields True during an attempt of the step. During a trial split, or a replay
+        that searches for a cause, it yields False and discards anything that is logged.
         """
         attempt = self.accumulation.attempt
         if attempt is None:
@@ -75,7 +75,7 @@ class Optimization:
             self._undo_previous_attempt()
         self._logs.begin_part(part, self._batch)
         yield True
-        # The weight of the part in the logged values.
+        # The logged values of this part are weighted by its number of samples.
         samples = 1
         if part is not self._batch and not callable(self._split):
             samples = batch_size(part, self._split)
@@ -93,7 +93,7 @@ class Optimization:
 
 
 def optimizer_names(optimizers: Sequence[Any]) -> list[str]:
-    """Return the guard's names of these optimizers."""
+    """Return the names that the guard uses for these optimizers."""
     if len(optimizers) == 1:
         return ["optimizer"]
     return [f"optimizer_{number}" for number in range(len(optimizers))]

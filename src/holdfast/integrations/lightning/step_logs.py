@@ -1,7 +1,7 @@
 """Keep ``self.log`` and torchmetrics consistent, so that each step is logged exactly once.
 
-A guard may call ``training_step`` several times for one batch: again after an error, and once for
-each part of a batch that was split.
+The guard may call ``training_step`` several times for one batch: again after an error, and once for
+each part if the batch is split.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.integrations.refusals import load
 load("lightning.pytorch")
 from torchmetrics import Metric  # noqa: E402
 
-# Attributes of a metric, besides its states, that change when it is updated.
+# Attributes of a metric, other than its states, that an update changes.
 _UPDATE_ATTRIBUTES = (
     "_computed",
     "_forward_cache",
@@ -31,9 +31,9 @@ _UPDATE_ATTRIBUTES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MetricSnapshot:
-    """The attributes of a metric at one moment."""
+    """The values of a metric's attributes at one moment."""
 
-    # The key among the values that Lightning has logged, or None for a metric of the module.
+    # The metric's key in Lightning's logged results, or None if it belongs to the module.
     key: str | None
     metric: Metric
     attributes: dict[str, Any]
@@ -45,22 +45,22 @@ class _MetricSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PartLogs:
-    """The values that were logged for one part of a batch."""
+    """The values logged for one part of a batch."""
 
     samples: int
     values: dict[str, torch.Tensor]
 
 
 class StepLogs:
-    """Keeps logged values and metrics right while a step is attempted, repeated and split.
+    """Keeps logged values and metrics correct while a step is attempted, repeated and split.
 
-    An attempt that is undone leaves nothing behind. If a batch was split, the value logged for a
-    step is the mean over the parts, weighted by their samples. In values that Lightning accumulates
-    over an epoch, each part is weighted by its samples, as batches are in Lightning.
+    An attempt that is undone leaves no logged values behind. If a batch is split, the value logged
+    for the step is the mean over the parts, weighted by their numbers of samples. Values that
+    Lightning accumulates over an epoch are weighted by samples too, as Lightning does for batches.
 
     Args:
         module: The ``LightningModule``.
-        trainer: Its trainer.
+        trainer: The module's trainer.
     """
 
     def __init__(self, module: nn.Module, trainer: Any) -> None:
@@ -68,22 +68,22 @@ class StepLogs:
         self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
         self._before_step: list[_MetricSnapshot] = []
         self._parts: list[_PartLogs] = []
-        # Whether something may have been logged since `begin_step`.
+        # Whether values may have been logged since `begin_step`.
         self._has_changed = False
 
     @property
     def num_parts(self) -> int:
-        """Return how many parts of the batch have passed through the model in this attempt."""
+        """Return how many parts of the batch have been computed in this attempt."""
         return len(self._parts)
 
     def begin_step(self) -> None:
-        """Take a snapshot of what is logged before a step."""
+        """Take a snapshot of the logged values and metrics before a step."""
         self._before_step = self._snapshot()
         self._parts = []
         self._has_changed = False
 
     def undo_attempt(self) -> None:
-        """Restore what was logged before the step."""
+        """Restore the logged values and metrics from before the step."""
         if self._has_changed:
             self._restore(self._before_step)
         self._parts = []
@@ -91,7 +91,7 @@ class StepLogs:
 
     @contextlib.contextmanager
     def discarded(self) -> Iterator[None]:
-        """Return a context that undoes at its end everything that was logged in it."""
+        """Return a context that, on exit, undoes all logging done within it."""
         snapshot = self._snapshot()
         try:
             yield
@@ -119,18 +119,22 @@ class StepLogs:
             snapshot.restore()
 
     def begin_part(self, part: Any, batch: Any) -> None:
-        """Weight the values that are logged from now on by the samples of this part."""
+        """Weight the values logged from now on by the number of samples in this part."""
         self._has_changed = True
         logged = self._trainer._results
         if logged is None:
             return
         if part is not batch or self._parts:
             logged.batch = part
-            # Lightning then counts the samples of `batch` itself.
+            # With None, Lightning counts the samples of `batch` itself.
             logged.batch_size = None
 
     def end_part(self, samples: int) -> None:
-        """Note what was logged for a part, which has this many samples."""
+        """Store the values that were logged for the current part.
+
+        Args:
+            samples: The number of samples in the part.
+        """
         logged = self._trainer._results or {}
         values = {}
         for key, item in logged.items():
@@ -140,7 +144,7 @@ class StepLogs:
         self._parts.append(_PartLogs(samples=samples, values=values))
 
     def end_step(self, batch: Any) -> None:
-        """Replace the values of the last part by those of the whole batch."""
+        """Replace the logged values of the last part with the means over the whole batch."""
         logged = self._trainer._results
         if logged is None:
             return
@@ -154,7 +158,7 @@ class StepLogs:
                 item._forward_cache = mean
 
     def _mean_over_parts(self, key: str) -> torch.Tensor | None:
-        """Return the mean of a value, weighted by samples, or None if no part has logged it."""
+        """Return the sample-weighted mean of a value, or None if no part has logged it."""
         parts = [part for part in self._parts if key in part.values]
         if not parts:
             return None
@@ -167,7 +171,7 @@ class StepLogs:
 
 
 def _step_value(item: Any) -> torch.Tensor | None:
-    """Return the value of a logged item for this step, or None if it cannot be averaged."""
+    """Return the value that an item logged in this step, or None if it cannot be averaged."""
     if not item.meta.on_step or not item.is_tensor or not item.meta.is_mean_reduction:
         return None
     value = item._forward_cache
@@ -175,18 +179,19 @@ def _step_value(item: Any) -> torch.Tensor | None:
 
 
 def _attributes(metric: Metric) -> dict[str, Any]:
-    """Return copies of the attributes that an update of a metric changes."""
+    """Return copies of the metric's attributes that an update changes."""
     names = list(metric._defaults)
     names += [name for name in _UPDATE_ATTRIBUTES if name in vars(metric)]
     attributes = {name: _copy(getattr(metric, name)) for name in names}
     if "value" in vars(metric) and "value" not in attributes:
-        # A metric that was passed to ``self.log``: Lightning's item holds the metric itself.
+        # The user passed a metric to ``self.log``. Lightning's item refers to that same object,
+        # which must not be copied.
         attributes["value"] = vars(metric)["value"]
     return attributes
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of a tensor or of a list of them; anything else is not changed in place."""
+    """Return a copy of a tensor or list. Other values are immutable and returned unchanged."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, list):

@@ -1,8 +1,8 @@
-"""Lightning strategies for one device and for several processes, with steps made by a guard.
+"""Lightning strategies, for one device or several processes, whose steps are run by a guard.
 
-This module opens the guard when ``fit`` begins to train, closes it, and connects it to Lightning's
-checkpoints, schedulers and signals. The steps are made in ``automatic_optimization`` and
-``manual_optimization``.
+This module opens the guard when ``fit`` starts training and closes it afterwards. It connects the
+guard to Lightning's checkpoints, schedulers and signals. The steps themselves are in
+``automatic_optimization`` and ``manual_optimization``.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ from lightning.pytorch.strategies import (  # noqa: E402
 )
 from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
 
-# Maps Lightning's names of precisions to those of `Policy.precision`. All others are guarded like
-# fp32, without a loss scale.
+# Maps Lightning's names of mixed precisions to values of `Policy.precision`. Any other precision is
+# guarded like fp32, without loss scaling.
 _PRECISIONS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
 # The key of the carried state in Lightning's checkpoints.
 _CARRIED_KEY = "holdfast"
 
 
 class GuardedStrategy(Framework):  # type: ignore[misc]
-    """Mixin for a Lightning strategy that makes each optimizer step a transaction of a guard.
+    """Mixin for a Lightning strategy that runs each optimizer step as a transaction.
 
-    It comes before the strategy in the list of bases.
+    List it before the strategy class in the bases.
     """
 
     _checkpoint_io: Any
@@ -85,17 +85,17 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         self._policy = Policy.of(holdfast_policy)
         self._run_dir = holdfast_run_dir
         self._split = split
-        # These two are only set while ``fit`` trains.
+        # The guard and its optimization exist only while ``fit`` trains.
         self.holdfast_guard: HostedGuard | None = None
         self._optimization: Optimization | None = None
         self._delayed_saves: list[DelayedSaves] = []
-        # The carried state of the checkpoint that was loaded, until training starts.
+        # The carried state from the loaded checkpoint. None once training has started.
         self._carried: dict[str, Any] | None = None
-        # The carried states of all ranks, for the checkpoint that is being made.
+        # The carried states of all ranks, collected for the checkpoint that is being saved.
         self._states_of_ranks: dict[str, Any] | None = None
 
     def setup_environment(self) -> None:
-        """Verify checkpoints, unless the trainer has its own plugin for them."""
+        """Verify checkpoints, unless the trainer has a checkpoint plugin of its own."""
         if self._checkpoint_io is None:
             self._checkpoint_io = VerifiedCheckpointIO()
         super().setup_environment()
@@ -103,7 +103,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
     # --- Opening ---
 
     def on_train_start(self) -> None:
-        """Open the run directory. By now Lightning has restored everything."""
+        """Open the run directory, after Lightning has restored its checkpoint."""
         super().on_train_start()
         module: Any = self.lightning_module
         trainer = module.trainer
@@ -154,9 +154,9 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         )
 
     def _max_grad_norm(self, module: Any) -> float | None:
-        """Return the norm to which the guard clips, or None if it does not."""
+        """Return the norm to which the guard clips gradients, or None if it does not clip."""
         if not module.automatic_optimization:
-            # Lightning refuses the trainer's limit here, so the policy's limit applies.
+            # Lightning refuses ``gradient_clip_val`` here, so the policy's limit applies.
             return self._policy.max_grad_norm
         limit = float(module.trainer.gradient_clip_val or 0)
         if limit <= 0 or lightning_clips(module):
@@ -187,12 +187,12 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         for delayed_saves in self._delayed_saves:
             delayed_saves.remove()
         self._delayed_saves = []
-        # The instance attributes that hide methods of the class.
+        # Remove the instance attributes that hide methods of the class.
         vars(module).pop("lr_scheduler_step", None)
         vars(module.trainer._logger_connector).pop("log_metrics", None)
 
     def _hold_schedulers_after_skips(self, module: Any, optimization: Optimization) -> None:
-        """Keep schedulers that count steps from advancing when a step was skipped."""
+        """Keep schedulers with ``interval="step"`` from advancing when a step is skipped."""
         advance = module.lr_scheduler_step
         stepwise = {
             id(config.scheduler)
@@ -215,9 +215,9 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         if window is not None:
             optimization.accumulation.load_state_dict(window)
         for callback in trainer.checkpoint_callbacks:
-            # Lightning does not restore which step it saved last. After the first batch of a
-            # window, it would replace the file saved at the beginning of the window with one that
-            # has a later position in the data.
+            # Lightning does not restore the step of its last save. After the first batch of a
+            # window, it would save again and overwrite the file from the beginning of the window
+            # with a later position in the data.
             if getattr(callback, "_every_n_train_steps", 0):
                 callback._last_global_step_saved = trainer.global_step
         if not carried["between_epochs"]:
@@ -226,12 +226,12 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
     # --- Closing ---
 
     def on_train_end(self) -> None:
-        """Close the run directory."""
+        """Close the run directory after training has finished."""
         super().on_train_end()
         self._close(None)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Record the exception and close the run directory; after a signal, save first."""
+        """Record the exception and close the run directory. After a signal, save first."""
         super().on_exception(exception)
         guard = self.holdfast_guard
         module = self.lightning_module
@@ -263,8 +263,8 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
     def process_dataloader(self, dataloader: object) -> object:
         """Return the loader unchanged.
 
-        If the checkpoint is from the end of an epoch, restore the random state first: the loader
-        draws the order of the next epoch from it.
+        If the loaded checkpoint is from the end of an epoch, the random state is restored first,
+        because the loader draws the order of the next epoch from it.
         """
         carried = self._carried
         module = self.lightning_module
@@ -283,7 +283,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
             self.lightning_module.trainer.should_stop = True
 
     def _automatic_optimization(self) -> AutomaticOptimization | None:
-        """Return the object that makes a step of this batch, or None if Lightning makes no step."""
+        """Return the object that runs the step, or None if the guard does not run this step."""
         optimization = self._optimization
         if isinstance(optimization, AutomaticOptimization) and optimization.makes_steps:
             return optimization
@@ -306,21 +306,21 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Make the step as a transaction."""
+        """Run the optimizer step as a transaction."""
         optimization = self._automatic_optimization()
         if optimization is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         loss = optimization.optimizer_step(closure)
         if self.holdfast_guard is not None and self.holdfast_guard.stopped_by_signal:
-            # All ranks learn of the request after the same step, and Lightning ends training after
-            # this batch.
+            # All ranks learn of the stop request after the same step. With this flag, Lightning
+            # ends training after the current batch.
             self.lightning_module.trainer._signal_connector.received_sigterm = True
         return loss
 
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Leave the backward pass of automatic optimization to the guard."""
+        """In automatic optimization, leave the backward pass to the guard."""
         optimization = self._automatic_optimization()
         if optimization is not None:
             optimization.call_backward_hooks()
@@ -336,24 +336,25 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         optimizer: Any = None,
         split: Split | None = None,
     ) -> StepResult:
-        """Make one step under manual optimization, instead of zero_grad, backward and step.
+        """Run one step under manual optimization, in place of zero_grad, backward and step.
 
         Args:
-            batch: The batch for `loss_fn`, which gets parts of it after an out-of-memory error.
-            loss_fn: As for ``Guard.step``. It may use ``self.log``.
-            optimizer: One or several of ``self.optimizers()``. None: all. Only their parameters get
-                gradients.
-            split: As ``Guard.step`` takes it.
+            batch: The batch. After an out-of-memory error, it is split into parts.
+            loss_fn: Function that takes the batch or a part of it and returns the loss, as for
+                ``Guard.step``. It may call ``self.log``.
+            optimizer: One or several of ``self.optimizers()``. If None, all are stepped. Only the
+                parameters of these optimizers get gradients.
+            split: The position of the batch dimension, as for ``Guard.step``.
 
         Returns:
-            The result of the step, with ``skipped`` True if the weights did not change.
+            The result of the step. Its ``skipped`` is True if the weights did not change.
 
         Example:
             ``self.trainer.strategy.guarded_step(batch, self.generator_loss,
             optimizer=self.optimizers()[0])``
         """
         assert isinstance(self._optimization, ManualOptimization), (
-            "only while fit trains, under manual optimization"
+            "guarded_step may only be called while fit trains, under manual optimization"
         )
         return self._optimization.step(batch, loss_fn, optimizer, split)
 
@@ -362,7 +363,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Save, with the state of the guard and the random state.
+        """Save a checkpoint with the guard's state and the random state.
 
         A non-finite state is not saved.
         """
@@ -375,7 +376,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
 
     def _carried_state(self, guard: HostedGuard) -> dict[str, Any]:
         devices = [] if self.root_device.type == "cpu" else [self.root_device]
-        # Lightning may save in the middle of a window: by time, after a validation, or after a
+        # Lightning may save in the middle of a window: after a time interval, a validation or a
         # signal.
         window = None
         if self._optimization is not None:
@@ -386,7 +387,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         return carried
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
-        """Load a checkpoint that verifies, which the first rank chooses for all ranks."""
+        """Load a checkpoint that verifies. The first rank chooses the file for all ranks."""
         files = self.checkpoint_io
         load_file = super().load_checkpoint
         if isinstance(files, VerifiedCheckpointIO):
@@ -396,7 +397,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
             lambda: load_file(checkpoint_path, weights_only=weights_only)
         )
         module = self.lightning_module
-        # The trainer's other functions load only weights.
+        # For any other function of the trainer, the checkpoint only provides the weights.
         is_fit = module is not None and module.trainer.state.fn == "fit"
         self._carried = checkpoint.get(_CARRIED_KEY) if is_fit else None
         return checkpoint
@@ -409,23 +410,24 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
 
 
 class HoldfastStrategy(GuardedStrategy, SingleDeviceStrategy):
-    """Trains on one device, with each optimizer step as a transaction of a guard.
+    """Strategy for one device that runs each optimizer step as a transaction.
 
     Args:
         holdfast_policy: A `Policy`, a dict of its fields, the path of a YAML file, or None for the
-            defaults. Clipping and precision are taken from the trainer, and a policy that
-            contradicts them is an error.
-        holdfast_run_dir: The run directory. None: ``holdfast`` in the trainer's
+            defaults. Clipping and precision are taken from the trainer. A policy that contradicts
+            them is an error.
+        holdfast_run_dir: The run directory. Defaults to ``holdfast`` in the trainer's
             ``default_root_dir``.
-        split: Where the batch dimension is, as for `holdfast.Guard`.
+        split: The position of the batch dimension, as for `holdfast.Guard`.
 
     Attributes:
-        holdfast_guard: The guard, while ``fit`` trains: `statistics`, `events`, `request_stop`.
+        holdfast_guard: The guard while ``fit`` trains, otherwise None. Use its `statistics`,
+            `events` and `request_stop`.
 
     Raises:
-        PolicyError: H101 or H102 for the policy; when training starts, H109 for one that
-            contradicts the trainer, and H111 for a module that cannot be guarded.
-        RunDirectoryError: H30x when training starts.
+        PolicyError: H101 or H102 for an invalid policy. When training starts, H109 for a policy
+            that contradicts the trainer, and H111 for a module that cannot be guarded.
+        RunDirectoryError: H30x if the run directory cannot be opened when training starts.
 
     Example:
         ``Trainer(strategy=HoldfastStrategy({"nonfinite_patience": 5}), gradient_clip_val=1.0)``
@@ -435,7 +437,7 @@ class HoldfastStrategy(GuardedStrategy, SingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """Return no device; Lightning sets this property to the devices of the trainer."""
+        """Return an empty list. Lightning sets this property to the trainer's devices."""
         return []
 
     @parallel_devices.setter
@@ -448,18 +450,20 @@ class HoldfastStrategy(GuardedStrategy, SingleDeviceStrategy):
 
 
 class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
-    """Trains a ``DistributedDataParallel`` model on several processes, which step together.
+    """Strategy for several processes with ``DistributedDataParallel``.
 
-    If one of them skips a step, all do. The strategy takes the arguments of `HoldfastStrategy` and,
-    as keywords, those of Lightning's ``DDPStrategy``. H108 and H111 are also raised for settings
-    that several processes do not support.
+    Each optimizer step is a transaction: if one process skips a step, all of them do.
+
+    The strategy takes the arguments of `HoldfastStrategy` and, as keywords, those of Lightning's
+    ``DDPStrategy``. It also raises H108 and H111 for settings that are not supported with several
+    processes.
 
     Example:
         ``Trainer(strategy=HoldfastDDPStrategy({"nonfinite_patience": 5}), devices=4)``
     """
 
     strategy_name = "holdfast_ddp"
-    # Whether SIGTERM arrived before there was a guard.
+    # Whether SIGTERM arrived before the guard was opened.
     _sigterm_received = False
 
     def configure_ddp(self) -> None:
@@ -470,7 +474,8 @@ class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """Set up as Lightning does, but with our own SIGTERM handler.
 
-        Lightning's handler starts a collective, wherever the other ranks are.
+        Lightning's handler runs a collective right away, which would interfere with the collectives
+        of the other ranks.
         """
         connector = trainer._signal_connector
         vars(connector).pop("_sigterm_notifier_fn", None)
@@ -484,16 +489,19 @@ class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
             self.launcher.kill(number)
 
     def on_train_start(self) -> None:
-        """Open the run directory, after checking that several ranks support the settings."""
+        """Open the run directory, after refusing settings that several ranks do not support."""
         if self.world_size > 1:
             check_ranks(self.lightning_module)
         super().on_train_start()
         if self._sigterm_received:
-            # From now on, the guard has a handler.
+            # The guard handles this signal from now on.
             os.kill(os.getpid(), signal.SIGTERM)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as Lightning does, but not within a step, which a single rank may repeat.
+        """Reduce as Lightning does, but refuse to do so within a step.
+
+        A single rank may have to repeat a step, and the other ranks would not take part in the
+        collective.
 
         Raises:
             PolicyError: H111 within a step.
@@ -503,18 +511,18 @@ class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
         if self.world_size > 1 and is_within_step:
             raise unsupported(
                 "self.log(..., sync_dist=True) in training_step, with on_step=True",
-                reason="a rank that repeats its step would wait there for ranks that never arrive",
+                reason="a rank that repeats its step would wait for ranks that never arrive",
                 fix=(
-                    "log with on_step=False, on_epoch=True, which is reduced after the epoch; or"
-                    " leave sync_dist out."
+                    "log with on_step=False, on_epoch=True, which is reduced after the epoch. Or"
+                    " remove sync_dist."
                 ),
             )
         return super().reduce(tensor, group, reduce_op)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights for a checkpoint, and collect the states of all ranks for it.
+        """Return the weights for a checkpoint, and collect the carried states of all ranks.
 
-        Lightning calls this on every rank before it saves.
+        Lightning calls this method on every rank before it saves.
         """
         self._states_of_ranks = None
         if self.holdfast_guard is not None:
@@ -524,10 +532,10 @@ class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
 
 
 def _reset_finished_epoch(fit_loop: Any) -> None:
-    """Make an epoch after a checkpoint of the last batch begin like any other.
+    """Let training begin a new epoch after resuming from the last batch of an epoch.
 
-    Otherwise Lightning would skip the beginning of the epoch, and later mistake checkpoints from
-    the middle of the epoch for ones from its end.
+    Otherwise, Lightning would skip the start of the new epoch, and later mistake checkpoints from
+    the middle of it for checkpoints from its end.
     """
     progress = fit_loop.epoch_progress.current
     if fit_loop.restarted_mid_epoch and progress.ready == progress.processed:
@@ -535,7 +543,7 @@ def _reset_finished_epoch(fit_loop: Any) -> None:
 
 
 def _without_requeue_signal(policy: Policy, trainer: Any) -> Policy:
-    """Return the policy without the signal on which Lightning saves and requeues a Slurm job."""
+    """Return the policy without the signal that Lightning uses to requeue a Slurm job."""
     environment = trainer._accelerator_connector.cluster_environment
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return policy
@@ -548,5 +556,5 @@ def _without_requeue_signal(policy: Policy, trainer: Any) -> Policy:
 for _strategy in (HoldfastStrategy, HoldfastDDPStrategy):
     if _strategy.strategy_name not in StrategyRegistry:
         StrategyRegistry.register(
-            _strategy.strategy_name, _strategy, "steps are transactions of holdfast"
+            _strategy.strategy_name, _strategy, "holdfast runs each step as a transaction"
         )

@@ -1,4 +1,4 @@
-"""Refuse settings of Lightning that cannot be guarded, in general or on several ranks."""
+"""Refuse Lightning settings that cannot be guarded, in general or on several ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 
 def check_module(module: Any) -> None:
-    """Refuse a ``LightningModule`` that cannot be guarded.
+    """Refuse a ``LightningModule`` whose steps cannot be guarded.
 
     Raises:
-        PolicyError: H111.
+        PolicyError: H111 for the first unsupported setting.
     """
     raise_first((_takes_dataloader_iter, _runs_backward_itself), module)
 
@@ -27,7 +27,7 @@ def _takes_dataloader_iter(module: Any) -> PolicyError | None:
         return None
     return unsupported(
         "training_step takes dataloader_iter",
-        reason="a step can be repeated only with its batch",
+        reason="a step can be repeated only if the guard has its batch",
         fix="take batch instead.",
     )
 
@@ -39,19 +39,20 @@ def _runs_backward_itself(module: Any) -> PolicyError | None:
         "LightningModule.backward is overridden",
         reason="the guard runs backward itself, possibly several times",
         fix=(
-            "leave it out, or use manual optimization with self.trainer.strategy.guarded_step(...)."
+            "remove the method, or use manual optimization with"
+            " self.trainer.strategy.guarded_step(...)."
         ),
     )
 
 
 def check_ranks(module: Any) -> None:
-    """Refuse settings that do not work on several ranks.
+    """Refuse settings that are not supported on several ranks.
 
     Args:
         module: The ``LightningModule``, under a ``DDPStrategy``.
 
     Raises:
-        PolicyError: H111.
+        PolicyError: H111 for the first unsupported setting.
     """
     rules = (_optimizes_manually, _accumulates, _averages_models, _saves_on_exceptions)
     raise_first(rules, module)
@@ -61,7 +62,7 @@ def _unsupported_on_ranks(setting: str, module: Any, *, reason: str) -> PolicyEr
     return unsupported(
         f"{setting} with {module.trainer.world_size} ranks",
         reason=reason,
-        fix="leave it out, or train on one device.",
+        fix="remove it, or train on one device.",
     )
 
 
@@ -69,7 +70,7 @@ def _optimizes_manually(module: Any) -> PolicyError | None:
     if module.automatic_optimization:
         return None
     return _unsupported_on_ranks(
-        "manual optimization", module, reason="each rank would choose its steps alone"
+        "manual optimization", module, reason="each rank would choose its steps on its own"
     )
 
 
@@ -77,14 +78,14 @@ def _accumulates(module: Any) -> PolicyError | None:
     trainer = module.trainer
     batches_per_step = [trainer.accumulate_grad_batches]
     for callback in trainer.callbacks:
-        # Of a ``GradientAccumulationScheduler``.
+        # Only a ``GradientAccumulationScheduler`` has this attribute.
         batches_per_step.extend(getattr(callback, "scheduling", {}).values())
     most = max(batches_per_step)
     if most <= 1:
         return None
     reason = (
-        "ranks exchange nothing before the last batch of a step; use larger batches instead, which"
-        " are split where memory is short"
+        "ranks communicate only at the last batch of a step. Use larger batches instead, which are"
+        " split if memory is short"
     )
     return _unsupported_on_ranks(f"accumulate_grad_batches={most}", module, reason=reason)
 
@@ -95,7 +96,7 @@ def _averages_models(module: Any) -> PolicyError | None:
     return _unsupported_on_ranks(
         "model_averaging_period",
         module,
-        reason="between two averages the weights of the ranks differ",
+        reason="the weights differ between ranks until they are averaged",
     )
 
 
@@ -107,6 +108,6 @@ def _saves_on_exceptions(module: Any) -> PolicyError | None:
             return _unsupported_on_ranks(
                 "a checkpoint on exceptions",
                 module,
-                reason="a failing rank would wait there for the others",
+                reason="a failing rank would wait in the save for the other ranks",
             )
     return None

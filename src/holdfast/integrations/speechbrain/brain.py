@@ -1,4 +1,4 @@
-"""`HoldfastMixin`: SpeechBrain's loop, with steps made by a guard.
+"""`HoldfastMixin`: a SpeechBrain ``Brain`` whose steps are run by a guard.
 
 SpeechBrain restores its checkpoint in ``on_fit_start``. The guard is opened right after that, and
 closed when ``fit`` ends.
@@ -37,32 +37,34 @@ from holdfast.integrations.speechbrain.checkpoints import CHECKPOINT_NAME, seal_
 from holdfast.integrations.speechbrain.padded_batches import split_of
 from holdfast.loader.loader import DataLoader
 
-# The name of the carried state among the recoverables of a checkpoint, and its key in that file.
+# The name of the carried state among a checkpoint's recoverables, and the metadata key in its file.
 _RECOVERABLE = "holdfast"
-# Attributes of a Brain that are set if it trains on several processes or devices.
+# Attributes that a Brain sets when it trains on several processes or devices.
 _SEVERAL_PROCESSES = ("distributed_launch", "data_parallel_backend")
 
 
 class HoldfastMixin(Framework):  # type: ignore[misc]
-    """Makes each step of a Brain a transaction, and verifies its checkpoints.
+    """Mixin for a Brain that runs each step as a transaction and verifies checkpoints.
 
     List it before ``sb.Brain``: ``class ASR(HoldfastMixin, sb.Brain)``.
 
     Args:
-        *positional: As ``Brain`` takes them.
-        holdfast_policy: A `Policy`, a dict of its fields, or the path of a YAML file. None:
-            ``holdfast_policy`` in ``hparams``, or the defaults. Clipping, precision and patience
-            are taken from the Brain.
-        holdfast_run_dir: The run directory. None: ``holdfast_run_dir`` in ``hparams``, or
-            ``holdfast`` in its ``output_folder`` or beside the checkpoints.
-        **named: As ``Brain`` takes them.
+        *positional: Positional arguments of ``Brain``.
+        holdfast_policy: A `Policy`, a dict of its fields, or the path of a YAML file. Defaults to
+            ``holdfast_policy`` in ``hparams``. Clipping, precision and patience are taken from the
+            Brain.
+        holdfast_run_dir: The run directory. Defaults to ``holdfast_run_dir`` in ``hparams``,
+            otherwise to a folder ``holdfast`` in the ``output_folder`` of ``hparams`` or next to
+            the checkpoints.
+        **named: Keyword arguments of ``Brain``.
 
     Attributes:
-        holdfast_guard: The guard, while ``fit`` runs: `statistics`, `events`.
+        holdfast_guard: The guard while ``fit`` runs, otherwise None. Use its `statistics` and
+            `events`.
 
     Raises:
-        PolicyError: H101 or H102 for the policy; in ``fit``, H108 for several processes, and H109
-            for a policy that contradicts the options.
+        PolicyError: H101 or H102 for an invalid policy. In ``fit``, H108 for several processes, and
+            H109 for a policy that contradicts the Brain's options.
     """
 
     holdfast_guard: HostedGuard | None = None
@@ -80,18 +82,19 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             holdfast_policy = getattr(hparams, "holdfast_policy", None)
         self._holdfast_policy = Policy.of(holdfast_policy)
         self._holdfast_run_dir = holdfast_run_dir or getattr(hparams, "holdfast_run_dir", None)
-        # Makes the steps, while the guard is open.
+        # Runs the steps. None unless the guard is open.
         self._holdfast_accumulation: Accumulation | None = None
-        # The carried state of the loaded checkpoint. It is kept until the guard is opened or, if
-        # the checkpoint is from within an epoch, until the first batch.
+        # The carried state from the loaded checkpoint, until the guard is opened.
         self._holdfast_carried: dict[str, Any] | None = None
+        # The same state if the checkpoint is from within an epoch. It is kept until the first batch
+        # is loaded.
         self._holdfast_carried_within_epoch: dict[str, Any] | None = None
-        # The loader of this epoch if it is one of ours, and its position after a resume.
+        # The loader of this epoch if it is a `holdfast.DataLoader`, and the position to resume at.
         self._holdfast_loader: DataLoader | None = None
         self._holdfast_position: dict[str, Any] | None = None
-        # The number of batches in this epoch, or None if unknown.
+        # The number of batches in this epoch, or None if it is unknown.
         self._holdfast_num_batches: int | None = None
-        # The last part of the batch that went through the model, and its outputs.
+        # The last part of the batch that the model has computed, and its outputs.
         self._holdfast_last_part: tuple[Any, Any] | None = None
         self._holdfast_has_checked_workers = False
         if self.checkpointer is not None:
@@ -125,14 +128,14 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             guard.__exit__(None if error is None else type(error), error, None)
 
     def on_fit_start(self) -> None:
-        """Let ``Brain`` restore its checkpoint, and then open the run directory."""
+        """Let ``Brain`` restore its checkpoint, then open the run directory."""
         super().on_fit_start()
         for attribute in _SEVERAL_PROCESSES:
             count = 2 if getattr(self, attribute, False) else 1
             check_one_process(count, f"{attribute}: processes or devices")
         optimizers = self._holdfast_optimizers()
         if not optimizers:
-            # Nothing is trained.
+            # Without optimizers, nothing is trained.
             return
         carried = self._holdfast_carried
         self._holdfast_carried = None
@@ -142,7 +145,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         if self.checkpointer is not None:
             self.checkpointer.holdfast_guard = guard
         if type(self).fit_batch is not HoldfastMixin.fit_batch:
-            why = "only what goes through guarded_step is guarded"
+            why = "only calls to guarded_step are guarded"
             guard.emit(run_events.OwnFitBatch(why=why))
         if carried is not None:
             self._holdfast_continue_from(carried)
@@ -173,28 +176,29 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         """Restore the parts of the carried state that do not belong to the guard."""
         self._holdfast_position = decode_carried(carried, "loader")
         if carried["in_epoch"]:
-            # The loader draws random numbers before its first batch, so the state is restored then.
+            # The loader draws random numbers when its iteration starts, so the random state is
+            # restored after that.
             self._holdfast_carried_within_epoch = carried
         else:
             restore_random_state(carried)
 
     def _holdfast_optimizers(self) -> dict[str, Any]:
-        """Return all optimizers by name, or nothing if the Brain has none."""
+        """Return all optimizers by name. The dict is empty if the Brain has none."""
         if self.optimizers_dict is not None:
             return dict(self.optimizers_dict)
         optimizer = getattr(self, "optimizer", None)
         return {} if optimizer is None else {"optimizer": optimizer}
 
     def _holdfast_active_optimizers(self) -> list[str]:
-        """Return the names of the optimizers that are not frozen now."""
+        """Return the names of the optimizers that are not frozen at the moment."""
         if self.optimizers_dict is None:
             return list(self._holdfast_optimizers())
         return list(self.freeze_optimizers(self.optimizers_dict))
 
     def _holdfast_hosted_policy(self) -> Policy:
-        """Return the policy, with the options of the Brain applied."""
-        # A negative limit turns clipping off. A limit of 0 would multiply every gradient by 0, and
-        # the policy refuses it (H102).
+        """Return the policy with the Brain's options applied."""
+        # In SpeechBrain, a negative limit turns clipping off. A limit of 0 would set every gradient
+        # to 0, so the policy refuses it (H102).
         max_grad_norm = None if self.max_grad_norm < 0 else self.max_grad_norm
         patience = int(self.nonfinite_patience)
         policy = hosted_policy(
@@ -205,12 +209,12 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             nonfinite_patience=max(1, patience),
             precision=self.precision,
         )
-        # SpeechBrain gives up at the first loss beyond its patience, and a guard at the last one
-        # within it.
+        # SpeechBrain gives up when the number of bad losses exceeds the patience, a guard when it
+        # reaches the patience.
         return policy.replace(nonfinite_patience=patience + 1)
 
     def _holdfast_directory(self) -> Path:
-        """Return where the run is recorded."""
+        """Return the run directory."""
         if self._holdfast_run_dir is not None:
             return Path(self._holdfast_run_dir)
         output = getattr(getattr(self, "hparams", None), "output_folder", None)
@@ -221,7 +225,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     # --- Batches and steps ---
 
     def _fit_train(self, train_set: Any, epoch: Any, enable: Any) -> None:
-        """Run an epoch, starting at the position in the data at which training resumes."""
+        """Run an epoch, starting at the resumed position in the data."""
         try:
             self._holdfast_num_batches = len(train_set)
         except TypeError:
@@ -234,7 +238,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             self._holdfast_loader = train_set
             if position is not None:
                 train_set.load_state_dict(position)
-                # SpeechBrain resumes within this epoch, even if none of its batches are left.
+                # SpeechBrain resumes in this epoch, even if no batches are left in it.
                 train_set.set_epoch(position["epoch"])
         carried = self._holdfast_carried_within_epoch
         self._holdfast_carried_within_epoch = None
@@ -249,10 +253,11 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         warn_of_persistent_workers(train_set, emit)
 
     def fit_batch(self, batch: Any) -> torch.Tensor:
-        """Train on a batch, as ``Brain.fit_batch``.
+        """Train on one batch, as ``Brain.fit_batch`` does.
 
         Returns:
-            The loss, shape ``()``, on the CPU. It is NaN if the batch was skipped because of that.
+            The loss, shape ``()``, on the CPU. If it is NaN or Inf, the batch was skipped for that
+            reason.
         """
         accumulation = self._holdfast_accumulation
         if accumulation is None:
@@ -273,14 +278,14 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         stepped = should_step and not result.skipped
         if stepped:
             self.optimizer_step += 1
-        # If the batch was split, the hook gets its last part and the outputs for that part.
+        # If the batch was split, the hook gets the last part and the outputs for that part.
         part, outputs = self._holdfast_last_part or (batch, None)
         self._holdfast_last_part = None
         self.on_fit_batch_end(part, outputs, result.loss, stepped)
         return result.loss.detach().cpu()
 
     def _holdfast_loss(self, part: Any) -> torch.Tensor:
-        """Return the loss of the batch or a part of it, as the loss function of the guard."""
+        """Return the loss of the batch or a part of it. This is the guard's loss function."""
         stage = load("speechbrain").Stage.TRAIN
         with self.training_ctx:
             outputs = self.compute_forward(part, stage)
@@ -294,18 +299,19 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def guarded_step(
         self, batch: Any, loss_fn: LossFunction, *, optimizer: str | Sequence[str] | None = None
     ) -> StepResult:
-        """Make one step in your own ``fit_batch``, for example for a GAN.
+        """Run one step from your own ``fit_batch``, for example for a GAN.
 
         Args:
-            batch: The batch for `loss_fn`, which gets parts of it after an out-of-memory error.
-            loss_fn: As for ``Guard.step``. Autocast is on.
-            optimizer: Keys of ``optimizers_dict``. None: all that are not frozen. Only their
-                parameters get gradients.
+            batch: The batch. After an out-of-memory error, it is split into parts.
+            loss_fn: Function that takes the batch or a part of it and returns the loss, as for
+                ``Guard.step``. It runs under autocast.
+            optimizer: Keys of ``optimizers_dict``. If None, all optimizers that are not frozen are
+                stepped. Only the parameters of these optimizers get gradients.
 
         Returns:
-            The result of the step, with ``skipped`` True if the weights did not change.
+            The result of the step. Its ``skipped`` is True if the weights did not change.
         """
-        assert self.holdfast_guard is not None, "only while fit runs"
+        assert self.holdfast_guard is not None, "guarded_step may only be called while fit runs"
         names = self._holdfast_active_optimizers() if optimizer is None else optimizer
         result = self.holdfast_guard.step(batch, loss_fn, optimizer=names, split=split_of(batch))
         if not result.skipped:
@@ -317,8 +323,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def _should_save_intra_epoch_ckpt(self, last_ckpt_time: Any, steps_since_ckpt: Any) -> bool:
         accumulation = self._holdfast_accumulation
         if accumulation is not None and accumulation.pending:
-            # A save in the middle of a window would lose its gradients, so it is made after the
-            # window.
+            # A save in the middle of a window would lose the accumulated gradients, so it waits
+            # for the end of the window.
             return False
         if not self._holdfast_must_stop():
             is_due: bool = super()._should_save_intra_epoch_ckpt(last_ckpt_time, steps_since_ckpt)
@@ -337,7 +343,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         return self.holdfast_guard is not None and self.holdfast_guard.stop_reason is not None
 
     def _holdfast_stop(self) -> NoReturn:
-        """End the process, as ``Guard.batches`` does after a requested stop."""
+        """Exit the process, as ``Guard.batches`` does after a stop request."""
         assert self.holdfast_guard is not None
         exception = self.holdfast_guard.stop_exception()
         self.holdfast_guard.close_after_stop()
@@ -345,11 +351,11 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
 
 
 class _ResumedLoader:
-    """A loader whose first batch is loaded under the random state of the checkpoint.
+    """Wraps a loader so that its first batch is loaded with the checkpoint's random state.
 
     Args:
-        loader: The loader.
-        carried: The carried state of a checkpoint from within an epoch, or None.
+        loader: The loader to wrap.
+        carried: The carried state from a checkpoint within an epoch, or None.
     """
 
     def __init__(self, loader: Any, carried: dict[str, Any] | None) -> None:
@@ -360,7 +366,8 @@ class _ResumedLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        # Creating an iterator draws a seed, as it did before the checkpoint.
+        # Creating an iterator draws a seed from the random state, as it did in the original run.
+        # The checkpoint's random state is from after that, so it is restored here.
         iterator: Iterator[Any] = iter(self._loader)
         if self._carried is not None:
             restore_random_state(self._carried)
@@ -383,9 +390,9 @@ def _save_carried_state(brain: HoldfastMixin, path: Any) -> None:
 
 
 def _load_carried_state(brain: HoldfastMixin, path: Any, end_of_epoch: Any) -> None:
-    """Read the file that `_save_carried_state` has written.
+    """Read a file written by `_save_carried_state`.
 
-    SpeechBrain passes `end_of_epoch` to all such functions.
+    SpeechBrain passes `end_of_epoch` to every load hook.
     """
     del end_of_epoch
     with safe_open(path, "pt") as file:

@@ -1,8 +1,8 @@
 """Seal the folders of SpeechBrain's checkpointer when complete, and verify them when loaded.
 
-SpeechBrain writes ``CKPT.yaml`` first and the files after it, so an interrupted save looks like a
-finished one. Here the folder is first marked as unfinished. One that does not verify is renamed to
-``damaged-CKPT+...``.
+SpeechBrain writes ``CKPT.yaml`` first and the other files after it, so an interrupted save looks
+complete. This module marks each folder as unfinished before SpeechBrain writes it, and seals it
+afterwards. A folder that fails verification is renamed to ``damaged-CKPT+...``.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from holdfast.integrations.saving import (
 )
 
 CHECKPOINT_NAME = re.compile(r"CKPT.*")
-# The fewest checkpoints to keep. SpeechBrain keeps only one within an epoch, so if that were
-# damaged, there would be none to fall back to.
+# SpeechBrain keeps only one checkpoint within an epoch. With two, there is a fallback if the newest
+# is damaged.
 _FEWEST_KEPT = 2
 
 
 class SealedCheckpoints(Framework):  # type: ignore[misc]
-    """Mixin for SpeechBrain's ``Checkpointer`` that seals and verifies checkpoints."""
+    """Mixin for SpeechBrain's ``Checkpointer`` that seals checkpoints and verifies them."""
 
     checkpoints_dir: Path
-    # The guard of the run, while there is one.
+    # The run's guard, or None while no guard is open.
     holdfast_guard: HostedGuard | None = None
     # Whether the newest save was refused or failed.
     _newest_save_failed = False
 
     def _holdfast_emit(self) -> Emit | None:
-        """Return the function that records events, or None to log them."""
+        """Return the function that records events, or None if events should be logged."""
         return None if self.holdfast_guard is None else self.holdfast_guard.emit
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Save and seal, and return the checkpoint, or None if it was not saved.
+        """Save and seal a checkpoint. Return it, or None if it was not saved.
 
         A non-finite state is not saved, and a disk error does not end training.
         """
@@ -55,7 +55,7 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         def write() -> None:
             nonlocal checkpoint
             checkpoint = save_plain(*args, **kwargs)
-            # SpeechBrain does not count steps, so the checkpoints are numbered.
+            # SpeechBrain does not count steps, so the checkpoints are numbered instead.
             number = len(folders_before)
             seal(Path(checkpoint.path), global_step=number, unix_seconds=time.time())
 
@@ -70,7 +70,7 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         return checkpoint if saved else None
 
     def delete_checkpoints(self, **kwargs: Any) -> None:
-        """Delete as requested, but keep at least two, and all of them if the newest save failed."""
+        """Delete checkpoints, but keep at least two, and keep all if the newest save failed."""
         if self._newest_save_failed:
             return
         num_to_keep = kwargs.get("num_to_keep", 1)
@@ -80,15 +80,16 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         super().delete_checkpoints(**kwargs)
 
     def find_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the best checkpoint that verifies, or None if none was ever complete.
+        """Return the best checkpoint that verifies, or None if no save was ever completed.
 
-        Better ones that do not verify are moved aside.
+        Better checkpoints that fail verification are moved aside.
 
         Raises:
-            CheckpointError: H312 if one was complete and none verifies, or if one is a broken link.
-            RunDirectoryError: H307 if one cannot be read now.
+            CheckpointError: H312 if there is a complete checkpoint but none verifies, or if a
+                checkpoint is a broken link.
+            RunDirectoryError: H307 if a checkpoint cannot be read at the moment.
         """
-        # SpeechBrain does not list these, but they must be moved aside or reported too.
+        # SpeechBrain does not list these, but they have to be moved aside or reported too.
         incomplete = [
             folder for folder in self.folders() if is_unfinished(folder) or not folder.exists()
         ]
@@ -99,10 +100,10 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         return None if best is None else candidates[best]
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Load a checkpoint, after verifying it unless it was written without holdfast.
+        """Verify a checkpoint and load it. Checkpoints written without holdfast are not verified.
 
         Raises:
-            CheckpointError: H311 if it does not verify.
+            CheckpointError: H311 if the checkpoint fails verification.
         """
         check(Path(checkpoint.path))
         super().load_checkpoint(checkpoint)
@@ -118,7 +119,7 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         return folder
 
     def _list_checkpoint_dirs(self) -> list[Path]:
-        # A truncated ``CKPT.yaml`` cannot be parsed, and would make every search fail.
+        # Leave out unfinished folders. A truncated ``CKPT.yaml`` would make every search fail.
         return [path for path in super()._list_checkpoint_dirs() if not is_unfinished(path)]
 
     def folders(self) -> list[Path]:
@@ -127,9 +128,9 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
 
 
 def seal_and_verify(checkpointer: Any) -> None:
-    """Make an existing checkpointer seal and verify from now on.
+    """Make an existing checkpointer seal and verify its checkpoints from now on.
 
-    Its class is replaced with a subclass, because recipes create checkpointers in YAML.
+    Recipes create checkpointers in YAML, so the class of the object is replaced with a subclass.
     """
     plain_class = type(checkpointer)
     if not issubclass(plain_class, SealedCheckpoints):

@@ -7,26 +7,26 @@ from typing import Any
 
 from holdfast.loader.splitting import Split
 
-# The ends of two private names of a ``PaddedBatch``, which Python mangles: the keys of its fields,
-# and its number of samples.
+# ``PaddedBatch`` has two private attributes whose names Python mangles: the keys of its fields, and
+# its number of samples. They are found by the ends of their names.
 _KEYS_SUFFIX = "__keys"
 _LENGTH_SUFFIX = "__length"
 
 
 def split_of(batch: Any) -> Split:
-    """Return the ``split`` argument of `Guard` for a batch."""
+    """Return the ``split`` argument of `Guard` that fits a batch."""
     return split_padded if is_padded(batch) else 0
 
 
 def is_padded(batch: Any) -> bool:
-    """Return whether this is a ``PaddedBatch``, whose fields are attributes."""
+    """Return whether a batch is a ``PaddedBatch``, whose fields are attributes."""
     return hasattr(batch, "at_position") and hasattr(batch, "batchsize")
 
 
 def split_padded(batch: Any, size: int) -> list[Any]:
     """Split a ``PaddedBatch`` into parts of `size` samples.
 
-    Padding and relative lengths stay as they are.
+    The padding and the relative lengths are kept.
     """
     keys_attribute = next(name for name in vars(batch) if name.endswith(_KEYS_SUFFIX))
     length_attribute = keys_attribute.removesuffix(_KEYS_SUFFIX) + _LENGTH_SUFFIX
@@ -42,7 +42,7 @@ def split_padded(batch: Any, size: int) -> list[Any]:
 
 
 def _select(field: Any, samples: slice) -> Any:
-    """Return some samples of a field, which is a list, a tensor, or a ``PaddedData``."""
+    """Return a slice of the samples of a field, which is a list, a tensor or a ``PaddedData``."""
     if not hasattr(field, "lengths"):
         return field[samples]
     return type(field)(field.data[samples], field.lengths[samples])

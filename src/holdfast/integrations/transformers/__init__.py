@@ -11,24 +11,21 @@
 The Trainer keeps its loop, data, evaluation, logs, schedule and checkpoints. Differences from the
 plain Trainer:
 
-- Each optimizer step is a transaction of a guard: it survives out-of-memory errors, and a step with
-  NaN or Inf is skipped.
-- The micro-batches of ``gradient_accumulation_steps`` are collected, and the step is made when the
-  last of them arrives. So ``on_substep_end`` is called before any of them is trained, and
-  ``on_pre_optimizer_step`` after the step.
-- Each checkpoint is sealed when it is complete and verified before it is loaded.
+- A guard runs each optimizer step as a transaction: the step survives out-of-memory errors, and is
+  skipped if it contains NaN or Inf.
+- With ``gradient_accumulation_steps``, the micro-batches are only collected until the last one of a
+  step arrives. Then all of them are trained at once. So ``on_substep_end`` is called before
+  training on the micro-batches, and ``on_pre_optimizer_step`` after the optimizer step.
+- Each checkpoint is sealed when it is complete, and verified before it is loaded.
 - ``resume_from_checkpoint=True`` starts a new run, with a warning, if there is no checkpoint yet.
 
-Your own ``get_train_dataloader`` may return an unprepared `holdfast.DataLoader`. Then dead workers
-are replaced, bad samples are quarantined by their dataset index, and training resumes in the
-loader's order.
+Your ``get_train_dataloader`` may return an unprepared `holdfast.DataLoader`. Then dead workers are
+replaced, bad samples are quarantined by their dataset index, and training resumes in the loader's
+order.
 
-How a step goes through the guard: ``HoldfastMixin.training_step`` collects the micro-batches and
-passes them to ``Guard.step``.
-
-Read in this order: ``trainer`` (the mixin), ``window_loss`` (how losses are normalised),
-``positioned_loader`` (resuming within an epoch), ``checkpoints`` (the folders), ``unsupported``
-(what is refused).
+Read in this order: ``trainer`` (the mixin), ``window_loss`` (how losses are normalized),
+``positioned_loader`` (resuming within an epoch), ``checkpoints`` (the checkpoint folders),
+``unsupported`` (settings that are refused).
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from holdfast.integrations.transformers.trainer import HoldfastMixin
 
 __all__ = ["HoldfastMixin", "HoldfastSeq2SeqTrainer", "HoldfastTrainer", "last_good_checkpoint"]
 
-# Created on first use, because their base classes take seconds to import.
+# These classes are created on first use, because their base classes take seconds to import.
 HoldfastTrainer: Any
 HoldfastSeq2SeqTrainer: Any
 _BASE_CLASSES = {"HoldfastTrainer": "Trainer", "HoldfastSeq2SeqTrainer": "Seq2SeqTrainer"}

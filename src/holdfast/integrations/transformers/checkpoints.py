@@ -1,8 +1,8 @@
 """Seal the checkpoint folders of a Hugging Face Trainer, and verify them before a resume.
 
-The Trainer writes ``checkpoint-500`` in place. Here the folder is first marked as unfinished, and
-sealed afterwards. One that does not verify is renamed to ``damaged-checkpoint-500``, which the
-Trainer does not look for.
+The Trainer writes a folder such as ``checkpoint-500`` in place. This module marks the folder as
+unfinished before the Trainer writes it, and seals it afterwards. A folder that fails verification
+is renamed to ``damaged-checkpoint-500``, so that the Trainer does not find it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.integrations.saving import (
 _log = logging.getLogger("holdfast")
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
-# The carried state (see ``hosting``), in each checkpoint folder.
+# The file in each checkpoint folder that holds the carried state (see ``hosting``).
 _STATE_FILE = "holdfast_state.json"
 
 # --- Resuming -------------------------------------------------------------------------------------
@@ -40,23 +40,24 @@ _STATE_FILE = "holdfast_state.json"
 def last_good_checkpoint(
     folder: str | os.PathLike[str], run_dir: str | os.PathLike[str] | None = None
 ) -> str | None:
-    """Return the newest checkpoint of an output directory that verifies.
+    """Return the newest checkpoint in an output directory that verifies.
 
-    Newer ones that do not verify are moved aside. Use it in place of
-    ``transformers.trainer_utils.get_last_checkpoint``, which returns the highest number regardless
-    of the folder's contents. Do not call it while another process is training in the folder.
+    Newer checkpoints that fail verification are moved aside. Use this function in place of
+    ``transformers.trainer_utils.get_last_checkpoint``, which returns the checkpoint with the
+    highest number even if it is damaged. Do not call it while another process is training in the
+    directory.
 
     Args:
-        folder: ``TrainingArguments.output_dir``.
-        run_dir: Where holdfast records. None: ``holdfast`` in the output directory.
+        folder: The output directory (``TrainingArguments.output_dir``).
+        run_dir: The run directory. Defaults to ``holdfast`` in the output directory.
 
     Returns:
-        The path of the checkpoint, or None if no checkpoint was ever finished.
+        The path of the checkpoint, or None if no save was ever completed.
 
     Raises:
-        CheckpointError: H312 if one was complete, or was saved according to the recording, and none
-            verifies or can be reached.
-        RunDirectoryError: H307 if one cannot be read now.
+        CheckpointError: H312 if a checkpoint was completed, according to its files or to the
+            recording, but none can be found and verified.
+        RunDirectoryError: H307 if a checkpoint cannot be read at the moment.
     """
     if run_dir is None:
         run_dir = Path(folder, "holdfast")
@@ -67,15 +68,18 @@ def last_good_checkpoint(
 def verified_checkpoint(trainer: Any, requested: Any, run_dir: str | None = None) -> Any:
     """Return the checkpoint that the Trainer should resume from.
 
+    All ranks must call this function.
+
     Args:
-        trainer: The Trainer, on every rank.
-        requested: Its ``resume_from_checkpoint``: a path, True for the newest, or a false value.
-        run_dir: Where holdfast records. None: ``holdfast`` in the output directory.
+        trainer: The Trainer.
+        requested: The argument ``resume_from_checkpoint``: a path, True for the newest checkpoint,
+            or a false value for a new run.
+        run_dir: The run directory. Defaults to ``holdfast`` in the output directory.
 
     Returns:
-        The requested checkpoint if it verifies, otherwise the newest older one that does, or None
-        for a new start. A path that does not exist is returned unchanged, and the Trainer reports
-        it.
+        The requested checkpoint if it verifies, otherwise the newest older checkpoint that does.
+        None if training has to start from scratch. A path that does not exist is returned
+        unchanged, because the Trainer reports it.
     """
     if not requested:
         return requested
@@ -98,7 +102,7 @@ def _choose_checkpoint(requested: Any, output_dir: str, run_dir: str | None) -> 
         return checkpoint
     path = Path(requested)
     if not path.is_dir() and not path.is_symlink():
-        # The Trainer reports what is wrong with it.
+        # The Trainer raises an error for this path.
         return requested
     older = [
         checkpoint
@@ -115,9 +119,9 @@ def _choose_checkpoint(requested: Any, output_dir: str, run_dir: str | None) -> 
 
 
 def _warn_of_new_start(folder: str) -> None:
-    """Warn that training starts from scratch, in a case in which the Trainer would raise an error.
+    """Warn that training starts from scratch because there is no checkpoint.
 
-    The same script can therefore start and resume a run.
+    The plain Trainer would raise an error. A warning lets the same script start and resume a run.
     """
     _log.warning("no checkpoint in %s: starting a new run", folder)
 
@@ -141,17 +145,18 @@ def save_sealed(
     carried: Mapping[str, Any] | None,
     emit: Emit | None,
 ) -> bool:
-    """Let a Trainer write a checkpoint, seal it, and return whether it was saved.
+    """Let the Trainer write a checkpoint, seal it, and return whether it was saved.
 
-    All processes write their part. The first one marks the folder as unfinished beforehand, seals
-    it afterwards, and only then deletes older checkpoints.
+    All processes call this function and write their part of the checkpoint. The first process marks
+    the folder as unfinished beforehand and seals it afterwards. Older checkpoints are deleted only
+    once the new one is sealed.
 
     Args:
-        trainer: The Trainer, on every rank.
+        trainer: The Trainer.
         folder: The checkpoint folder.
-        write: Writes this process's part, as the Trainer does.
-        carried: The carried state, for `read_carried_state`, or None.
-        emit: Records events. None: they are logged.
+        write: The Trainer's own function that writes this process's part of the checkpoint.
+        carried: The carried state to save for `read_carried_state`, or None.
+        emit: Function that records events. If None, events are logged.
     """
     keep_at_most = trainer.args.save_total_limit
     best_before = trainer.state.best_model_checkpoint
@@ -184,7 +189,7 @@ def save_sealed(
         if is_first:
             remove(folder)
 
-    # The Trainer would delete older checkpoints before this one is sealed.
+    # With a limit, the Trainer would delete older checkpoints before this one is sealed.
     trainer.args.save_total_limit = None
     try:
         return attempt_save(save, folder.name, emit, undo)
@@ -196,10 +201,11 @@ def read_carried_state(checkpoint: Any) -> dict[str, Any] | None:
     """Return the carried state of a checkpoint.
 
     Args:
-        checkpoint: Its path. Any other value means that there is no checkpoint.
+        checkpoint: The path of the checkpoint. Any value that is not a string means that there is
+            no checkpoint.
 
     Returns:
-        None if there is no checkpoint, or it was written without holdfast.
+        The carried state, or None if there is no checkpoint or it was written without holdfast.
     """
     if not isinstance(checkpoint, str):
         return None
@@ -214,7 +220,7 @@ def check_best_checkpoint(state: Any) -> None:
     """Verify the checkpoint of the best model, unless it was written without holdfast.
 
     Raises:
-        CheckpointError: H311 if it does not verify.
+        CheckpointError: H311 if the checkpoint fails verification.
     """
     if state.best_model_checkpoint is not None:
         check(Path(state.best_model_checkpoint))

@@ -1,7 +1,7 @@
-"""A `holdfast.DataLoader` in the Trainer's loop, at the position at which training resumes.
+"""Resume a `holdfast.DataLoader` in the middle of an epoch, inside the Trainer's loop.
 
-To resume in the middle of an epoch, the Trainer skips batches by wrapping the loader's dataset in
-its own loader, which would lose our loader's order, workers and quarantine.
+To skip the batches that were already trained, the Trainer wraps the loader's dataset in a loader of
+its own. That would lose the order, the workers and the quarantine of a `holdfast.DataLoader`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from holdfast.loader.loader import DataLoader
 
 
 class PositionedLoader:
-    """The loader that the Trainer iterates instead of a `holdfast.DataLoader`.
+    """Wraps a `holdfast.DataLoader` for the Trainer, so that skipping batches is harmless.
 
-    It has the attributes that ``accelerate.skip_first_batches`` copies to the loader that it
-    creates: those of a loader without workers whose dataset yields whole batches.
+    ``accelerate.skip_first_batches`` creates a new loader and copies attributes from this object.
+    Their values describe a loader without workers whose dataset yields whole batches.
 
-    If the checkpoint holds the position of the loader, only placeholders are skipped. Otherwise the
-    batches that were already trained are read again.
+    If the checkpoint contains the loader's position, this object moves the loader there and yields
+    placeholders for the Trainer to skip. Otherwise, the batches that were already trained are
+    loaded again.
 
     Args:
-        loader: The loader.
-        epoch: The epoch to iterate, from 0.
-        skipped: The number of its batches that the Trainer will skip.
-        state: ``loader.state_dict()`` at that position, or None if the checkpoint does not hold it.
+        loader: The loader to wrap.
+        epoch: The epoch to iterate, counted from 0.
+        skipped: The number of batches in this epoch that the Trainer will skip.
+        state: ``loader.state_dict()`` after these batches, or None if the checkpoint does not
+            contain it.
     """
 
     drop_last = False
@@ -60,7 +62,7 @@ class PositionedLoader:
 
 
 class _RestOfEpoch(IterableDataset[Any]):
-    """Placeholders for the batches that the Trainer skips, then the rest of the epoch."""
+    """Yields placeholders for the batches that the Trainer skips, then the rest of the epoch."""
 
     def __init__(self, loader: DataLoader, *, placeholders: int) -> None:
         self._loader = loader

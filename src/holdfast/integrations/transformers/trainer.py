@@ -1,9 +1,10 @@
-"""`HoldfastMixin`: the Trainer's loop, with steps made by a guard.
+"""`HoldfastMixin`: a Trainer whose optimizer steps are run by a guard.
 
-The Trainer calls `HoldfastMixin.training_step` for each micro-batch, and steps the optimizer after
-the last one. Here `training_step` only collects the micro-batches, until it gets the last one: then
-it passes all of them to ``Guard.step``, which makes the whole step, with `WindowLoss` as the loss
-function. The Trainer's later call of ``optimizer.step`` does nothing (`_StepAlreadyMade`).
+The Trainer calls `HoldfastMixin.training_step` for each micro-batch, and then
+``optimizer.step``. Here, `training_step` only collects the micro-batches. When it receives the last
+one of a step, it passes all of them to ``Guard.step``, with `WindowLoss` as the loss function. The
+guard runs the whole step, so the Trainer's own call to ``optimizer.step`` does nothing
+(`_StepAlreadyMade`).
 """
 
 from __future__ import annotations
@@ -39,68 +40,72 @@ from holdfast.memory.oom import find_out_of_memory
 from holdfast.recorder.scalars import with_recording
 from holdfast.supervise.observe.logged_scalars import read_trainer_log
 
-# Counters of the guard that are logged with the loss once they are above 0.
+# The guard's counters that are logged along with the loss once they are above 0.
 _LOGGED_COUNTERS = ("skipped_steps", "out_of_memory", "rollbacks")
 
 
 @dataclass(slots=True, kw_only=True)
 class _LoopState:
-    """The state that one call of ``train`` keeps between its steps."""
+    """State that is kept between the steps of one call to ``train``."""
 
-    # Sum of the losses of all steps that were made, including those before a resume, and their
-    # number.
+    # The sum of the losses of all steps, and the number of these steps. Both include steps before
+    # a resume, but not skipped steps.
     loss_sum: torch.Tensor
     steps_made: int = 0
-    # The Trainer's ``resume_from_checkpoint``, after verification.
+    # The verified checkpoint that training resumes from, or a false value.
     resumed_from: Any = None
     # The trial of a hyperparameter search, which determines the output directory.
     trial: Any = None
 
-    # The loss function of the guard's steps, once the guard is open.
+    # The loss function for the guard's steps. None until the guard is open.
     loss: WindowLoss | None = None
-    # The micro-batches that were collected for the next step.
+    # The micro-batches collected for the next step.
     window: list[Any] = field(default_factory=list)
-    # Norm of the gradients of the last step.
+    # The gradient norm of the last step.
     grad_norm: float = math.nan
 
-    # The loader passed to the Trainer for this epoch.
-    given_loader: Any = None
-    # The same loader if it is one of ours, its position before the batches that are not trained
-    # yet, and the dataset indices of those batches, as far as they are known.
+    # The loader that the Trainer uses in this epoch, of any type.
+    trainer_loader: Any = None
+    # The same loader if it is a `holdfast.DataLoader`, otherwise None.
     loader: DataLoader | None = None
+    # The loader's position before the batches that were loaded but not yet trained.
     position: dict[str, Any] | None = None
+    # The dataset indices of these batches. An entry is None if the indices are unknown.
     indices: list[list[int] | None] = field(default_factory=list)
 
-    # The last step of this epoch, until the Trainer has reached its save.
+    # The number of the last step in this epoch. None once the Trainer has handled the save after
+    # that step.
     last_step_of_epoch: int | None = None
-    # The step of the newest checkpoint with the current weights.
+    # The step at which the newest checkpoint was saved.
     saved_at: int | None = None
 
 
 class HoldfastMixin(Framework):  # type: ignore[misc]
-    """Makes each step of a Trainer a transaction.
+    """Mixin for a Trainer that runs each optimizer step as a transaction.
 
     List it before the Trainer class, as in ``class MyTrainer(HoldfastMixin, Trainer)``.
 
-    The settings of ``TrainingArguments`` apply: ``max_grad_norm``, ``bf16``, ``fp16``, ``save_*``
-    and the schedule are taken from there, and a policy that contradicts them is an error.
-    ``logging_nan_inf_filter`` is switched off. Logs contain ``skipped_steps``, ``out_of_memory``
-    and ``rollbacks`` once there are any.
+    ``TrainingArguments`` still determine ``max_grad_norm``, ``bf16``, ``fp16``, ``save_*`` and the
+    schedule. A policy that contradicts them is an error. ``logging_nan_inf_filter`` is turned off.
+    The counters ``skipped_steps``, ``out_of_memory`` and ``rollbacks`` appear in the logs once they
+    are above 0.
 
     Args:
-        *positional: As the Trainer takes them.
-        holdfast_policy: Settings: a `Policy`, a dict of its fields, the path of a YAML file, or
-            None for the defaults.
-        holdfast_run_dir: The run directory. None: ``holdfast`` in the output directory.
-        holdfast_split: Where the batch dimension is, as for ``split`` of `holdfast.Guard`.
-        **named: As the Trainer takes them.
+        *positional: Positional arguments of the Trainer.
+        holdfast_policy: A `Policy`, a dict of its fields, the path of a YAML file, or None for the
+            defaults.
+        holdfast_run_dir: The run directory. Defaults to ``holdfast`` in the output directory.
+        holdfast_split: The position of the batch dimension, as for the argument ``split`` of
+            `holdfast.Guard`.
+        **named: Keyword arguments of the Trainer.
 
     Attributes:
-        holdfast_guard: The guard, while ``train`` runs: `statistics`, `events`, `request_stop`.
+        holdfast_guard: The guard while ``train`` runs, otherwise None. Use its `statistics`,
+            `events` and `request_stop`.
 
     Raises:
         PolicyError: H111 or H108 for a setting that cannot be guarded, H109 for a policy that
-            contradicts the arguments.
+            contradicts the ``TrainingArguments``.
     """
 
     holdfast_guard: HostedGuard | None = None
@@ -116,12 +121,12 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         super().__init__(*positional, **named)
         check_trainer(self)
         self._holdfast_policy = Policy.of(holdfast_policy)
-        # Contradictions are reported before anything else is created.
+        # Build the policy once now, so that contradictions are reported right away.
         self._holdfast_hosted_policy()
         self._holdfast_run_dir = holdfast_run_dir
         self._holdfast_split = holdfast_split
         self._holdfast = _LoopState(loss_sum=torch.zeros((), dtype=torch.float64))
-        # The attribute ``step`` that the optimizer may have had before the guard was opened.
+        # The optimizer's instance attribute ``step`` before the guard replaced it, if it had one.
         self._holdfast_own_step: Any = None
         self.args.logging_nan_inf_filter = False
         callback_class = type(
@@ -130,7 +135,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         self.add_callback(callback_class(self))
 
     def _holdfast_hosted_policy(self) -> Policy:
-        """Return the policy for the current arguments, which a hyperparameter search changes."""
+        """Return the policy for the current arguments. A hyperparameter search changes them."""
         max_grad_norm = self.args.max_grad_norm
         return hosted_policy(
             self._holdfast_policy,
@@ -142,15 +147,17 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     # --- One run ---
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **named: Any) -> Any:
-        """Train as the Trainer does.
+        """Train as the Trainer does, with verified checkpoints and guarded steps.
 
-        A checkpoint is verified before it is loaded. If it is damaged, an older one is loaded
-        instead.
-        ``resume_from_checkpoint=True`` starts a new run, with a warning, if there is none yet.
+        If the checkpoint is damaged, an older one is loaded instead.
+        ``resume_from_checkpoint=True`` starts a new run, with a warning, if there is no checkpoint
+        yet.
 
         Raises:
-            HoldfastError: H307 or H312 for checkpoints, H401, H402, H501 or H503 for steps.
-            SystemExit, KeyboardInterrupt: After a stop by a signal, as in ``Guard.batches``.
+            HoldfastError: H307 or H312 if no checkpoint can be loaded. H401, H402, H501 or H503 if
+                a step fails and cannot be retried.
+            SystemExit, KeyboardInterrupt: After a signal has stopped training, as in
+                ``Guard.batches``.
         """
         check_trainer(self)
         resumed_from = verified_checkpoint(self, resume_from_checkpoint, self._holdfast_run_dir)
@@ -196,15 +203,15 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             split=self._holdfast_split,
         )
         if carried is None:
-            # The Trainer may have resumed from a checkpoint that was written without holdfast.
+            # The Trainer may have resumed from a checkpoint without carried state.
             guard.count_from(self.state.global_step)
         training.loss = WindowLoss(self, model, self._holdfast_split)
         training.window = []
         self._holdfast_own_step = vars(self.optimizer).get("step")
-        # The guard steps the optimizer inside this one.
+        # The guard steps the inner optimizer, so the Trainer must not step Accelerate's wrapper.
         self.optimizer.step = _StepAlreadyMade(self.optimizer)
         self.holdfast_guard = guard
-        warn_of_persistent_workers(training.given_loader, guard.emit)
+        warn_of_persistent_workers(training.trainer_loader, guard.emit)
         return guard
 
     def _holdfast_close(self, error: type[BaseException] | None) -> None:
@@ -221,21 +228,17 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     # --- Data ---
 
     def _run_epoch(self, *rest: Any, **named: Any) -> Any:
-        """Run an epoch.
-
-        A `holdfast.DataLoader` keeps its own order, even if the Trainer resumes in the middle of an
-        epoch.
-        """
+        """Run an epoch, in which a `holdfast.DataLoader` keeps its order even after a resume."""
         training = self._holdfast
         loader = named.get("train_dataloader")
-        training.given_loader = loader
+        training.trainer_loader = loader
         training.last_step_of_epoch = (named["epoch"] + 1) * named["num_update_steps_per_epoch"]
         if isinstance(loader, DataLoader):
             training.loader = loader
             named["train_dataloader"] = self._holdfast_positioned(loader, **named)
             if self.holdfast_guard is None:
-                # The guard is opened before the first batch is loaded, so that the loader's events
-                # are recorded.
+                # Open the guard before the first batch is loaded, so that it records the loader's
+                # events.
                 self._holdfast_open(named["model"])
         return super()._run_epoch(*rest, **named)
 
@@ -249,7 +252,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         resume_from_checkpoint: Any,
         **_: Any,
     ) -> PositionedLoader:
-        """Return the loader, moved to the position at which the Trainer begins this epoch."""
+        """Return the loader wrapped for this epoch, at the position where the Trainer starts it."""
         resumes_here = resume_from_checkpoint is not None and epoch == epochs_trained
         skipped = steps_trained_in_current_epoch if resumes_here else 0
         state = None
@@ -259,7 +262,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         return PositionedLoader(loader, epoch=epoch, skipped=skipped, state=state)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *rest: Any, **named: Any) -> Any:
-        """Collect the micro-batches of a window, and their dataset indices if known."""
+        """Load the micro-batches of a step, and note their dataset indices if they are known."""
         training = self._holdfast
         loader = training.loader
         if loader is None:
@@ -278,7 +281,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def training_step(
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Collect a micro-batch, and make the step if it is the last one of its window.
+        """Collect a micro-batch. If it completes a window, run the step.
 
         Returns:
             The loss of the step, or 0 if the micro-batch was only collected.
@@ -291,8 +294,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         batches = training.window
         training.window = []
         if len(batches) != self.current_gradient_accumulation_steps:
-            # If the length of an epoch was unknown, its last, incomplete window is trained together
-            # with the first window of the next epoch.
+            # If the length of the epoch is unknown, its last, incomplete window is trained together
+            # with the first window of the next epoch. The Trainer's item count is then too low.
             num_items_in_batch = self._get_num_items_in_batch(batches, self.args.device)
         guard.note_next_samples(_sample_indices(training.indices))
         training.indices = []
@@ -312,9 +315,9 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             # The weights are those of the last step, so they can be saved.
             self._holdfast_save_if_alone(model)
             raise
-        # Now every batch that the loader has handed out is trained.
+        # All batches that the loader has yielded are trained now.
         training.position = None
-        # The Trainer does not advance the schedule after an overflow.
+        # Report a skipped step as an overflow, so that the Trainer does not advance the schedule.
         self.optimizer._is_overflow = result.skipped
         training.grad_norm = math.hypot(*result.grad_norm.values())
         if not result.skipped:
@@ -331,7 +334,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     # --- Logs ---
 
     def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
-        """Log as the Trainer does, with the guard's counters, and record the values too."""
+        """Log as the Trainer does, with the guard's counters added, and record the values."""
         if self.holdfast_guard is not None and ("loss" in logs or "train_loss" in logs):
             statistics = self.holdfast_guard.statistics()
             for name in _LOGGED_COUNTERS:
@@ -339,22 +342,22 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
                 if count:
                     logs[name] = count
         if not math.isfinite(logs.get("loss", 0.0)):
-            # The Trainer subtracts what it has logged so far, and NaN minus NaN would stay NaN
-            # forever.
+            # The Trainer keeps a running loss and subtracts logged values from it, so a NaN in it
+            # would never go away.
             self._tr_loss.zero_()
         log_and_record = with_recording(super().log, partial(read_trainer_log, self))
         log_and_record(logs, *rest, **named)
 
     def _finalize_training(self, *rest: Any, **named: Any) -> Any:
-        """Make ``train_loss`` the mean over all steps made, including those before a resume.
+        """Make ``train_loss`` the mean loss over all steps that were not skipped.
 
-        It is NaN if no step was made.
+        Steps before a resume are included. The mean is NaN if every step was skipped.
         """
         training = self._holdfast
         steps = self.state.global_step
         if training.resumed_from or training.steps_made != steps:
-            # The Trainer will divide the sum by the number of all steps, although it has only added
-            # those of this process.
+            # The Trainer divides by the global step, although its sum only covers the steps of this
+            # process. Multiply by the global step so that the quotient is the mean.
             mean = float(training.loss_sum) / (training.steps_made or math.nan)
             self._tr_loss.zero_()
             self._total_loss_scalar = mean * steps
@@ -363,7 +366,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     # --- Checkpoints ---
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Save as the Trainer does, and seal.
+        """Save as the Trainer does, and seal the checkpoint.
 
         A disk error is recorded as an event and does not end training.
         """
@@ -394,13 +397,13 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def _holdfast_save_if_alone(self, model: torch.nn.Module) -> None:
         """Save the weights after an error, unless there are other processes.
 
-        A save is a collective operation, which the others would not join.
+        Saving is a collective operation, and the other processes would not take part.
         """
         if self.accelerator.num_processes == 1:
             self._holdfast_save_last(model)
 
     def _holdfast_save_last(self, model: torch.nn.Module) -> None:
-        """Save before training ends, unless the weights are saved already or saving is off."""
+        """Save before training ends, unless this step is already saved or saving is off."""
         training = self._holdfast
         step = self.state.global_step
         if self.args.save_strategy == "no" or not step:
@@ -415,12 +418,13 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, *rest: Any, **named: Any
     ) -> None:
-        """Log, evaluate and save as the Trainer does, but save last at the end of an epoch.
+        """Log, evaluate and save as the Trainer does, but delay a save at the end of an epoch.
 
-        The Trainer calls this after the last step of an epoch, and again after the epoch. A run
-        that resumes from a save between the two would begin with the next epoch and never make the
-        evaluation at the end of this one. When training stops on request, a checkpoint is also
-        saved under ``save_strategy="best"``.
+        The Trainer calls this method after the last step of an epoch, and again after the epoch. A
+        run that resumed from a save in the first call would start with the next epoch and never run
+        the evaluation at the end of this one, so the save is delayed to the second call.
+
+        When training stops on request, a checkpoint is saved even with ``save_strategy="best"``.
         """
         is_last_step = self.state.global_step == self._holdfast.last_step_of_epoch
         save_is_due = self.control.should_save
@@ -448,7 +452,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
 
 
 def _sample_indices(indices_by_batch: Sequence[list[int] | None]) -> list[int] | None:
-    """Return the dataset indices of all samples of a step, or None unless all of them are known."""
+    """Return the dataset indices of all samples in a step, or None if any of them are unknown."""
     indices: list[int] = []
     for batch_indices in indices_by_batch:
         if batch_indices is None:
@@ -458,7 +462,7 @@ def _sample_indices(indices_by_batch: Sequence[list[int] | None]) -> list[int] |
 
 
 class _StopOnRequest:
-    """A callback that ends training on request, and passes evaluation losses to the guard."""
+    """Callback that ends training on request, and passes evaluation losses to the guard."""
 
     def __init__(self, trainer: HoldfastMixin) -> None:
         self._trainer = trainer
@@ -491,10 +495,10 @@ class _StopOnRequest:
 
 
 class _StepAlreadyMade:
-    """Replaces ``step`` of an optimizer that the guard has already stepped.
+    """Replaces ``optimizer.step`` with a no-op, because the guard has already run the step.
 
-    Torch's schedulers check the two attributes set here, to see whether the optimizer was stepped
-    before them.
+    The two attributes set here are those that torch schedulers check to see whether the optimizer
+    was stepped before them.
     """
 
     _wrapped_by_lr_sched = True

@@ -1,4 +1,4 @@
-"""Refuse settings of the Trainer that cannot be guarded."""
+"""Refuse Trainer settings that cannot be guarded."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 from holdfast.core.errors import PolicyError
 from holdfast.integrations.refusals import check_accelerator, raise_first, unsupported
 
-# Parts of the names of optimizers that update weights during the backward pass.
+# An optimizer whose name contains one of these updates weights during the backward pass.
 _STEPS_IN_BACKWARD = ("lomo", "layerwise")
-_LEAVE_OUT = "leave it out."
+_LEAVE_OUT = "remove it."
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse a Trainer that cannot be guarded.
+    """Refuse a Trainer whose steps cannot be guarded.
 
     Raises:
-        PolicyError: H111.
+        PolicyError: H111 for the first unsupported setting.
     """
     check_accelerator(trainer.accelerator)
     rules = (
@@ -34,7 +34,7 @@ def _data_parallel(trainer: Any) -> PolicyError | None:
         return None
     return unsupported(
         f"n_gpu={trainer.args.n_gpu}",
-        reason="DataParallel makes copies of the model that cannot be rolled back",
+        reason="DataParallel copies the model to each device, and the copies cannot be rolled back",
         fix="set CUDA_VISIBLE_DEVICES to one device, or start one process per device.",
     )
 
@@ -44,7 +44,10 @@ def _smaller_batches_after_out_of_memory(trainer: Any) -> PolicyError | None:
         return None
     return unsupported(
         "auto_find_batch_size=True",
-        reason="it starts the loop again with a smaller batch",
+        reason=(
+            "after an out-of-memory error it restarts the loop with a smaller batch, while the"
+            " guard splits the batch"
+        ),
         fix=_LEAVE_OUT,
     )
 
@@ -72,5 +75,5 @@ def _parallelism_within_a_step(trainer: Any) -> PolicyError | None:
     if getattr(trainer.accelerator, "parallelism_config", None) is None:
         return None
     return unsupported(
-        "a parallelism_config", reason="it spreads a step over devices", fix=_LEAVE_OUT
+        "a parallelism_config", reason="it distributes a step over devices", fix=_LEAVE_OUT
     )

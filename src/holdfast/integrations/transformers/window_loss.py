@@ -1,16 +1,18 @@
-"""The loss of one accumulation window, normalised as the Trainer normalises it.
+"""Compute the loss of an accumulation window, normalized as the Trainer normalizes it.
 
-The Trainer normalises in one of three ways, and chooses it by the model's signature:
+The Trainer passes the number of label tokens in the window to the model as
+``num_items_in_batch``, if the signature of ``forward`` accepts it. There are three cases:
 
-- The model *uses* ``num_items_in_batch``: it is passed the number of label tokens in the window,
-  and the losses of the batches are added.
-- The model *ignores* it: its forward accepts arbitrary keyword arguments and does not use this one
-  (Pegasus, Bart and others in transformers 5.17). The Trainer then adds means, so that the gradient
-  is too large by a factor of the number of batches. Here each mean is weighted by the number of
-  items that it is over.
-- The model *does not accept* it: the loss is the mean of the means of the batches.
+- The model uses the argument: the model divides each batch's loss by this number, and the losses
+  of the batches are added.
+- The model accepts arbitrary keyword arguments but ignores this one (Pegasus, Bart and others in
+  transformers 5.17). The Trainer then adds the mean losses of the batches, so the gradient is too
+  large by a factor of the number of batches. Here, each mean is weighted by its number of items
+  instead.
+- The model does not accept the argument: the loss of the window is the mean of the batches' mean
+  losses.
 
-The signature does not show whether a model uses the number, so this is tested once.
+The signature does not show whether a model uses the argument, so a test determines this once.
 """
 
 from __future__ import annotations
@@ -28,36 +30,38 @@ from holdfast.guard.hosted import HostedGuard
 from holdfast.guard.splitting.window import Window
 from holdfast.loader.splitting import Split, batch_size, select
 
-# The label that torch's cross entropy ignores by default, as do the losses of transformers.
+# The label value that torch's cross entropy, and the losses in transformers, ignore by default.
 _IGNORED_LABEL = -100
 
 
 class WindowLoss:
-    """The loss function of the guard's steps, called for each batch of a window or part of one.
+    """Loss function for the guard's steps. The guard calls it for each batch in a window.
+
+    If the guard splits a batch, it calls this function for each part.
 
     Args:
-        trainer: The Trainer, whose ``compute_loss`` is used.
+        trainer: The Trainer whose ``compute_loss`` is called.
         model: The model, as wrapped by the Trainer.
-        split: Where the batch dimension is, as for `Guard`.
+        split: The position of the batch dimension, as for `Guard`.
     """
 
     def __init__(self, trainer: Any, model: torch.nn.Module, split: Split = 0) -> None:
         self._trainer = trainer
         self._model = model
         self._split = split
-        # Label tokens in the window, or None if the model does not accept their number.
+        # The number of label tokens in the window, or None if the model does not accept it.
         self._num_items: Any = None
         self._num_batches = 1
-        # Whether the loss depends on `_num_items`. None until it was tested.
+        # Whether the loss depends on `_num_items`. None until this has been tested.
         self._uses_items: bool | None = None
 
     def begin_window(self, batches: Sequence[Any], num_items: Any, guard: HostedGuard) -> Window:
-        """Return the batches as one step, for which this object is the loss function.
+        """Return the batches as one `Window`, to be trained with this object as the loss function.
 
         Args:
             batches: The micro-batches of the step.
-            num_items: Label tokens in all of them, as the Trainer has counted them, or None.
-            guard: The guard of the run.
+            num_items: The Trainer's count of label tokens in all batches, or None.
+            guard: The run's guard.
         """
         self._num_items = num_items
         self._num_batches = len(batches)
@@ -67,22 +71,22 @@ class WindowLoss:
         return Window(batches, added=losses_are_added, on_cut=self._recount)
 
     def __call__(self, batch: Any) -> Any:
-        """Return the loss of a batch, or of a part of one, normalised for the step."""
+        """Return the loss of a batch or of a part of a batch, normalized for the step."""
         num_items = self._num_items
         if self._uses_items is False:
-            # If the Trainer gets the number of items, it multiplies the loss by the number of
-            # processes. That is right for a share of the loss, and wrong for a mean.
+            # The Trainer multiplies the loss by the number of processes if it gets `num_items`.
+            # That is correct for a share of a sum, but not for a mean.
             num_items = None
         loss = self._compute(batch, num_items)
         if self._num_items is None and self._trainer.compute_loss_func is None:
-            # The losses are added, so dividing makes their sum the mean over the batches.
+            # The guard adds the losses, so dividing here makes their sum the mean over the batches.
             return loss / self._num_batches
         return loss
 
     def _compute(self, batch: Any, num_items: Any) -> torch.Tensor:
         device_type = self._trainer.args.device.type
-        # Accelerate applies autocast to the forward only, so the guard's autocast must not cover
-        # the rest of the loss.
+        # Accelerate applies autocast to the forward pass only, so the guard's autocast must not
+        # cover the rest of the loss computation.
         with (
             torch.autocast(device_type, enabled=False),
             self._trainer.compute_loss_context_manager(),
@@ -95,38 +99,38 @@ class WindowLoss:
     def _recount(self, batches: Sequence[Any]) -> None:
         """Count batches and items again after the guard has removed samples from the window."""
         self._num_batches = len(batches)
-        # With several processes, counting is a collective, which the others would not join.
+        # With several processes, counting is a collective in which the others would not take part.
         if self._num_items is not None and self._trainer.accelerator.num_processes == 1:
             self._num_items = self._trainer._get_num_items_in_batch(
                 list(batches), self._trainer.args.device
             )
 
     def _find_out_whether_items_are_used(self, batch: Any, guard: HostedGuard) -> None:
-        """Test whether the loss depends on the number of items.
+        """Test whether the loss depends on ``num_items_in_batch``.
 
-        It is computed for one sample with two different numbers, and the results are compared.
+        The test computes the loss of one sample with two different values and compares the results.
         """
         sample = self._sample_with_most_labels(batch)
         with guard.evaluating_alone():
             loss_with_one = self._loss_with_items(sample, 1)
             loss_with_two = self._loss_with_items(sample, 2)
         if not math.isfinite(loss_with_one) or not math.isfinite(loss_with_two):
-            # The test is repeated in the next step.
+            # The next step repeats the test.
             return
         if loss_with_one == 0.0:
             return
         self._uses_items = loss_with_one != loss_with_two
         if not self._uses_items:
             why = (
-                "its loss is a mean, regardless of num_items_in_batch, and the Trainer would add"
-                " the means of the batches; instead, each mean is weighted by its number of items"
+                "it always returns a mean loss, and the Trainer would add the means of the batches;"
+                " holdfast weights each mean by its number of items instead"
             )
             guard.emit(run_events.ItemsIgnored(model=type(self._model).__name__, why=why))
 
     def _sample_with_most_labels(self, batch: Any) -> Any:
-        """Return a batch of only the sample with the most labels.
+        """Return a batch that contains only the sample with the most labels.
 
-        If the batch cannot be cut, it is returned unchanged.
+        A batch that cannot be indexed by sample is returned unchanged.
         """
         try:
             size = batch_size(batch, self._split)
@@ -137,6 +141,6 @@ class WindowLoss:
             return batch
 
     def _loss_with_items(self, batch: Any, num_items: int) -> float:
-        # A label smoother removes the labels from a batch, so it gets a copy.
+        # The Trainer's label smoother removes the labels from the batch, so pass a copy.
         items = torch.tensor(num_items, device=self._trainer.args.device)
         return float(self._compute(copy.copy(batch), items))
