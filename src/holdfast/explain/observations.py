@@ -1,4 +1,4 @@
-"""Read single facts from a run's events, such as growing memory, training faults or failed saves.
+"""Extract individual facts from a run's events, such as growing memory or failed saves.
 
 `wording.remarks` turns these observations into sentences, and `exhibits` turns them into pieces of
 evidence. `causes.choosing` decides which cause ended the run.

@@ -1,4 +1,4 @@
-"""`RunContext`: what the objects that carry out one run share."""
+"""`RunContext`: the objects that the engine, the session and their parts share in one run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from holdfast.numerics.spikes import SpikeDetector
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """What the engine, the session and their parts share.
+    """The objects that the engine, the session and their parts share.
+
 
     `Guard` creates it once and passes it on, so that none of these objects has to know the others.
     """
@@ -38,17 +39,17 @@ class RunContext:
     ranks: Ranks
     # The phase of the run, and whether its state is sound.
     state: RunState
-    # Which remedies for an out-of-memory are in use, and which come next.
+    # The remedies for out-of-memory errors that are in use, and the next ones to try.
     ladder: MemoryLadder
     # Copies of the buffers and of the `state=` objects that an attempt may change.
     buffers: BufferKeeper
     loss_scale: LossScale
-    # The state of optimizers that the guard has created before their first step.
+    # Optimizer state that the guard has created before the optimizers' first step.
     created_state: CreatedState
-    # The gradients of the batches of a step that came before the current one.
+    # If a step has several batches, the gradients of the batches before the current one.
     earlier_gradients: EarlierGradients
     diagnosis: Diagnosis
-    # The position in the loader; None if the guard has no loader.
+    # The position in the loader. None if the guard has no loader.
     cursor: Cursor | None
     schedules: Schedules
     # Detects losses and gradient norms that stand out.
@@ -65,7 +66,7 @@ class RunContext:
         cursor: Cursor | None,
         schedules: Schedules,
     ) -> Self:
-        """Return the context of a run that begins."""
+        """Create the context of a new run."""
         loss_scale = LossScale(parts.device_type(), enabled=policy.precision == "fp16")
         return cls(
             parts=parts,

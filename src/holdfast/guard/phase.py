@@ -1,15 +1,15 @@
-"""The phase of a run, and whether the state in memory is sound.
+"""Track the phase of a run, and whether the state in memory is sound.
 
-`Phase` says what the run is doing. `Soundness` says whether the weights, buffers and moments in
-memory belong to one point in the data; it outlasts the phases. `TRANSITIONS` names every change of
-phase that may happen, and `RunState` raises an AssertionError for any other one:
+`Phase` is what the run is doing. `Soundness` is whether the weights, buffers and moments in memory
+belong to the same point in the data; it persists across phases. `TRANSITIONS` lists the allowed
+changes of phase, and `RunState` raises an AssertionError for any other change:
 
     closed → at boundary → in step → committing → after step → at boundary → ... → closed
                               ↓          ↓            ↓
                           taken back   failed    rolling back → after step, or at boundary
 
-The engine, its callers and the session make the transitions. The state may be saved only between
-two steps, and only while it is sound.
+The engine, its callers and the session trigger the transitions. State may be saved only between two
+steps, and only while it is sound.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Phase(StrEnum):
     IN_STEP = "in step"
     # The same, after another step with this batch, such as that of a second optimizer.
     IN_FURTHER_STEP = "in a further step"
-    # Optimizers are changing the weights, or the counters of the step are being updated.
+    # Optimizers are changing the weights, or counters are being updated after the step.
     COMMITTING = "committing"
     # A step was committed, skipped or undone, and the rest of the loop body has yet to run.
     AFTER_STEP = "after step"
@@ -39,13 +39,13 @@ class Phase(StrEnum):
 
 
 class Soundness(StrEnum):
-    """Whether the state in memory belongs to one point in the data.
+    """Whether the weights, buffers and moments in memory belong to the same point in the data.
 
     Only the restoration of an earlier state makes an unsound state sound again.
     """
 
     SOUND = "sound"
-    # An earlier state was restored, and the loop must return to an earlier position in the data
+    # An earlier state was restored. The loop must return to the position of that state in the data
     # before it continues.
     REWOUND = "rewound"
     # The state is inconsistent, for example because a step was committed only in part.
@@ -53,7 +53,7 @@ class Soundness(StrEnum):
 
 
 class Transition(StrEnum):
-    """What may change the phase; the method of `RunState` with the same name makes it."""
+    """An event that changes the phase. The method of `RunState` with the same name triggers it."""
 
     OPEN = "open"
     CLOSE = "close"
@@ -148,7 +148,7 @@ _ATTEMPTING = (Phase.IN_STEP, Phase.IN_FURTHER_STEP)
 
 
 class RunState:
-    """The phase of one run, the soundness of its state, and what its models hold.
+    """The phase of one run, the soundness of its state, and the kind of weights its models hold.
 
     Example:
         >>> state = RunState()
@@ -175,7 +175,8 @@ class RunState:
 
     @property
     def in_loop(self) -> bool:
-        """Return whether the script iterates `Guard.batches`, which marks the boundaries."""
+        """Return whether the script is in a loop over `Guard.batches`, which marks the
+        boundaries."""
         return self._in_loop
 
     @property
@@ -213,7 +214,7 @@ class RunState:
         return self._phase not in _BETWEEN_STEPS
 
     def _follow(self, transition: Transition) -> None:
-        """Enter the phase to which a transition leads, or raise an AssertionError."""
+        """Enter the phase that a transition leads to. If there is none, raise an AssertionError."""
         following = TRANSITIONS.get((self._phase, transition))
         if following is None:
             raise AssertionError(
@@ -224,41 +225,41 @@ class RunState:
     # --- the run directory
 
     def open(self) -> None:
-        """Note that the run directory was locked."""
+        """Record that the run directory was locked."""
         self._follow(Transition.OPEN)
 
     def close(self) -> None:
-        """Note that the run directory was unlocked."""
+        """Record that the run directory was unlocked."""
         self._follow(Transition.CLOSE)
 
     # --- a step
 
     def begin(self) -> None:
-        """Note that a step begins."""
+        """Record that a step begins."""
         self._follow(Transition.BEGIN)
 
     def take_back(self) -> None:
-        """Note that a step was taken back."""
+        """Record that a step was taken back."""
         self._follow(Transition.TAKE_BACK)
 
     def commit(self) -> None:
-        """Note that the optimizers begin to change the weights."""
+        """Record that the optimizers begin to change the weights."""
         self._follow(Transition.COMMIT)
 
     def committed(self) -> None:
-        """Note that a committed step is complete, including counters and schedulers."""
+        """Record that a committed step is complete, including counters and schedulers."""
         self._follow(Transition.COMMITTED)
 
     def skipped(self) -> None:
-        """Note that a step was taken back and its batch is skipped."""
+        """Record that a step was taken back and its batch is skipped."""
         self._follow(Transition.SKIPPED)
 
     def step_failed(self) -> None:
-        """Note that a step ended with an error.
+        """Record that a step ended with an error.
 
-        The state stays sound if the step was taken back and the batch has had no other step.
-        Otherwise the batch has been processed only in part, which a loop that is about to rewind
-        repairs.
+        If the step was taken back and was the only step with this batch, the state stays sound.
+        Otherwise, the batch was processed only in part, and the state is broken, unless the loop is
+        about to return to an earlier position anyway.
         """
         is_whole = self._phase in (Phase.CLOSED, Phase.AT_BOUNDARY)
         self._follow(Transition.STEP_FAILED)
@@ -268,15 +269,15 @@ class RunState:
     # --- the loop
 
     def enter_loop(self) -> None:
-        """Note that the script iterates `Guard.batches`."""
+        """Record that the script iterates `Guard.batches`."""
         self._in_loop = True
 
     def leave_loop(self) -> None:
-        """Note that the loop over `Guard.batches` has ended."""
+        """Record that the loop over `Guard.batches` has ended."""
         self._in_loop = False
 
     def boundary(self) -> None:
-        """Note that the loop body has finished with a batch."""
+        """Record that the loop body has finished with a batch."""
         self._follow(Transition.BOUNDARY)
 
     # --- an earlier state
@@ -298,9 +299,8 @@ class RunState:
     def _phase_after_rollback(self) -> Phase:
         """Return the phase that follows the restoration of an earlier state.
 
-        An attempt that has begun continues. A loop that has rewound its data is at the boundary
-        before the first batch of that state. A broken state was made by the batch in use, which
-        therefore counts as used.
+        An attempt that has begun continues. A loop that returns to an earlier position is at a
+        boundary. If the state is broken, the current batch caused that, so it counts as used.
         """
         if self.is_attempting:
             return self._phase
@@ -311,14 +311,14 @@ class RunState:
         return Phase.AFTER_STEP
 
     def rewound(self) -> None:
-        """Note that the loop must return to an earlier position in the data."""
+        """Record that the loop must return to an earlier position in the data."""
         self._follow(Transition.REWOUND)
         self._soundness = Soundness.REWOUND
 
     def spoil(self) -> None:
-        """Note that the state in memory is wrong and could not be restored.
+        """Record that the state in memory is wrong and could not be restored.
 
-        An attempt that has begun must still be taken back, or have failed.
+        If an attempt has begun, its phase does not change: it must still be taken back or fail.
         """
         self._soundness = Soundness.BROKEN
         self._follow(Transition.SPOIL)
@@ -326,11 +326,11 @@ class RunState:
     # --- averaged weights
 
     def swap_in_averages(self) -> None:
-        """Note that averaged weights are about to replace the trained ones in the models."""
+        """Record that averaged weights are about to replace the trained ones in the models."""
         assert not self._averaged
         self._averaged = True
 
     def swap_out_averages(self) -> None:
-        """Note that the trained weights are in the models again."""
+        """Record that the trained weights are in the models again."""
         assert self._averaged
         self._averaged = False

@@ -37,7 +37,8 @@ class Schedule:
         self.scheduler = scheduler
         self.interface = interface
         self.optimizer = optimizer
-        # The steps of its optimizer over all attempts of the run, to be passed to ``step_update``.
+        # The number of steps of the optimizer over all attempts of the run. It is passed to
+        # ``step_update``.
         self.updates = 0
         # The scheduler that takes the metric: this one, or the ReduceLROnPlateau inside timm's
         # PlateauLRScheduler.
@@ -70,7 +71,7 @@ class Schedule:
             call_with_number(self.scheduler.step, "epoch", epochs)
 
     def validated(self, metric: float, mode: str, epochs: int) -> bool:
-        """Pass a metric to the scheduler, if it needs a metric of this mode.
+        """Pass a metric to the scheduler if it needs one, and needs it in this mode.
 
         Args:
             metric: The value, which must be finite.
@@ -117,7 +118,7 @@ class Schedules:
         has_epochs: bool,
     ) -> None:
         self._interval = interval
-        # Whether any metric was reported, of whichever mode and value.
+        # Whether any metric was reported, regardless of its mode and value.
         self._has_metric = False
         self._schedules: list[Schedule] = []
         if interval is None:
@@ -139,10 +140,11 @@ class Schedules:
     def after_step(self, moved: Sequence[str]) -> None:
         """Advance the schedulers of the optimizers that have committed a step.
 
-        Do not call this after a skipped step.
+        With ``interval="epoch"``, only timm schedulers are advanced here, since they count both
+        steps (``step_update``) and epochs (``step``). Do not call this after a skipped step.
 
         Args:
-            moved: The names of these optimizers.
+            moved: The names of the optimizers that have stepped.
         """
         for schedule in self._schedules:
             if schedule.optimizer in moved and (
@@ -154,7 +156,7 @@ class Schedules:
         """Advance the schedulers that count epochs.
 
         Args:
-            epochs: The number of epochs completed, over all attempts of the run.
+            epochs: The number of epochs completed so far, over all attempts of the run.
         """
         if self._interval is None:
             return
@@ -163,7 +165,7 @@ class Schedules:
                 schedule.after_epoch(epochs)
 
     def validated(self, metric: SupportsFloat, mode: str, epochs: int) -> list[str]:
-        """Pass a finite metric to the schedulers that need a metric of this mode.
+        """Pass a finite metric to the schedulers that need one in this mode.
 
         Returns:
             The names of the schedulers that have changed a learning rate.
@@ -193,11 +195,11 @@ class Schedules:
         return {schedule.name: schedule.updates for schedule in self._schedules}
 
     def load_state_dict(self, state: Mapping[str, int], *, default: int) -> None:
-        """Restore the numbers of steps.
+        """Restore the number of steps that each scheduler has counted.
 
         Args:
             state: The return value of `state_dict`.
-            default: The number of steps for schedulers that are missing in the checkpoint.
+            default: The number of steps for schedulers that are not in `state`.
         """
         for schedule in self._schedules:
             schedule.updates = int(state.get(schedule.name, default))
@@ -238,14 +240,14 @@ def _checked_interface(name: str, scheduler: Any) -> Interface:
 
 
 def _advances_by_epochs(scheduler: Any, interface: Interface, interval: str) -> bool:
-    """Return whether a scheduler is advanced at the end of each epoch."""
+    """Return whether the guard advances a scheduler at the end of each epoch."""
     if interface is Interface.TIMM:
         return counts_epochs(scheduler)
     return interface is Interface.STEP and interval == "epoch"
 
 
 def _epochs_unknown(name: str, scheduler: Any) -> PolicyError:
-    """Return an H105 error for a scheduler that counts epochs although Guard has no loader."""
+    """Return an H105 error for a scheduler that counts epochs when Guard has no loader."""
     return _refused(
         f"scheduler {name!r} is a {type(scheduler).__name__} that counts epochs, but Guard has no"
         " loader",
@@ -307,7 +309,7 @@ def _optimizer_of(
 def _nearest_optimizers(scheduler: Any, optimizers: Mapping[str, Optimizer]) -> list[str]:
     """Return the names of the guard's optimizers that are nearest to a scheduler.
 
-    Distance is counted in attributes.
+    The distance is the number of attributes on the way from the scheduler to the optimizer.
     """
     for level in levels_inside(scheduler, looks_like_an_optimizer):
         ids_in_level = set[int]().union(*map(identities, level))
@@ -336,7 +338,10 @@ def _check_not_inside(schedulers: Mapping[str, Any]) -> None:
 
 
 def _refused(problem: str, limit: str, fix: str) -> PolicyError:
-    """Return an H105 error for a scheduler, with an additional fix that works for any scheduler."""
+    """Return an H105 error for a scheduler.
+
+    To `fix`, this adds a fix that works for any scheduler.
+    """
     return PolicyError(
         problem,
         limit=limit,

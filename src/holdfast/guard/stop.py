@@ -120,7 +120,7 @@ class StopRequest:
         self.reason = self.reason or reason
 
     def honor(self) -> None:
-        """Note that the loop ends because of the request."""
+        """Record that the loop ends because of the request."""
         self._honored = True
 
     def reset(self, *, raised: bool = False) -> None:

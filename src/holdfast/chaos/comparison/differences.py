@@ -19,7 +19,7 @@ FIELDS = {
     "buffers": "the buffers after the step differ although everything before is the same",
 }
 
-# The fields that are compared in the state in which an attempt starts, in addition to its weights.
+# Fields to compare at the start of an attempt, in addition to the weights.
 START_FIELDS = {
     "buffers": "the buffers, such as BatchNorm statistics, differ at the start of the attempt",
     "optimizer": "the optimizer state differs at the start of the attempt",

@@ -359,7 +359,7 @@ def _confidence_given_rivals(
 ) -> float:
     """Return the confidence in a root.
 
-    It is lower if a signal from outside or another root could also explain the end.
+    Confidence is lower if an external signal or another cause could also have ended the run.
     """
     confidence = root.confidence
     explains_a_signal = root.signature.family in _FAMILIES_EXPLAINING_A_SIGNAL

@@ -21,7 +21,7 @@ from holdfast.recorder.run_files import SAMPLES_FILE
 # The smallest number of records that a row of ``recorder.history`` summarizes.
 _RECORDS_OF_A_ROW = 64
 # Loader waiting times are only judged if there are enough steps and the total wait is long enough.
-# A run of a few seconds spends half of its time on starting workers.
+# A run that lasts only seconds may spend half its time starting workers.
 _MIN_JUDGED_STEPS = 10
 _MIN_WAIT_SECONDS = 2.0
 

@@ -80,11 +80,11 @@ class ForecastRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationForecast:
-    """The memory for evaluating one batch while the state of the training is on the device.
+    """The memory for evaluating one batch while the training state is on the device.
 
     Args:
-        samples: Samples of the batch.
-        live_bytes: Peak of the live bytes.
+        samples: Number of samples in the batch.
+        live_bytes: Peak size of the tensors that are alive during evaluation, in bytes.
         process_bytes: Device memory of the whole process, including the CUDA context.
         fits: Whether the evaluation fits the device.
     """
@@ -100,8 +100,8 @@ class Verification:
     """The result of tracing a recommended plan with its own settings.
 
     Args:
-        live_bytes: Peak of the live bytes in this trace.
-        forecast_bytes: Peak of the live bytes that was forecast for the same step.
+        live_bytes: Peak size of the tensors that are alive in this trace, in bytes.
+        forecast_bytes: Peak size of the tensors that was forecast for the same step, in bytes.
         fits: Whether this trace fits the device.
         evaluation: The memory for the evaluation, if the factory returns one.
     """

@@ -49,11 +49,11 @@ class DistributedModel(ABC):
 
     @abstractmethod
     def before_row(self) -> None:
-        """Note that the row is about to be exchanged."""
+        """Record that the row is about to be exchanged."""
 
     @abstractmethod
     def after_row(self) -> None:
-        """Note that the exchange of the row has begun."""
+        """Record that the exchange of the row has begun."""
 
     @abstractmethod
     def end_attempt(self) -> None:

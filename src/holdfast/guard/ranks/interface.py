@@ -300,7 +300,7 @@ class Ranks(Protocol):
     # --- the loop and saving
 
     def end_epoch(self) -> RankIsSlow | None:
-        """Note that the loader has ended, and return which rank was slow, if one was.
+        """Record that the loader has ended, and return which rank was slow, if one was.
 
         Raises:
             RankError: H116 if the loader of another rank has not ended.

@@ -48,11 +48,11 @@ class Pace:
         self._since = time.perf_counter()
 
     def begin_step(self) -> None:
-        """Note that this rank starts a step."""
+        """Record that this rank starts a step."""
         self._step_began = time.perf_counter()
 
     def begin_attempt(self) -> None:
-        """Note that an attempt starts on all ranks."""
+        """Record that an attempt starts on all ranks."""
         self._attempt_began = time.perf_counter()
 
     def fields_of_row(self) -> dict[str, float]:

@@ -443,7 +443,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
     # --- the loop
 
     def end_epoch(self) -> RankIsSlow | None:
-        """Note that the loader has ended, and return which rank was slow."""
+        """Record that the loader has ended, and return which rank was slow."""
         rows = self._rows_of_epoch_end()
         self._exchange.receive_decisions(rows)
         self._transfer.catch_up(rows.which_failed())

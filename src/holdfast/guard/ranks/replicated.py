@@ -108,7 +108,7 @@ class ReplicatedModel(DistributedModel):
         self._tape.begin()
 
     def before_row(self) -> None:
-        """Note that the row is about to be exchanged.
+        """Record that the row is about to be exchanged.
 
         From here on, collectives are no longer counted: torch's reductions of gradients follow.
         """
@@ -116,7 +116,7 @@ class ReplicatedModel(DistributedModel):
         self._tape.note(self.group, Entry(ROW))
 
     def after_row(self) -> None:
-        """Note that the exchange of the row has begun."""
+        """Record that the exchange of the row has begun."""
         self._sequence_after_row = self._sequence_number()
 
     def end_attempt(self) -> None:

@@ -107,14 +107,14 @@ class ShardedModel(DistributedModel):
         return True
 
     def before_row(self) -> None:
-        """Note that the row is about to be exchanged."""
+        """Record that the row is about to be exchanged."""
         self._tape.note(self.group, Entry(ROW))
 
     def after_row(self) -> None:
         """Do nothing, since collectives are not counted from here on."""
 
     def end_attempt(self) -> None:
-        """Note that the attempt is over."""
+        """Record that the attempt is over."""
         self._tape.end()
 
     def own_collectives(self) -> int:

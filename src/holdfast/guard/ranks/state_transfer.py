@@ -49,7 +49,7 @@ class StateTransfer:
         self.is_behind = False
 
     def request(self) -> None:
-        """Note that the optimizer has failed in its step on this rank."""
+        """Record that the optimizer has failed in its step on this rank."""
         self.is_behind = True
 
     def catch_up(self, behind: list[bool]) -> None:

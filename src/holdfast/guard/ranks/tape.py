@@ -80,7 +80,7 @@ class Tape:
         self._attempt += 1
 
     def note(self, group: Any, entry: Entry) -> None:
-        """Note that a collective of the guard or of the model's wrapper is about to start.
+        """Record that a collective of the guard or of the model's wrapper is about to start.
 
         Args:
             group: The process group of the collective.
@@ -91,7 +91,7 @@ class Tape:
             self._entries.append(entry)
 
     def end(self) -> None:
-        """Note that this rank has finished running the model in this attempt."""
+        """Record that this rank has finished running the model in this attempt."""
         self.collectives.freeze()
         self._is_over = True
 
@@ -213,7 +213,7 @@ class Tape:
         return None
 
     def count_failed_attempt(self) -> None:
-        """Note that an attempt has failed on some rank. All ranks must call this equally often."""
+        """Record that an attempt failed on some rank. All ranks must call this equally often."""
         self._failed_attempts += 1
 
     def _serve(self, store: RankStore) -> None:

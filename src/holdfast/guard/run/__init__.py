@@ -1,4 +1,4 @@
-"""One run: its loop over batches, its steps, recovery after a step that failed, and resuming.
+"""One run: the loop over batches, its steps, recovery from failed steps, and resuming.
 
 Read in this order:
 

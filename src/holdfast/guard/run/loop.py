@@ -31,14 +31,16 @@ from holdfast.memory.oom import naming_lack_of_memory
 # By default Lightning evaluates after each epoch, and the Trainer every 500 steps.
 _EPOCHS_WITHOUT_METRIC = 3
 _STEPS_WITHOUT_METRIC = 1000
-# Each of the first epochs is recorded as an event, up to this many. After that only a few are, so
-# that these events never fill the ring of the recorder.
+# The first epochs, up to this many, are all recorded as events. Later, only a few epochs are, so
+# that these events never fill the recorder's ring buffer.
 _EPOCHS_WITH_EVENTS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Where a loop ends, over all restarts of the run; None for no limit.
+    """The epoch and the step at which a loop ends, counted over all restarts of the run.
+
+    None means no limit.
 
     Raises:
         PolicyError: H105 for a limit that is not a whole number.
@@ -58,7 +60,7 @@ class Limits:
                 )
 
     def are_reached(self, *, epochs: int, steps: int) -> bool:
-        """Return whether a run with so many epochs and steps has reached one of the limits."""
+        """Return whether a run with these numbers of epochs and steps has reached a limit."""
         if self.epochs is not None and epochs >= self.epochs:
             return True
         return self.steps is not None and steps >= self.steps
@@ -66,7 +68,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EpochBegin:
-    """The run as it was when a loop began to read an epoch."""
+    """The state of the run when a loop began to read an epoch."""
 
     # See `Loop._progress`.
     progress: tuple[int, int]
@@ -89,13 +91,13 @@ class Loop:
         self._recovery = recovery
         self._state = session.state
         self._own_steps = OwnStepsRefused(session.parts, session.state, session.record.left_by)
-        # Whether the save that is due was postponed.
+        # Whether a save is due but was postponed.
         self._postponed = False
         self._reported_waiting = False
-        # The number of whole epochs in this loop.
+        # The number of epochs that this loop has read from start to end.
         self._epochs = 0
         self._reported_unkept = False
-        # Finds counters that no checkpoint holds; None once one of them was reported.
+        # Finds counters that are missing from checkpoints. None after the first report.
         self._unkept_numbers: UnkeptNumbers | None = UnkeptNumbers(session.parts)
         self._reported_loaders = False
         # The generator of the most recent loop.
@@ -109,21 +111,21 @@ class Loop:
         max_steps: int | None,
         release: Callable[[End], None],
     ) -> Generator[Any]:
-        """Start a new loop, which `leave` can end, and return its batches; see `batches`."""
+        """Start a loop and return its batches; see `batches`. `leave` can end the loop early."""
         self._under_way = self.batches(cursor, max_epochs, max_steps, release)
         return self._under_way
 
     def leave(self) -> None:
-        """End the most recent loop, as ``break`` does, if it is still suspended at a batch."""
+        """End the most recent loop, as ``break`` would, if it is still suspended at a batch."""
         if self._under_way is not None:
             self._under_way.close()
 
     def end_at_exit(self) -> None:
         """End a run that is still open when the process exits.
 
-        When Python frees the iterator later, it is too late to save.
+        Later, when Python frees the iterator, it would be too late to save.
         """
-        # The generator raises ValueError if a thread that has not ended is still running it.
+        # The generator raises ValueError if another thread is still running it.
         with contextlib.suppress(ValueError):
             self.leave()
         if not self._session.is_open:
@@ -148,7 +150,8 @@ class Loop:
             cursor: The position in the loader.
             max_epochs: The limit in epochs, or None.
             max_steps: The limit in optimizer steps, or None.
-            release: Called with how the run ended, to unlock the directory.
+            release: Unlocks the run directory. Called at the end of the loop with how the run
+                ended.
         """
         limits = Limits(epochs=max_epochs, steps=max_steps)
         self._begin_loop(cursor, limits)
@@ -170,7 +173,7 @@ class Loop:
             self._leave_loop(cursor, how, release)
 
     def _is_finished(self, cursor: Cursor, limits: Limits) -> bool:
-        """Return whether the loop ends at this boundary."""
+        """Return whether the loop must end at this boundary."""
         if limits.are_reached(epochs=cursor.epoch, steps=self._record.global_step):
             return True
         return self._stop.reason is not None
@@ -201,7 +204,7 @@ class Loop:
             # A launcher kills all ranks when the first one exits, so they wait here until the
             # checkpoint is complete.
             self._ranks.agree("stop", dict)
-        # A request may have come during the save.
+        # Another stop request may have arrived during the save.
         self._honor_stop()
         return "finished" if self._stop.reason is None else "stopped"
 
@@ -209,7 +212,7 @@ class Loop:
         """Record an error that ends the loop, and save the state if it is complete.
 
         Raises:
-            The error of another rank, if that has caused this one.
+            The error of another rank, if it caused this one.
         """
         cause = self._ranks.announce_failure(error)
         self._record.left_by(cause or error)
@@ -222,7 +225,7 @@ class Loop:
             raise cause from error
 
     def _leave_loop(self, cursor: Cursor, how: End, release: Callable[[End], None]) -> None:
-        """Unlock the run directory, after a return to the state to which a step has rolled back."""
+        """Unlock the run directory. If a step has rolled back, first restore that state again."""
         try:
             if self._state.must_rewind:
                 self._recovery.roll_back_again()
@@ -240,7 +243,7 @@ class Loop:
     def _save_as_asked(self) -> bool:
         """Save when a loop is left early, if a stop was requested.
 
-        The request stays in force, and also ends a loop that follows. With several ranks nothing is
+        The stop request stays in force and also ends the next loop. With several ranks, nothing is
         saved, because the other ranks may still be in their loops.
 
         Returns:
@@ -272,8 +275,8 @@ class Loop:
     def _epoch(self, cursor: Cursor, limits: Limits) -> Iterator[Any]:
         """Yield the remaining batches of an epoch.
 
-        Ends early if the loop is finished, if a signal interrupts the wait for a batch, or if the
-        run has returned to an earlier position.
+        The epoch ends early if the loop is finished, if a signal interrupts the wait for a batch,
+        or if the run has returned to an earlier position.
         """
         place = {PLACE: [cursor.epoch, cursor.batches]}
         self._ranks.agree("epoch", lambda: place | self._session.parts.settings())
@@ -296,7 +299,8 @@ class Loop:
             yield batch
             self._session.check_averages()
             if self._state.must_rewind:
-                # The rest of the loop body has run on the restored state, so restore that again.
+                # The rest of the loop body has run on the restored state and may have changed it,
+                # so restore the state again.
                 self._recovery.roll_back_again()
                 return
             self._pass_boundary(cursor)
@@ -305,12 +309,12 @@ class Loop:
         self._end_epoch(cursor, begun, needs_steps=limits.steps is not None)
 
     def _pass_boundary(self, cursor: Cursor) -> None:
-        """Count the batch with which the loop body has finished, and save if a save is due."""
+        """Count the batch that the loop body has finished, and save if a save is due."""
         cursor.advance(used=self._state.batch_is_used)
         self._state.boundary()
         self._report_unkept_loaders()
         # A save that is due at the last batch can wait for the end of the epoch. With several
-        # ranks, the first one has already taken that into account for all.
+        # ranks, the first rank has already decided this for all of them.
         if self._ranks.world_size > 1 or not cursor.seems_to_end:
             self._save_if_due()
 
@@ -347,7 +351,7 @@ class Loop:
         self._record.emit(run_events.ResumeMayDiffer(why=cursor.unkept))
 
     def _report_unkept_numbers(self) -> None:
-        """Report once if a scheduler or an optimizer has a counter that it does not save."""
+        """Report once if a scheduler or optimizer has a counter that its ``state_dict`` lacks."""
         unkept = None if self._unkept_numbers is None else self._unkept_numbers.find()
         if unkept is None:
             return
@@ -361,9 +365,9 @@ class Loop:
         self._record.emit(run_events.ResumeMayDiffer(why=why))
 
     def _report_unkept_loaders(self) -> None:
-        """Report once if the loop advances a second loader whose position no checkpoint holds.
+        """Report once if the loop advances a second loader whose position is in no checkpoint.
 
-        A loader that the loop body iterates to its end, as in an evaluation, does not count.
+        Loaders that the loop body iterates to the end, as in an evaluation, are not reported.
         """
         if self._reported_loaders or not take_unkept_loaders():
             return
@@ -376,7 +380,7 @@ class Loop:
         self._record.emit(run_events.ResumeMayDiffer(why=why))
 
     def _report_waiting_schedulers(self, epochs: int) -> None:
-        """Report once which schedulers need a metric but have received none in the whole run."""
+        """Report once which schedulers need a metric but have not received one in the whole run."""
         if epochs < _EPOCHS_WITHOUT_METRIC or self._reported_waiting:
             return
         waiting = self._session.schedules.without_metric()
@@ -394,7 +398,7 @@ class Loop:
 
     def _save_now_if_due(self) -> None:
         self._session.saving.at_boundary()
-        # A save that began some steps ago may have been refused.
+        # A save that started a few steps ago may have been refused.
         refused = self._saves.take_refusal()
         if refused is None:
             self._session.keep_snapshot()
@@ -423,7 +427,7 @@ class Loop:
         return counters.steps, counters.skipped_steps
 
     def count_batch(self) -> None:
-        """Count the batch that the loop body is using as trained, if a step was run with it."""
+        """Count the loop body's current batch as trained, if a step was run with it."""
         if self._state.batch_is_used:
             if self._session.cursor is not None:
                 self._session.cursor.advance(used=True)
@@ -432,7 +436,7 @@ class Loop:
     def boundary_outside(self) -> None:
         """Save if a save is due, in a script that does not iterate `Guard.batches`.
 
-        Called at the beginning of a step, when the previous one is complete.
+        This is called at the beginning of a step, when the previous step is complete.
         """
         self._state.boundary()
         self._save_if_due()

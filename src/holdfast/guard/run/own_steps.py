@@ -1,8 +1,7 @@
-"""Refuse optimizer steps that a loop over `Guard.batches` makes itself instead of through
-`Guard.step`.
+"""Refuse optimizer steps that a loop over `Guard.batches` makes without `Guard.step`.
 
-Such a step changes the weights, but the guard does not count it: no save would ever be due, and a
-run that was killed would start again from step 0.
+Such a step changes the weights, but the guard does not count it. No save would ever be due, and a
+killed run would start again from step 0.
 """
 
 from __future__ import annotations
@@ -18,21 +17,20 @@ from holdfast.core.errors import BatchError
 from holdfast.guard.parts import Parts
 from holdfast.guard.phase import RunState
 
-# The states of all guards in this process: a loop that was never closed must not refuse the steps
+# The states of all guards in this process. A loop that was never closed must not refuse the steps
 # of another guard.
 _states: weakref.WeakSet[RunState] = weakref.WeakSet()
 
 
 class OwnStepsRefused:
-    """A context in which stepping an optimizer of guarded parameters outside of `Guard.step` raises
-    H212.
+    """A context that raises H212 for any step of guarded parameters outside of `Guard.step`.
 
     Optimizers of other parameters, such as those of a discriminator that the guard does not hold,
     are not affected.
 
     Args:
         parts: The models and optimizers of the run.
-        state: The state of the guard, which shows whether it is in a guarded step.
+        state: The guard's state, which shows whether a guarded step is in progress.
         record: A function that is called with the error before it is raised.
     """
 
@@ -47,8 +45,8 @@ class OwnStepsRefused:
 
     def __enter__(self) -> None:
         self._parameters = {id(parameter) for _, parameter in self._parts.named_parameters()}
-        # torch keeps the hook until it is removed, so a strong reference in it would keep an
-        # abandoned run alive.
+        # torch keeps the hook until it is removed, so a strong reference to this object would keep
+        # an abandoned run alive.
         reference = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -63,12 +61,13 @@ class OwnStepsRefused:
         self._handle.remove()
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise H212 if this optimizer is about to move guarded parameters outside of a guarded
+        """Raise H212 if this optimizer is about to update guarded parameters outside of a guarded
         step.
 
-        Cost: less than a microsecond in a guarded step.
+        In a guarded step, this takes less than a microsecond.
         """
-        # The optimizers of a guarded step may be wrappers that step another optimizer.
+        # In a guarded step, any optimizer may step, since the guard's optimizers may be wrappers
+        # around others.
         if self._state.is_changing:
             return
         if any(state.is_changing for state in _states):

@@ -1,6 +1,6 @@
 """Restore the state of a run: resume from a checkpoint, or roll back to an earlier state.
 
-``saved_state`` says what belongs to this state.
+``saved_state`` defines what this state contains.
 """
 
 from __future__ import annotations
@@ -73,24 +73,24 @@ class Restoration:
         self._saved_state = saved_state
         self._saving = saving
         self._snapshots = snapshots
-        # The step of a state to which the run has rolled back, and which predates the cause of the
-        # rollback. No rollback has to go further back than this.
+        # The step of a state that the run has rolled back to and that predates the cause of the
+        # rollback. No rollback needs to go further back than this.
         self._known_good = -1
-        # The random state of a resumed run, until its loader is started.
+        # The random state to restore when the loader of a resumed run is started. None afterwards.
         self._random_state: RandomState | None = None
 
     @property
     def random_state(self) -> RandomState | None:
-        """Return the random state of a resumed run until its loader is started, and then None."""
+        """Return the random state to restore when a resumed run starts its loader, then None."""
         return self._random_state
 
     # --- a new process
 
     def resume(self) -> Path | None:
-        """Restore the newest checkpoint that can be verified.
+        """Restore the newest intact checkpoint.
 
         Returns:
-            The directory of the checkpoint, or None at the start of a run.
+            The directory of the checkpoint, or None if the run starts from the beginning.
         """
         self._ranks.agree("opening", self._same_for_all)
         entry = self._newest_good()
@@ -107,7 +107,8 @@ class Restoration:
                 for stall, whole in training["save_costs"]
             ]
             self._directory.note_resumed_from(training["run"])
-        # This is outside of `reading`, since an error in the loader's own code is not damage.
+        # This is outside of `reading`, since an error in the loader's own code does not mean that
+        # the checkpoint is damaged.
         self._go_to_position_of(training)
         with reading(entry.path):
             restore(RandomState.from_tree(training["random_state"]))
@@ -123,7 +124,7 @@ class Restoration:
         return entry.path
 
     def _same_for_all(self) -> dict[str, Any]:
-        """Return the facts that must be the same on all ranks."""
+        """Return the settings and shapes that must be the same on all ranks."""
         shapes = {name: list(parameter.shape) for name, parameter in self._parts.named_parameters()}
         facts: dict[str, Any] = {
             "run directory": self._directory.run_id,
@@ -135,7 +136,7 @@ class Restoration:
         return {**facts, **self._parts.settings()}
 
     def _report_lost_state_of_ranks(self, training: Mapping[str, Any]) -> None:
-        """Record which state of the individual ranks this resume cannot restore."""
+        """Record which per-rank state this resume cannot restore."""
         of_ranks = (training.get("ranks") or {"each": []})["each"]
         names = dict.fromkeys(
             name
@@ -165,7 +166,7 @@ class Restoration:
             )
 
     def report_steps_left_behind(self) -> None:
-        """Report it if an earlier guard in this process had reached a later step of the run."""
+        """Report steps that are lost because an earlier guard in this process had got further."""
         forget_left_steps(self._directory.path)
         previous_step = last_step(self._directory.run_id)
         if previous_step > self._record.global_step:
@@ -185,7 +186,7 @@ class Restoration:
         context.diagnosis.load_state_dict(training["diagnosis"])
 
     def note_loader_started(self) -> None:
-        """Note that the loader is at its position, so that its random state was restored."""
+        """Record that the loader is at its position and that the random state has been restored."""
         self._random_state = None
 
     # --- an earlier state
@@ -196,10 +197,10 @@ class Restoration:
         """Return to the newest good state: a snapshot in host memory, or otherwise a checkpoint.
 
         Args:
-            rewind_data: Whether the loader also returns to the position of that state. Only
-                checkpoints are used then.
-            before_step: Use only states taken at or before this step; None for the newest.
-            trusted: Whether states that old are known to predate the cause of the rollback.
+            rewind_data: Whether the loader also returns to the position of that state. If so, only
+                checkpoints are used.
+            before_step: Use only states from this step or earlier. None for the newest state.
+            trusted: Whether such states are known to predate the cause of the rollback.
 
         Returns:
             The guard's own part of that state, or None if there is no state to return to.
@@ -227,12 +228,12 @@ class Restoration:
             self._record.emit(run_events.RollbackFailed(error=describe_error(error)))
             raise
         if kept is not None and not trusted:
-            # If the run fails again after this, the next rollback uses an older snapshot.
+            # If the run fails again after this rollback, the next one uses an older snapshot.
             self._snapshots.distrust(kept)
         self._saving.returned(to_checkpoint=kept is None)
         self._snapshots.returned_to(self._record.global_step)
         if trusted:
-            # Earlier states are good as well, so no rollback needs to go further back.
+            # This state predates the cause, so no later rollback needs an older one.
             self._known_good = self._record.global_step
         return training
 
@@ -246,10 +247,10 @@ class Restoration:
     # --- one state
 
     def _newest_good(self, before_step: int | None = None) -> Entry | None:
-        """Return the newest checkpoint that can be verified; damaged ones are moved aside.
+        """Return the newest intact checkpoint, and move damaged ones aside.
 
         Args:
-            before_step: Consider only checkpoints saved at or before this step; None for all.
+            before_step: Consider only checkpoints from this step or earlier. None for all.
         """
 
         def on_damaged(path: Path, why: str) -> None:
@@ -262,7 +263,7 @@ class Restoration:
         )
 
     def _go_to_position_of(self, training: Mapping[str, Any]) -> None:
-        """Move the cursor to a saved position, and keep its random state for when a loop starts."""
+        """Move the cursor to a saved position, and keep its random state until a loop starts."""
         if self._cursor is not None and training["position"] is not None:
             self._cursor.load_state_dict(training["position"])
             self._cursor.compare_ranks(ranks_in(training), self._ranks.world_size)
@@ -273,8 +274,8 @@ class Restoration:
 
         Args:
             entry: The checkpoint.
-            in_place: Whether to overwrite the tensors while they are read, which needs no
-                additional memory.
+            in_place: Whether to read directly into the existing tensors, which needs no additional
+                memory.
         """
         targets = live_tensors(self._parts) if in_place else {}
         # With a sharded model, this rank reads only its own rows.
@@ -290,13 +291,13 @@ class Restoration:
         """Load a saved state into the objects of the run.
 
         Args:
-            trees: The state by component, as `gather` returns it.
+            trees: The state by component, as `SavedState.gather` returns it.
 
         Returns:
-            The guard's own part of the state, as it applies to this rank.
+            The guard's own part of the state, with this rank's values.
         """
         training = self._saved_state.of_this_rank(trees["training"])
-        # The `state=` objects that differed between ranks are saved separately for each rank.
+        # `state=` objects that differed between ranks are saved separately for each rank.
         states_of_rank = training.get("states", {})
         own_states = {f"state.{name}": tree for name, tree in states_of_rank.items()}
         load({**trees, **own_states}, self._parts)
@@ -304,7 +305,7 @@ class Restoration:
         self._context.loss_scale.load_state_dict(training["loss_scale"])
         self.note_state_replaced()
         self._record.move_to_step(training["global_step"])
-        # Checkpoints of earlier versions hold no counts. In that case, each schedule has counted
+        # Checkpoints from earlier versions hold no counts. In that case, each scheduler has counted
         # every step of the run.
         self._context.schedules.load_state_dict(
             training.get("schedules", {}), default=training["global_step"]
@@ -312,14 +313,14 @@ class Restoration:
         return training
 
     def note_state_replaced(self) -> None:
-        """Note that weights and optimizer state were loaded from elsewhere."""
+        """Record that weights and optimizer state were loaded from outside of the run directory."""
         self._context.created_state.forget()
 
 
 def chosen_on_first_rank(
     ranks: Ranks, store: Store, choose: Callable[[], Entry | None]
 ) -> Entry | None:
-    """Choose a checkpoint on the first rank, and return it on all ranks."""
+    """Choose a checkpoint on rank 0, and return the same one on all ranks."""
     return ranks.choose_on_first(
         choose,
         lambda entry: entry.path.name,
@@ -330,7 +331,7 @@ def chosen_on_first_rank(
 def ranks_in(training: Mapping[str, Any]) -> int:
     """Return the number of ranks that wrote a checkpoint.
 
-    A checkpoint without per-rank state was written by a single rank.
+    A checkpoint without per-rank state comes from a single rank.
     """
     of_ranks = training.get("ranks")
     return 1 if of_ranks is None else len(of_ranks["each"])
@@ -340,7 +341,7 @@ def check_own(training: Mapping[str, Any]) -> None:
     """Check the guard's own state in a checkpoint.
 
     Raises:
-        TypeError, LookupError or ValueError: If it does not have the form that a guard writes.
+        TypeError, LookupError or ValueError: If its structure is not the one that a guard writes.
             `reading` reports these errors as damage.
     """
     check_count(training["global_step"])

@@ -1,4 +1,4 @@
-"""Report which samples NaN or Inf came from, and quarantine them."""
+"""Report the samples that caused NaN or Inf, and quarantine them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from holdfast.guard.result import Outcome, Provenance
 
 
 class SampleReports:
-    """Records where in the data NaN or Inf came from.
+    """Records which samples caused NaN or Inf.
 
     Args:
         record: Where events are recorded.
-        cursor: The position in the loader, which knows the dataset indices of samples; None if the
+        cursor: The position in the loader, which knows the dataset indices of samples. None if the
             guard has no loader.
     """
 
@@ -27,10 +27,10 @@ class SampleReports:
         self._cursor = cursor
 
     def report_origin(self, provenance: Provenance, indices: Sequence[int] | None) -> str:
-        """Record where NaN or Inf came from, and return that as a message.
+        """Record where NaN or Inf came from, and return a message about it.
 
         Args:
-            provenance: What a replay of the step has shown.
+            provenance: The origin that a replay of the step has found.
             indices: The dataset index of each sample in the batch, or None if they are not known.
         """
         rank = f"{provenance.where}: " if provenance.where else ""
@@ -69,7 +69,7 @@ class SampleReports:
                 cursor.quarantine(bad_indices, reason)
             except LoaderError as error:
                 # The step is committed anyway. Samples that are not quarantined will be left out
-                # again whenever they come up.
+                # again the next time the loader yields them.
                 self._record.emit(run_events.QuarantineFull(error=error.what))
 
     def report_dropped_micro_batches(self, outcome: Outcome, batch: Any) -> None:
@@ -77,8 +77,8 @@ class SampleReports:
         ranges = outcome.attempt.dropped
         indices = self.dataset_indices(outcome, batch)
         if indices is not None:
-            # Samples in `outcome.dropped` were removed before the attempt, so the ranges count only
-            # the remaining ones.
+            # The samples in `outcome.dropped` were removed before the attempt, so the ranges of
+            # dropped micro-batches count only the remaining samples.
             indices = [index for place, index in enumerate(indices) if place not in outcome.dropped]
         places = [place for start, end in ranges for place in range(start, end)]
         self._record.emit(
@@ -90,11 +90,11 @@ class SampleReports:
         )
 
     def dataset_indices(self, outcome: Outcome, batch: Any) -> list[int] | None:
-        """Return the dataset index of each sample of the step's batch, or None if not known."""
+        """Return the dataset index of each sample in the step's batch, or None if unknown."""
         cursor = self._cursor
         if cursor is None:
             return None
-        # The outcome counts the samples of its last attempt, from which some may have been removed.
+        # `outcome.size` is that of the last attempt, from which samples may have been removed.
         size = None if outcome.size is None else outcome.size + len(outcome.dropped)
         return cursor.sample_indices(batch, size)
 
@@ -105,7 +105,7 @@ class SampleReports:
 
 
 def _at_places(indices: Sequence[int] | None, places: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the dataset indices of the samples at these positions, or None if not known."""
+    """Return the dataset indices of the samples at these positions, or None if unknown."""
     return None if indices is None else tuple(indices[place] for place in places)
 
 

@@ -1,6 +1,6 @@
-"""The state of a run as a checkpoint holds it, gathered from its live objects.
+"""Gather the state that a checkpoint holds from the objects of a run.
 
-``saving`` writes it, and ``restoration`` loads it.
+``saving`` writes this state, and ``restoration`` loads it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from holdfast.numerics.gradients import local
 
 
 class SavedState:
-    """Gathers the state of one run.
+    """Gathers the state of one run for a checkpoint.
 
     Args:
         context: What the objects of the run share.
         directory: The run directory.
-        chooser: Chooses when to save; what saves have cost is part of the state.
+        chooser: Decides when to save. The measured cost of saves is part of the state.
     """
 
     def __init__(
@@ -49,20 +49,23 @@ class SavedState:
         self._directory = directory
         self._chooser = chooser
         self.settings = RunSettings(context.parts, context.record)
-        # The state of each rank that the next checkpoint will hold; None with a single rank.
+        # The per-rank state for the next checkpoint. None with a single rank.
         self._of_ranks: dict[str, Any] | None = None
-        # A position, and the random state to save with it instead of the current one.
+        # A position, and the random state to save at that position instead of the current one.
         self._drawn_at: tuple[tuple[int, int], RandomState] | None = None
 
     def position(self) -> tuple[int, int]:
-        """Return two numbers that change with every step or batch, but not at the end of an epoch.
+        """Return the global step and the number of trained batches.
+
+        Together they identify a position: one of them changes with every step or batch, but neither
+        at the end of an epoch.
 
         They are the global step and the number of batches trained.
         """
         return self._record.global_step, 0 if self._cursor is None else self._cursor.trained
 
     def must_be_finite(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that must hold no NaN or Inf in a state to save, with their names."""
+        """Yield the names and tensors that must not contain NaN or Inf when the state is saved."""
         names: dict[int, str] = {}
         parameter: torch.Tensor
         for name, parameter in self._parts.named_parameters():
@@ -79,12 +82,12 @@ class SavedState:
         return gather(self._parts, self.training())
 
     def components_if_finite(self) -> dict[str, Any] | None:
-        """Return the state by component, or None if it holds NaN or Inf."""
+        """Return the state by component, or None if it contains NaN or Inf."""
         bad, _ = nonfinite_tensors(self.must_be_finite())
         return None if bad else self.components()
 
     def training(self) -> dict[str, Any]:
-        """Return the guard's own state, which a checkpoint holds in its component "training"."""
+        """Return the guard's own state, which is the component "training" of a checkpoint."""
         self.settings.report_changed_groups()
         state: dict[str, Any] = {}
         if self._of_ranks is not None:
@@ -123,15 +126,12 @@ class SavedState:
 
         Args:
             is_busy: Returns whether this rank is still writing the previous checkpoint.
-
-        Returns:
-            Whether any rank is.
         """
         self._of_ranks = self.states_of_ranks(is_busy)
         if self._of_ranks is None:
             return False
         states = self._of_ranks["each"]
-        # These two are exchanged on this occasion, but are not part of the checkpoint.
+        # These two values are exchanged along with the state, but are not part of the checkpoint.
         busy = [state.pop("busy") for state in states]
         forms = {state.pop("form_of_optimizers") for state in states}
         if len(forms) > 1:
@@ -141,7 +141,7 @@ class SavedState:
     def _check_state_is_alike(self) -> None:
         """Raise H108 on all ranks if their optimizers hold different tensors.
 
-        The first rank saves the state of the optimizers for all.
+        Only the first rank saves the optimizer state, on behalf of all ranks.
         """
         optimizers = self._parts.optimizers.items()
         forms = {
@@ -156,7 +156,7 @@ class SavedState:
             ) from None
 
     def _of_one_rank(self, is_busy: Callable[[], bool]) -> dict[str, Any]:
-        """Return the state of this rank that is saved for every rank."""
+        """Return the part of this rank's state that is always saved separately for each rank."""
         return {
             "random_state": self.random_state().to_tree(),
             "position": None if self._cursor is None else self._cursor.state_dict(),
@@ -168,7 +168,7 @@ class SavedState:
         }
 
     def states_of_ranks(self, is_busy: Callable[[], bool]) -> dict[str, Any] | None:
-        """Return the state that a checkpoint holds for each rank; see `Ranks.gather_states`.
+        """Return the per-rank state for a checkpoint; see `Ranks.gather_states`.
 
         Args:
             is_busy: Returns whether this rank is still writing the previous checkpoint.
@@ -181,7 +181,8 @@ class SavedState:
         )
 
     def _unsaved_buffers(self) -> list[str]:
-        """Return the names of mutable buffers with ``persistent=False``.
+        """Return the names of mutable buffers with ``persistent=False``, which no ``state_dict``
+        contains.
 
         These are in no ``state_dict``.
         """
@@ -199,10 +200,10 @@ class SavedState:
         return {"buffers": self._own_tensors(), "states": self._own_states()}
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
-        """Return by name the buffers and frozen weights that the ranks do not share.
+        """Return the buffers and frozen weights that may differ between ranks, by name.
 
         These are buffers that are not broadcast, frozen weights that the wrapper ignores, and the
-        buffers of averages.
+        buffers of averaged models.
         """
         keeper = self._context.buffers
         parts = self._parts
@@ -215,8 +216,8 @@ class SavedState:
                 if not p.requires_grad
             }
             own |= {name: frozen[name] for name in self._ranks.ignored if name in frozen}
-        # Buffers of an average depend on the batches of the rank, even if those of the model are
-        # broadcast.
+        # The buffers of an averaged model depend on the rank's batches, even if the buffers of the
+        # model are broadcast.
         for model_name, average in parts.averages.items():
             own |= {
                 f"averaged.{model_name}.{key}": buffer
@@ -227,7 +228,7 @@ class SavedState:
     def _own_states(self) -> dict[str, Any]:
         """Return the state of the ``state=`` objects.
 
-        Averages are left out, since their weights are equal on all ranks.
+        Averaged models are left out, since their weights are equal on all ranks.
         """
         averages = {id(average) for average in self._parts.averages.values()}
         own = {}
@@ -247,7 +248,7 @@ class SavedState:
         return own
 
     def load_own_tensors(self, training: Mapping[str, Any]) -> None:
-        """Restore the buffers and frozen weights that this rank does not share with others."""
+        """Restore the buffers and frozen weights that may differ between ranks."""
         saved = training.get("buffers", {})
         self._context.buffers.load(saved)
         if not saved:
@@ -257,5 +258,5 @@ class SavedState:
                 tensor.copy_(saved[name])
 
     def of_this_rank(self, training: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the guard's own state with the entries that differ between ranks for this rank."""
+        """Return the guard's own state, with this rank's values where ranks differ."""
         return {**training, **self._ranks.own_state(training)}

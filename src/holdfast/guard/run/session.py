@@ -1,7 +1,7 @@
-"""The session of a run in one process: from opening its directory to closing it.
+"""The session of a run in one process, from opening the run directory to closing it.
 
-What belongs to the state of a run is in ``saved_state``; ``restoration`` resumes and rolls back.
-When and how checkpoints are written is in ``saving``.
+``saved_state`` defines the state of a run, ``restoration`` resumes and rolls back, and ``saving``
+decides when and how checkpoints are written.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ class Session:
         self.restoration = Restoration(
             context, directory, self._store, self.saved_state, self.saving, self.snapshots
         )
-        # The id of the newest checkpoint when this session last closed the directory.
+        # The id of the newest checkpoint at the time when this session last closed the directory.
         self._newest_id: int | None = None
-        # Optimizers that have not been stepped yet. Their state is checked after the first step,
+        # The optimizers that have not stepped yet. Their state is checked after their first step,
         # which creates most of it.
         self._new_state = set(context.parts.optimizers)
 
@@ -111,11 +111,11 @@ class Session:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the lock is held."""
+        """Return whether this session holds the directory's lock."""
         return self.record.is_open
 
     def open(self) -> None:
-        """Lock the directory and continue the recording."""
+        """Lock the run directory and continue its recording."""
         # An abandoned guard in this process holds the lock until its last save is written.
         wait_for_jobs(self._directory.path)
         self._directory.acquire()
@@ -153,16 +153,16 @@ class Session:
         self.record.describe(settings)
 
     def check_not_in_step(self) -> None:
-        """Raise H209 within a loss function, and H105 while averaged weights are in the models."""
+        """Raise H209 inside a loss function, and H105 while the models hold averaged weights."""
         if self.state.is_attempting:
             raise called_inside("step")
         self.check_averages()
 
     def check_averages(self, *, required: bool = False) -> None:
-        """Raise H105 while averaged weights are in the models.
+        """Raise H105 while the models hold averaged weights.
 
         Args:
-            required: Whether to raise it also if the guard has no averages.
+            required: Whether to raise H105 if the guard has no averaged weights, too.
         """
         if self.state.averaged or (required and not self.parts.averages):
             problem = "guard.averaged() without an average"
@@ -199,13 +199,13 @@ class Session:
         """
         try:
             self.saving.finish()
-            # A refusal concerns only the state of now, which the script may repair before it opens
-            # the run again.
+            # A refused save concerns only the current state. The script may repair it before it
+            # opens the run again.
             self.saving.take_refusal()
             if self.is_open:
                 note_last_step(self._directory.run_id, self.record.global_step)
                 self._newest_id = None
-                # If the checkpoints cannot be read, `report_loss` reports what is lost.
+                # If the checkpoints cannot be read, `report_loss` reports the unsaved steps.
                 with contextlib.suppress(CheckpointError):
                     self._newest_id = (
                         self._store.next_save_id() - 1 if self.ranks.rank == 0 else None
@@ -224,10 +224,11 @@ class Session:
             self._directory.release()
 
     def recording(self, *, events: bool = True) -> AbstractContextManager[None]:
-        """Return a context in which events can be recorded, even after the end of the run.
+        """Return a context in which events or numbers can be recorded, even after the end of the
+        run.
 
         Args:
-            events: Whether events will be recorded; False if only numbers will be.
+            events: Whether events will be recorded. False for numbers only.
 
         Raises:
             RunDirectoryError: H301 on entering, if another run has locked the directory.
@@ -236,7 +237,7 @@ class Session:
 
     @contextlib.contextmanager
     def _after_the_loop(self, *, events: bool) -> Iterator[None]:
-        """Open the record of a run that has ended; close it with the same ending afterwards."""
+        """Reopen the record of a run that has ended, and close it again with the same ending."""
         ending = self.record.ended
         with contextlib.ExitStack() as stack:
             self._directory.acquire()
@@ -251,7 +252,7 @@ class Session:
 
         Args:
             scalars: The numbers by name.
-            step: The step that they belong to; None for the current one.
+            step: The step that they belong to. None for the current step.
 
         Raises:
             RunDirectoryError: H301 if the run is closed and another one has locked the directory.
@@ -286,14 +287,14 @@ class Session:
 
     @property
     def is_calm(self) -> bool:
-        """Return whether no spike is suspected. While one is, saves are postponed."""
+        """Return whether losses look normal. While a spike is suspected, saves are postponed."""
         return self.policy.spike_action == "off" or self.spikes.is_calm()
 
     def check_new_state(self, names: Sequence[str]) -> None:
         """Raise H310 or H105 if no checkpoint can hold the state of an optimizer.
 
-        Called after each step; only the first step of an optimizer is checked. Without this, every
-        save would fail, and the whole run would be lost.
+        This is called after each step, but checks only the first step of each optimizer. Without
+        this check, every save would fail, and the whole run would be lost.
         """
         if self._new_state:
             new = self._new_state.intersection(names)
@@ -302,27 +303,27 @@ class Session:
                 check_saveable(self.parts, new)
 
     def save_first(self) -> None:
-        """Save a checkpoint before the first step, so that there is a state to roll back to."""
+        """Save a checkpoint before the first step, so that the run can always roll back."""
         self._exchange_states()
         self.saving.save_first()
 
     def save(self) -> None:
         """Save a checkpoint of the current state and wait until it is written.
 
-        Nothing is saved while the state is incomplete, for example after a step failed partway.
+        Nothing is saved while the state is incomplete, for example after a step has failed partway.
         """
         self._exchange_states()
         self.saving.save()
 
     def save_current(self, and_then: Callable[[Entry], None]) -> Entry | None:
-        """Return the checkpoint of the current state; it is saved now if the run is open.
+        """Return the checkpoint of the current state. If the run is open, save one now.
 
         Args:
-            and_then: Called with the checkpoint, on the first rank. If it raises an OSError, that
-                is recorded, and None is returned.
+            and_then: Function that the first rank calls with the checkpoint. If it raises an
+                OSError, the error is recorded and None is returned.
 
         Returns:
-            The checkpoint, or None if there is none of the current state.
+            The checkpoint, or None if no checkpoint holds the current state.
         """
         if self.ranks.has_left_group:
             return None
@@ -361,10 +362,10 @@ class Session:
         return self.saved_state.states_of_ranks(lambda: self.saving.is_busy)
 
     def save_unsaved(self, open_again: Callable[[], None]) -> None:
-        """Save what no checkpoint holds when a run is closed: steps, or changes without a step.
+        """When a run is closed, save steps or changes of state that are in no checkpoint.
 
-        If the script has changed weights or moments without a step, they are not saved: it may have
-        put an average in their place, cast them for an export, or collected statistics on other
+        Weights or moments that the script has changed without a step are not saved. The script may
+        have replaced them by an average, cast them for an export, or collected statistics on other
         data.
 
         Args:
@@ -372,13 +373,13 @@ class Session:
         """
         self.saving.finish()
         if self.ranks.has_left_group:
-            # The other ranks' shards of the state can no longer be collected.
+            # The shards of the other ranks can no longer be collected.
             return
         self._exchange_states()
         try:
             if not self.saving.has_unsaved:
                 if self.ranks.shards_state:
-                    # One rank cannot know whether another has changed its shard.
+                    # A rank cannot know whether another rank has changed its shard.
                     return
                 entry = self._checkpoint_to_replace()
                 if entry is None:
@@ -400,7 +401,7 @@ class Session:
     def _checkpoint_to_replace(self) -> Entry | None:
         """Return the checkpoint of this position, if state has changed since then without a step.
 
-        None if nothing has changed, or if the checkpoint must not be replaced.
+        Returns None if nothing has changed, or if the checkpoint must not be replaced.
         """
         entry = self.saving.saved_as
         if (
@@ -417,10 +418,10 @@ class Session:
         return entry if changes_without_a_step(self.parts, entry) else None
 
     def _keep_random_state_of(self, entry: Entry) -> None:
-        """Make the next save of this position use the random state of its current checkpoint.
+        """Make the next save of this position reuse the random state of its current checkpoint.
 
-        Random numbers that the script draws in the middle of an epoch, or before the loop, are not
-        part of training.
+        Random numbers that the script draws before a loop, or after it has left one in the middle
+        of an epoch, are not part of training.
         """
         if self.cursor is None:
             return

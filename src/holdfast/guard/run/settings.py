@@ -1,4 +1,4 @@
-"""The settings of optimizers and schedulers with which a run began."""
+"""Compare the current settings of optimizers and schedulers with those at the start of the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_NAMES = 10
 
 
 class RunSettings:
-    """Compares the settings of the script with those that the run began with.
+    """Compares the script's settings with the settings at the start of the run.
 
     Args:
         parts: The models, optimizers and further state of the run.
@@ -24,19 +24,20 @@ class RunSettings:
         self._parts = parts
         self._record = record
         self._begun_with = parts.settings()
-        # The number of parameter groups; None once a change was reported.
+        # The number of parameter groups. None after a change was reported.
         self._groups: int | None = len(parts.rates())
 
     @property
     def begun_with(self) -> dict[str, Any]:
-        """Return the settings that the run began with, by the names of `Parts.settings`."""
+        """Return the settings at the start of the run, by their names in `Parts.settings`."""
         return self._begun_with
 
     def restore(self, begun_with: dict[str, Any]) -> None:
-        """Restore the settings in a checkpoint, and report those of the script that they override.
+        """Restore the settings in a checkpoint, and report the script's settings that they
+        override.
 
         Args:
-            begun_with: The settings that the run began with.
+            begun_with: The settings at the start of the run.
         """
         own_settings = self._begun_with
         self._begun_with = begun_with

@@ -1,8 +1,8 @@
-"""What surrounds a step of the engine in `Guard.step`: counting, recording and recovery.
+"""Count and record the engine's steps, and recover from failed ones.
 
-`Steps` runs a step with the engine, counts it and records it. `Recovery` decides what follows a
-step that was refused (NaN or Inf, a loss spike) or in which an optimizer failed: skip the batch,
-return to an earlier state, or stop.
+`Steps` runs a step with the engine, counts it and records it. `Recovery` decides what to do about a
+step that was refused (NaN or Inf, a loss spike) or whose optimizer failed: skip the batch, return
+to an earlier state, or stop.
 """
 
 from __future__ import annotations
@@ -381,9 +381,9 @@ class Recovery:
 
 
 class Steps:
-    """Runs the steps of one run with the step engine.
+    """Runs the steps of `Guard.step` with the step engine.
 
-    ``accumulation`` uses its attributes to run a step batch by batch.
+    ``accumulation`` also uses its attributes, to run one step over several batches.
     """
 
     def __init__(self, session: Session, engine: StepEngine, recovery: Recovery) -> None:
@@ -413,15 +413,16 @@ class Steps:
                 ),
                 rule="H201",
             )
-        # Losses are compared within a series: those of one loss function and set of optimizers. Its
-        # name is the same after a restart.
+        # Losses are compared within a series, that is, for the same loss function and the same
+        # optimizers. The name of a series is the same after a restart.
         optimizer = "+".join(names)
         series = f"{optimizer} {self.engine.attempts.safety.describe(loss_fn)}"
         self._record.step(
             StepMark.BEGUN, self.session.ladder.plan.micro_batch_size, None, None, 0.0
         )
         try:
-            # The error must have its final form when the handler below saves the weights.
+            # An out-of-memory of any allocator must have become an `OutOfMemoryError` before the
+            # handlers below check its type.
             with naming_lack_of_memory("running a step"):
                 judge = partial(self.recovery.judge, series)
                 outcome = self.engine.run(batch, loss_fn, names, split=split, judge=judge)
@@ -432,7 +433,7 @@ class Steps:
         except BaseException as error:
             state.step_failed()
             if isinstance(error, OutOfMemoryError) and self.engine.ranks.world_size == 1:
-                # The weights are those of the last step.
+                # The weights are still those of the last committed step.
                 self.session.saving.save()
             raise
         else:
@@ -458,8 +459,8 @@ class Steps:
     def _undo_partial_step(self, partial: PartialOptimizerStep) -> StepResult:
         """Return to an earlier state after an optimizer ran out of memory in its step.
 
-        This must be called outside of the exception handler, which would keep the frames and their
-        memory alive.
+        Do not call this inside the exception handler, which would keep the frames of the failed
+        step and their memory alive.
         """
         state = self.session.state
         try:
@@ -474,7 +475,7 @@ class Steps:
     def _committed(self, outcome: Outcome, batch: Any, names: Sequence[str], series: str) -> None:
         """Update counters, schedulers and the memory ladder after a committed step.
 
-        Nothing may be saved before this is complete.
+        No state may be saved before this method has returned.
         """
         session = self.session
         facts = outcome.attempt.facts

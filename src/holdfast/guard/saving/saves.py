@@ -374,7 +374,7 @@ class Saving:
             self._record.emit(run_events.RecordingMovedAside(what=what))
 
     def _note_attempt(self) -> None:
-        """Remember that a save was attempted now. The next interval starts from here."""
+        """Record the time of a save attempt. The next interval starts from here."""
         self._tried_at_step = self._record.global_step
         self.chooser.tried(self._clock.monotonic_seconds())
 
@@ -653,13 +653,13 @@ class Saving:
     # --- after a resume or a rollback
 
     def resumed(self, entry: Entry) -> None:
-        """Remember that the state was just restored from a checkpoint."""
+        """Record that the state was just restored from a checkpoint."""
         self._note_attempt()
         self._saved_at = self._position()
         self.saved_as = entry
 
     def returned(self, *, to_checkpoint: bool) -> None:
-        """Remember that the run has rolled back to an earlier step.
+        """Record that the run has rolled back to an earlier step.
 
         Args:
             to_checkpoint: Whether it has rolled back to a checkpoint rather than to a snapshot in

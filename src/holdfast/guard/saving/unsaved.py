@@ -1,13 +1,14 @@
-"""Exit with code 74 if the newest state of a run is not in any checkpoint.
+"""Exit with code 74 if the newest state of a run is in no checkpoint.
 
 If the last save fails, no error is raised, because the code after the loop may still write the
 weights to another disk. But if the process would exit with code 0, it exits with `EXIT_CODE`
 instead and prints the reason on stderr.
 
-If a loop is left early, for example by `break`, no checkpoint is saved. If its last steps are still
-unsaved when the process exits, a line on stderr reports them. The exit code does not change.
+If a loop is left early, for example with ``break``, no checkpoint is saved. If the loop's last
+steps are still unsaved when the process exits, a line on stderr reports them, and the exit code
+does not change.
 
-The saves themselves, and their events, are in ``saves``.
+``saves`` contains the saves themselves, and their events.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from holdfast.core.standard_streams import write_to_stderr
 # EX_IOERR of sysexits.h: "an error occurred while doing I/O on some file".
 EXIT_CODE = 74
 
-# Why the newest state of a run is not in any checkpoint, by run directory.
+# Why the newest state of a run is in no checkpoint, by run directory.
 _unsaved: dict[Path, str] = {}
 
-# The first and last unsaved step of a loop that was left early, by run directory.
+# The first and last unsaved steps of loops that were left early, by run directory.
 _left_steps: dict[Path, tuple[int, int]] = {}
 
 # Whether the script has called `sys.exit` with a nonzero status.
@@ -41,24 +42,24 @@ class Run(Protocol):
     """A run that may still be open when the process exits, because its loop was left early."""
 
     def end_at_exit(self) -> None:
-        """Save if a stop was requested. Otherwise, remember the unsaved steps."""
+        """Save if a stop was requested. Otherwise, record the unsaved steps."""
 
 
 _runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 def watch(run: Run) -> None:
-    """Call `end_at_exit` of a run when the process exits, if the run still exists by then."""
+    """Call the run's `end_at_exit` when the process exits, if the run still exists by then."""
     if not _is_in_a_test():
         _runs.add(run)
 
 
 def note_unsaved(run_dir: Path, why: str) -> None:
-    """Remember that a run has ended with unsaved steps.
+    """Record that a run has ended with unsaved steps.
 
     Args:
         run_dir: The run directory.
-        why: The reason, which follows a colon in the message.
+        why: The reason why the steps are unsaved. In the message, it follows a colon.
     """
     if _is_in_a_test():
         return
@@ -68,7 +69,7 @@ def note_unsaved(run_dir: Path, why: str) -> None:
 
 
 def note_left_steps(run_dir: Path, from_step: int, to_step: int) -> None:
-    """Remember that a loop was left early with these steps unsaved, without a failed save."""
+    """Record that a loop was left early with these steps unsaved, although no save has failed."""
     if not _is_in_a_test():
         _left_steps[run_dir] = from_step, to_step
 
@@ -85,21 +86,19 @@ def note_saved(run_dir: Path) -> None:
 
 
 def _is_in_a_test() -> bool:
-    """Return whether this process is running a pytest test, so that pytest sets the exit code."""
+    """Return whether this process is running a pytest test. If so, pytest sets the exit code."""
     return "pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ
 
 
 def _watch_sys_exit() -> None:
-    """Replace `sys.exit` to learn whether the script sets an exit code. If so, it is kept."""
+    """Replace `sys.exit` to detect whether the script sets an exit code, which must be kept."""
     original = sys.exit
     if getattr(original, "watched_by_guard", False):
         return
 
-    @wraps(original)
-    def exit(status: Any = None, /) -> Any:  # noqa: A001 - the name of the original
-        global _script_failed
-        _script_failed = status is not None and status != 0
-        original(status)
+    @wraps(original) def exit(status: Any = None, /) -> Any:  # noqa: A001 - replaces `sys.exit`
+    under its own name global _script_failed _script_failed = status is not None and status != 0
+    original(status)
 
     exit.watched_by_guard = True  # type: ignore[attr-defined]
     sys.exit = exit
@@ -141,7 +140,7 @@ def _end_runs() -> None:
 
 
 def _set_exit_code() -> None:
-    """Make the process exit with `EXIT_CODE` if a run is unsaved and the code would be 0."""
+    """Make the process exit with `EXIT_CODE` if the newest state of a run is unsaved."""
     if not _unsaved or _script_failed or _ends_with_an_exception():
         return
     for run_dir, why in _unsaved.items():
@@ -150,10 +149,10 @@ def _set_exit_code() -> None:
             f" {EXIT_CODE}.\n"
         )
         write_to_stderr(text)
-    # Python offers no way to change the exit code at this point: it runs the remaining atexit
-    # functions, flushes its streams, frees its modules, and calls exit(0) of the C library. That
+    # At this point, Python offers no way to change the exit code. It runs the remaining atexit
+    # functions, flushes its streams, frees its modules, and calls the C library's exit(0). That
     # function calls the handler registered here, which calls exit again with our code. The second
-    # call to exit completes the work of the first; see the man page exit(3) on Linux.
+    # call completes the work of the first; see exit(3) in the Linux manual.
     library = ctypes.CDLL(None)
     library.__cxa_atexit(
         ctypes.cast(library.exit, ctypes.c_void_p), ctypes.c_void_p(EXIT_CODE), None
@@ -161,7 +160,7 @@ def _set_exit_code() -> None:
 
 
 # `_end_runs` is registered on import because atexit functions run in reverse order. A function that
-# the script registers later, such as `guard.close`, runs before it and may still save.
+# the script registers later, such as `guard.close`, runs first and may still save.
 atexit.register(_end_runs)
 os.register_at_fork(after_in_child=_unsaved.clear)
 os.register_at_fork(after_in_child=_left_steps.clear)

@@ -219,7 +219,7 @@ class SplitSafety:
         states = {
             name: state for name, state in kept_states(self.parts).items() if name not in untouched
         }
-        return BufferKeeper(self.parts.models, StateKeeper(states, every=True))
+        return BufferKeeper(self.parts.models, StateKeeper(states, copy_large_objects=True))
 
     def size_of(self, batch: Any, split: Split) -> int | None:
         """Return the number of samples in a batch, or in the largest batch of a window.

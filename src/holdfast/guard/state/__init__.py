@@ -1,8 +1,8 @@
-"""Copy the state that an attempt may change at the start of a step, and restore it if it fails.
+"""Copy state that an attempt may change at the start of a step, and restore it after a failure.
 
-`work` defines the input of a step. `buffers` and `states` copy the state that a forward pass may
-change, and `trees` copies and compares nested state. `created_state` creates the state of
-optimizers before their first step, `loss_scale` is the loss scaling of fp16, and
-`earlier_gradients` holds the gradients of a step over several batches. `trained_weights` detects
-whether a script has swapped the weights.
+`work` defines the input of a step. `buffers` and `states` copy state that a forward pass may
+change, and `trees` copies and compares nested state. `created_state` creates optimizer state before
+the first step, `loss_scale` implements loss scaling for fp16, and `earlier_gradients` holds the
+gradients of earlier batches in a step over several batches. `trained_weights` detects that a script
+has replaced the trained weights.
 """

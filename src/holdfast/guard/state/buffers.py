@@ -1,4 +1,4 @@
-"""Copy the buffers that a forward pass changes, so that an attempt can be undone.
+"""Copy buffers that a forward pass changes, so that an attempt can be undone.
 
 The first step shows which buffers change. It compares values, because BatchNorm updates its
 statistics without changing their version counters. After the first step, only the buffers that
@@ -23,7 +23,7 @@ from holdfast.guard.state.states import StateKeeper
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The attribute of a module that holds a buffer. A forward pass may replace the tensor."""
+    """A buffer, identified by its module and name. A forward pass may replace the tensor."""
 
     module: nn.Module
     key: str
@@ -38,11 +38,11 @@ class _Place:
 
 
 class BufferKeeper:
-    """Keeps copies of mutable buffers and registered states from the start of a step.
+    """Keeps copies of buffers and other states from the start of a step.
 
     Args:
         models: The models by name.
-        states: Additional state to keep.
+        states: Keeps copies of the other states.
     """
 
     def __init__(self, models: dict[str, nn.Module], states: StateKeeper | None = None) -> None:
@@ -57,20 +57,20 @@ class BufferKeeper:
         self._constant: list[_Place] = []
         # Whether the first step has shown which buffers change.
         self._has_learned = False
-        # For each mutable buffer, the tensor at the last `keep` and a copy of its values.
+        # For each mutable buffer, its tensor at the last `keep` and a copy of the values.
         self._before: list[torch.Tensor | None] = []
         self._copies: list[torch.Tensor | None] = []
-        # For each constant buffer, the tensor at the last `keep` and its version counter.
+        # For each constant buffer, its tensor at the last `keep` and the version counter.
         self._versions: list[tuple[torch.Tensor | None, int]] = []
 
     def keep(self, earlier: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-        """Copy the buffers that may change, and note the version counters of the others.
+        """Copy the buffers that may change, and store the version counters of the others.
 
-        This is one fused copy and does not synchronize with the device.
+        The copy is fused and does not synchronize with the device.
 
         Args:
             earlier: The `copies` of an earlier process. For the buffers in it, these values are
-                kept instead of the current ones.
+                kept instead of the current values.
         """
         self.states.keep()
         if not self._mutable and not self._constant:
@@ -87,8 +87,8 @@ class BufferKeeper:
             _copy(self._copies, [earlier.get(place.name) for place in self._mutable])
 
     def _copies_fit(self, buffers: list[torch.Tensor | None]) -> bool:
-        """Return whether these buffers can be copied into the memory of the existing copies."""
-        # Usually, the tensors are the same as at the last `keep`, which is quick to check.
+        """Return whether these buffers can be copied into the tensors of the existing copies."""
+        # Usually, the tensors are those of the last `keep`, which is quick to check.
         are_same_tensors = len(buffers) == len(self._before) and all(
             buffer is before and (buffer is copy or buffer.shape == copy.shape)  # type: ignore[union-attr]
             for buffer, before, copy in zip(buffers, self._before, self._copies, strict=True)
@@ -107,11 +107,12 @@ class BufferKeeper:
     def put_back(self) -> list[str]:
         """Restore all buffers and states to their values at the last `keep`.
 
-        Each buffer is the same tensor object as before, with the same values.
+        Afterwards, each buffer is the same tensor object as at the last `keep`, with the same
+        values.
 
         Returns:
-            The names of buffers and states that could not be restored. A buffer cannot be restored
-            if it has changed for the first time, because there is no copy of it.
+            The names of buffers and states that could not be restored. If a buffer changes for the
+            first time, there is no copy of it to restore.
         """
         for place, buffer in zip(self._mutable, self._before, strict=True):
             place.module._buffers[place.key] = buffer
@@ -154,7 +155,7 @@ class BufferKeeper:
         return [place.name for place in changed] + changed_states
 
     def _learn_newly_mutable(self) -> list[str]:
-        """Treat constant buffers that have changed as mutable from now on. Return their names."""
+        """Treat constant buffers that changed as mutable from now on, and return their names."""
         newly_mutable = [
             place
             for place, (buffer, version) in zip(self._constant, self._versions, strict=True)
@@ -194,7 +195,7 @@ class BufferKeeper:
         ]
 
     def running_statistics(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the running statistics of norm layers by name, to check that they are finite.
+        """Return the running statistics of norm layers by name. They must always be finite.
 
         Other buffers, such as masks and running minimums, may be infinite on purpose.
         """
@@ -203,7 +204,7 @@ class BufferKeeper:
 
 
 def _layout_of(buffer: torch.Tensor | None) -> tuple[object, ...] | None:
-    """Return the properties that two tensors must share for one to be copied into the other."""
+    """Return the properties that must be equal for one tensor to be copied into another."""
     if buffer is None or has_no_values(buffer):
         return None
     return (buffer.shape, buffer.dtype, buffer.layout, buffer.device)

@@ -1,6 +1,6 @@
-"""Create the state of torch's optimizers before they step for the first time.
+"""Create the state of torch optimizers before their first step.
 
-An optimizer that allocates its state in the middle of its first step can run out of memory there,
+An optimizer that allocates its state during its first step may run out of memory at that point,
 when the step can no longer be taken back.
 """
 
@@ -17,7 +17,7 @@ from holdfast.numerics.gradients import local
 
 
 class CreatedState:
-    """Creates the state of the optimizers of one run, and removes what stays unused.
+    """Creates the optimizer state of one run, and removes the state that stays unused.
 
     Args:
         optimizers: The optimizers by name.
@@ -25,18 +25,18 @@ class CreatedState:
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         self._optimizers = optimizers
-        # By optimizer, the parameters whose state we created before their first step. Emptied when
-        # the unused part of that state has been removed.
+        # The parameters whose state was created before their first step, by optimizer. An
+        # optimizer's list is emptied when its unused state has been removed.
         self._created: dict[str, list[torch.Tensor]] = {}
 
     def forget(self) -> None:
-        """Note that optimizer state was loaded, so that some of it may have to be created again."""
+        """Record that optimizer state was loaded, so that some may have to be created again."""
         self._created.clear()
 
     def prepare(self, names: Sequence[str]) -> None:
-        """Create all state of these optimizers before their first attempt.
+        """Create the state of these optimizers before their first attempt.
 
-        An out-of-memory at this point can still be remedied.
+        If this runs out of memory, the attempt can still be repeated.
         """
         for name in names:
             if name not in self._created:
@@ -64,9 +64,9 @@ class CreatedState:
     def drop_unused(self, name: str) -> None:
         """Remove the state of parameters that received no gradient in their optimizer's first step.
 
-        The guard has created it before that step; without a guard it would not exist.
+        The guard created this state before the step. Without the guard, it would not exist.
         """
-        # Nothing is known if an earlier state was loaded since the step began.
+        # If an earlier state was loaded since the step began, it is unknown which state is unused.
         if self._created.get(name):
             unused = [p for p in self._created[name] if p.grad is None]
             _drop_state(self._optimizers[name], unused)
@@ -89,7 +89,8 @@ def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> l
     init_group = getattr(optimizer, "_init_group", None)
     if init_group is None:
         return []
-    # Its first parameter is the group; the others are lists that it fills for the step.
+    # The first parameter of `_init_group` is the group. The others are lists that it fills for the
+    # step.
     list_count = len(inspect.signature(init_group).parameters) - 1
     without_state = {
         id(parameter) for parameter in parameters if not optimizer.state.get(parameter)
@@ -112,7 +113,7 @@ def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> l
 
 @contextlib.contextmanager
 def _only_gradients_of(optimizer: Optimizer, chosen: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Give these parameters zero gradients that take no memory, and all others no gradient."""
+    """Give these parameters zero gradients that take no memory, and the others no gradients."""
     everything = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.grad for p in everything]
     try:
@@ -132,6 +133,6 @@ def _only_gradients_of(optimizer: Optimizer, chosen: Sequence[torch.Tensor]) -> 
 
 
 def _drop_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-    """Remove the state of these parameters, as if they had never been stepped."""
+    """Remove the optimizer state of these parameters, as if they had never been stepped."""
     for parameter in parameters:
         optimizer.state.pop(parameter, None)

@@ -1,4 +1,4 @@
-"""`LossScale`: the loss scaling of fp16, as part of a step that can be taken back."""
+"""`LossScale`: loss scaling for fp16, in steps that can be taken back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class LossScale:
-    """torch's gradient scaler, which can also forget a step that is taken back."""
+    """torch's gradient scaler, with a method to forget a step that is taken back."""
 
     def __init__(self, device_type: str, *, enabled: bool) -> None:
         self._device_type = device_type
@@ -26,7 +26,7 @@ class LossScale:
         return self._scaler.scale(loss)
 
     def unscale(self, optimizers: Mapping[str, Optimizer], names: Sequence[str]) -> None:
-        """Divide the gradients of these optimizers by the scale; call it once per step."""
+        """Divide the gradients of these optimizers by the scale. Call this once per step."""
         self._unscaled = True
         for name in names:
             self._scaler.unscale_(optimizers[name])
@@ -34,7 +34,7 @@ class LossScale:
     def update(self) -> None:
         """Adjust the scale after a step.
 
-        It is lowered if a gradient was not finite, and raised after many steps with finite ones.
+        The scale is lowered if a gradient was not finite, and raised after many finite steps.
         """
         if self.enabled:
             self._scaler.update()
@@ -57,6 +57,6 @@ class LossScale:
         return self._scaler.state_dict() if self.enabled else None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore the state. Does nothing for None, or without loss scaling."""
+        """Restore the state. This does nothing if the state is None, or without loss scaling."""
         if self.enabled and state is not None:
             self._scaler.load_state_dict(state)

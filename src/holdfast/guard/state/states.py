@@ -40,7 +40,7 @@ class FrozenParameters:
         self._frozen: list[tuple[str, nn.Parameter]] = []
 
     def choose(self) -> bool:
-        """Determine which parameters are frozen at the moment, and return whether there are any."""
+        """Determine which parameters are currently frozen, and return whether there are any."""
         self._frozen = [(name, p) for name, p in self._all if not p.requires_grad]
         return bool(self._frozen)
 
@@ -65,16 +65,17 @@ def kept_states(parts: Parts) -> dict[str, Stateful]:
 
 
 class StateKeeper:
-    """Keeps copies of stateful objects from the start of a step.
+    """Keeps copies of stateful objects from the start of a step, to restore them.
 
     Args:
         states: The objects by name.
-        every: Whether to copy large objects in every step too.
+        copy_large_objects: Copy large objects in every step as well.
     """
 
-    def __init__(self, states: Mapping[str, Stateful], *, every: bool = False) -> None:
+    def __init__(self, states: Mapping[str, Stateful], *, copy_large_objects: bool = False) -> None:
         self._tracked = [
-            _TrackedState(name, stateful, every=every) for name, stateful in states.items()
+            _TrackedState(name, stateful, copy_large_objects=copy_large_objects)
+            for name, stateful in states.items()
         ]
 
     def names(self) -> list[str]:
@@ -93,14 +94,18 @@ class StateKeeper:
         """Copy the objects that may change.
 
         Args:
-            look: Whether to detect a change in every large object, by computing its fingerprint.
-                Otherwise, this is done only in some steps.
+            look: Whether to compute the fingerprint of every large object, to detect whether it
+                changes. Otherwise, fingerprints are computed only in some steps.
         """
         for tracked in self._tracked:
             tracked.keep(look=look)
 
     def put_back(self) -> list[str]:
-        """Restore all objects to the last `keep`. Return the names of objects where this failed."""
+        """Restore all objects to their state at the last `keep`.
+
+        Returns:
+            The names of objects that could not be restored.
+        """
         with torch.no_grad():
             return [tracked.name for tracked in self._tracked if not tracked.put_back()]
 
@@ -120,13 +125,13 @@ class StateKeeper:
 class _TrackedState:
     """A stateful object with a copy of its state."""
 
-    def __init__(self, name: str, stateful: Stateful, *, every: bool) -> None:
+    def __init__(self, name: str, stateful: Stateful, *, copy_large_objects: bool) -> None:
         self.name = name
         self.stateful = stateful
-        self._every = every
+        self._copies_large = copy_large_objects
         # Whether the loss function changes the object. None if this is unknown.
         self._changes: bool | None = None
-        if isinstance(stateful, FrozenParameters) and not every:
+        if isinstance(stateful, FrozenParameters) and not copy_large_objects:
             # Frozen weights may be much larger than the trained ones, so they are not copied until
             # they change for the first time.
             self._changes = False
@@ -136,7 +141,7 @@ class _TrackedState:
         # The state at the last `keep`, or None if there is no copy. The state is wrapped in a tuple
         # because it may be None itself.
         self._copy: tuple[Any] | None = None
-        # The fingerprint of the state at the last `keep`. None if it was not computed.
+        # The fingerprint of the state at the last `keep`, or None if it was not computed.
         self._print: list[Any] | None = None
 
     @property
@@ -158,7 +163,7 @@ class _TrackedState:
         # If the state of an object cannot be read or copied, the object is not restored.
         with contextlib.suppress(Exception):
             tree = self.stateful.state_dict()
-            self.large = not self._every and not is_small(
+            self.large = not self._copies_large and not is_small(
                 tree, most_entries=_SMALL_ENTRIES, most_bytes=_SMALL_BYTES
             )
             if self.untouched:
@@ -169,7 +174,7 @@ class _TrackedState:
             except Exception as error:
                 if find_out_of_memory(error) is None:
                     raise
-                # There is no memory for a copy. A change can be detected but not undone.
+                # There is no memory for a copy, so a change can be detected but not undone.
                 self.large = True
                 self._changes = bool(self._changes)
                 self._print = fingerprint(tree)
@@ -178,7 +183,7 @@ class _TrackedState:
         """Restore the object.
 
         Returns:
-            Whether the object is certain to be as it was at the last `keep`.
+            Whether the object certainly has the state of the last `keep`.
         """
         try:
             if self._copy is None:

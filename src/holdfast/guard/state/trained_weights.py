@@ -1,4 +1,4 @@
-"""Detect that the weights in the models are not the trained ones.
+"""Detect that a script has replaced the trained weights in the models.
 
 Many scripts put averaged weights into the model for an evaluation, and restore the trained weights
 afterwards. A checkpoint saved in between would contain the average instead of the trained weights.
@@ -19,7 +19,7 @@ _NUMBERS_OF_A_PARAMETER = 16
 
 
 class TrainedWeights:
-    """Remembers a few weights of each model after every step, to detect when they are swapped.
+    """Stores a few weights of each model after every step, to detect when they are replaced.
 
     Args:
         models: The models by name.
@@ -36,9 +36,9 @@ class TrainedWeights:
         self._numbers = [_some_numbers(parameter).clone() for parameter in self._parameters]
 
     def are_in_place(self) -> bool:
-        """Return whether the weights are still those of the last `remember`.
+        """Return whether the weights are still the same as at the last `remember`.
 
-        If `remember` was never called, the answer is True. This synchronizes with the device once
+        The result is True if `remember` was never called. This synchronizes with the device once
         for each compared parameter.
         """
         try:
@@ -77,7 +77,7 @@ def _is_readable(parameter: nn.Parameter) -> bool:
 
 
 def _some_numbers(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a view of a parameter's first numbers along its first dimension."""
+    """Return a view of the first numbers of a parameter."""
     values = parameter.detach()
     while values.dim() > 1:
         values = values[0]

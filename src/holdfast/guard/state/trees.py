@@ -70,7 +70,7 @@ def children_of(tree: Any) -> list[Any]:
 
 
 def is_small(tree: Any, *, most_entries: int, most_bytes: int) -> bool:
-    """Return whether a tree is within these limits on entries and on bytes of arrays."""
+    """Return whether a tree has at most this many entries and bytes of tensors and arrays."""
     entries = 0
     size = 0
     remaining = [tree]
@@ -136,7 +136,7 @@ def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
             same(item, other_item, tolerance=tolerance)
             for item, other_item in zip(first, second, strict=True)
         )
-    # Objects without their own `__eq__` would be equal only to themselves, so compare attributes.
+    # Without an `__eq__` of its own, an object is equal only to itself, so compare the attributes.
     has_own_equality = any("__eq__" in vars(kind) for kind in type(first).__mro__[:-1])
     if hasattr(first, "__dict__") and not has_own_equality:
         return same(vars(first), vars(second), tolerance=tolerance)

@@ -38,10 +38,10 @@ class Work:
     tensors: list[torch.Tensor]
     # The version counters of these tensors at the start of the step.
     versions: list[int]
-    # The number of attempts so far, and how many of them ran out of memory.
+    # The number of attempts so far, and the number of attempts that ran out of memory.
     attempts: int = 0
     out_of_memory: int = 0
-    # Whether the optimizers have created their state.
+    # Whether the optimizer state has been created.
     prepared: bool = False
     # Whether the last attempt measured how much memory recomputing modules would save.
     measured: bool = False

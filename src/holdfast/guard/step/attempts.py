@@ -1,6 +1,6 @@
-"""One attempt at a step: forward, backward, the gradient norms, and restoring what it changed.
+"""One attempt at a step: forward, backward, gradient norms, and restoring the state afterwards.
 
-``engine`` decides what follows an attempt. Nothing here changes a weight.
+``engine`` decides whether to commit, skip or repeat the step. This module never changes weights.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Attempts:
             policy,
             context.buffers,
             context.record,
-            # A trial in a forked copy of one rank would wait for the other ranks.
+            # A trial in a forked copy of one rank would wait forever for the other ranks.
             may_fork=ranks.world_size == 1,
             alone=ranks.alone,
         )
@@ -91,15 +91,15 @@ class Attempts:
         )
         # Whether the newest attempt was measured.
         self._was_measured = False
-        # The modules whose recomputation has been verified.
+        # The names of modules whose recomputation has been verified.
         self._verified = set[str]()
         self._filled_outside = FilledOutside(self._all_parameters)
         self._earlier_gradients = context.earlier_gradients
-        # The number of attempts that this process has begun.
+        # The number of attempts that this process has started.
         self._begun = 0
-        # The number of the attempt that is being made; None between attempts.
+        # The number of the current attempt. None between attempts.
         self.current: int | None = None
-        # The ids of the parameters of the last step, and all parameters that were not part of it.
+        # The ids of the parameters in the last step, and all parameters that were not in it.
         self._stepped_last: list[int] = []
         self._others: list[torch.Tensor] = []
 
@@ -144,7 +144,7 @@ class Attempts:
     def _inputs(self, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return the parameters that may receive gradients, as ``inputs`` for ``backward``.
 
-        Returns None if no other parameter could receive a gradient anyway.
+        Returns None if no other parameters could receive gradients.
         """
         ids = list(map(id, parameters))
         if ids != self._stepped_last:
@@ -199,7 +199,7 @@ class Attempts:
         )
 
     def _observed(self, work: Work, plan: StepPlan) -> PassResult:
-        """Run forward and backward as planned; the diagnosis observes them if that is due."""
+        """Run forward and backward as planned. The diagnosis observes them if it is due."""
         observation = self._diagnosis.attempt()
         self._begun += 1
         self.current = self._begun
@@ -216,9 +216,9 @@ class Attempts:
     def _measuring(self, work: Work, plan: StepPlan) -> contextlib.AbstractContextManager[None]:
         """Return a context that measures how much memory recomputing each module would save.
 
-        Only attempts after an out-of-memory are measured, and only if the batch is not split: hooks
-        on saved tensors create reference cycles, which would keep each micro-batch in memory until
-        the cycles are collected.
+        Only attempts after an out-of-memory are measured, and only if the batch is not split. The
+        measurement hooks saved tensors, which creates reference cycles. With micro-batches, these
+        cycles would keep each micro-batch in memory until they are collected.
         """
         if not work.out_of_memory or self._measured is None or self.compiled:
             return _NOTHING
@@ -230,7 +230,9 @@ class Attempts:
     def modules_to_recompute(self, plan: StepPlan) -> tuple[str, ...]:
         """Return the modules to recompute after an attempt ran out of memory.
 
-        If recomputing more modules would not help, these are the modules of the plan.
+        If the attempt measured how much memory each module keeps, more modules may be added to
+        those of the plan. Otherwise, or if more would not help, the result is `plan.recompute`. It
+        is empty in compiled code, where modules cannot be recomputed.
         """
         if self.compiled:
             return ()
@@ -239,7 +241,7 @@ class Attempts:
         return self._measured.choose(plan.recompute)
 
     def give_up_measuring(self, error: str) -> None:
-        """Stop measuring. From now on, no further modules are chosen for recomputation."""
+        """Stop measuring. From now on, no more modules are chosen for recomputation."""
         self._measured = None
         why = f"the memory that modules keep could not be measured: {error}"
         self._record.emit(run_events.RecomputeImpossible(why=why[:300]))
@@ -249,7 +251,7 @@ class Attempts:
 
         Args:
             plan: The plan of the attempt.
-            block: The module; None to stop recomputing all modules of the plan.
+            block: The module. None stops the recomputation of all modules in the plan.
             why: Why it cannot be recomputed.
         """
         failing = [
@@ -260,7 +262,7 @@ class Attempts:
         self._record.emit(run_events.RecomputeImpossible(why=why, modules=tuple(failing)))
 
     def _check_recompute(self) -> None:
-        """Raise H102 if the policy names modules to recompute although code is compiled."""
+        """Raise H102 if the policy names modules to recompute, but code is compiled."""
         if self._must_recompute and self.compiled:
             raise PolicyError(
                 "recompute names modules, but this process uses torch.compile",
@@ -281,9 +283,9 @@ class Attempts:
 
         Args:
             work: The step.
-            plan: Which modules to recompute, and the size of micro-batches.
+            plan: The modules to recompute, and the micro-batch size.
             drops: Whether micro-batches with a loss of NaN or Inf may be left out.
-            verify: Whether to verify that modules can be recomputed, once for each.
+            verify: Whether to verify, once for each module, that it can be recomputed.
         """
         if not plan.recompute and not self._must_recompute:
             return self._run_passes(work, plan, drops=drops)
@@ -298,7 +300,7 @@ class Attempts:
             )
         with context:
             passed = self._run_passes(work, plan, drops=drops)
-        # The pass may have compiled something.
+        # The pass may have compiled code.
         self._check_recompute()
         return passed
 
@@ -327,7 +329,7 @@ class Attempts:
     def _splits_for_memory(self, plan: StepPlan) -> bool:
         """Return whether this rank splits batches because it ran out of memory.
 
-        False if the micro-batch size is that of the policy.
+        This is False if the micro-batch size was set by the policy.
         """
         return plan.micro_batch_size not in (None, self._asked)
 
@@ -337,7 +339,7 @@ class Attempts:
         )
 
     def _run_window(self, work: Work, window: Window, plan: StepPlan) -> PassResult:
-        """Run all batches of a window, each of them whole or split as planned."""
+        """Run all batches of a window. Each one is run whole or split, as planned."""
         cut: list[list[tuple[Any, int]]] = []
         for batch in window:
             size = None if work.size is None else self.safety.size_of(batch, work.split)
@@ -348,7 +350,8 @@ class Attempts:
         parts = [part for batch in cut for part in batch]
         if len(window) == len(parts) == 1:
             batch, samples = parts[0]
-            # With `added`, all ranks count the same, so the number of samples must not matter.
+            # With `added`, all ranks have the same weight, so the number of samples is not passed
+            # on.
             counts_equally = window.added and self._ranks.world_size > 1
             return self._passes.whole(
                 batch, None if counts_equally else samples, work.loss_fn, work.inputs
@@ -365,7 +368,7 @@ class Attempts:
     def groups(self, names: Sequence[str]) -> list[Group]:
         """Return the parameter groups of these optimizers, with the parameters that have gradients.
 
-        A parameter that two optimizers hold appears once.
+        A parameter that is in two optimizers appears only once.
         """
         groups = []
         earlier = set[torch.Tensor]()
@@ -382,7 +385,7 @@ class Attempts:
     # --- taking an attempt back
 
     def restore(self, work: Work) -> None:
-        """Restore random state and buffers to the beginning of the step, and clear gradients."""
+        """Restore the random state and buffers from the start of the step, and clear gradients."""
         for parameter in work.parameters:
             parameter.grad = None
         late = self._buffers.put_back()
@@ -397,9 +400,10 @@ class Attempts:
         self._loss_scale.forget()
 
     def with_kept_promise(self, decision: Decision, work: Work) -> Decision:
-        """Return a decision to repeat an attempt, with a promise that can be kept.
+        """Return a decision to repeat an attempt, with a promise that it can keep.
 
-        The promise is lowered if the loss function changes state that could not be restored.
+        If the loss function changes state that could not be restored, the promise is lowered to
+        "changes training".
         """
         lost = [*dict.fromkeys([*work.lost, *self.safety.side_effects(work)])]
         if not lost or isinstance(decision, Stop):
@@ -411,9 +415,9 @@ class Attempts:
         return replace(decision, reason=reason, promise="changes training")
 
     def note_changes(self, work: Work) -> None:
-        """Note which buffers and states were changed by the attempt that will be committed."""
+        """Determine which buffers and states changed in the attempt that will be committed."""
         late = [name for name in self._buffers.learn() if name in self._buffers.states.names()]
-        # An object that changes for the first time had no copy, so it was not restored between
-        # attempts either.
+        # There was no copy of an object that changes for the first time, so it was not restored
+        # between the attempts.
         if late and work.attempts > 1:
             self._record.emit(run_events.NotRestored(names=tuple(late)))

@@ -1,4 +1,4 @@
-"""The step engine: a step either commits, or everything is restored and the outcome says why.
+"""The step engine: run a step that either commits, or is undone completely with a reason.
 
     begin      copy the random state and the mutable buffers, and clear the gradients
     attempt    run forward and backward of every micro-batch, and compute the gradient norms. After
@@ -49,8 +49,8 @@ from holdfast.memory.oom import (
 from holdfast.memory.tensors import versions_of
 from holdfast.numerics.gradients import Group, clip, nonfinite_gradients
 
-# The steps before this one create optimizer state and choose kernels. The memory that they need for
-# that can be released afterwards.
+# The steps before this one create optimizer state and choose kernels. The memory that this needs
+# can be released afterwards.
 _SETTLED_STEP = 3
 
 
@@ -59,7 +59,7 @@ class StepEngine:
 
     Args:
         context: What the objects of the run share.
-        split: Where the batch dimension is; see `Guard`.
+        split: The position of the batch dimension; see `Guard`.
         reserves: Host memory that can be freed when an attempt runs out of memory.
     """
 
@@ -93,14 +93,15 @@ class StepEngine:
         split: Split | None,
         judge: Callable[[StepAttempt], Decision | None],
     ) -> Outcome:
-        """Run one step, if necessary without the samples that NaN or Inf came from.
+        """Run one step, if necessary without the samples that caused NaN or Inf.
 
         Args:
             batch: The batch.
             loss_fn: The loss function.
             names: The names of the optimizers to step.
-            split: Where the batch dimension is; None uses the setting of the guard.
-            judge: Returns why an attempt with finite values must not be committed, or None.
+            split: The position of the batch dimension. None uses the guard's setting.
+            judge: Function that returns the decision to refuse an attempt with finite values, or
+                None to commit it.
         """
         work = self.begin(batch, loss_fn, names, split)
         outcome = self._attempt_and_decide(work, judge)
@@ -122,7 +123,7 @@ class StepEngine:
     def _attempt_and_decide(
         self, work: Work, judge: Callable[[StepAttempt], Decision | None]
     ) -> Outcome:
-        """Attempt a step that has begun, and commit or skip it."""
+        """Make attempts at a step that has begun, and commit or skip it."""
         self._step_id += 1
         attempt = self.attempt(work)
         if attempt.facts.nonfinite:
@@ -148,9 +149,9 @@ class StepEngine:
         return work
 
     def attempt(self, work: Work) -> StepAttempt:
-        """Make attempts until one fits into memory, and leave its gradients in the parameters.
+        """Make attempts until one fits into memory. Its gradients are left in the parameters.
 
-        If an error is raised, everything is restored first.
+        Before an error is raised, all state is restored.
         """
         try:
             return self._attempt_until_it_fits(work)
@@ -166,10 +167,10 @@ class StepEngine:
     def keep(
         self, work: Work, attempt: StepAttempt
     ) -> tuple[dict[torch.Tensor, torch.Tensor], Outcome]:
-        """End the attempt at one batch of a step over several batches.
+        """End the attempt at one batch of a step that has several batches.
 
         Returns:
-            The gradients by parameter, which are removed from the parameters, and the outcome.
+            The gradients by parameter and the outcome. ``grad`` of the parameters is cleared.
         """
         gradients = {p: p.grad for p in work.parameters if p.grad is not None}
         for parameter in work.parameters:
@@ -180,7 +181,7 @@ class StepEngine:
         return gradients, self._outcome(work, attempt, committed=True)
 
     def skip(self, work: Work, attempt: StepAttempt) -> Outcome:
-        """Take back a step with NaN or Inf, and find out where they came from."""
+        """Take back a step with NaN or Inf, and find the origin of these values."""
         stepped_ids = {id(p) for p in work.parameters}
         named = ((name, p) for name, p in self.parts.named_parameters() if id(p) in stepped_ids)
         culprits, count = nonfinite_gradients(named)
@@ -202,7 +203,7 @@ class StepEngine:
     def without_bad_samples(self, work: Work, outcome: Outcome) -> Any | None:
         """Return the batch of a skipped step without the samples that NaN or Inf came from.
 
-        None if the policy does not drop samples, or if these samples are not known.
+        Returns None if the policy does not drop samples, or if these samples are unknown.
         """
         if not self.policy.drop_nonfinite_samples:
             return None
@@ -211,14 +212,15 @@ class StepEngine:
     def commit(self, work: Work, attempt: StepAttempt) -> Outcome:
         """Clip the gradients, and step every optimizer.
 
-        The run stays in the phase of committing until the caller calls `state.committed`.
+        The run stays in the committing phase until the caller calls `state.committed`.
         """
         try:
             self._clip(attempt.groups, attempt.norms, attempt.facts.total)
             outcome = self._outcome(work, attempt, committed=True)
             if versions_of(work.tensors) != work.versions:
                 self._safety.notice_change(work.loss_fn)
-            # This comes before any weight changes, so that an error can still be taken back.
+            # This happens before any weight changes, so that the step can still be taken back after
+            # an error.
             self.attempts.note_changes(work)
         except BaseException as error:
             self._take_back_after(work, error)
@@ -227,7 +229,7 @@ class StepEngine:
         try:
             self._step_optimizers(work.names, outcome, work.parameters)
             if self._step_id < _SETTLED_STEP and self.parts.device_type() == "cpu":
-                # Otherwise memory that only the first steps need, such as a copy of the batch,
+                # Otherwise, memory that only the first steps need, such as a copy of the batch,
                 # would stay in the heap.
                 trim_heap()
             if self.loss_scale.enabled:
@@ -240,9 +242,9 @@ class StepEngine:
         return outcome
 
     def _take_back_after(self, work: Work, error: BaseException) -> None:
-        """Take back a step that ended with an error; raise H403 if the device cannot be used."""
+        """Take back a step that ended with an error, or raise H403 if the device is unusable."""
         if is_sticky(error):
-            # Nothing on the device can be restored.
+            # State on the device can no longer be restored.
             self.state.spoil()
             self.state.step_failed()
             raise _dead_device(error) from error
@@ -271,9 +273,10 @@ class StepEngine:
             self._remedies.apply(work, result)
 
     def _make_attempt(self, work: Work) -> StepAttempt | Failure:
-        """Make an attempt, and return it if it succeeds on all ranks, or why it must be repeated.
+        """Make one attempt. Return the attempt, or the failure because of which it must be
+        repeated.
 
-        Errors that no remedy is known for are raised.
+        Errors without a known remedy are raised.
         """
         try:
             attempt = self._timed_attempt(work)
@@ -302,7 +305,7 @@ class StepEngine:
             raise self._safety.batch_was_changed(work.loss_fn)
 
     def _timed_attempt(self, work: Work) -> StepAttempt:
-        """Make an attempt and, if its batch is split, note how long it took."""
+        """Make an attempt. If its batch is split, record how long the attempt took."""
         if work.micro_batch_of(self.ladder.plan) is None:
             return self.attempts.make(work, self.ladder.plan)
         began = self.record.clock.monotonic_seconds()
@@ -316,7 +319,7 @@ class StepEngine:
             self.record.emit(news)
 
     def _check_split(self, work: Work) -> None:
-        """Check whether the loss function allows splitting; if not, stop splitting batches."""
+        """Check whether the loss function allows splitting. If not, stop splitting batches."""
         part = work.micro_batch_of(self.ladder.plan)
         tried_here, may_split = self._safety.check(work, part)
         if tried_here:
@@ -336,9 +339,9 @@ class StepEngine:
         )
 
     def _clip(self, groups: Sequence[Group], norms: torch.Tensor, total: float) -> None:
-        """Clip the gradients; nothing is computed if the total norm is well below the limit."""
+        """Clip the gradients. If the total norm is well below the limit, do nothing."""
         limit = self.policy.max_grad_norm
-        # Well below the limit, `clip_grad_norm_` would multiply by exactly 1.
+        # In this case, `clip_grad_norm_` would multiply the gradients by exactly 1.
         if limit is not None and total > 0.99 * limit - 1e-5:
             clip(
                 groups,
@@ -351,16 +354,16 @@ class StepEngine:
     def _step_optimizers(
         self, names: Sequence[str], outcome: Outcome, moved: Sequence[torch.Tensor]
     ) -> None:
-        """Step the optimizers, and update the averages.
+        """Step the optimizers, and update the averaged models.
 
         Args:
             names: The names of the optimizers.
-            outcome: The outcome of the step, for the error.
-            moved: The parameters of the optimizers.
+            outcome: The outcome to attach to `PartialOptimizerStep`.
+            moved: The parameters that the optimizers update.
 
         Raises:
             PartialOptimizerStep: If an optimizer runs out of memory, unless this rank will receive
-                the state of another one.
+                the state of another rank.
         """
         for name in names:
             try:
@@ -368,7 +371,7 @@ class StepEngine:
                 self.parts.optimizers[name].step()
                 self.diagnosis.after_step(name)
                 self._created_state.drop_unused(name)
-                # Averages are updated here, since an out-of-memory here can still be undone.
+                # The averaged models are updated inside this block, which handles an out-of-memory.
                 if self.parts.averages and name == names[-1]:
                     self.parts.update_averages(moved)
                 continue
@@ -394,11 +397,10 @@ def _dead_device(error: BaseException) -> DeviceError:
     message = str(error).strip().splitlines()[0][:200]
     fix = "start the run again: it resumes from its newest checkpoint."
     if "assert" in message:
-        # The same batch would fail the same assertion again.
+        # A restart would fail again at the same batch.
         fix = (
-            "find the index or label that is out of range (running the same batch on the CPU names"
-            " it), then"
-            f" {fix}"
+            "find the index or label that is out of range (run the batch on the CPU to see which"
+            f" one), then {fix}"
         )
     return DeviceError(
         f"the device reports {message!r}",
@@ -409,11 +411,11 @@ def _dead_device(error: BaseException) -> DeviceError:
 
 
 class _ModelOrder:
-    """The order of the parameters in the model, as opposed to that in the optimizer's groups.
+    """Sorts the parameters of the optimizer's groups by their order in the model.
 
-    ``clip_grad_norm_(model.parameters(), ...)`` takes the norm of the norms in the order of the
-    model. If parameters are in several groups, a different order changes the last bit of the norm,
-    and eventually the whole run.
+    ``clip_grad_norm_(model.parameters(), ...)`` combines the norms of the gradients in the model's
+    order. If parameters are in several groups, a different order changes the last bit of the total
+    norm, and eventually the whole run.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -423,11 +425,11 @@ class _ModelOrder:
     def of(self, groups: Sequence[Group], device: torch.device) -> torch.Tensor | None:
         """Return the positions of the groups' parameters, sorted by their order in the model.
 
-        The order is cached by the sizes of the groups. A step that has gradients for different
-        parameters, but for equally many in each group, therefore uses the order of an earlier step.
+        The order is cached by the number of parameters in each group. If a step has gradients for
+        other parameters, but for the same number in each group, the cached order is used.
 
         Returns:
-            Shape ``(parameters,)``, or None if the groups are already in the order of the model.
+            Shape ``(parameters,)``, or None if the groups are already in the model's order.
         """
         if len(groups) < 2:
             return None

@@ -1,6 +1,6 @@
-"""Why an attempt must be repeated: the kinds of failure, and how an error is recognized as one.
+"""The kinds of failure after which an attempt is repeated, and how errors are recognized as them.
 
-Errors of any other kind leave the guard. What follows each kind is in ``remedies``.
+All other errors are raised to the script. ``remedies`` handles each kind of failure.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from holdfast.memory.recompute import RecomputeDiffersError, may_be_caused_by_re
 class Failure:
     """Why an attempt must be repeated.
 
-    It holds no exception, whose frames would keep the tensors of the attempt in memory.
+    The failure does not hold the exception, whose frames would keep the attempt's tensors in
+    memory.
     """
 
-    # The error in words, for the other ranks.
+    # The error as text, which is sent to the other ranks.
     description: str = ""
 
 
 @final
 class OtherRankFailed(Failure):
-    """The attempt has succeeded here, but another rank has failed."""
+    """The attempt succeeded on this rank, but failed on another one."""
 
 
 @final
@@ -41,7 +42,7 @@ class OtherRankFailed(Failure):
 class PartWithoutItems(Failure):
     """A micro-batch declares that it has no items, but its loss is not zero."""
 
-    # The position of its first sample in the batch.
+    # The position of the micro-batch's first sample in the batch.
     place: int
 
 
@@ -55,24 +56,24 @@ class OutOfMemory(Failure):
 class NotRecomputable(Failure):
     """A module cannot be recomputed."""
 
-    # The module; None if any module of the plan may be meant.
+    # The module. None if the error may come from any module of the plan.
     block: nn.Module | None
     why: str
 
 
 @final
 class NotMeasurable(Failure):
-    """It cannot be measured how much memory the modules keep for the backward pass."""
+    """The memory that modules keep for the backward pass cannot be measured."""
 
 
 Recognition: TypeAlias = Callable[[Exception, Work, StepPlan], Failure | None]
 
 
 def failure_of(error: Exception, work: Work, plan: StepPlan) -> Failure | None:
-    """Return the failure that an error stands for, or None if the attempt must not be repeated.
+    """Return the kind of failure of an error, or None if the attempt must not be repeated.
 
     Args:
-        error: The error that the attempt has raised.
+        error: The error that the attempt raised.
         work: The step.
         plan: The plan of the attempt.
     """
@@ -108,17 +109,17 @@ def not_recomputable(error: Exception, _work: Work, plan: StepPlan) -> Failure |
 
 
 def not_measurable(error: Exception, work: Work, _plan: StepPlan) -> Failure | None:
-    """Recognize an error that measuring may have caused.
+    """Recognize an error that the memory measurement may have caused.
 
-    Parts of `torch.func`, for example, refuse hooks on saved tensors.
+    For example, parts of `torch.func` do not allow hooks on saved tensors.
     """
     if not work.measured or isinstance(error, HoldfastError) or is_sticky(error):
         return None
     return NotMeasurable(description=describe_error(error))
 
 
-# The first function that recognizes an error decides. What is certain comes first; any error may
-# have been caused by measuring.
+# The first function that recognizes an error decides. Specific errors come first. The measurement
+# comes last, since it may cause any error.
 RECOGNITIONS: tuple[Recognition, ...] = (
     part_without_items,
     out_of_memory,

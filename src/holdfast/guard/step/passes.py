@@ -1,4 +1,4 @@
-"""Forward and backward over a batch, in one pass or in several that give the same gradient."""
+"""Run forward and backward over a batch, in one pass or in several with the same gradient."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Parts: TypeAlias = Sequence[tuple[Any, int]]
 class EmptyPartError(Exception):
     """A micro-batch declares that it has no items, but its loss is not zero.
 
-    Whether it can be left out must be found out by a trial.
+    A trial must show whether the micro-batch can be left out.
 
     Args:
         place: The position of its first sample in the batch.
@@ -45,11 +45,11 @@ class Passes:
     """Runs loss functions and backward passes.
 
     Args:
-        safety: What is known about splitting with each loss function.
+        safety: Decides for each loss function whether batches may be split.
         loss_scale: The loss scaling of fp16.
         device_type: The kind of device, such as ``"cuda"``.
         precision: The precision of the forward pass.
-        ranks: The ranks of the run; None for a single process.
+        ranks: The ranks of the run. None for a single process.
         parameters: The parameters of all models, whose hooks are checked in the first attempt.
     """
 
@@ -68,14 +68,15 @@ class Passes:
         self._device_type = device_type
         self._precision: Precision = precision
         self._devices = safety.parts.devices()
-        # Parameters whose hooks have not been checked, and those to check in this attempt.
+        # The parameters whose hooks have not been checked yet, and the parameters to check in this
+        # attempt.
         self._unchecked = parameters
         self._watched: Sequence[torch.Tensor] = ()
 
     def begin_attempt(self) -> None:
-        """Check the hooks of all parameters in the first attempt, and none in later ones.
+        """Select the parameters whose hooks are checked: all in the first attempt, then none.
 
-        The check takes time for each parameter.
+        The check takes some time per parameter, so it is not repeated.
         """
         self._watched = self._unchecked
         self._unchecked = ()
@@ -83,7 +84,10 @@ class Passes:
     def whole(
         self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Inputs
     ) -> PassResult:
-        """Run one pass without any arithmetic by the guard, bit-identical to an unguarded loop."""
+        """Run a single pass, bit-identical to an unguarded loop.
+
+        The guard adds no arithmetic of its own.
+        """
         terms = self._forward(batch, size, loss_fn)
         if terms.declared:
             terms.check_items()
@@ -101,21 +105,21 @@ class Passes:
         batch: Any = None,
         drops: bool = True,
     ) -> PassResult:
-        """Run one pass for each part, weighted by the part's share of the items.
+        """Run a pass for each part, weighted by the part's share of the items.
 
-        The number of items is known only after each forward pass. The weights are therefore
-        relative to an estimate, and the gradients are corrected once at the end. That is impossible
-        for a loss with several terms, since their gradients add up in ``.grad``: their items are
-        counted beforehand, in forward passes without a graph.
+        The number of items in a part is known only after its forward pass. The weights are
+        therefore relative to an estimate of the total, and the gradients are corrected once at the
+        end. For a loss with several terms, this is impossible, because ``.grad`` holds the sum over
+        all terms. Their items are counted beforehand, in forward passes without a graph.
 
-        Every part synchronizes with the device once.
+        This synchronizes with the device once per part.
 
         Args:
             parts: The micro-batches, with the number of samples in each.
             loss_fn: The loss function.
             parameters: The parameters of the step.
-            inputs: Returns the ``inputs`` of ``backward``.
-            batch: The whole batch; None for a window of several batches.
+            inputs: Function that returns the ``inputs`` argument for ``backward``.
+            batch: The whole batch. None for a window of several batches.
             drops: Whether parts with a loss of NaN or Inf may be left out.
 
         Returns:
@@ -152,7 +156,7 @@ class Passes:
     def added(self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Inputs) -> PassResult:
         """Run several batches whose losses are added.
 
-        If a batch is split, its parts are weighted by their shares of its mean.
+        If a batch is split, each part is weighted by its share of the batch's mean.
         """
         losses = []
         samples = 0
@@ -168,7 +172,7 @@ class Passes:
                         fix="return the bare loss, or create the window without added=True.",
                         rule="H203",
                     )
-                # A part without items has the weight 0.
+                # A part without items has weight 0.
                 if weight:
                     loss = terms.total() if weight == 1.0 else terms.total() * weight
                     losses.append(loss.detach())
@@ -195,7 +199,7 @@ class Passes:
         return terms
 
     def _counted(self, parts: _Parts, loss_fn: LossFunction) -> list[list[float]]:
-        """Return the number of items of each term in some parts, without changing any state."""
+        """Return the number of items of each term in these parts, without changing any state."""
         random_state = capture(self._devices)
         buffers = self._safety.keeper()
         buffers.keep()
@@ -247,13 +251,13 @@ class _Tally:
         # The number of samples in the parts so far.
         self._seen = 0
         # The estimated number of items of each term in the whole batch. Empty before the first
-        # part, which also decides the following facts about the loss.
+        # part. The first part also sets the following attributes of the loss.
         self._estimates: list[float] = []
         # The number of items of each term in the parts so far.
         self._items: list[float] = []
         # Whether the loss has several terms.
         self._several = True
-        # Whether the loss is a mean, and not a sum.
+        # Whether the loss is a mean rather than a sum.
         self._is_mean = True
         # Whether the loss function declares the number of items.
         self._declared = True
@@ -280,7 +284,7 @@ class _Tally:
         if not any(counts):
             if to_try:
                 raise EmptyPartError(start)
-            # A part without items has no mean, so it does not count.
+            # A part without items has no mean, so it is left out.
             return None
         if self._drops and _is_bad(means, counts):
             self._dropped.append((start, self._seen))
@@ -308,7 +312,7 @@ class _Tally:
         samples: int,
         count_rest: Callable[[], list[list[float]]],
     ) -> None:
-        """Estimate the number of items in the whole batch from the first part that counts."""
+        """Estimate the number of items in the whole batch from the first part with items."""
         self._items = [0.0] * len(counts)
         self._declared = terms.declared
         self._several = len(counts) > 1
@@ -325,12 +329,12 @@ class _Tally:
         self._loss = loss if self._loss is None else self._loss + loss
 
     def finish(self, parameters: Sequence[torch.Tensor]) -> PassResult:
-        """Replace the estimate by the counted items in the gradients, and return the result."""
+        """Correct the gradients from the estimated to the counted items, and return the result."""
         if self._loss is None:
             if self._bad is None:
                 raise bad_items(0)
-            # All parts were dropped. The gradients are NaN, as backward of such a loss would leave
-            # them.
+            # All parts were dropped. Set the gradients to NaN, as backward through such a loss
+            # would do.
             for parameter in parameters:
                 if parameter.requires_grad:
                     parameter.grad = torch.full_like(parameter, math.nan)

@@ -1,6 +1,6 @@
-"""What follows a failed attempt: whatever must change so that the next attempt can succeed.
+"""Apply a remedy after a failed attempt, so that the next attempt can succeed.
 
-The memory ladder decides what follows an out-of-memory; `StepRemedies` carries it out.
+After an out-of-memory, the memory ladder chooses the remedy and `StepRemedies` applies it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from holdfast.memory.saved_bytes import NOTHING_SAVES
 
 
 class StepRemedies:
-    """Applies a remedy after each failed attempt. The engine has taken the attempt back.
+    """Applies a remedy after each failed attempt, which the engine has already taken back.
 
     Args:
         context: What the objects of the run share.
@@ -50,17 +50,18 @@ class StepRemedies:
         self._safety = attempts.safety
         self._reserves = reserves
         self._devices = context.parts.devices()
-        # Whether it is still to be reported if no module is worth recomputing.
+        # Whether to report that no module is worth recomputing. False after the first report.
         self._reports_no_gain = context.policy.recompute is True
-        # The optimizers that have stepped, so that the kernels for their whole batches exist.
+        # The optimizers that have stepped. The oneDNN kernels for their whole batches already
+        # exist.
         self._stepped: set[str] = set()
 
     def note_committed(self, names: Sequence[str]) -> None:
-        """Note that these optimizers have stepped."""
+        """Record that these optimizers have stepped."""
         self._stepped.update(names)
 
     def apply(self, work: Work, failure: Failure) -> None:
-        """Change what is necessary before the attempt is repeated.
+        """Apply the remedy for a failure before the attempt is repeated.
 
         Raises:
             OutOfMemoryError: H401 if no remedy is left.
@@ -80,7 +81,7 @@ class StepRemedies:
                 self._make_room(work, failure.description)
 
     def _leave_out_or_stop_splitting(self, work: Work, failure: PartWithoutItems) -> None:
-        """Find out by a trial whether a part without items may be left out."""
+        """Run a trial to find out whether a part without items may be left out."""
         may_split = self._safety.may_leave_out(work, failure.place)
         self._attempts.restore(work)
         if not may_split:
@@ -90,13 +91,13 @@ class StepRemedies:
         """Stop recomputing the module that cannot be recomputed."""
         self._attempts.give_up_recomputing(self._ladder.plan, failure.block, failure.why)
         self._ladder.without_recompute()
-        # The frames of the attempt are in reference cycles, which this collects.
+        # The frames of the attempt are in reference cycles, which must be collected.
         release_memory(self._devices)
 
     # --- out of memory
 
     def _make_room(self, work: Work, error: str) -> None:
-        """Free memory that is not needed, and let the ladder decide what else to change.
+        """Free memory that is not needed, and let the ladder choose a remedy.
 
         Args:
             work: The step.
@@ -113,7 +114,7 @@ class StepRemedies:
         self._decide(work, error)
 
     def _decide(self, work: Work, error: str) -> None:
-        """Let the ladder decide what follows an out-of-memory, and record both.
+        """Let the ladder choose a remedy for an out-of-memory, and record both.
 
         Raises:
             OutOfMemoryError: H401 if no remedy is left.
@@ -150,9 +151,10 @@ class StepRemedies:
         self._record.emit(run_events.RecomputeImpossible(why=why))
 
     def _avoid_unsafe_kernels(self, work: Work, decision: Decision) -> None:
-        """Switch oneDNN off if it would have to create kernels while memory is short.
+        """Turn oneDNN off if it would have to create kernels while memory is short.
 
-        It creates kernels for new sizes, which is unsafe then.
+        oneDNN creates a kernel for each new size. If the memory for it cannot be allocated, oneDNN
+        may crash.
         """
         needs_new_kernels = isinstance(decision, SplitDecision) or not self._stepped.issuperset(
             work.names
@@ -169,11 +171,11 @@ class StepRemedies:
                 no_split="the state of the optimizer does not fit, whatever the micro-batch"
             )
         if work.out_of_memory == 1 and not self._ladder.on_trial:
-            # The first remedy is an unchanged retry, which needs no further information.
+            # The first remedy is to retry without changes, which needs no further information.
             return Remedies()
         if self._ranks.why_only_retry is not None:
             return Remedies(no_split=self._ranks.why_only_retry)
-        # Kernels on accelerators may sum in a different order each time.
+        # On accelerators, kernels may sum in a different order each time.
         exact = self._parts.device_type() == "cpu"
         modules = self._attempts.modules_to_recompute(self._ladder.plan)
         remedies = self._safety.remedies(work)

@@ -1,7 +1,8 @@
-"""Replay a step with NaN or Inf under a tracer, to find the operation, module and samples.
+"""Replay a step with NaN or Inf under a tracer to find the operation, module and samples it came
+from.
 
-The replay runs only after a failure. It starts from the state in which the failed step began, and
-restores that state at the end.
+A replay runs only after a failed step. It starts from the state at the beginning of that step, and
+restores the same state at the end.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Replay:
                 problem="loss_fn changes its batch in place, so the step cannot be replayed"
             )
         try:
-            # Eager mode, since otherwise torch would compile code for every size that the search
-            # tries, and keep it.
+            # The replay runs in eager mode, since torch would otherwise compile code for every
+            # batch size that the search tries, and keep it.
             with eager():
                 return self._search(work, plan)
         except Exception as error:  # noqa: BLE001 - an error here must not end the run
@@ -65,7 +66,7 @@ class Replay:
         return Provenance(problem=f"the replay failed ({why})")
 
     def look_at_batch(self, work: Work) -> Provenance:
-        """Return where the batch holds NaN, for a step that cannot be replayed."""
+        """Return where the batch itself contains NaN, for a step that cannot be replayed."""
         return Provenance(origin=find_nan(_batch_tensors(work), work.size))
 
     def _search(self, work: Work, plan: StepPlan) -> Provenance:
@@ -99,7 +100,7 @@ class Replay:
     ) -> tuple[int, ...]:
         """Return the samples without which the step is finite.
 
-        Empty if finding them would need the other ranks, which do not replay the step.
+        Returns nothing if the search would need the other ranks, which do not replay the step.
         """
         try:
             return self._samples(work, plan, hint)
@@ -119,7 +120,7 @@ class Replay:
         def is_bad(chosen: Sequence[int]) -> bool:
             indices = list(chosen)
             if len(indices) < smallest:
-                # BatchNorm needs at least two samples, so repeat them.
+                # BatchNorm needs at least two samples, so repeat a single one.
                 indices *= math.ceil(smallest / len(indices))
             part = replace(work, batch=selected(work.batch, indices, work.split), size=len(indices))
             self._attempts.restore(work)
@@ -132,7 +133,7 @@ class Replay:
         return tuple(find_bad_samples(is_bad, size, hint))
 
     def without_samples(self, work: Work, provenance: Provenance | None) -> Any | None:
-        """Return the batch of a step without its bad samples, or None if that is not possible."""
+        """Return the batch of a step without its bad samples, or None if that is impossible."""
         if (
             provenance is None
             or not provenance.samples

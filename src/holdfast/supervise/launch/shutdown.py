@@ -84,13 +84,13 @@ class Shutdown:
         return arrived_at - self._first_interrupt_at >= SAME_INTERRUPT_SECONDS
 
     def note_terminated(self, now: float) -> None:
-        """Note that the supervisor itself has sent SIGTERM, and start the grace period."""
+        """Record that the supervisor itself has sent SIGTERM, and start the grace period."""
         self.signal_sent = signal.SIGTERM
         self.terminate_at = math.inf
         self.kill_within(self.grace_seconds, now)
 
     def note_killed(self) -> None:
-        """Note that the supervisor has killed all remaining processes."""
+        """Record that the supervisor has killed all remaining processes."""
         self.signal_sent = signal.SIGKILL
         self.kill_at = math.inf
 

@@ -163,7 +163,7 @@ class StepWriter:
             self._reader.release(late.value)
 
     def _complete_loss_later(self, sample: int, step: Step) -> None:
-        """Add a loss to its sample once all its parts have been copied.
+        """Write the loss into its step record once all of its parts have reached the host.
 
         If the loss of the last backward call could not be read, its earlier parts are dropped.
         """
