@@ -120,8 +120,11 @@ class ExternalCursor(Cursor):
         """Set the dataset indices of the next step's samples, in order."""
         self._next_samples = indices
 
-    def sample_indices(self, batch: Any, size: int | None) -> list[int] | None:  # noqa: ARG002 -
-    unused: the framework sets the indices with `note_next_samples`
+    def sample_indices(
+        self,
+        batch: Any,  # noqa: ARG002 - unused: the framework sets the indices with `note_next_samples`
+        size: int | None,  # noqa: ARG002
+    ) -> list[int] | None:
         """Return the dataset indices of the step's samples, or None if they are unknown."""
         return self._next_samples
 

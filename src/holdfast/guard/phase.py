@@ -175,8 +175,7 @@ class RunState:
 
     @property
     def in_loop(self) -> bool:
-        """Return whether the script is in a loop over `Guard.batches`, which marks the
-        boundaries."""
+        """Return whether a loop over `Guard.batches` is running, which sets the boundaries."""
         return self._in_loop
 
     @property

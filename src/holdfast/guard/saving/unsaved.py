@@ -96,9 +96,11 @@ def _watch_sys_exit() -> None:
     if getattr(original, "watched_by_guard", False):
         return
 
-    @wraps(original) def exit(status: Any = None, /) -> Any:  # noqa: A001 - replaces `sys.exit`
-    under its own name global _script_failed _script_failed = status is not None and status != 0
-    original(status)
+    @wraps(original)
+    def exit(status: Any = None, /) -> Any:  # noqa: A001 - replaces `sys.exit` under its own name
+        global _script_failed
+        _script_failed = status is not None and status != 0
+        original(status)
 
     exit.watched_by_guard = True  # type: ignore[attr-defined]
     sys.exit = exit

@@ -1,8 +1,8 @@
 """Give the parts of a batch the same random numbers as the whole batch, to compare gradients.
 
-The loss function's random numbers for the whole batch are recorded. Each part then receives its own
-rows of them. With this, the gradients of a random loss can be compared as exactly as those of any
-other loss. If samples share random numbers, this is detected too.
+The random numbers that the loss function draws for the whole batch are recorded. Each part then
+receives its own rows of these numbers. This makes the gradients of a random loss as comparable as
+those of any other loss. It also shows whether samples share random numbers.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from holdfast.memory.oom import find_out_of_memory
 
 
 class NotRepeatableError(Exception):
-    """Raised if it is not clear which of the whole batch's random numbers a part would draw."""
+    """Raised if the whole batch's random numbers cannot be assigned to a part."""
 
 
 class Draws:
-    """Records the random numbers of the first call after `start`, and repeats them for the parts.
+    """Records the random numbers of the first call after `start`, and replays them in the parts.
 
-    Random numbers from Python and numpy have no rows. Each call therefore starts from the same
-    seed, as if all samples shared these numbers. With `in_order`, the generators continue from part
-    to part instead, as if the numbers were drawn for one sample after another.
+    Random numbers from Python and numpy cannot be split into rows. Each call therefore starts from
+    the same seed, as if all samples shared these numbers. With `in_order`, the generators instead
+    continue from part to part, as if the numbers were drawn for one sample after another.
 
-    If the loss function itself seeds a torch generator, its numbers are the same in each call, so
+    If the loss function seeds a torch generator itself, each call draws the same numbers anyway, so
     they are not overwritten.
 
     Args:
-        devices: The accelerators whose generators are watched.
-        tolerance: The largest relative difference allowed between the inputs of a draw, such as
-            probabilities, in the whole batch and in a part.
-        seed: The seed for every call.
+        devices: The accelerators whose generators are observed.
+        tolerance: Largest relative difference allowed in the inputs of a random operation (such as
+            probabilities) between the whole batch and a part.
+        seed: The seed that every call starts from.
         in_order: Whether the generators of Python and numpy continue from part to part.
     """
 
@@ -48,7 +48,7 @@ class Draws:
         # Whether any random numbers were drawn.
         self.drew = False
         # Whether samples share random numbers. After a split, each part would draw its own numbers,
-        # which changes the variance.
+        # which changes the variance of the gradient.
         self.shared = False
         # Whether the generators of Python or numpy were used.
         self.outside_torch = False
@@ -56,9 +56,9 @@ class Draws:
         self._tolerance = tolerance
         self._seed = seed
         self._in_order = in_order
-        # The draws of the call with all samples. None before that call.
+        # The draws of the call with all samples, or None before that call.
         self._whole_draws: list[_Draw] | None = None
-        # The numbers given to the parts, by operation and generator state.
+        # The numbers that the parts have received, by operation and generator state.
         self._numbers_of_parts: dict[Any, list[Any]] = {}
         self._samples = 0
 
@@ -74,20 +74,20 @@ class Draws:
 
     @contextlib.contextmanager
     def call(self, first: int, samples: int) -> Iterator[None]:
-        """Call the loss function once within this context.
+        """Return a context in which to call the loss function once.
 
         Args:
             first: The position of the first sample in the call.
             samples: The number of samples in the call.
 
         Raises:
-            NotRepeatableError: If a part draws other random numbers than the whole batch, or fails
-                with the numbers that it is given.
+            NotRepeatableError: If a part does not make the same draws as the whole batch, or fails
+                with the numbers that it receives.
         """
         if not (self._in_order and first):
             seed_cpu(self._seed)
-            # Each part gets a different seed. If the seeds were the same, it would seem that the
-            # loss function had seeded the generator.
+            # Each part gets a different seed. With the same seed, it would look as if the loss
+            # function had seeded the generator itself.
             torch.default_generator.manual_seed(self._seed + first)
         if self._whole_draws is None:
             self._whole_draws = recorded = []
@@ -118,7 +118,7 @@ class Draws:
             raise NotRepeatableError
 
     def backward(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which a recomputed forward pass gets the same numbers again."""
+        """Return a context in which a recomputed forward pass receives the same numbers again."""
 
         def repeat_numbers(draw: _Draw) -> None:
             for new, old in zip(
@@ -133,10 +133,10 @@ class Draws:
         )
 
     def _repeat(self, recorded: _Draw | None, draw: _Draw, first: int, samples: int) -> None:
-        """Overwrite the numbers that a part has just drawn with those of the whole batch.
+        """Overwrite the numbers that a part has just drawn with the numbers of the whole batch.
 
         Args:
-            recorded: The corresponding draw of the whole batch, or None if that has made fewer
+            recorded: The corresponding draw of the whole batch. None if the whole batch made fewer
                 draws.
             draw: The draw of the part.
             first: The position of the part's first sample.
@@ -163,8 +163,8 @@ class Draws:
     ) -> torch.Tensor:
         """Return the rows of a tensor that belong to some samples.
 
-        Rows are taken along the only dimension whose size differs between the tensors of the whole
-        batch and of the part. If there is no such dimension, the whole tensor is returned.
+        The rows are those along the only dimension in which `whole` and `part` differ in size. If
+        no dimension differs, the whole tensor is returned.
         """
         if whole.shape == part.shape:
             return whole
@@ -186,9 +186,9 @@ class _Draw(NamedTuple):
     """A call of an operation that draws random numbers."""
 
     op: Any
-    # The state before the call of each generator that was used.
+    # The states before the call of the generators that it used.
     states_before: list[torch.Tensor]
-    # The tensors that the result depends on.
+    # The input tensors that the result depends on.
     inputs: list[Any]
     # The tensors that were drawn.
     drawn: list[Any]
@@ -200,12 +200,12 @@ class _Draw(NamedTuple):
         )
 
     def place(self) -> Any:
-        """Return the operation and the states of its generators, as a key."""
+        """Return a key that consists of the operation and the states of its generators."""
         return self.op, *(state.numpy().tobytes() for state in self.states_before)
 
 
 class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that passes each draw to a function."""
+    """A dispatch mode that passes each draw to a function as it happens."""
 
     def __init__(self, devices: Sequence[torch.device], on_draw: Callable[[_Draw], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -220,7 +220,7 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         after = self._states(kwargs)
         states_before = [old for old, new in zip(before, after, strict=True) if not same(old, new)]
-        # Some operations with this tag draw nothing, such as attention without dropout.
+        # Some operations with this tag draw no random numbers, such as attention without dropout.
         if states_before:
             read, written = _read_and_written(func, args)
             inputs = _tensors((read, kwargs))
@@ -228,7 +228,7 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _states(self, kwargs: Any) -> list[torch.Tensor]:
-        """Return the states of the default generators and of a generator passed to the call."""
+        """Return the states of the default generators and of any generator passed to the call."""
         state = capture(self._devices)
         states = [state.cpu, *state.devices.values()]
         generator = kwargs.get("generator")
@@ -247,7 +247,7 @@ def _read_and_written(func: Any, args: Sequence[Any]) -> tuple[list[Any], list[A
         else:
             written.append(argument)
     if func._schema.name.endswith("_like"):
-        # The first argument only determines shape and dtype. Its values do not matter.
+        # The first argument only determines shape and dtype, so its values do not matter.
         read = read[1:]
     return read, written
 

@@ -1,15 +1,16 @@
-"""Facts about loss functions: forbidden calls, identity, and side effects.
+"""Examine loss functions: forbidden calls, identity, and side effects.
 
-**Forbidden calls.** A loss function must return a loss, and leave backward and the optimizers to
-the guard. It may compute gradients, but not with respect to parameters.
+**Forbidden calls.** A loss function must only return a loss. Backward and the optimizer steps are
+up to the guard. The function may compute gradients, but not with respect to parameters.
 
-**Identity.** A lambda in a loop is a new object each time, but still the same function. Two
-partials of a function with different values of ``reduction`` are different functions. Functions are
-identified by their code, and by the strings and flags that are bound to them. Numbers are ignored,
-since a step number or a changing weight would make a new function in every step.
+**Identity.** A lambda in a loop is a new object in each iteration, but always the same function. On
+the other hand, two partials of a function with different values of ``reduction`` are different
+functions. Functions are therefore identified by their code, and by the strings and flags that are
+bound to them. Numbers are ignored, since a step number or a changing weight would make a new
+function in every step.
 
-**Side effects.** If a call changes plain attributes of modules or variables of the function, no
-checkpoint contains the change, and each retry repeats it.
+**Side effects.** If a call changes plain attributes of modules or variables of the function, the
+change is in no checkpoint, and each retry repeats it.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ _FIX = {
 
 
 class CalledInsideError(BatchError):
-    """H209: the loss function has called a function that only the guard may call."""
+    """H209: the loss function called a function that only the guard may call."""
 
     called: Called = "backward"
 
 
 def called_inside(called: Called) -> CalledInsideError:
-    """Return an H209 error for a loss function that has made a forbidden call."""
+    """Return an H209 error for a loss function that made a forbidden call."""
     action = f"called {called}()"
     if called == "backward":
         action = "ran backward into parameters"
@@ -73,10 +74,10 @@ def called_inside(called: Called) -> CalledInsideError:
 
 
 class ReturningALoss:
-    """Context for calling a loss function.
+    """A context in which to call a loss function.
 
-    Inside the context, optimizers refuse to step. If the ``.grad`` of a parameter has changed, H209
-    is raised on exit.
+    Inside the context, optimizers refuse to step. On exit, H209 is raised if the ``.grad`` of a
+    parameter has changed.
 
     Args:
         optimizers: The guard's optimizers.
@@ -94,10 +95,11 @@ class ReturningALoss:
         self._own: list[tuple[dict[str, Any], Any]] = []
         for optimizer in self._optimizers:
             attributes = vars(optimizer)
-            # Schedulers replace `step` in the same way.
+            # Schedulers replace `step` in the same way, so an original is stored only if it is an
+            # instance attribute.
             self._own.append((attributes, attributes.get("step")))
             # `zero_grad` is not replaced, because frameworks may call it when there are no
-            # gradients. If a call does clear gradients, this is detected on exit.
+            # gradients. If a call clears existing gradients, this is detected on exit.
             attributes["step"] = _refuse_step
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -122,7 +124,7 @@ def _gradient_versions(parameters: Sequence[torch.Tensor]) -> list[tuple[int, in
 
 @contextlib.contextmanager
 def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Run backward within this context. If parameter hooks change weights, H211 is raised."""
+    """Return a context for backward that raises H211 if parameter hooks change weights."""
     hooked = [
         p
         for p in parameters
@@ -144,7 +146,7 @@ def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 class FilledOutside:
-    """Detects gradients that the script computed after creating the guard, before the first step.
+    """Detects gradients that the script computed between creating the guard and the first step.
 
     Args:
         parameters: The guard's parameters.
@@ -162,7 +164,7 @@ class FilledOutside:
 
         If there are gradients, this synchronizes with the device.
         """
-        # If another guard has run a step in the meantime, the gradients may come from that step.
+        # If another guard has run a step since then, the gradients may come from that step.
         others_have_stepped = FilledOutside.begun != self._begun_before
         FilledOutside.begun += 1
         were_empty = self._empty
@@ -192,16 +194,23 @@ class FilledOutside:
 
 # --- identity
 
-# Partials, methods and closures are followed up to this depth.
+# The number of levels of partials, methods and closures to follow.
 _DEPTH = 3
 
 
 def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
     """Return a text that identifies a loss function, and stays the same after a restart.
 
+    The text consists of the name, line and checksum of the code, followed by the values that are
+    bound to the function: arguments of a partial, the object of a method, closure variables,
+    defaults, and attributes of a callable object. Among these values, only None, strings, bools and
+    callables without weights (such as a criterion) count. Numbers and tensors never do, since they
+    may change in every step. Of the global variables that the code uses, strings and bools count.
+
     Args:
         loss_fn: The loss function.
-        depth: How many levels of bound objects to include. With 0, only the code counts.
+        depth: How many levels of callables inside callables to follow. With 0, only the code
+            counts.
     """
     if isinstance(loss_fn, TwoPass):
         return f"{description_of(loss_fn.outputs, depth)} {description_of(loss_fn.loss, depth)}"
@@ -223,8 +232,11 @@ def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
                 pass
         bound += [*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values()]
         # A function in a script may use flags stored in global variables.
-        outside = getattr(loss_fn, "__globals__", {})
-        bound += [flag for name in code.co_names if type(flag := outside.get(name)) in (bool, str)]
+        global_variables = getattr(loss_fn, "__globals__", {})
+        for name in code.co_names:
+            value = global_variables.get(name)
+            if type(value) in (bool, str):
+                bound.append(value)
         return _with_bound_values(_name_of(code), bound, depth) if bound else _name_of(code)
     bound = [
         value for key, value in getattr(loss_fn, "__dict__", {}).items() if key not in _OF_TORCH
@@ -234,22 +246,25 @@ def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _name_of(code: types.CodeType) -> str:
-    # A line may contain two lambdas, which differ only in their code.
+    # The checksum distinguishes two lambdas in the same line.
     checksum = zlib.crc32(code.co_code + repr(code.co_names).encode())
     return f"{code.co_qualname}:{code.co_firstlineno}:{checksum:x}"
 
 
 def _with_bound_values(name: str, bound: Iterable[Any], depth: int) -> str:
+    """Append the descriptions of the bound values that count to a name, in parentheses."""
     if depth == 0:
         return name
-    texts = [text for value in bound if (text := _describe_value(value, depth - 1))]
-    return f"{name}({', '.join(texts)})" if texts else name
+    descriptions = [_describe_value(value, depth - 1) for value in bound]
+    descriptions = [description for description in descriptions if description]
+    return f"{name}({', '.join(descriptions)})" if descriptions else name
 
 
 def _describe_value(value: Any, depth: int) -> str:
+    """Return a text that identifies a bound value, or an empty string if it does not count."""
     if value is None or isinstance(value, (bool, str)):
         return repr(value)[:80]
-    # A module counts only if it is a criterion. Modules with weights are the models themselves.
+    # Modules without weights are criteria, which count. Modules with weights are models.
     if depth == 0 or not callable(value) or isinstance(value, type) or _has_weights(value):
         return ""
     return description_of(value, depth)
@@ -265,11 +280,11 @@ def _has_weights(value: Any) -> bool:
 # --- side effects
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
-# Only these containers are iterated, because iterating over others may itself have side effects.
+# Only these containers are iterated, because iterating over other objects may have side effects.
 _CONTAINERS = (list, tuple, set, frozenset, deque, np.ndarray)
-# Containers with more entries than this are compared only by length.
+# Containers with more entries than this are compared by length only.
 _MOST_ENTRIES = 64
-# Tensors with more elements than this are compared only by their sum.
+# Tensors with more elements than this are compared by their sum only.
 _MOST_ELEMENTS = 1 << 20
 # The attributes that every module has.
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -286,18 +301,18 @@ def find_side_effects(
     """Return the names of attributes and variables that a second forward pass changes.
 
     State that each pass overwrites with the same value, such as the last attention map or a cache
-    that is filled once, is not returned.
+    that is filled once, does not change in the second pass, so it is not returned.
 
-    Attributes of the loss function, and variables from outside of it, may be mere counters or logs.
-    They count only if the second loss differs from the first.
+    Attributes of the loss function, and variables outside of it, may be mere counters or logs. They
+    count only if the second loss differs from the first.
 
     Args:
         models: The models by name.
         loss_fn: The loss function.
         forward: Function that runs the same forward pass each time and returns the loss, or NaN if
             it ran out of memory.
-        restored: Objects that are restored anyway, so that they do not count.
-        logs_too: Whether variables and attributes of the loss function always count.
+        restored: Objects that do not count, because the guard restores them.
+        logs_too: Whether to count variables and attributes of the loss function in any case.
 
     Returns:
         Names such as ``"layer.calls"`` or ``"loss_fn: hidden"``.
@@ -340,9 +355,9 @@ def _attributes(models: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def _variables(function: Any, ignored: Sequence[Any]) -> dict[str, Any]:
-    """Return copies of the outside variables that a function can access.
+    """Return copies of the variables outside of a function that it can access.
 
-    These are its free variables, globals, bound arguments, and the attributes of its object.
+    These are its closure variables, globals, bound arguments, and the attributes of its object.
     """
     variables: dict[str, Any] = {}
     while isinstance(function, functools.partial):
@@ -385,8 +400,8 @@ def _attributes_of_object(value: Any) -> Any:
 def _snapshot(value: Any, depth: int) -> Any:
     """Return a copy of a value for a later comparison.
 
-    Plain values are returned unchanged, small tensors are copied, and containers are copied up to a
-    depth. All other values are represented by their type.
+    Plain values are returned as they are, small tensors are copied, and containers are copied up to
+    this depth. Any other value is represented by the name of its type.
     """
     if isinstance(value, _PLAIN):
         return value

@@ -1,24 +1,24 @@
-"""Detect a loss that selects samples by values that the model has computed.
+"""Detect losses that select samples by values that the model has computed.
 
 Examples are hard-example mining (the mean of the largest quarter of the losses), a threshold
-(``loss[loss > 0.7].mean()``) and a mean over sufficiently confident pseudo-labels. As long as such
-a loss selects all samples, it is a plain mean, and a trial split cannot tell the difference. Later,
-when it selects only some samples, splitting would change the gradient.
+(``loss[loss > 0.7].mean()``) and a mean over pseudo-labels with high confidence. As long as such a
+loss selects all samples, it equals a plain mean, and a trial split shows no difference. Later, when
+it selects only some samples, splitting would change the gradient.
 
-A ``TorchFunctionMode`` traces one call of the loss function. It marks each tensor that depends on
-parameters, that is a loss or depends on one, that is a mask computed from such values, or that
-depends on a selection. A selection counts only if the returned loss depends on it. For example, an
-accuracy that is only logged does not count.
+A ``TorchFunctionMode`` traces one call of the loss function. It marks tensors that depend on
+parameters, on a loss or on a selection, and masks that were computed from such tensors. A selection
+counts only if the returned loss depends on it. For example, the selection in an accuracy that is
+only logged does not count.
 
-Some selections do not count, because they have the same result in a part as in the whole batch:
+Some selections do not count, because they give the same result in a part as in the whole batch:
 masks computed from the batch alone (padding, ``ignore_index``), selections within a sample (the
 classes of a beam, the pixels of an image), and selections inside the model (the experts for a
-token), unless they depend on a loss.
+token) that do not depend on a loss.
 
-Values that leave torch as an array or a list cannot be traced. If the loss function then picks
-entries of a loss vector by position, the positions may have been computed from those values, so
-this counts as a selection. Single numbers (``.item()``) and TorchScript are not traced. The checks
-that are repeated while batches are being split cover these cases.
+Values that are converted to an array or a list cannot be traced. If the loss function then picks
+entries of a loss vector by position, it may have computed the positions from those values, so this
+counts as a selection. Single numbers (``.item()``) and TorchScript are not traced. For these cases,
+there are the checks that are repeated while batches are being split.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Functions that select by rank. The values are the position of their argument `dim` and its
-# default, where None means all dimensions.
+# Functions that select by rank order, with the position of their argument `dim` and its default.
+# None means all dimensions.
 _BY_RANK: dict[str, tuple[int, int | None]] = {
     "topk": (2, -1),
     "sort": (1, -1),
@@ -121,7 +121,8 @@ _KEEP_MASKS = frozenset(
 _COUNTS = frozenset({"sum", "count_nonzero", "nansum", "mean"})
 # Functions that select by a mask.
 _BY_MASK = frozenset({"masked_select", "nonzero", "argwhere"})
-# Functions that move several values out of torch, and functions that pick entries by position.
+# Functions that convert several values to an array or list, and functions that pick entries by
+# position.
 _TO_HOST = frozenset({"numpy", "tolist", "__array__"})
 _BY_POSITION = frozenset({"__getitem__", "index_select", "take", "gather"})
 _LOSSES = frozenset(
@@ -135,9 +136,9 @@ class Selection(NamedTuple):
     """A selection made by the loss function.
 
     Attributes:
-        function: The name of the torch function, such as ``"topk"``. `MASK` for any use of a mask,
-            and `HOST` for positions that may have been computed outside of torch.
-        size: The size of the dimension along which it selects.
+        function: The name of the torch function, such as ``"topk"``. `MASK` stands for any use of a
+            mask, and `HOST` for positions that may have been computed outside of torch.
+        size: The size of the dimension along which the function selects.
     """
 
     function: str
@@ -188,7 +189,7 @@ class SelectionFinder(TorchFunctionMode):
         return [self._selections[index] for index in sorted(indices)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a torch function and mark its result."""
+        """Call a torch function, and mark its result."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -223,7 +224,7 @@ class SelectionFinder(TorchFunctionMode):
     def _marks_of_result(
         self, name: str, args: Any, kwargs: Any, argument_marks: Sequence[_Marks]
     ) -> _Marks:
-        """Return the marks of a function's result, based on its marked arguments."""
+        """Derive the marks of a function's result from its marked arguments."""
         selections: frozenset[int] = frozenset().union(
             *(marks.selections for marks in argument_marks)
         )
@@ -244,15 +245,15 @@ class SelectionFinder(TorchFunctionMode):
         )
 
     def _selects_for_loss(self, marks: _Marks) -> bool:
-        """Return whether a selection by values with these marks belongs to the loss.
+        """Return whether a selection by values with these marks is part of the loss.
 
-        Inside a model's ``forward``, values must depend on a loss or a mask. Otherwise, the
-        selection belongs to the model.
+        Inside a model's ``forward``, this requires that the values depend on a loss or a mask.
+        Otherwise, the selection is part of the model.
         """
         return marks.loss or marks.is_mask or (marks.parameters and not self._is_in_model())
 
     def _is_in_model(self) -> bool:
-        """Return whether the ``forward`` of a module in one of the models is running."""
+        """Return whether the ``forward`` of any module of the models is running."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             if (
@@ -264,7 +265,7 @@ class SelectionFinder(TorchFunctionMode):
         return False
 
     def _selection(self, name: str, args: Any, kwargs: Any) -> Selection | None:
-        """Return the selection that a function call makes, or None."""
+        """Return the selection that a function call makes, or None if it makes none."""
         if name in _BY_RANK:
             return self._selection_by_rank(name, args, kwargs)
         mask = self._selecting_mask(name, args, kwargs)

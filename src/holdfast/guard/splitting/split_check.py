@@ -1,17 +1,17 @@
-"""Run trial splits to find out whether a split keeps the gradient, and with which weights.
+"""Run trial splits to find out whether splitting keeps the gradient, and with which weights.
 
-A trial compares the gradient of 4 samples with the weighted sum of the gradients of 3 of them and
-of the remaining one. If the loss function does not declare what its mean is taken over, all
-candidates in the batch are tried. If none of them reproduces the gradient, the samples are coupled
-(in-batch negatives, a pairwise loss).
+A trial splits 4 samples into 3 + 1 and compares the gradient of all 4 with the weighted sum of the
+gradients of the two parts. If the loss function does not declare what its mean is taken over, all
+candidates in the batch are tried. If none of them reproduces the gradient, the loss couples the
+samples (in-batch negatives, a pairwise loss).
 
 Models are in training mode, except for layers such as BatchNorm, which `SplitSafety` handles. The
-parts receive the same random numbers for their samples as the whole batch. If that is not possible,
-only losses with declared items are compared, in evaluation mode.
+parts receive the same random numbers for their samples as the whole batch. If that is impossible, a
+loss with declared items is compared in evaluation mode, and any other loss is not compared.
 
-On the CPU, trials run in a forked copy of the process, so they have no effect on the original. A
-process that uses an accelerator cannot be forked. In that case, the trial runs in the process
-itself, right before a split, and the caller restores all state.
+On the CPU, trials run in a forked copy of the process, so they have no effect on training. A
+process that uses an accelerator cannot be forked. There, the trial runs in the training process,
+right before a split, and the caller restores all state.
 """
 
 from __future__ import annotations
@@ -66,22 +66,23 @@ _SAMPLES = 4
 # 0.01 or more.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF_TOLERANCE = 5e-2
-# A small sum that is added to a mean changes the gradient by less than the tolerance, but it grows
-# with the batch. On the CPU in fp32, the gradients or the losses must therefore differ by less than
-# these limits. Rounding never exceeds both of them.
+# If a loss is a mean plus a small sum, splitting changes the gradient of a few samples by less than
+# the tolerance, but the error grows with the batch. On the CPU in fp32, the gradients or the losses
+# must therefore differ by less than these limits. Rounding never exceeds both of them.
 _SMALL = 2e-5
 _SMALL_OF_LOSS = 3e-6
-# On accelerators and in half precision, losses must agree within this share of the tolerance.
-# Losses are means of terms that do not cancel, so rounding affects them less than gradients.
+# On accelerators and in half precision, losses must agree within this share of the tolerance. The
+# terms of a loss do not cancel out, so rounding affects losses less than gradients.
 _OF_LOSS_WHERE_ROUNDED = 0.1
-# Weights that differ by less than this change gradients by less than a coupled loss does.
+# If two weightings differ by less than this, they are not worth distinguishing: they change
+# gradients by less than a coupled loss does.
 TELLING = 0.01
 # The maximum number of sets of four samples to compare.
 _MOST_WINDOWS = 4
-# The number of comparisons with different random numbers, if samples share them.
+# The number of comparisons, each with different random numbers, if samples share random numbers.
 _SEEDS = 3
-# The maximum number of comparisons with a part without items, and the maximum number of samples to
-# search for such a part.
+# The maximum number of comparisons that include a sample without items, and the maximum number of
+# samples to search for one.
 _MOST_EMPTY = 2
 _MOST_ONE_BY_ONE = 256
 # The maximum number of sets of four samples to search for one that distinguishes weightings.
@@ -92,18 +93,19 @@ _NOT_REPEATABLE = (
     " cannot be repeated for parts of the batch (a permutation, a numpy generator), so no trial can"
     " show whether the parts add up to the whole"
 )
-# The share of a micro-batch in the first of its two parts, for each of the two comparisons.
+# The share of the samples in the first part, for each of the two comparisons of a micro-batch with
+# its parts.
 _HALVES = 0.5
 _QUARTERS = 0.75
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
-# What the loss draws: no random numbers, separate numbers for each sample, numbers that all samples
-# share (after a split, each part would draw its own), or numbers that could not be repeated for the
-# parts.
+# The kinds of random numbers that a loss may draw: none, separate numbers for each sample, numbers
+# that all samples share (after a split, each part would draw its own), or numbers that could not be
+# repeated for the parts.
 Draw: TypeAlias = Literal["none", "own", "shared", "unknown"]
-# From best to worst.
+# The kinds of random numbers, from best to worst.
 _DRAWS: tuple[Draw, ...] = ("none", "own", "shared", "unknown")
 Outcome: TypeAlias = Literal["exact", "coupled", "random", "trusted", "unknown"]
-# When results are merged, the worst outcome wins. Any other outcome wins over "unknown".
+# When results are merged, the worst outcome wins. Every other outcome wins over "unknown".
 _FROM_BEST_TO_WORST: tuple[Outcome, ...] = ("unknown", "exact", "random", "coupled")
 
 
@@ -117,7 +119,7 @@ class SplitCheckResult:
     - ``"random"``: splitting would keep the gradient if the random numbers were the same, or the
       loss function declares its items.
     - ``"coupled"``: splitting changes the gradient, or the check could not show that it does not.
-    - ``"trusted"``: there was no comparison. For example, the policy turns it off.
+    - ``"trusted"``: there was no comparison, for example because the policy turns it off.
     - ``"unknown"``: the check failed.
     """
 
@@ -126,22 +128,23 @@ class SplitCheckResult:
     difference: float = float("nan")
     # Whether the loss function declares what its mean is taken over, or is a `TwoPass`.
     declared: bool = False
-    # Whether the loss function changes the tensors of its batch.
+    # Whether the loss function changes the tensors of its batch in place.
     changes_batch: bool = False
     # The name of a buffer, other than running statistics, that a forward pass changes.
     changed_buffer: str = ""
-    # For "unknown", what went wrong. For "coupled", why the check could not show the opposite.
+    # For "unknown", the reason why the check failed. For "coupled", the reason why the check could
+    # not show that splitting is safe, if that is the case.
     why: str = ""
     # The kind of random numbers drawn in training.
     draws: Draw = "none"
-    # For "unknown", whether a lack of memory was the reason, or may have been.
+    # For "unknown", whether the reason is, or may be, a lack of memory.
     short_of_memory: bool = False
-    # The weightings that reproduce the gradient, most common first, and those that do not.
+    # The weightings that reproduce the gradient, most common first, and the weightings that do not.
     held: tuple[Weighting, ...] = ()
     failed: tuple[Weighting, ...] = ()
-    # The names of attributes that each forward pass changes.
+    # The names of attributes and variables that each forward pass changes.
     side_effects: tuple[str, ...] = ()
-    # The function by which the loss selects samples, such as "topk". Empty if it selects none.
+    # The function with which the loss selects samples, such as "topk". Empty if it does not select.
     selects: str = ""
     # The forbidden call that the loss function has made, if any.
     called: Called | None = None
@@ -155,8 +158,9 @@ class SplitCheckResult:
     def may_turn_wrong(self) -> bool:
         """Return whether splitting may change the gradient later, though it has not so far.
 
-        A loss that selects samples may have selected all of them so far. A sum over the samples
-        above a threshold is safe, since each part adds its own samples.
+        This is the case for a loss that selects samples, since it may have selected all of them so
+        far. Sums are an exception: in a sum over the samples above a threshold, each part adds its
+        own samples.
         """
         is_sum = not self.declared and self.weighting().kind == "sum"
         return bool(self.selects) and not (is_sum and self.selects == MASK)
@@ -171,7 +175,7 @@ class SplitCheckResult:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SplitCheckResult:
-        """Return a result from the value of ``asdict`` after it was sent as JSON."""
+        """Create a result from the value of ``asdict`` after it was sent as JSON."""
         restored = dict(values)
         for name in ("held", "failed"):
             restored[name] = tuple(
@@ -183,7 +187,7 @@ class SplitCheckResult:
 
 
 def merged(verdicts: Sequence[SplitCheckResult], **facts: Any) -> SplitCheckResult:
-    """Combine the results of several checks. The worst outcome counts.
+    """Combine the results of several checks. The worst outcome wins.
 
     A weighting holds if it held in at least one check and failed in none.
 
@@ -219,7 +223,7 @@ def merged(verdicts: Sequence[SplitCheckResult], **facts: Any) -> SplitCheckResu
 
 
 class _Difference(NamedTuple):
-    """The relative differences between the parts of a batch and the whole."""
+    """The relative differences between the whole set of samples and its parts."""
 
     # The L2 norm of the gradients' difference, relative to the whole gradient.
     of_gradients: float
@@ -229,7 +233,7 @@ class _Difference(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class SplitCheck:
-    """A check of one loss function."""
+    """Checks whether splitting keeps the gradient of one loss function."""
 
     # The loss function. It receives copies of the batch.
     loss_fn: Callable[[Any], Any]
@@ -238,7 +242,8 @@ class SplitCheck:
     # Keeps copies of the states, which are restored before each evaluation and compared after it.
     states: StateKeeper
     models: Mapping[str, nn.Module]
-    # The parameters whose gradients are compared. Their ``.grad`` is overwritten and then cleared.
+    # The parameters whose gradients are compared. The check overwrites their ``.grad`` and then
+    # clears it.
     parameters: Sequence[torch.Tensor]
     # Function that returns the context for calling a loss function.
     calling: Callable[[], contextlib.AbstractContextManager[Any]]
@@ -255,21 +260,23 @@ class SplitCheck:
     _buffers: BufferKeeper | None = field(default=None, init=False)
     # Whether the loss function declares items, and whether it changes its batch.
     _loss_facts: tuple[bool, bool] = field(default=(False, False), init=False)
-    # The share of the samples in the first part. If None, the first part has all samples but one.
+    # The share of the samples in the first part. None means all samples but one.
     _first_share: float | None = field(default=None, init=False)
-    # The names of states whose values after the parts differ from those after the whole batch.
+    # The names of states that end up with different values after the parts than after the whole
+    # batch.
     uneven: list[str] = field(default_factory=list)
 
     def run(self, batch: Any, size: int, empty: int | None = None) -> SplitCheckResult:
         """Run the check on several sets of four samples from a batch.
 
-        These are the first samples, samples from all over the batch, and sets that distinguish
-        candidates for the weighting.
+        The sets are: the first samples, samples that are spread over the batch, and sets that
+        distinguish candidates for the weighting.
 
         Args:
             batch: The batch.
             size: The number of samples in the batch.
-            empty: The position of a sample for which the loss function declares no items, or None.
+            empty: The position of a sample for which the loss function declares no items. None if
+                there is no such sample.
         """
         self.states.keep()
         windows = [
@@ -300,10 +307,10 @@ class SplitCheck:
     def compare_halves(self, part: Any, size: int) -> SplitCheckResult:
         """Compare the gradient of a micro-batch with that of its two halves.
 
-        A loss may start to couple samples, or to select some of them, long after the first steps.
-        Four samples reveal this less often than a whole micro-batch. Comparing halves alone is not
-        enough: the mean of the two largest of eight losses is the same if each half contains one of
-        them. Therefore, the micro-batch is also cut into three quarters and one quarter.
+        A loss may start to couple or to select samples long after the first steps. A whole
+        micro-batch reveals this more often than four samples. Comparing halves alone is not enough:
+        the mean of the two largest of eight losses is the same if each half contains one of them.
+        Therefore, the micro-batch is also split into three quarters and one quarter.
 
         Args:
             part: A micro-batch of a size that is known to fit in memory.
@@ -325,9 +332,9 @@ class SplitCheck:
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Run evaluations within this context, in training mode except for mixing layers.
+        """Return a context for evaluations, in training mode except for layers that mix samples.
 
-        On exit, buffers and states are restored.
+        Buffers and states are restored on exit.
         """
         self._buffers = BufferKeeper(dict(self.models))
         self._buffers.keep()
@@ -340,14 +347,14 @@ class SplitCheck:
     def detect_side_effects(
         self, batch: Any, size: int | None, *, logs_too: bool = False
     ) -> SplitCheckResult:
-        """Return only the side effects of a forward pass.
+        """Find the side effects of a forward pass, without comparing gradients.
 
         Args:
             batch: The batch.
-            size: The number of samples in the batch, of which four are used. If None, all samples
-                are used.
-            logs_too: Whether to include changes that do not affect the next loss, such as those in
-                a log, or in a counter that may have an effect later.
+            size: The number of samples in the batch, of which four are used. With None, the whole
+                batch is used.
+            logs_too: Whether to include changes that do not affect the next loss, such as changes
+                of a log, or of a counter that may have an effect later.
         """
         self.states.keep()
         window = (
@@ -375,10 +382,10 @@ class SplitCheck:
     def _check_sets(
         self, windows: Sequence[Any], weightings: Sequence[Weighting]
     ) -> list[SplitCheckResult]:
-        """Compare the first and last set of samples, then sets that distinguish weightings.
+        """Compare the first and last set of samples, and then sets that distinguish weightings.
 
-        As long as several weightings have held for all sets so far, the next set is the one where
-        they differ most.
+        As long as several weightings have held for all sets so far, the next set to compare is the
+        one in which these weightings differ most.
 
         Args:
             windows: The sets of samples.
@@ -406,30 +413,41 @@ class SplitCheck:
     def _check_empty_parts(
         self, batch: Any, size: int, weightings: Sequence[Weighting], empty: int | None
     ) -> list[SplitCheckResult]:
-        """Run the check on sets of samples that include a sample without items.
+        """Run the check on sets of samples whose last sample has no items.
 
-        Such a sample may still have a loss.
+        The second part of such a set is this sample, which then has weight 0. The check shows
+        whether the part still has a loss, which would be lost if the part were left out.
+
+        Args:
+            batch: The batch.
+            size: The number of samples in the batch.
+            weightings: The candidates for the weighting. For each of them, one set ends with a
+                sample whose weight is 0, if the batch contains one.
+            empty: The position of a sample for which the loss function declares no items. If it
+                is not None, the first set ends with this sample.
         """
-        one_by_one = micro_batches(batch, size, 1, self.split)[:_MOST_ONE_BY_ONE]
-        positions = [
-            tuple(with_an_empty_one(weighting, one_by_one, _SAMPLES)) for weighting in weightings
+        single_samples = micro_batches(batch, size, 1, self.split)[:_MOST_ONE_BY_ONE]
+        sets = [
+            tuple(with_an_empty_one(weighting, single_samples, _SAMPLES))
+            for weighting in weightings
         ]
         if empty is not None:
-            positions.insert(
-                0, (*[place for place in range(size) if place != empty][: _SAMPLES - 1], empty)
-            )
+            others = [position for position in range(size) if position != empty]
+            sets.insert(0, (*others[: _SAMPLES - 1], empty))
+        # A set is empty if no sample has weight 0. Several weightings may give the same set.
+        distinct_sets = list(dict.fromkeys(filter(None, sets)))
         return [
-            self._compare_if_it_fits(select(batch, size, places, self.split), weightings)
-            for places in list(dict.fromkeys(filter(None, positions)))[:_MOST_EMPTY]
+            self._compare_if_it_fits(select(batch, size, positions, self.split), weightings)
+            for positions in distinct_sets[:_MOST_EMPTY]
         ]
 
     def _check_one_label(
         self, window: Any, batch: Any, weightings: Sequence[Weighting]
     ) -> list[SplitCheckResult]:
-        """Run the check on these samples as if all of them had the rarest label in the batch.
+        """Run the check on samples as if all of them had the label that is rarest in the batch.
 
-        Four samples rarely have the same label. Without this check, a loss that compares labels
-        might not reveal that it couples samples.
+        A loss that compares labels couples samples with the same label, and four samples rarely
+        have one in common. Without this check, the coupling might not be noticed.
         """
         size = batch_size(batch, self.split)
         uneven_before = len(self.uneven)
@@ -449,12 +467,12 @@ class SplitCheck:
         result = None
         self._restore_start(0)
         states = self.states.now()
-        # Changing these integers may fail, because they may be lengths or row numbers, not labels.
+        # This may fail, because the integers may be lengths or row numbers rather than labels.
         with contextlib.suppress(Exception):
             relabeled_window = pytree.tree_map(relabeled, window, batch)
             if labels:
                 result = self._compare(relabeled_window, weightings, SplitCheck._difference)
-        # The integers may be row numbers in a state that the loss function writes to.
+        # The integers may be row numbers of a state that the loss function writes to.
         are_rows = not same(states, self.states.now())
         del self.uneven[uneven_before:]
         self._clear()
@@ -521,7 +539,8 @@ class SplitCheck:
             return self._compare_with(None, window, weightings, compare)
         result = self._compare_with_same_draws(window, weightings, compare)
         for _ in range(1, _SEEDS):
-            # Shared numbers may decide whether samples are mixed, so other numbers are tried too.
+            # Shared random numbers may decide whether samples are mixed, so repeat the comparison
+            # with other numbers.
             if result.outcome == "random" and result.draws == "shared":
                 self._seed += 1
                 other_result = self._compare_with_same_draws(window, weightings, compare)
@@ -542,15 +561,15 @@ class SplitCheck:
             window: The samples.
             weightings: The candidates for the weighting, unless items are declared.
             compare: The comparison: `_difference` or `_difference_of_losses`.
-            in_order: How random numbers from outside torch are repeated; see `Draws`. If False does
-                not give an answer, True is tried too.
+            in_order: How random numbers from outside of torch are repeated; see `Draws`. If False
+                does not give a result, the comparison is repeated with True.
         """
         draws = Draws(self._devices(), self._least_tolerance(), self._seed, in_order=in_order)
         try:
             result = self._compare_with(draws, window, weightings, compare)
         except NotRepeatableError:
-            # If the numbers are drawn for one sample after another, the parts draw the same numbers
-            # anyway.
+            # If the loss function draws numbers for one sample after another, the parts draw the
+            # same numbers as the whole set without help.
             result = self._compare_with(None, window, weightings, compare)
             if result.outcome == "exact":
                 return replace(result, outcome="random", draws="own")
@@ -587,7 +606,7 @@ class SplitCheck:
         for weighting in () if declared else weightings:
             weights = shares(weighting, parts)
             if weights is None:
-                # No sample has any weight under this weighting, so it cannot be tried.
+                # Under this weighting, all samples have weight 0, so it cannot be tried.
                 continue
             if weights not in differences:
                 differences[weights] = compare(self, whole, parts, weighting, 0)
@@ -622,7 +641,7 @@ class SplitCheck:
         )
 
     def _fits(self, difference: _Difference) -> bool:
-        """Return whether a difference is only rounding. A NaN difference is not."""
+        """Return whether a difference is due to rounding. A NaN difference is not."""
         is_within_tolerance = difference.of_gradients <= self._least_tolerance()
         if not is_within_tolerance:
             return False
@@ -632,9 +651,9 @@ class SplitCheck:
         return difference.of_gradients <= _SMALL or difference.of_losses <= _SMALL_OF_LOSS
 
     def _is_unrepeatable(self, draws: Draws | None, whole: _Parts, compare: _Compared) -> bool:
-        """Return whether the whole set gives another result when repeated.
+        """Return whether the whole set gives a different result when it is evaluated again.
 
-        If so, a difference between the whole and the parts proves nothing.
+        If it does, a difference between the whole set and its parts proves nothing.
         """
         if draws is not None and draws.outside_torch:
             return True
@@ -652,7 +671,7 @@ class SplitCheck:
     ) -> _Difference:
         """Compare gradients and losses.
 
-        If the gradient of the whole set is zero or not finite, the difference of gradients is NaN.
+        If the gradient of the whole set is zero or not finite, the relative difference is NaN.
         """
         self._clear()
         self._restore_start(0, whole)
@@ -661,8 +680,8 @@ class SplitCheck:
         states_after_whole = self.states.now()
         if not math.isfinite(norm) or norm == 0:
             return _Difference(math.nan, 0.0)
-        # Adding the gradients of the parts to the negated gradient of the whole set leaves their
-        # difference.
+        # The gradients of the parts are added to the negated gradient of the whole set, which
+        # leaves the difference.
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = -parameter.grad
@@ -681,11 +700,13 @@ class SplitCheck:
         return _Difference(_finite_or_inf(self._norm() / norm), of_losses)
 
     def _is_rounding(self, expected: float, loss: float) -> bool:
-        """Return whether two losses are equal up to rounding. Their gradients are then ignored.
+        """Return whether two losses are equal up to rounding.
 
-        Near a minimum, the gradients of samples cancel out, and only rounding remains. A loss near
-        zero consists mostly of rounding errors of its logits. Neither means that samples are
-        coupled.
+        If they are, the caller does not compare their gradients.
+
+        Near a minimum, the gradients of samples cancel out, and only rounding errors remain. A loss
+        near zero consists mostly of the rounding errors of its logits. Neither shows that samples
+        are coupled.
         """
         is_exact = not self._devices() and self._least_tolerance() != _HALF_TOLERANCE
         allowed = _SMALL_OF_LOSS if is_exact else self._least_tolerance() * _OF_LOSS_WHERE_ROUNDED
@@ -694,9 +715,9 @@ class SplitCheck:
     def _difference_of_losses(
         self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int
     ) -> _Difference:
-        """Compare only losses. With rare exceptions, this also reveals coupled samples."""
+        """Compare only losses. In nearly all cases, this also reveals coupled samples."""
         if isinstance(self.loss_fn, TwoPass):
-            # This loss is computed from all samples at once, regardless of the parts.
+            # A `TwoPass` computes its loss from all samples at once, regardless of the parts.
             return _Difference(0.0, 0.0)
 
         def value(parts: _Parts, weighting: Weighting) -> float:
@@ -713,7 +734,7 @@ class SplitCheck:
         return _Difference(_finite_or_inf(abs(loss - expected) / (abs(expected) or 1.0)), 0.0)
 
     def _accumulate(self, parts: _Parts, whole: _Parts, weighting: Weighting) -> float:
-        """Add the gradient of the mean over some parts to ``.grad``, and return the mean."""
+        """Add the gradient of the parts' weighted loss to ``.grad``, and return this loss."""
         if isinstance(self.loss_fn, TwoPass) and parts is not whole:
             run = TwoPassRun(
                 call=self._call,
@@ -782,24 +803,23 @@ class SplitCheck:
             return function(copied(part))
 
     def _find_selection(self, window: Any) -> str:
-        """Return the name of the function by which the loss selects samples, or an empty string.
+        """Return the name of the function with which the loss selects samples, or an empty string.
 
-        If the size of the dimension from which a function selects grows with the number of samples,
-        it selects samples.
+        A function selects samples if the dimension from which it selects grows with their number.
         """
         num_samples = batch_size(window, self.split)
         selections = []
         for part, _ in [(window, num_samples), self._cut(window)[0]]:
             finder = SelectionFinder(self.models.values())
-            # The trials have shown that the loss can be called. If tracing it fails, no selection
-            # is detected.
+            # The trials have shown that the loss can be called, so only the tracing can fail. In
+            # that case, no selection is detected.
             terms = None
             with contextlib.suppress(Exception), finder:
                 terms = self._terms_once(part)
             if terms is None:
                 return ""
-            # With declared items, each part is weighted by the items that its threshold selects.
-            # That is exact.
+            # With declared items, each part is weighted by the items that its threshold selects,
+            # which is exact.
             reaching = finder.reaching(terms.means)
             selections.append(
                 [
@@ -810,8 +830,8 @@ class SplitCheck:
             )
         whole, part = selections
         if len(whole) != len(part):
-            # The number of selections differs. If both runs made some, each sample probably made
-            # its own, which is harmless. If only one run did, it is not.
+            # The number of selections differs. If both runs made selections, each sample probably
+            # made its own, which is harmless. If only one run did, samples may be selected.
             return "" if whole and part else (whole or part)[0].function
         grown = [
             first.function
@@ -829,8 +849,8 @@ class SplitCheck:
         """Run the loss function once and return its terms, or None if it runs out of memory."""
         self._restore_start(0)
         try:
-            # In a copy, the loss function runs with gradients, as in training, since some loss
-            # functions change state only then.
+            # In a forked copy, the loss function runs with gradients, as in training, since some
+            # loss functions change state only then.
             if self.in_a_copy:
                 with torch.enable_grad():
                     loss = self._call(self.loss_fn, window)
@@ -871,11 +891,11 @@ class SplitCheck:
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def _restore_start(self, seed: int, whole: _Parts | None = None) -> None:
-        """Restore the state in which every evaluation starts.
+        """Restore the state from which every evaluation starts.
 
         Args:
-            seed: A number that selects the random numbers.
-            whole: The whole set of samples, to record its draws. None for parts.
+            seed: Selects the random numbers.
+            whole: The whole set of samples, whose draws are then recorded. None for parts.
         """
         self.states.put_back()
         if self._buffers is not None:
@@ -893,7 +913,7 @@ class SplitCheck:
 
 
 def _why_apart(result: SplitCheckResult, size: int) -> str:
-    """Return how a micro-batch differs from its parts, or an empty string if it does not."""
+    """Return a message about how a micro-batch differs from its parts, or an empty string."""
     if result.outcome != "coupled":
         return ""
     difference = "is finite, but the gradient over its parts is not"
@@ -905,10 +925,10 @@ def _why_apart(result: SplitCheckResult, size: int) -> str:
 def _weights_of_terms(
     terms_of_parts: Sequence[Terms], parts: _Parts, weighting: Weighting
 ) -> list[list[float]]:
-    """Return the weight of each term of the loss, for each part.
+    """Return the weights of the loss terms for each part.
 
-    If the loss declares items, the weight is the part's share of that term's items. Otherwise,
-    there is only one term, and `weighting` determines its weight.
+    If the loss declares items, the weight of a term is the part's share of the term's items.
+    Otherwise, there is only one term, and `weighting` determines its weight.
     """
     if not terms_of_parts[0].declared:
         return [[weight] for weight in shares(weighting, parts) or (0.0,) * len(parts)]
@@ -943,7 +963,7 @@ def _modes(
 
     Args:
         models: The models.
-        of: Function that returns a model's modules to put into evaluation mode.
+        of: Function that returns the modules of a model to put into evaluation mode.
     """
     models = list(models)
     modes = {module: module.training for model in models for module in of(model)}
@@ -964,7 +984,7 @@ def _modes(
 
 
 def mixing_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that compute statistics over the samples in their current mode."""
+    """Return the layers that, in their current mode, compute statistics over the samples."""
     return [
         module
         for module in model.modules()
@@ -978,8 +998,8 @@ def in_a_copy(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
     """Run a check in a forked copy of this process, and return its result.
 
     If memory is short, the check is repeated in another copy without oneDNN. oneDNN creates and
-    caches a kernel for each new size. If it cannot allocate one, it either creates no more kernels
-    in that process or crashes the process.
+    caches a kernel for each new size. If the allocation of a kernel fails, oneDNN either creates no
+    more kernels in that process, or crashes it.
     """
     result = _result_of_copy(run)
     if result.short_of_memory and onednn.is_on():
@@ -1010,8 +1030,8 @@ def _result_of_copy(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
 def attempted(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
     """Return the result of a check, or an "unknown" result with the reason if the check fails."""
     try:
-        # Eager mode is needed, since otherwise code would be compiled for the sizes of the trial,
-        # and a forked copy has no threads that compile.
+        # The check runs in eager mode. Otherwise, torch would compile code for the sizes of the
+        # trial, for which a forked copy has no threads.
         with eager():
             return run()
     except CalledInsideError as error:

@@ -1,18 +1,19 @@
 """Decide whether batches may be split for a loss function, and what a split promises.
 
-In the first step, a trial split of four samples shows what splitting would change. An event records
-the result. If splitting would change training, there is also a warning, or an error if the policy
-sets the micro-batch size. If the trial fails, batches are not split.
+In the first step, a trial split of four samples shows whether splitting would change training. An
+event records the result. If it would, there is also a warning, or an error if the policy sets the
+micro-batch size. If the trial cannot be run, batches are not split.
 
 While batches are being split, the trial is repeated at the 1st, 2nd, 4th, 8th, ... split step, and
 the worst result counts. For example, a mean over tokens looks like a mean over samples as long as
 all sentences have the same length. If a batch can distinguish weightings that were equal in all
-earlier trials, there is a trial with this batch before it is split.
+earlier trials, a trial is run with this batch before it is split.
 
 From time to time, a micro-batch is also compared with its two halves; see `steps_between_checks`.
 If they differ, the promise is lowered, and the next few split steps are checked too. After a second
-failure in these steps, batches are no longer split. In that case, the promise was wrong for some
-steps. The event ``split_stopped`` names the last step for which it is known to have been right.
+failure in these steps, batches are no longer split. In that case, the promise was wrong in some
+earlier steps. The event ``split_stopped`` contains the last step in which it is known to have been
+right.
 """
 
 from __future__ import annotations
@@ -74,32 +75,32 @@ LossFunction: TypeAlias = Callable[[Any], Any]
 # A batch is cut into this many pieces to find out whether it distinguishes weightings.
 _PIECES = 8
 # At most this many loss functions are distinguished by the strings that are bound to them. If there
-# are more, such a string probably changes in every step.
+# are more, a string probably changes in every step.
 _MOST_HISTORIES = 64
-# The first batches that distinguish weightings are all tried, up to this number. After that, only
-# the 32nd, 64th, and so on are tried.
+# Up to this number, every batch that distinguishes weightings is tried. After that, only the 32nd,
+# the 64th, and so on are tried.
 _ALWAYS = 16
-# Comparing micro-batches with their halves may take at most this share of the time of split steps.
-# This is no more than the difference in time between two runs of the same script. A loss that
-# starts to couple samples is then detected after a few hundred steps.
+# Comparing micro-batches with their halves may take at most this share of the time that split steps
+# take, which is no more than the time of two runs of the same script differs. With this share, a
+# loss that starts to couple samples is detected after a few hundred steps.
 _SHARE_OF_CHECKS = 0.01
 # The number of split steps between two of these comparisons until their cost is known, and the
-# minimum afterwards. Before the first one, the trials at the 2nd, 4th, ..., 64th split step serve
-# the same purpose.
+# minimum afterwards. Before the first comparison, the trials at the 2nd, 4th, ..., 64th split step
+# serve the same purpose.
 _FEWEST_STEPS_BETWEEN = 64
 # After a comparison has failed, this many of the next split steps are checked too. A single failure
-# may be caused by rounding that moves a value across a threshold. A loss that selects samples fails
-# in more than half of the steps.
+# may be due to rounding that moves a value across a threshold, but a loss that selects samples
+# fails in more than half of the steps.
 _STEPS_IN_DOUBT = 4
-# The maximum number of steps between two comparisons, in case a clock does not advance.
+# The maximum number of steps between two comparisons, in case the clock does not advance.
 _MOST_STEPS_BETWEEN = 2**16
 
 
 def steps_between_checks(check_seconds: float, step_seconds: float) -> int:
     """Return the number of split steps until a micro-batch is compared with its halves again.
 
-    The number is chosen so that comparisons take at most `_SHARE_OF_CHECKS` of the time. It is a
-    power of two, so that ranks with slightly different times check in the same steps.
+    With this number, comparisons take at most `_SHARE_OF_CHECKS` of the time. It is a power of two,
+    so that ranks whose timings differ slightly still check in the same steps.
 
     Args:
         check_seconds: How long the last comparison took.
@@ -119,14 +120,14 @@ class _LossHistory:
     verdict: SplitCheckResult | None = None
     # Whether the loss function changes the tensors of its batch. None if this is unknown.
     changes_batch: bool | None = None
-    # The number of steps with this function, the number of these that were split, and the number of
-    # split steps whose batch distinguished weightings.
+    # The number of steps with this function, how many of them were split, and how many of the split
+    # steps had a batch that distinguishes weightings.
     steps: int = 0
     split_steps: int = 0
     telling_steps: int = 0
-    # Whether a trial has included a part without items, that is, one with nothing to average over.
+    # Whether a trial has included a part without items, which has nothing to average over.
     tried_empty: bool = False
-    # The facts in the last report: the hazard that forbids splitting, the weighting, and whether
+    # The content of the last report: the hazard that forbids splitting, the weighting, and whether
     # splitting may change the gradient later.
     reported: tuple[tuple[str, str] | None, Weighting, bool] | None = None
     # The last step in which a check passed.
@@ -134,14 +135,14 @@ class _LossHistory:
     # The number of comparisons of a micro-batch with its halves.
     later_checks: int = 0
     steps_between_checks: int = _FEWEST_STEPS_BETWEEN
-    # How many of the next split steps to check, because a micro-batch differed from its halves.
+    # How many of the next split steps to check because a micro-batch differed from its halves.
     steps_in_doubt: int = 0
     # The number of split steps since the last comparison, and the total time of their attempts.
     timed_steps: int = 0
     timed_seconds: float = 0.0
     # Whether no more trials are needed until a batch is split.
     settled: bool = False
-    # The names of attributes and variables that a forward pass changes. None if unknown.
+    # The names of attributes and variables that a forward pass changes, or None if unknown.
     side_effects: tuple[str, ...] | None = None
     # Whether these side effects have been reported.
     warned: bool = False
@@ -154,8 +155,8 @@ class _LossHistory:
         """Add the result of comparing a micro-batch with its halves.
 
         A failure counts only if a second one follows in the next few split steps, which are checked
-        because of the first. If a comparison was impossible, for example because memory is short,
-        the verdict does not change.
+        because of the first failure. If a comparison was impossible, for example because memory was
+        short, the verdict does not change.
         """
         assert self.verdict is not None
         if comparison.outcome == "coupled" and not self.steps_in_doubt:
@@ -178,10 +179,10 @@ class SplitSafety:
     Args:
         parts: The models, optimizers and additional state of the run.
         policy: The policy of the run.
-        buffers: The keeper of buffers, which has learned which of them change.
+        buffers: The keeper of buffers, which knows which buffers change.
         record: The record that receives events.
         may_fork: Whether trials may run in a forked copy of this process.
-        alone: Returns a context in which this rank runs the model without the other ranks.
+        alone: Function that returns a context in which this rank runs the model without the others.
     """
 
     def __init__(
@@ -200,21 +201,22 @@ class SplitSafety:
         self._policy = policy
         self._buffers = buffers
         self._record = record
-        # The history of each loss function, by its description.
+        # The history of each loss function, by the function's description.
         self._histories: dict[str, _LossHistory] = {}
         # A weak reference to the last loss function, and its history.
         self._last_function: tuple[Callable[[], Any], _LossHistory] = (lambda: None, _LossHistory())
-        # Why the first batch without a batch dimension could not be split. None if there was none.
+        # Why the first batch without a batch dimension could not be split. None if there was no
+        # such batch.
         self._uncuttable: str | None = None
         self._reported_no_copy = False
-        # Whether a trial in the current step has run in this process rather than in a copy.
+        # Whether a trial in the current step has run in this process rather than in a forked copy.
         self._has_run_here = False
         parameters = [parameter for _, parameter in parts.named_parameters()]
         # Function that returns a context for calling a loss function; see `ReturningALoss`.
         self.inside = functools.partial(ReturningALoss, parts.optimizers.values(), parameters)
 
     def keeper(self) -> BufferKeeper:
-        """Return a new keeper of buffers and states, for extra passes that are undone."""
+        """Return a new keeper of buffers and states, for extra passes that must be undone."""
         untouched = self._buffers.states.untouched()
         states = {
             name: state for name, state in kept_states(self.parts).items() if name not in untouched
@@ -238,8 +240,9 @@ class SplitSafety:
         except BatchError as error:
             if self._policy.micro_batch_size is None:
                 return None
-            # The default settings assume that the first dimension of all tensors is the batch. If
-            # the assumption is wrong, this is no error. Otherwise, the user's setting is wrong.
+            # By default, the first dimension of all tensors is assumed to be the batch. If that is
+            # wrong, the batch is just not split. But if the user's own setting is wrong, it is an
+            # error.
             if self._policy.micro_batch_size != "auto" or (error.rule != "H205" and split != 0):
                 raise
             if self._uncuttable is None:
@@ -256,15 +259,15 @@ class SplitSafety:
         return size
 
     def check(self, work: Work, part: int | None) -> tuple[bool, bool]:
-        """Run a trial split if one is due, and report what cannot be promised.
+        """Run a trial split if one is due, and report what splitting promises.
 
         Args:
             work: The step.
             part: The number of samples in a micro-batch of this step. None if it is not split.
 
         Returns:
-            Two values: whether a trial has run in this process, so that buffers and random state
-            must be restored; and whether the batch may be split.
+            Two values. The first is whether a trial has run in this process, so that buffers and
+            random state must be restored. The second is whether the batch may be split.
 
         Raises:
             BatchError: H206 or H207 if the policy sets the micro-batch size and splitting would
@@ -274,7 +277,7 @@ class SplitSafety:
         splits_now = part is not None
         if not splits_now and history.settled:
             return False, True
-        # In a window, the flags of the function may have changed since the first batch.
+        # In a window, the function's flags may have changed since the first batch.
         self.describe(work.loss_fn)
         history = self._last_function[1]
         history.steps += 1
@@ -288,7 +291,8 @@ class SplitSafety:
             isinstance(work.batch, Window) and len(work.batch) > 1 and not work.batch.added
         )
         may_ever_split = self._policy.micro_batch_size is not None and size is not None
-        # Without a fork, the trial runs in this process, so it waits until its result is needed.
+        # Without a fork, the trial runs in this process, so it is postponed until its result is
+        # needed.
         may_try = may_ever_split and size != 1 and (can_fork or splits_now or is_weighted)
         has_detected_effects = False
         if trial_is_due and may_try:
@@ -298,8 +302,8 @@ class SplitSafety:
         )
         if part is not None and must_compare:
             self._compare_halves(history, work, part)
-        # The second step is included, since the first batch may be special. For example, the loss
-        # function may reset a counter at the start of an epoch.
+        # The second step is checked as well, since the first batch may be special. For example, the
+        # loss function may reset a counter at the start of an epoch.
         if history.steps <= 2:
             self._check_side_effects(history, work, detect=can_fork and not has_detected_effects)
 
@@ -314,7 +318,8 @@ class SplitSafety:
         if refused is None and splits_now and was_checked and not history.steps_in_doubt:
             history.equal_until_step = self._record.global_step
         has_verdict = history.verdict is not None and history.verdict.outcome != "unknown"
-        # Before a split or a retry, changes in the loss function are still detected.
+        # A loss function that starts to change state later is still detected before a split or a
+        # retry.
         history.settled = has_verdict or not (can_fork or is_weighted) or not may_ever_split
         return self._has_run_here, refused is None
 
@@ -327,7 +332,7 @@ class SplitSafety:
             history.telling_steps += 1
             is_due = history.telling_steps <= _ALWAYS or _is_power_of_two(history.telling_steps)
         if not history.tried_empty and work.size is not None and not callable(work.split):
-            # The first part without items in a run must be tried.
+            # The first part without items in a run must be included in a trial.
             batch = largest_of(work.batch, work.split)
             parts = micro_batches(batch, work.size, part, work.split)
             history.tried_empty = bool(with_an_empty_one(history.weighting_of_parts(), parts, 2))
@@ -340,7 +345,7 @@ class SplitSafety:
         Args:
             history: The history of the loss function.
             work: The step.
-            detect: Whether to look for side effects if none are known yet.
+            detect: Whether to run a trial for side effects if none has been run yet.
         """
         if detect and not history.side_effects:
             side_effects = self._detect_side_effects(history, work)
@@ -360,7 +365,7 @@ class SplitSafety:
             )
 
     def _stop_splitting(self, history: _LossHistory, hazard: SplitHazard, why: str) -> None:
-        """Report that batches must not be split, although this step was about to split its batch.
+        """Report that the batch of this step must not be split, although it was about to be.
 
         Raises:
             BatchError: H206 or H207 if the policy sets the micro-batch size.
@@ -403,7 +408,7 @@ class SplitSafety:
                 split_promise=split_promise,
                 weighting=weighting,
                 split_check=None if verdict is None else verdict.facts(),
-                # On an accelerator, side effects are not detected, and the value is None.
+                # On an accelerator, side effects are not detected, so the value is None.
                 side_effects=history.side_effects,
             )
         )
@@ -412,7 +417,7 @@ class SplitSafety:
             self._record.emit(run_events.SplitRefused(why=refused[1], allow_split_with=refused[0]))
 
     def remedies(self, work: Work) -> Remedies:
-        """Return the remedies for an out-of-memory error, after a trial split."""
+        """Return which remedies splitting offers for an out-of-memory error."""
         if work.size is None or self._policy.micro_batch_size is None:
             return Remedies(
                 no_split=self._uncuttable
@@ -456,7 +461,8 @@ class SplitSafety:
         try:
             self._last_function = (weakref.ref(loss_fn), history)
         except TypeError:
-            # This function does not support weak references, so it must be described each time.
+            # This loss function does not support weak references, so it must be described again
+            # each time.
             self._last_function = ((lambda: None), history)
         return text
 
@@ -465,11 +471,11 @@ class SplitSafety:
         return self._history_of(loss_fn).weighting_of_parts()
 
     def empty_is_tried(self, loss_fn: LossFunction) -> bool:
-        """Return whether no trial is needed before a part without items is left out."""
+        """Return whether a part without items may be left out without a trial."""
         return self._history_of(loss_fn).tried_empty or not self._policy.check_split
 
     def may_leave_out(self, work: Work, place: int) -> bool:
-        """Run a trial to find out whether a part with a loss but without items can be left out.
+        """Run a trial to find out whether a part that has a loss but no items can be left out.
 
         The caller must restore the random state and the buffers of the step afterwards.
 
@@ -478,7 +484,8 @@ class SplitSafety:
             place: The position of the part's first sample.
 
         Raises:
-            BatchError: H207 if it cannot be left out and the policy sets the micro-batch size.
+            BatchError: H207 if the part cannot be left out and the policy sets the micro-batch
+                size.
         """
         history = self._history_of(work.loss_fn)
         history.tried_empty = True
@@ -494,7 +501,8 @@ class SplitSafety:
     def _tells_apart(self, history: _LossHistory, work: Work) -> bool:
         """Return whether this batch distinguishes weightings that were equal in all trials so far.
 
-        This counts entries in the batch's integer tensors and masks, unless items are declared.
+        This counts entries in the batch's integer tensors and masks. If items are declared, the
+        result is False.
         """
         verdict = history.verdict
         size = work.size
@@ -511,10 +519,10 @@ class SplitSafety:
         return disagreement(remaining, pieces) > TELLING
 
     def _hazards(self, history: _LossHistory) -> dict[SplitHazard, str]:
-        """Return the reasons not to split, by the names that the policy uses to allow them."""
+        """Return the reasons not to split, by their names in ``Policy.allow_split_with``."""
         verdict = history.verdict
         hazards: dict[SplitHazard, str] = {}
-        # Only layers in training mode count. In evaluation mode, they are harmless.
+        # Only layers in training mode count, since they are harmless in evaluation mode.
         norms = self._mixing_layers()
         if norms:
             layers = counted(len(norms), f"{type(norms[0]).__name__} layer")
@@ -608,7 +616,7 @@ class SplitSafety:
         Args:
             history: The history of the loss function.
             work: The step.
-            empty: The position of a sample to try as a part without items, or None.
+            empty: The position of a sample to try as a part without items. None for no such part.
             splits: Whether this step is about to be split, so that the verdict is needed now.
 
         Returns:
@@ -627,7 +635,7 @@ class SplitSafety:
             history, work, lambda check: check.run(batch, size, empty), here=splits
         )
         if result.not_made:
-            # There is no verdict yet. The first split tries again.
+            # There is no verdict yet, so the first split runs the trial again.
             return False
         history.verdict = result if history.verdict is None else merged([history.verdict, result])
         if history.verdict.changes_batch or history.verdict.outcome != "unknown":
@@ -648,8 +656,9 @@ class SplitSafety:
         """Run a check and return its verdict.
 
         If possible, the check runs in a forked copy of this process, otherwise in this process. If
-        forking is possible in general but fails this time, for example because memory is short, the
-        check runs in this process only if `here` is True, because the verdict is needed now.
+        this process can be forked in general, but not this time, for example because memory is
+        short, the check runs in this process only if `here` is True. Pass True if the verdict is
+        needed now.
 
         Raises:
             BatchError: H209 for a loss function that calls backward or steps an optimizer.
@@ -671,7 +680,7 @@ class SplitSafety:
         return result
 
     def note_split_step(self, loss_fn: LossFunction, seconds: float) -> None:
-        """Add up how long split steps take, which limits the time spent on checks."""
+        """Add the duration of a split step to the total, which limits the time spent on checks."""
         history = self._history_of(loss_fn)
         history.timed_steps += 1
         history.timed_seconds += seconds
@@ -679,14 +688,14 @@ class SplitSafety:
     def _is_later_check_due(self, history: _LossHistory, *, due: bool) -> bool:
         """Return whether a micro-batch must be compared with its halves.
 
-        This is never due in the first split step, when it is not certain that a micro-batch of this
-        size fits in memory.
+        This is never due in the first split step, since a micro-batch of this size may not fit in
+        memory.
         """
         verdict = history.verdict
         if not self._policy.check_split or history.split_steps < 2 or verdict is None:
             return False
         if verdict.outcome not in ("exact", "random"):
-            # Here, a split makes no promise that could turn out to be wrong.
+            # In these cases, a split makes no promise that could turn out to be wrong.
             return False
         if due or history.steps_in_doubt > 0:
             return True
@@ -726,7 +735,7 @@ class SplitSafety:
             lambda: attempted(lambda: check.detect_side_effects(batch, size, logs_too=logs_too))
         )
         if result.outcome == "unknown" and size is not None:
-            # A trial with few samples may fail, for example if a state has the batch's size.
+            # A trial with few samples may fail, for example if a state has the size of the batch.
             result = in_a_copy(
                 lambda: attempted(lambda: check.detect_side_effects(batch, None, logs_too=logs_too))
             )
@@ -735,9 +744,9 @@ class SplitSafety:
         return None if result.outcome == "unknown" else result.side_effects
 
     def side_effects(self, work: Work) -> tuple[str, ...]:
-        """Return the names of state that a loss function changes and that a retry cannot restore.
+        """Return the names of state that the loss function changes and that a retry cannot restore.
 
-        If trials are impossible, the only entry states that this is unknown.
+        If trials are impossible, the only entry says that these names are unknown.
         """
         history = self._history_of(work.loss_fn)
         names = history.side_effects
@@ -808,7 +817,7 @@ class SplitSafety:
         )
 
     def notice_change(self, loss_fn: LossFunction) -> None:
-        """Remember that a loss function changes its batch, so that it gets copies from now on."""
+        """Record that a loss function changes its batch, so that it receives copies from now on."""
         self._history_of(loss_fn).changes_batch = True
 
 
@@ -817,7 +826,7 @@ def _is_power_of_two(count: int) -> bool:
 
 
 def _coupling(verdict: SplitCheckResult) -> str:
-    """Return a sentence on how much the gradients differ and which weightings were tried."""
+    """Return a message on how much the gradients differ and which weightings were tried."""
     if verdict.why:
         return verdict.why
     share = verdict.difference

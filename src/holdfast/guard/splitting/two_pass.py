@@ -1,4 +1,4 @@
-"""Split a batch even though its loss compares samples with each other.
+"""Split a batch although its loss compares samples with each other.
 
     pass 1    compute the outputs of each part, without a graph
     loss      compute the loss from the outputs of all samples, and its gradient with respect to
@@ -61,13 +61,13 @@ Inputs = Callable[[], Sequence[torch.Tensor] | None]
 class TwoPassRun:
     """Runs the two passes of a split batch."""
 
-    # Function that calls another function with a batch or a part of it, in the contexts that a
-    # forward pass needs.
+    # Function that calls another function with a batch or a part of it, in the context for a
+    # forward pass.
     call: Call
-    # Function that runs backward from a loss into the given tensors. None means all tensors.
+    # Function that runs backward from a loss into these tensors. None means all tensors.
     backward: Callable[[torch.Tensor, Sequence[torch.Tensor] | None], None]
-    # Function that returns a new keeper of buffers and states. Each part must change these only
-    # once, although its forward pass runs twice.
+    # Function that returns a new keeper of buffers and states. Each part must change buffers and
+    # states only once, although its forward pass runs twice.
     keeper: Callable[[], BufferKeeper]
     # The accelerators whose random state is restored.
     devices: Sequence[torch.device]
@@ -79,7 +79,8 @@ class TwoPassRun:
     ) -> Terms:
         """Add the gradient of the loss over all samples to ``.grad``, part by part.
 
-        Afterwards, buffers and random state are as if outputs and loss had been computed once.
+        Afterwards, buffers and random state are the same as if outputs and loss had been computed
+        once.
 
         Args:
             split_loss: The loss function.
@@ -175,7 +176,7 @@ class TwoPassRun:
 
 
 def _check_outputs(leaves: Sequence[Any], samples: int, first: Sequence[Any]) -> None:
-    """Raise H201 unless the outputs of a part can be concatenated with those of the first part."""
+    """Raise H201 if the outputs of a part cannot be concatenated with those of the first part."""
     fits = len(leaves) == len(first) and all(
         (leaf is None and before is None)
         or (
@@ -202,7 +203,7 @@ def _check_outputs(leaves: Sequence[Any], samples: int, first: Sequence[Any]) ->
 
 
 def _forms(leaves: Sequence[Any]) -> str:
-    """Return the shapes of tensors, and the types of other values, for a message."""
+    """Return the shapes of tensors and the types of other values, for an error message."""
     forms = (
         tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
         for leaf in leaves

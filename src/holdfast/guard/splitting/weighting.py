@@ -1,7 +1,7 @@
-"""Find out what the mean of a loss may be taken over, and how much of it each part contains.
+"""Find what the mean of a loss may be taken over, and how to weight the parts of a batch.
 
 A mean may be taken over samples, valid labels, the entries of a mask, and so on. This module finds
-the candidates in the batch. ``split_check`` finds the right one by trying them.
+the candidates in a batch. ``split_check`` tries them to find the right one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.core.errors import BatchError
 
 # The default `ignore_index` of torch, and two other common padding values.
 _PADDINGS = (-100, -1, 0)
-# A value at the end of at least this share of all rows is a candidate for the padding too.
+# A value that ends at least this share of all rows is also a candidate for the padding value.
 _HALF = 0.5
 Keys: TypeAlias = tuple[str | int, ...]
 Kind: TypeAlias = Literal["samples", "labels", "mask", "total", "sum"]
@@ -26,7 +26,7 @@ _ORDER: tuple[Kind, ...] = ("samples", "labels", "mask", "total", "sum")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighting:
-    """What the mean of a loss is taken over. The parts of a batch are weighted by it.
+    """What the mean of a loss is taken over, which determines the weights of a batch's parts.
 
     The kind is ``"samples"``, ``"labels"`` or ``"mask"`` (entries of a tensor that are not
     `ignored`), ``"total"`` (the sum of a tensor, such as lengths or weights), or ``"sum"``. The
@@ -36,14 +36,14 @@ class Weighting:
     kind: Kind
     # The path to the tensor in the batch.
     keys: Keys = ()
-    # Entries with this value do not count.
+    # The value of entries that do not count.
     ignored: int = 0
-    # The dimension along which the first entry does not count, as for labels of the next token. -1
-    # if there is none.
+    # The dimension along which the first entry does not count, as in next-token labels. -1 if all
+    # entries count.
     shifted: int = -1
 
     def rank(self) -> int:
-        """Return the position of this kind among all kinds, where the most common is first."""
+        """Return the position of this kind among all kinds, sorted from common to rare."""
         return _ORDER.index(self.kind)
 
     def __str__(self) -> str:
@@ -61,8 +61,8 @@ class Weighting:
     def count(self, part: Any, samples: int) -> float | torch.Tensor:
         """Return the weight of a part: how many of the counted entries it contains.
 
-        For ``"total"``, this is the sum of the part's tensor. On an accelerator, the result is a
-        tensor.
+        For ``"total"``, the weight is the sum of the part's tensor. On an accelerator, the result
+        is a tensor.
 
         Args:
             part: A part of the batch.
@@ -122,7 +122,7 @@ def _of_tensor(keys: Keys, leaf: torch.Tensor, size: int) -> list[Weighting]:
     """Return the weightings that a tensor of the batch may represent."""
     shifts = [-1]
     if leaf.ndim == 2:
-        # The tensor may contain next-token labels, along the dimension that is not the batch.
+        # The tensor may contain next-token labels along the dimension that is not the batch.
         shifts.append(1 if leaf.shape[0] == size else 0)
     if leaf.dtype == torch.bool:
         return _entries("mask", keys, (0, 1), shifts)
@@ -178,7 +178,7 @@ def shares(weighting: Weighting, parts: Sequence[tuple[Any, int]]) -> tuple[floa
 def with_an_empty_one(
     weighting: Weighting, parts: Sequence[tuple[Any, int]], most: int
 ) -> list[int]:
-    """Return the positions of some parts, the last of which has a weight of 0.
+    """Choose some parts, the last of which has weight 0, and return their positions.
 
     Args:
         weighting: The weighting that determines the weights.
@@ -186,7 +186,7 @@ def with_an_empty_one(
         most: The maximum number of positions to return.
 
     Returns:
-        The positions. The list is empty if no part has a weight of 0.
+        The positions, or an empty list if no part has weight 0.
     """
     weights = shares(weighting, parts) or ()
     if 0.0 not in weights:
@@ -196,7 +196,8 @@ def with_an_empty_one(
 
 
 def disagreement(weightings: Sequence[Weighting], parts: Sequence[tuple[Any, int]]) -> float:
-    """Return the largest difference between a part's weights under two weightings, from 0 to 1.
+    """Return the largest difference, from 0 to 1, between the weights of a part under two
+    weightings.
 
     Sums are left out, since they always differ from means.
     """

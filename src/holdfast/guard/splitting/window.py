@@ -9,7 +9,7 @@ from holdfast.loader.splitting import Split, batch_size, select
 
 
 class Window(list[Any]):
-    """The batches of one step. The loss function is called with each batch, in this order.
+    """The batches of one step, in the order in which the loss function is called with them.
 
     After an out-of-memory error, each batch is split separately. Batches are never concatenated,
     since their padding may differ. Sample positions are counted over all batches.
@@ -19,7 +19,7 @@ class Window(list[Any]):
         added: Whether the caller has already divided each loss by the number of batches. If so,
             losses and gradients are simply added. Otherwise, the step is equal to that of one large
             batch: each loss is weighted by its number of items or samples.
-        on_cut: Function called with the remaining batches whenever samples have been removed.
+        on_cut: Function to call with the remaining batches whenever samples have been removed.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class Window(list[Any]):
         """Return a window with copies of some samples.
 
         Args:
-            indices: The positions of the samples, counted over all batches. They determine the
-                order of samples within a batch.
+            indices: The positions of the samples, counted over all batches. Their order determines
+                the order of samples within a batch.
             split: The position of the batch dimension.
         """
         batches = []
@@ -55,7 +55,7 @@ class Window(list[Any]):
 
 
 def largest_of(batch: Any, split: Split) -> Any:
-    """Return the batch or, for a window, its batch with the most samples."""
+    """Return a batch unchanged. For a window, return its batch with the most samples."""
     if not isinstance(batch, Window):
         return batch
     return max(batch, key=lambda candidate: batch_size(candidate, split))
