@@ -1,4 +1,4 @@
-"""Errors about settings: those that differ between ranks, and those that ranks do not support."""
+"""Errors about settings that differ between ranks, or that several ranks do not support."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_agreement(facts_by_rank: Sequence[Mapping[str, Any]]) -> None:
     """Check that facts are the same on all ranks.
 
     Args:
-        facts_by_rank: For each rank its facts by name.
+        facts_by_rank: The facts of each rank, by name.
 
     Raises:
         RankError: H116 if the fact named `PLACE` differs.
@@ -43,10 +43,10 @@ def check_agreement(facts_by_rank: Sequence[Mapping[str, Any]]) -> None:
 
 
 def unsupported(what: str) -> PolicyError:
-    """Return H108 for a feature that works with a single process only.
+    """Return H108 for a feature that only works with a single process.
 
     Args:
-        what: The feature, as the beginning of a sentence.
+        what: The feature, as the subject of the message.
     """
     return PolicyError(
         f"{what} with several ranks",

@@ -1,8 +1,8 @@
-"""Notice a rank that ends before it has created its guard.
+"""Detect a rank that ends before it has created its guard.
 
-Such a rank cannot report its own end. If the ranks are connected by gloo, its closed connections
-reveal it within a second; with other backends the others wait until the timeout of the process
-group. Each rank watches its two neighbors and tells all ranks if one of them is lost.
+Such a rank cannot report its own end. With the gloo backend, its closed connections reveal it
+within a second. With other backends, the other ranks wait until the process group times out. Each
+rank watches its two neighbors and tells all ranks if one of them is lost.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from torch import distributed
 
 from holdfast.guard.ranks.messages import Messages
 
-# The tag of a message is this plus the number of the guard. It is an arbitrary number ("Hold" in
-# ASCII), so that the script's own messages have other tags. Collectives use other tags as well.
+# The tag of a message is this number plus the guard's number. The number is arbitrary ("Hold" in
+# ASCII), so that it does not collide with the tags of the script's own messages. Collectives use
+# other tags as well.
 _TAG = 0x486F6C64
 _REASON = "has ended or timed out before it created its guard"
 
 
 def connect_ranks(group: Any) -> Messages:
-    """Connect this rank to the others, and watch whether its neighbors create their guards.
+    """Connect this rank to the others, and monitor whether its neighbors create their guards.
 
     Args:
-        group: The process group of the model.
+        group: The model's process group.
     """
     messages = Messages(distributed.get_rank(), distributed.get_world_size())
     _watch_neighbors(group, messages)
@@ -34,7 +35,7 @@ def connect_ranks(group: Any) -> Messages:
 
 
 def _watch_neighbors(group: Any, messages: Messages) -> None:
-    """Tell the neighbors that this rank creates its guard; tell all ranks if a neighbor is lost.
+    """Tell the neighbors that this rank has created its guard, and watch for lost neighbors.
 
     Args:
         group: The process group. Only gloo groups are watched.
@@ -47,12 +48,12 @@ def _watch_neighbors(group: Any, messages: Messages) -> None:
     next_rank = (messages.rank + 1) % world_size
     for neighbor in {previous_rank, next_rank} - {messages.rank}:
         try:
-            # Started here rather than in the thread, where it would disturb the count of a step's
-            # collectives.
+            # Start receiving here rather than in the thread, where this would disturb the count of
+            # a step's collectives.
             sent = group.send([torch.zeros(1)], neighbor, _TAG + messages.guard)
             received = group.recv([torch.zeros(1)], neighbor, _TAG + messages.guard)
         except RuntimeError:
-            # The neighbor has already ended.
+            # The neighbor has already exited.
             messages.lose(neighbor, _REASON)
             return
         wait = partial(_wait_for_neighbor, [received, sent], messages, neighbor)
@@ -60,7 +61,7 @@ def _watch_neighbors(group: Any, messages: Messages) -> None:
 
 
 def _wait_for_neighbor(works: list[Any], messages: Messages, neighbor: int) -> None:
-    """Wait in a thread until a neighbor has sent its message, whose content does not matter."""
+    """In a thread, wait for a neighbor's message, whose content does not matter."""
     try:
         for work in works:
             work.wait(timedelta(seconds=messages.timeout_seconds))

@@ -1,10 +1,9 @@
-"""Count the collectives that a loss or a model starts itself, such as the gather of a contrastive
-loss.
+"""Count the collectives of the loss and the model, such as the gather of a contrastive loss.
 
 Every backend of a process group numbers its collectives. The increase of these numbers during an
-attempt, minus the collectives of the guard and of the model's wrapper, is the number that the
-user's code has started, on any group and through any API. This needs no patching, and in a normal
-step it only reads a few integers.
+attempt, minus the collectives of the guard and of the model's wrapper, is the number of collectives
+that the user's code has started, on any group and through any API. This needs no patching, and a
+normal step only reads a few integers.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from torch.utils._pytree import tree_leaves
 
 from holdfast.numerics.provenance import NeedsOtherRanksError
 
-# The namespaces of torch operators in which other ranks have to take part.
+# The namespaces of torch operators that need other ranks to take part.
 _NAMESPACES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"}
 
 
 @final
 class Collectives:
-    """Counts the collectives that the loss or the model starts in an attempt on this rank.
+    """Counts the collectives that the loss or the model starts on this rank in an attempt.
 
-    There is a count for each process group, by the name of the group. A thread may read the counts
-    at any time.
+    Each process group has its own count, by the group's name. A thread may read the counts at any
+    time.
     """
 
     def __init__(self) -> None:
@@ -45,37 +44,37 @@ class Collectives:
     def exclude_next(self, group: Any) -> None:
         """Exclude the next collective on a group from the count.
 
-        Call this before the collective starts, since otherwise another thread might count it.
+        Call this before the collective starts. Otherwise, another thread might count it.
         """
         self._excluded[group.group_name] += 1
 
     def freeze(self) -> None:
         """Freeze the count.
 
-        Later collectives cannot be distinguished from those that torch starts.
+        The user's collectives after this point cannot be distinguished from those of torch.
         """
         if self._count_when_frozen is None:
             self._count_when_frozen = self._count()
 
     def started(self) -> Counter[str]:
-        """Return how many were started on each group until the count was frozen."""
+        """Return how many collectives were started on each group until the count was frozen."""
         count = self._count()
-        # Read after counting, because if another thread has frozen the count in between, our count
+        # This is read after counting: if another thread has frozen the count in between, our count
         # may include later collectives.
         when_frozen = self._count_when_frozen
         return count if when_frozen is None else when_frozen
 
     def started_since_frozen(self) -> Counter[str]:
-        """Return how many were started on each group after the count was frozen.
+        """Return how many collectives were started on each group after the count was frozen.
 
-        Those announced by `exclude_next` are excluded.
+        Collectives announced by `exclude_next` are not counted.
         """
         assert self._count_when_frozen is not None
         return self._count() - self._count_when_frozen
 
     def _count(self) -> Counter[str]:
-        # The numbers are read before `_excluded`, so that every collective of the guard that they
-        # include has been announced by then.
+        # The numbers are read before `_excluded`. Any collective of the guard that they include has
+        # been announced by then.
         total = sequence_numbers()
         return total - self._at_begin - self._excluded
 
@@ -95,7 +94,7 @@ def groups_shared_with(rank: int) -> set[str]:
 
 
 def _number(group: Any) -> int:
-    """Return how many collectives were started on a group, summed over all of its backends."""
+    """Return how many collectives were started on a group, on all of its backends together."""
     total = 0
     # Some backends do not number their collectives.
     with contextlib.suppress(RuntimeError):

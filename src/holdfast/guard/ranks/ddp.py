@@ -44,7 +44,7 @@ def ddp_ranks(parts: Parts, name: str, wrapper: DistributedDataParallel) -> DdpR
 
 @final
 class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
-    """Ranks that each hold a whole replica of the model, so that one of them can run it alone."""
+    """Ranks that each hold a full replica of the model, so that a single rank can run it alone."""
 
     shards_state = False
 
@@ -52,7 +52,7 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
         self, model: ReplicatedModel, messages: Messages, tape: Tape, transfer: StateTransfer
     ) -> None:
         super().__init__(model, messages, tape, transfer)
-        # All ranks hold the same state, so the first one writes all of it.
+        # All ranks hold the same state, so the first rank writes all of it.
         self._writers = Writers() if self.rank == 0 else None
         # Whether this rank is running the model without the others.
         self._is_alone = False
@@ -68,7 +68,7 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
 
     @property
     def writers(self) -> Writers | None:
-        """Return the first rank, on that rank, and None on the others."""
+        """Return the checkpoint writers on the first rank, and None on the others."""
         return self._writers
 
     @property
@@ -79,21 +79,21 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
     # --- a step
 
     def weighted_loss(self, terms: Terms) -> torch.Tensor:
-        """Return the loss, weighted by the items of this rank unless it runs alone."""
+        """Return the loss, weighted by this rank's items unless this rank runs the model alone."""
         return terms.total() if self._is_alone else super().weighted_loss(terms)
 
     def inspect_gradients(
         self, groups: Sequence[Group], loss: torch.Tensor, items: torch.Tensor | None
     ) -> tuple[GradientFacts, torch.Tensor]:
-        """Measure the gradients, which are whole on each rank."""
+        """Measure the gradients, which are not sharded."""
         return inspect(groups, loss, items)
 
     def plan_of_next_attempt(self, plan: StepPlan) -> StepPlan:
-        """Return `plan`: each rank may split or recompute in its own way."""
+        """Return `plan` unchanged, since each rank may split or recompute independently."""
         return plan
 
     def request_optimizer_state(self) -> bool:
-        """Ask for the weights and moments of another rank, which holds the same."""
+        """Ask for the weights and moments of another rank, which holds the same state."""
         self._transfer.request()
         return True
 
@@ -101,7 +101,7 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
         return self._model.why_not_completable()
 
     def _start_missing_collectives(self) -> str | None:
-        """Start the missing collectives of this attempt; return None, or why that is impossible."""
+        """Start the missing collectives of this attempt. Return None, or why that is impossible."""
         obstacle = self._model.wait_for_others()
         if obstacle is not None:
             return obstacle
@@ -119,25 +119,26 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
         self,
         suspects: list[int],
         replay: Callable[[], Provenance],
-        check_batch: Callable[[], Provenance],  # noqa: ARG002 - a replay finds more
+        check_batch: Callable[[], Provenance],  # noqa: ARG002 - not needed, since a replay includes this check
     ) -> Provenance:
         # This needs all ranks, which call it at the same point.
         self._model.rebuild()
-        # A rank with a finite loss may still be the cause, if a collective of the loss has carried
-        # its NaN to the others.
+        # A rank with a finite loss may still be the cause, if a collective of the loss has sent its
+        # NaN to other ranks.
         if self.rank not in suspects and not self._own_collectives:
             return Provenance(problem="it appeared on another rank")
         with self.alone():
             return replay()
 
     def _credible(self, reports: list[OriginReport]) -> list[OriginReport]:
-        """Return `reports`: each rank has replayed its step."""
+        """Return `reports` unchanged, since each rank has replayed its step."""
         return reports
 
     # --- a batch that is split, or a model that this rank runs alone
 
     def no_sync(self, *, only_this_rank: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the passes over the parts of a batch, in which nothing is reduced.
+        """Return a context for passes over the parts of a batch, in which gradients are not
+        reduced.
 
         Raises:
             PolicyError: H108 if the model does not support that.
@@ -182,13 +183,13 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
         is_one = isinstance(weight, float) and weight == 1.0
         if not is_one:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], weight)
-        # The passes have reduced nothing, so that this rank's gradients are reduced only once.
+        # The passes did not reduce gradients, so that they are reduced only once, here.
         self._model.reduce_gradients()
         return passed
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Surround a trial in which this rank runs the model without the others."""
+        """Return a context for a trial in which this rank runs the model without the others."""
         self._is_alone = True
         try:
             with self._model.alone():
@@ -199,12 +200,12 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
     # --- saving
 
     def part_to_save(self, trees: dict[str, Any]) -> dict[str, Any]:
-        """Return all trees, since the first rank writes all of them."""
+        """Return all state, since the first rank writes all of it."""
         return trees
 
     def rows_to_load(
         self,
         parts: Parts,  # noqa: ARG002 - the answer is always the same
     ) -> Callable[[str, str, torch.Size], Share | None]:
-        """Return `all_rows`: each rank needs whole tensors."""
+        """Return `all_rows`, since each rank needs whole tensors."""
         return all_rows

@@ -1,4 +1,4 @@
-"""What all ranks decide together from the rows of a step: when to stop, and when to save."""
+"""Decisions that all ranks derive from the rows of a step: when to stop, and when to save."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from holdfast.guard.ranks.row import STEP, Rows
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
 
-# How long a rank that ends with an error waits for the writers of all ranks.
+# How long a rank that ends with an error waits for the checkpoint writers of all ranks, in seconds.
 _WRITER_SECONDS = 2.0
 
 
 @final
 class GroupStopRequest(StopRequest):
-    """The stop request of all ranks: a request on any rank reaches all of them in the next step.
+    """The common stop request of all ranks. A request on any rank reaches all ranks in the next
+    step.
 
     Args:
         own: The stop request of this rank.
@@ -31,16 +32,16 @@ class GroupStopRequest(StopRequest):
         self._messages = messages
 
     def as_number(self) -> float:
-        """Return the request of this rank as a number; see `Row.stop`."""
+        """Return this rank's request as a number; see `Row.stop`."""
         if self._own.signal is not None:
             return 1.0 + self._own.signal
         return 0.0 if self._own.reason is None else 1.0
 
     def receive(self, rows: Rows) -> None:
-        """Process the requests in the rows of all ranks.
+        """Follow the requests in the rows of all ranks.
 
-        If there are several signals, all ranks follow the one with the highest number. All ranks
-        have the same reason, since a script may use it to decide what all of them do next.
+        If ranks received different signals, all ranks follow the one with the highest number. The
+        reason must be the same on all ranks, since a script may decide by it what to do next.
         """
         rank, stop = rows.stop
         if stop > 1.0:
@@ -53,19 +54,19 @@ class GroupStopRequest(StopRequest):
             self.rank = rank
 
     def reset(self, *, raised: bool = False) -> None:
-        """Forget a request that has ended a loop, including that of this rank itself."""
+        """Clear a request that has ended a loop, on this rank too."""
         if self.honored:
             self._own.honor()
         self._own.reset(raised=raised)
         super().reset(raised=raised)
 
     def __enter__(self) -> None:
-        """Do nothing: with several ranks, signals interrupt nothing, because all end together."""
+        """Do nothing, since all ranks stop together and no signal interrupts a single one."""
 
 
 @final
 class GroupSaves:
-    """Decides when all ranks save. The first rank makes the decision for all.
+    """Decides when all ranks save. The first rank decides for all of them.
 
     Args:
         own: Saves the checkpoints of this rank.
@@ -77,12 +78,12 @@ class GroupSaves:
         self._own = own
         self._messages = messages
         self._cursor = cursor
-        # A save is due once this step is reached; None if no save is due.
+        # The step after which all ranks save. None if no save is due.
         self._due_from: int | None = None
         self._refused = False
 
     def fields_of_row(self, kind: float) -> dict[str, bool]:
-        """Return the fields of the first rank's row, for the end of a step or of an epoch."""
+        """Return the fields with the first rank's decision, for its row."""
         steps = int(kind == STEP)
         waits = bool(steps) and self._cursor is not None and self._cursor.seems_to_end
         return {
@@ -91,7 +92,7 @@ class GroupSaves:
         }
 
     def receive(self, rows: Rows) -> None:
-        """Process the decision in the first rank's row."""
+        """Apply the decision in the first rank's row."""
         first = rows.by_rank[0]
         self._refused = bool(first.refused)
         self._due_from = None
@@ -102,14 +103,14 @@ class GroupSaves:
     def is_due(self) -> bool:
         """Return whether all ranks save at this boundary.
 
-        They do not if the step after which they were to save was skipped.
+        They do not save if the step after which a save was due has been skipped.
         """
         due_from = self._due_from
         self._due_from = None
         return due_from is not None and self._own.global_step >= due_from
 
     def let_finish(self) -> None:
-        """Wait briefly for the writers of all ranks, which stop when they learn about an error."""
+        """Wait briefly for the writers of all ranks, which stop when they learn of an error."""
         until = time.monotonic() + _WRITER_SECONDS
         while self._own.is_busy and time.monotonic() < until:
             time.sleep(0.02)

@@ -1,9 +1,9 @@
-"""Find the state that differs between ranks: some buffers, and ``state=`` objects.
+"""Find state that differs between ranks, among buffers and ``state=`` objects.
 
-The ranks exchange digests. Only the entries whose digests differ are sent to the first rank, which
-writes them into the checkpoint.
+The ranks exchange digests of their entries. Only entries with different digests are sent to the
+first rank, which writes them into the checkpoint.
 
-Which buffers are broadcast in each step is decided in ``replicated``.
+``replicated`` decides which buffers are broadcast in each step.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from holdfast.checkpoint.codec import Encoder
 
 EntriesByKind = Mapping[str, Mapping[str, Any]]
-"""For each of `KINDS` the entries by name.
+"""The entries of a rank, by kind (see `KINDS`) and name.
 
-Tensors for ``"buffers"``, and trees of any values for ``"states"``.
+Entries of ``"buffers"`` are tensors, and entries of ``"states"`` are nested state.
 """
 KINDS = ("buffers", "states")
 
 
 @final
 class Digests:
-    """Computes the digests of one rank's entries, and remembers those of constant buffers."""
+    """Computes the digests of a rank's entries. Digests of constant buffers are cached."""
 
     def __init__(self) -> None:
         self._of_constants: dict[str, str] = {}
@@ -37,7 +37,7 @@ class Digests:
 
         Args:
             entries: The entries of this rank.
-            constant: The names of buffers that no step has changed. Their digests are computed only
+            constant: The names of buffers that no step has changed, whose digests are computed only
                 once.
         """
         constants = {name for name in constant if name in entries["buffers"]}
@@ -55,10 +55,10 @@ class Digests:
 
 
 def differing_names(digests: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, list[str]]:
-    """Return for each kind the names whose digests are not the same on all ranks.
+    """Return the names whose digests are not the same on all ranks, by kind.
 
     Args:
-        digests: For each rank the value of `Digests.compute`.
+        digests: The return value of `Digests.compute` on each rank.
     """
     names_by_kind = {}
     for kind in KINDS:
@@ -72,7 +72,7 @@ def differing_names(digests: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[
 
 
 def select(entries: EntriesByKind, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """Return the entries with these names, without those that this rank does not have."""
+    """Return the entries with these names, as far as this rank has them."""
     selected = {}
     for kind in KINDS:
         own = entries[kind]
@@ -81,10 +81,10 @@ def select(entries: EntriesByKind, names: Mapping[str, Sequence[str]]) -> dict[s
 
 
 def _digest(tree: Any) -> str:
-    """Return the SHA-256 of a tree, over the bytes of its tensors and its other values.
+    """Return the SHA-256 digest of nested state: of the bytes of its tensors and its other values.
 
     Raises:
-        CheckpointError: H310, if the tree holds a value that no checkpoint can hold.
+        CheckpointError: H310 if the state contains a value that no checkpoint can hold.
     """
     encoder = Encoder("state")
     digest = hashlib.sha256(json.dumps(encoder.encode(tree)).encode())

@@ -1,6 +1,7 @@
-"""`DistributedModel`: what `ProcessGroupRanks` asks of a model that is spread over the ranks.
+"""`DistributedModel`: the interface to a model that is distributed over the ranks.
 
-`ReplicatedModel` implements it for DistributedDataParallel, and `ShardedModel` for ``fully_shard``.
+`ProcessGroupRanks` uses it. `ReplicatedModel` implements it for DistributedDataParallel, and
+`ShardedModel` for ``fully_shard``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 
 class DistributedModel(ABC):
-    """One model that all ranks train.
+    """The model that all ranks train.
 
     Args:
         group: The process group of the model's collectives.
@@ -29,17 +30,17 @@ class DistributedModel(ABC):
     @property
     @abstractmethod
     def allowed_values(self) -> Mapping[str, Sequence[Any]]:
-        """Return by name the fields of the policy that this model restricts, and their values."""
+        """Return the policy fields that this model restricts, with the values that are allowed."""
 
     @property
     @abstractmethod
     def policy_overrides(self) -> Mapping[str, Any]:
-        """Return by name the fields of the policy that this model replaces, and their values."""
+        """Return the policy fields that this model overrides, with their values."""
 
     @property
     @abstractmethod
     def sends_before_row(self) -> bool:
-        """Return whether an attempt starts collectives of the model before it exchanges the row."""
+        """Return whether the model starts collectives in an attempt before the row is exchanged."""
 
     # --- an attempt
 
@@ -49,15 +50,15 @@ class DistributedModel(ABC):
 
     @abstractmethod
     def before_row(self) -> None:
-        """Record that the row is about to be exchanged."""
+        """Record that the exchange of the row is about to start."""
 
     @abstractmethod
     def after_row(self) -> None:
-        """Record that the exchange of the row has begun."""
+        """Record that the exchange of the row has started."""
 
     @abstractmethod
     def end_attempt(self) -> None:
-        """End an attempt, whether it has failed or not."""
+        """End an attempt, successful or not."""
 
     @abstractmethod
     def discard_attempt(self) -> None:
@@ -65,7 +66,7 @@ class DistributedModel(ABC):
 
     @abstractmethod
     def own_collectives(self) -> int:
-        """Return how many collectives the loss or the model has started in a complete attempt."""
+        """Return how many collectives the loss or the model started in a complete attempt."""
 
     # --- state
 
@@ -78,9 +79,9 @@ class DistributedModel(ABC):
     def gradient_order(self) -> list[int]:
         """Return the order in which the gradients are summed, as positions of parameters.
 
-        Empty if it is not known or does not matter.
+        The list is empty if the order is unknown or does not matter.
         """
 
     @abstractmethod
     def lay_out_gradients(self, order: list[int]) -> None:
-        """Sum the gradients in the order of an earlier process, as `gradient_order` returned it."""
+        """Sum the gradients in the order that `gradient_order` returned in an earlier process."""

@@ -1,4 +1,4 @@
-"""`ExceptHook`: report an exception that ends this process to the other ranks."""
+"""`ExceptHook`: tell the other ranks about an exception that ends this process."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class ExceptHook:
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
-        # The hook that ours has replaced; None while it is not installed.
+        # The hook that was replaced. None while this hook is not installed.
         self._previous: Any = None
 
     def install(self) -> None:
-        """Install the hook, unless it is installed."""
+        """Install the hook if it is not installed yet."""
         if self._previous is None:
             self._previous = sys.excepthook
             sys.excepthook = self._report
 
     def uninstall(self) -> None:
-        """Restore the previous hook, unless another one was installed after ours."""
+        """Restore the previous hook, unless another hook was installed after this one."""
         if self._previous is not None and sys.excepthook == self._report:
             sys.excepthook = self._previous
         self._previous = None

@@ -1,7 +1,7 @@
-"""`Failures`: the first failure of any rank, with which all ranks end.
+"""`Failures`: the first failure of any rank, which ends all ranks.
 
-A rank that fails writes its error to the key ``failure`` of the store, unless another rank has done
-so before, and sends every rank a letter to read it.
+A rank that fails writes its error to the key ``failure`` of the store, unless another rank was
+first. Then it sends every rank a letter, which asks the rank to read this key.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from holdfast.guard.ranks.progress import GUARDS
 from holdfast.guard.ranks.store import RankStore
 
 _KEY = "failure"
-# Words in error messages that may be consequences of the end of another rank.
+# Words in error messages that may be due to the end of another rank.
 _SIGNS_OF_A_LOST_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
 _HAS_LEFT = "this rank has left the group after an error, or this is a fork of its process"
-# How long a failing rank waits until all ranks have read its error.
+# How long a failing rank waits for all ranks to read its error, in seconds.
 _READ_SECONDS = 1.0
-# How long a rank waits for the text of another rank's error.
+# How long a rank waits for the text of another rank's error, in seconds.
 _TEXT_SECONDS = 2.0
 
 
 @final
 class Failures:
-    """What this guard knows about failures, and how it reports its own.
+    """The failures that this guard knows about, and the reports of its own failure.
 
     Args:
         rank: This rank.
@@ -43,9 +43,9 @@ class Failures:
         self._ranks = ranks
         self._store = store
         self._inbox = inbox
-        # The error with which another rank has failed.
+        # The error of another rank that has failed.
         self.known: RankError | None = None
-        # Whether this rank has failed, or is a fork of its process. It then sends nothing.
+        # Whether this rank has failed, or is a forked copy of a rank. If so, it sends no messages.
         self.has_failed = False
 
     def check(self) -> None:
@@ -56,23 +56,23 @@ class Failures:
             raise rank_is_gone(_HAS_LEFT)
 
     def be_silent(self) -> None:
-        """Report nothing from a forked process, since its end does not concern the rank."""
+        """Disable reports in a forked process, since its end does not concern the rank."""
         self.has_failed = True
 
     # --- failures of this rank
 
     def publish(self, error: BaseException) -> None:
-        """Tell the other ranks why this one ends. Only the first error on any rank counts."""
+        """Tell the other ranks why this one ends. Only the first error of all ranks counts."""
         self.has_failed = True
         with contextlib.suppress(RuntimeError):
             self.post(error)
             # The store may end with this process, so wait until the others have read the error.
             self._store.poll([_read_key(rank) for rank in self._ranks], _READ_SECONDS)
-        # This makes threads of this process stop waiting for other ranks.
+        # With this, threads of this process stop waiting for other ranks.
         self.known = self.known or rank_is_gone(_HAS_LEFT)
 
     def post(self, error: BaseException) -> None:
-        """Write an error to the store unless there is one, and send all ranks to read it."""
+        """Write an error to the store unless it holds one, and ask all ranks to read it."""
         out_of_step_by = None
         if isinstance(error, RankError) and error.rule == "H116":
             out_of_step_by = error.what
@@ -88,10 +88,10 @@ class Failures:
 
         Args:
             rank: The lost rank.
-            how: How it was lost, as a verb phrase after the name of the rank.
+            how: How the rank was lost, as a verb phrase that follows its name.
 
         Returns:
-            The error: H114 about this rank, or an error that was known before.
+            H114 about the lost rank, or an error that was known before.
         """
         error = rank_is_gone(f"rank {rank} {how}")
         self.known = self.known or error
@@ -101,22 +101,22 @@ class Failures:
         return self.known
 
     def note(self, error: RankError | None) -> None:
-        """Note the error that the listening thread has received, if there is one."""
+        """Adopt the error that the listening thread has received, if there is one."""
         if error is not None:
             self.known = error
             GUARDS.note_failure(error)
 
     def read(self, store: RankStore) -> RankError | None:
-        """Return the error that another rank has published; None if this rank has.
+        """Return the error in the store, or None if it is this rank's own error.
 
         Args:
-            store: The connection of the thread that reads it.
+            store: The store connection of the calling thread.
         """
         rank, text, out_of_step_by = json.loads(store.text(_KEY) or "")
         if rank == self._rank:
             return None
         if out_of_step_by is not None:
-            # All ranks that are out of step share the error, not only the one that noticed it.
+            # H116 concerns all ranks, not only the rank that noticed it.
             return out_of_step(out_of_step_by)
         return RankError(
             f"rank {rank} has failed with {text}",
@@ -129,11 +129,11 @@ class Failures:
         )
 
     def confirm_reading(self, store: RankStore) -> None:
-        """Let the rank that has failed know that this one has read its error."""
+        """Tell the failed rank that this rank has read its error."""
         store.set_text(_read_key(self._rank), "")
 
     def cause_of(self, error: BaseException) -> RankError | None:
-        """Return the error of another rank that is the cause of an error here, or None."""
+        """Return the error of another rank that caused an error on this rank, or None."""
         if isinstance(error, HoldfastError) or not isinstance(error, RuntimeError):
             return None
         if not any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER):
@@ -144,10 +144,10 @@ class Failures:
         return self.known_or("another rank has ended without reporting an error")
 
     def known_or(self, what: str) -> RankError:
-        """Return the error that this guard or another one of this process knows, or H114.
+        """Return the error of another rank that a guard in this process knows, or otherwise H114.
 
         Args:
-            what: What H114 says, as a sentence without its full stop.
+            what: The message of H114, without a final period.
         """
         return self.known or GUARDS.failure or rank_is_gone(what)
 
@@ -170,7 +170,7 @@ def rank_is_gone(what: str) -> RankError:
 
 
 def out_of_step(what: str) -> RankError:
-    """Return H116 for ranks that do not make the same calls with the same batches."""
+    """Return H116 for ranks that have not made the same calls with the same batches."""
     return RankError(
         what,
         limit="all ranks must call the guard in the same order, with the same batches",

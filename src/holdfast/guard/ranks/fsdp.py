@@ -47,14 +47,14 @@ def fsdp_ranks(parts: Parts, module: nn.Module) -> FsdpRanks:
 
 @final
 class FsdpRanks(ProcessGroupRanks[ShardedModel]):
-    """Ranks that each hold a shard of the model, so that none of them can run it alone.
+    """Ranks that each hold a shard of the model, so that no rank can run it alone.
 
-    They do not split batches, since all of them must run the same number of passes, and all
+    These ranks do not split batches, since they must all run the same number of passes. They all
     recompute the same modules.
     """
 
     shards_state = True
-    # All ranks recompute the same modules, so that they also repeat the collectives in these
+    # All ranks recompute the same modules, so that they repeat the collectives in these modules
     # together.
     why_only_retry = None
     ignored: Sequence[str] = ()
@@ -64,18 +64,18 @@ class FsdpRanks(ProcessGroupRanks[ShardedModel]):
     ) -> None:
         super().__init__(model, messages, tape, transfer)
         self._writers = SharedWriters(messages)
-        # Whether the last attempt has failed on this rank.
+        # Whether the last attempt failed on this rank.
         self._has_failed = False
         # Whether losses are scaled, for fp16.
         self._scales_loss = False
 
     @property
     def writers(self) -> Writers:
-        """Return all ranks, each of which writes its shards."""
+        """Return all ranks, since each rank writes its own shards."""
         return self._writers
 
     def supported_policy(self, policy: Policy) -> Policy:
-        """Return the policy with the features disabled that a sharded model does not support.
+        """Return the policy without the features that a sharded model does not support.
 
         Raises:
             PolicyError: H108 for an unsupported feature that was enabled explicitly.
@@ -88,11 +88,13 @@ class FsdpRanks(ProcessGroupRanks[ShardedModel]):
     def inspect_gradients(
         self, groups: Sequence[Group], loss: torch.Tensor, items: torch.Tensor | None
     ) -> tuple[GradientFacts, torch.Tensor]:
-        """Measure the gradients, with the norms of whole gradients instead of those of shards."""
+        """Measure the gradients. The norms are those of the whole gradients, not of the shards."""
         return inspect(groups, loss, items, share=self._model.norms)
 
     def complete_collectives(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
         """Complete the collectives that other ranks are waiting for, after an attempt failed here.
+
+        With fp16, this is not possible.
 
         Raises:
             OutOfMemoryError: H401 if that is not possible.
@@ -106,16 +108,16 @@ class FsdpRanks(ProcessGroupRanks[ShardedModel]):
         return self._model.why_not_completable()
 
     def _start_missing_collectives(self) -> str | None:
-        """Start the missing collectives of this attempt; return None, or why that is impossible."""
+        """Start the missing collectives of this attempt. Return None, or why that is impossible."""
         return self._model.follow(self._exchange_failure)
 
     def _exchange_failure(self) -> None:
-        """Send a row that says that this rank has failed, and wait for the other ranks' rows."""
+        """Send a row that reports this rank's failure, and wait for the other ranks' rows."""
         self._exchange.send_failure()
         self._exchange.wait()
 
     def plan_of_next_attempt(self, plan: StepPlan) -> StepPlan:
-        """Return the plan for the next attempt, which combines those of all failed ranks."""
+        """Return the plan for the next attempt, which combines the plans of all failed ranks."""
         plans = self._messages.exchange("plan", [self._has_failed, list(plan.recompute)])
         self._has_failed = False
         names = dict.fromkeys(name for failed, recompute in plans if failed for name in recompute)
@@ -129,8 +131,8 @@ class FsdpRanks(ProcessGroupRanks[ShardedModel]):
 
     def _own_origin(
         self,
-        suspects: list[int],  # noqa: ARG002 - each rank checks its batch
-        replay: Callable[[], Provenance],  # noqa: ARG002 - which would need all ranks
+        suspects: list[int],  # noqa: ARG002 - unused: each rank checks its own batch
+        replay: Callable[[], Provenance],  # noqa: ARG002 - unused: a replay would need all ranks
         check_batch: Callable[[], Provenance],
     ) -> Provenance:
         in_batch = check_batch()
@@ -139,10 +141,10 @@ class FsdpRanks(ProcessGroupRanks[ShardedModel]):
         return Provenance(problem=_WHY_NOT_TRACED)
 
     def _credible(self, reports: list[OriginReport]) -> list[OriginReport]:
-        """Return the reports without their origins if all ranks have found one.
+        """Return the reports. If all ranks have found an origin, these origins are removed.
 
-        Only the batches were checked. If all of them hold NaN, for example as missing labels, that
-        is not the cause.
+        Only the batches were checked. If every batch contains NaN, for example as missing labels,
+        NaN in a batch is not the cause.
         """
         if not all(report.has_origin for report in reports):
             return reports
@@ -155,7 +157,7 @@ class FsdpRanks(ProcessGroupRanks[ShardedModel]):
         raise unsupported("a step over several batches of a sharded model")
 
     def check_parts(self) -> None:
-        """Do nothing, since batches are not split."""
+        """Do nothing, since these ranks do not split batches."""
 
     def reduce_gradients(
         self,
@@ -164,19 +166,19 @@ class FsdpRanks(ProcessGroupRanks[ShardedModel]):
         *,
         added: bool = False,  # noqa: ARG002
     ) -> NoReturn:
-        """Refuse to reduce gradients apart from backward, since `no_sync` has raised before."""
+        """Raise an error. This is never called, since `no_sync` always raises an error first."""
         raise AssertionError("a sharded model reduces its gradients in backward")
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
-        """Refuse to run the model on one rank, which no feature does that these ranks support."""
+        """Raise an error. This is never called, since the features that need it are disabled."""
         raise AssertionError("one rank cannot run a sharded model without the others")
 
     # --- saving
 
     def part_to_save(self, trees: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's rows of the sharded tensors and, on the first rank, the rest."""
+        """Return this rank's rows of sharded tensors and, on the first rank, everything else."""
         return self._model.part_to_save(trees, is_first=self.rank == 0)
 
     def rows_to_load(self, parts: Parts) -> Callable[[str, str, torch.Size], Share | None]:
-        """Return a function that says which rows of a saved tensor this rank needs."""
+        """Return a function that determines which rows of a saved tensor this rank needs."""
         return self._model.rows_to_load(parts)

@@ -1,8 +1,8 @@
-"""`GradientOrder`: the order in which DistributedDataParallel sums gradients, kept over a resume.
+"""`GradientOrder`: preserve the order in which DistributedDataParallel sums gradients.
 
-torch lays out its buckets in the order in which the gradients were computed in the first step. The
-first step of a resumed process may have another order, for example because the machine was busy.
-Its gradients would then be summed in a different order, and differ in their last bits.
+torch fills its buckets in the order in which gradients were computed in the first step. In the
+first step of a resumed process, this order may be different, for example because the machine is
+busy. The gradients would then be summed in a different order, and their last bits would differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @final
 class GradientOrder:
-    """The order of the gradients, as positions of parameters; used by `ReplicatedModel`.
+    """The order of the gradients, as positions of parameters. Used by `ReplicatedModel`.
 
     Args:
         wrapper: The DistributedDataParallel module.
@@ -27,8 +27,7 @@ class GradientOrder:
         self._order: list[int] = []
         # The hooks that record the order in the first step.
         self._hooks: list[Any] = []
-        # With two ranks the order does not matter, since the sum of two numbers is the same in any
-        # order.
+        # With two ranks, the order does not matter, since addition of two numbers is commutative.
         size = wrapper.process_group.size()
         if size > 2 and not (wrapper.find_unused_parameters or wrapper.static_graph):
             self._hooks = [
@@ -39,7 +38,7 @@ class GradientOrder:
             ]
 
     def begin_attempt(self) -> None:
-        """Record the order again, if it is still being recorded."""
+        """Start again to record the order, if it is still being recorded."""
         if self._hooks:
             self._order.clear()
 
@@ -50,18 +49,18 @@ class GradientOrder:
         self._hooks = []
 
     def recorded(self) -> list[int]:
-        """Return the order, or an empty list if it is not known or does not matter."""
+        """Return the order, or an empty list if the order is unknown or does not matter."""
         if sorted(self._order) != list(range(len(trained_parameters(self._wrapper)))):
             return []
         return self._order
 
     def restore(self, order: list[int]) -> None:
-        """Make torch lay out its buckets in a given order, on all ranks.
+        """Make torch fill its buckets in a given order, on all ranks.
 
-        This does nothing after the first step of the process, in which torch lays out the buckets.
+        This does nothing after the first step of the process, in which torch creates the buckets.
 
         Args:
-            order: The order of an earlier process, as returned by `recorded`.
+            order: The order that `recorded` returned in an earlier process.
         """
         parameters = trained_parameters(self._wrapper)
         if not self._hooks or len(order) != len(parameters):
@@ -71,7 +70,7 @@ class GradientOrder:
         self._wrapper.reducer.prepare_for_forward()
         self._wrapper.reducer.prepare_for_backward([])
         with without_hooks(parameters):
-            # One at a time, because with several, autograd would choose the order.
+            # Pass one parameter at a time, because autograd would choose the order of several.
             for at in order:
                 torch.autograd.backward(parameters[at], torch.zeros_like(parameters[at]))
         for parameter in parameters:
@@ -85,14 +84,14 @@ def trained_parameters(wrapper: Any) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Remove the hooks of parameters inside the context."""
+    """Return a context without the hooks of these parameters."""
     hook_dicts = [
         hooks
         for p in parameters
         for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)
         if hooks
     ]
-    # The dicts themselves must stay, since autograd holds references to them.
+    # The dicts themselves must not be replaced, since autograd holds references to them.
     copies = [dict(hooks) for hooks in hook_dicts]
     for hooks in hook_dicts:
         hooks.clear()

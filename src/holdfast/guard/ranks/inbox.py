@@ -1,6 +1,7 @@
-"""`Inbox`: short letters from rank to rank, which a thread of the receiver reads in order.
+"""`Inbox`: short messages ("letters") from rank to rank, which a thread of the receiver reads in
+order.
 
-A letter is one of the texts below, or the `Whereabouts` of its sender.
+A letter is one of the strings below, or the `Whereabouts` of its sender.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from holdfast.guard.ranks.store import LONGEST_PAUSE_SECONDS, RankStore
 READ_FAILURE = "read failure"
 # Asks the receiver whether it is alive.
 ARE_YOU_ALIVE = "are you alive"
-# How long another rank may take to answer that it is alive. Native code may keep its threads from
-# running for a while.
+# How long another rank may take to answer that it is alive, in seconds. Native code may keep its
+# threads from running for a while.
 _ANSWER_SECONDS = 30.0
 
 
@@ -38,11 +39,11 @@ class Inbox:
         self._store.set_text(letter_key(rank, position), letter)
 
     def send_whereabouts(self, rank: int, whereabouts: Whereabouts) -> None:
-        """Send the whereabouts of this rank to another one."""
+        """Send the whereabouts of this rank to another rank."""
         self.send(rank, json.dumps(whereabouts))
 
     def answers(self, rank: int) -> bool:
-        """Ask another rank whether it is alive, and return whether its listening thread answers."""
+        """Ask another rank whether it is alive. Return whether its listening thread answers."""
         before = self._store.add(f"alive/{rank}", 0)
         self.send(rank, ARE_YOU_ALIVE)
         until = time.monotonic() + _ANSWER_SECONDS
@@ -58,7 +59,7 @@ def letter_key(rank: int, position: int) -> str:
 
     Args:
         rank: The rank.
-        position: Its position among the letters to this rank, from 0.
+        position: The position of the letter among all letters to this rank, from 0.
     """
     return f"inbox/{rank}/{position}"
 
@@ -69,5 +70,5 @@ def answer(store: RankStore, rank: int) -> None:
 
 
 def whereabouts_in(letter: str) -> Whereabouts:
-    """Return the whereabouts that a letter holds."""
+    """Return the whereabouts in a letter."""
     return Whereabouts(*json.loads(letter))

@@ -1,9 +1,9 @@
 """`Ranks`: the interface through which the guard uses its ranks.
 
-Steps, the loop and saving use nothing else of this package. `SingleProcess` implements it for a
-process that trains alone, `DdpRanks` for a model in DistributedDataParallel, and `FsdpRanks` for a
-model under ``fully_shard``. What a method means for the run is documented here; the docstrings of
-the implementations say what they do for it.
+Steps, the loop and saving use only this part of the package. `SingleProcess` implements the
+interface for a process that trains alone, `DdpRanks` for a model in DistributedDataParallel, and
+`FsdpRanks` for a model under ``fully_shard``. The purpose of each method is documented here. The
+docstrings of the implementations describe how they fulfill it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast.memory.ladder import StepPlan
 from holdfast.numerics.gradients import GradientFacts, Group
 from holdfast.numerics.loss import Terms
 
-# The name of the fact that `Ranks.agree` compares first.
+# The name of the position in the data, which `Ranks.agree` compares before other facts.
 PLACE = "epoch and batch"
 _T = TypeVar("_T")
 
@@ -37,7 +37,7 @@ class Saves(Protocol):
     """Decides when the loop saves."""
 
     def is_due(self) -> bool:
-        """Return whether a save is due at this boundary, on all ranks."""
+        """Return whether all ranks must save at this boundary."""
         ...
 
     def take_refusal(self) -> str | None:
@@ -46,9 +46,10 @@ class Saves(Protocol):
 
 
 class Ranks(Protocol):
-    """The ranks of a run, seen from one of them.
+    """The ranks of a run, from the perspective of one rank.
 
-    Unless a method says otherwise, all ranks call it at the same point in the program.
+    All ranks must call a method at the same point in the program, unless its docstring says
+    otherwise.
     """
 
     @property
@@ -63,20 +64,20 @@ class Ranks(Protocol):
 
     @property
     def has_left_group(self) -> bool:
-        """Return whether this rank has left the group, so that the others no longer answer it."""
+        """Return whether this rank has left the group, so that other ranks no longer answer it."""
         ...
 
     @property
     def why_only_retry(self) -> str | None:
         """Return why an unchanged retry is the only remedy if this rank runs out of memory.
 
-        None if it may use all remedies.
+        Returns None if this rank may use all remedies.
         """
         ...
 
     @property
     def writers(self) -> Writers | None:
-        """Return the ranks that write checkpoints; None if another rank writes for this one."""
+        """Return the ranks that write checkpoints, or None if this rank does not write."""
         ...
 
     @property
@@ -87,7 +88,7 @@ class Ranks(Protocol):
     # --- opening and leaving
 
     def supported_policy(self, policy: Policy) -> Policy:
-        """Return the policy with the features disabled that these ranks do not support.
+        """Return the policy without the features that these ranks do not support.
 
         Raises:
             PolicyError: H108 for an unsupported feature that was enabled explicitly.
@@ -102,7 +103,7 @@ class Ranks(Protocol):
         Args:
             stop: The stop request of this rank.
             saving: Saves the checkpoints of this rank.
-            cursor: The position of this rank in its loader; None without a loader.
+            cursor: The position of this rank in its loader. None without a loader.
 
         Returns:
             The stop request that all ranks follow, and the object that decides when to save.
@@ -110,24 +111,24 @@ class Ranks(Protocol):
         ...
 
     def open(self) -> None:
-        """Start reporting an error that ends this process to the other ranks."""
+        """From now on, tell the other ranks about an error that ends this process."""
         ...
 
     def close(self, *, in_order: bool) -> None:
-        """Stop reporting errors to the other ranks.
+        """Stop telling the other ranks about errors.
 
         Args:
-            in_order: Whether to wait until no other rank needs this one. False if the loop is left
-                by ``break`` or by an error.
+            in_order: Whether to wait until no other rank needs this one. False if the loop was left
+                with ``break`` or an error.
         """
         ...
 
     def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Check that facts are the same on all ranks. This also waits for all of them.
+        """Check that facts are the same on all ranks. This also waits for all ranks.
 
         Args:
-            topic: What is compared, in words.
-            facts: Returns the facts of this rank by name.
+            topic: A description of the facts that are compared.
+            facts: Function that returns the facts of this rank, by name.
 
         Raises:
             RankError: H116 on all ranks if the fact named `PLACE`, the position in the data,
@@ -142,12 +143,12 @@ class Ranks(Protocol):
         name_of: Callable[[_T], str],
         find: Callable[[str], _T],
     ) -> _T | None:
-        """Make a choice on the first rank, and return it on all ranks.
+        """Choose an object on the first rank, and return it on all ranks.
 
         Args:
-            choose: Called on the first rank to make the choice.
-            name_of: Returns the name of the choice.
-            find: Called on the other ranks to find the object with that name.
+            choose: Function that the first rank calls to choose the object.
+            name_of: Function that returns the name of the object.
+            find: Function that the other ranks call to find the object by its name.
         """
         ...
 
@@ -160,7 +161,7 @@ class Ranks(Protocol):
         ...
 
     def announce_failure(self, error: BaseException) -> BaseException | None:
-        """Tell the other ranks about an error that leaves the guard. One rank alone calls this.
+        """Tell the other ranks about an error that leaves the guard. A single rank calls this.
 
         Returns:
             The error of another rank that caused this one, or None.
@@ -176,25 +177,25 @@ class Ranks(Protocol):
     def weighted_loss(self, terms: Terms) -> torch.Tensor:
         """Return the loss to run backward from, shape ``()``.
 
-        It is scaled so that the average of the gradients over the ranks is the gradient of the mean
-        over the items of all ranks.
+        The loss is scaled so that averaging the gradients over the ranks gives the gradient of the
+        mean over the items of all ranks.
         """
         ...
 
     def check_terms(self, terms: Terms) -> None:
-        """Raise H203 for a loss that cannot be averaged over ranks. One rank alone calls this."""
+        """Raise H203 for a loss that cannot be averaged over ranks. A single rank calls this."""
         ...
 
     def combine(self, passed: PassResult, parameters: Sequence[torch.Tensor]) -> PassResult:
-        """Correct the gradients by the items of all ranks, and return the result over all ranks.
+        """Correct the gradients by the number of items on all ranks, and combine the results.
 
         Args:
             passed: The result of the passes on this rank.
             parameters: The parameters of the step.
 
         Returns:
-            The mean loss over the items of all ranks and the number of these items; everything else
-            is that of this rank.
+            A result with the mean loss over the items of all ranks and the number of these items.
+            All other fields are those of this rank.
         """
         ...
 
@@ -208,21 +209,21 @@ class Ranks(Protocol):
         ...
 
     def accepts(self, attempt: StepAttempt) -> bool:
-        """Return whether an attempt succeeded on all ranks. If not, all of them repeat it."""
+        """Return whether an attempt succeeded on all ranks. If not, all ranks repeat it."""
         ...
 
     def complete_collectives(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
         """Complete the collectives that other ranks are waiting for, after an attempt failed here.
 
-        All ranks then attempt the step again. Only the ranks that failed call this; the others
-        learn about the failure in `accepts`.
+        All ranks then attempt the step again. Only the ranks that failed call this method. The
+        others learn of the failure in `accepts`.
 
         Args:
-            failure: The failure, in words.
+            failure: A description of the failure.
             parameters: The parameters of the step, whose gradients are cleared.
 
         Raises:
-            OutOfMemoryError: H401 if that is not possible.
+            OutOfMemoryError: H401 if this is impossible.
         """
         ...
 
@@ -235,16 +236,17 @@ class Ranks(Protocol):
         ...
 
     def take_event(self) -> OwnCollectives | None:
-        """Return an event to record, if something was noticed since the last call, or None."""
+        """Return an event that has occurred since the last call and must be recorded, or None."""
         ...
 
     def request_optimizer_state(self) -> bool:
-        """Ask for weights and moments of another rank. One rank alone calls this.
+        """Ask for the weights and moments of another rank. A single rank calls this.
 
-        Called if the optimizer of this rank has run out of memory in the middle of its step.
+        This is called if the optimizer of this rank has run out of memory in the middle of its
+        step.
 
         Returns:
-            Whether this rank will receive them, which makes up for that.
+            Whether this rank will receive them. If so, the step counts as complete.
 
         Raises:
             OutOfMemoryError: H402 if no other rank holds the same weights.
@@ -254,30 +256,32 @@ class Ranks(Protocol):
     def find_origin(
         self, replay: Callable[[], Provenance], check_batch: Callable[[], Provenance]
     ) -> Provenance:
-        """Find out where NaN or Inf came from, in a step that all ranks have taken back.
+        """Find the origin of NaN or Inf, in a step that all ranks have taken back.
 
         Args:
-            replay: Replays the step on this rank.
-            check_batch: Only checks the batch of this rank.
+            replay: Function that replays the step on this rank.
+            check_batch: Function that only checks this rank's batch.
         """
         ...
 
     # --- a batch that is split, or a model that one rank runs alone
 
     def no_sync(self, *, only_this_rank: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the passes over the parts of a batch, in which nothing is reduced.
+        """Return a context for passes over the parts of a batch, in which gradients are not
+        reduced.
 
-        Call `reduce_gradients` after it. One rank alone may call both.
+        Call `reduce_gradients` afterwards. A single rank may call both methods.
 
         Args:
-            only_this_rank: Whether only this rank splits its batch, because its memory was short.
+            only_this_rank: Whether only this rank splits its batch, because it ran out of memory.
         """
         ...
 
     def check_parts(self) -> None:
-        """Raise H401 if the parts of a batch contain collectives that other ranks would not match.
+        """Raise H401 if the passes over parts of a batch start collectives that other ranks lack.
 
-        That is so if only this rank splits its batch. It calls this between two parts.
+        This happens if only this rank splits its batch. The rank calls this method between two
+        parts.
         """
         ...
 
@@ -289,7 +293,7 @@ class Ranks(Protocol):
         Args:
             passed: The result of its passes.
             parameters: The parameters with gradients.
-            added: Whether all ranks have the same weight, regardless of their items.
+            added: Whether all ranks have the same weight, regardless of their number of items.
         """
         ...
 
@@ -300,7 +304,7 @@ class Ranks(Protocol):
     # --- the loop and saving
 
     def end_epoch(self) -> RankIsSlow | None:
-        """Record that the loader has ended, and return which rank was slow, if one was.
+        """Record that the loader has ended, and return an event if one of the ranks was slow.
 
         Raises:
             RankError: H116 if the loader of another rank has not ended.
@@ -317,15 +321,16 @@ class Ranks(Protocol):
         """Return the state that a checkpoint holds for each rank separately.
 
         Args:
-            own: Returns the state of this rank that is always saved.
-            trees: Returns the state that is saved only if it differs between ranks. Only the first
-                rank receives that of the others.
-            constant: Returns the names of the buffers in `trees` that no step has changed.
-            unsaved: Returns the names of the buffers in `trees` that are saved nowhere else. These
-                are saved even if they do not differ.
+            own: Function that returns the state of this rank that is always saved.
+            trees: Function that returns the state that is saved only if it differs between ranks.
+                Only the first rank receives this state from the others.
+            constant: Function that returns the names of buffers in `trees` that no step has
+                changed.
+            unsaved: Function that returns the names of buffers in `trees` that are not saved
+                elsewhere. They are saved even if they do not differ.
 
         Returns:
-            The state of the ranks, or None with one rank.
+            The state of all ranks, or None for a single process.
         """
         ...
 
@@ -334,10 +339,10 @@ class Ranks(Protocol):
         ...
 
     def may_differ(self, name: str) -> bool:
-        """Return whether a buffer or a frozen weight may have another value on each rank.
+        """Return whether a buffer or a frozen weight may differ between ranks.
 
         Args:
-            name: Its name in the model, after the name of the model.
+            name: The name of the model, followed by the name of the tensor in the model.
         """
         ...
 
@@ -346,14 +351,14 @@ class Ranks(Protocol):
         ...
 
     def rows_to_load(self, parts: Parts) -> Callable[[str, str, torch.Size], Share | None]:
-        """Return a function that says which rows of a saved tensor this rank needs.
+        """Return a function that determines which rows of a saved tensor this rank needs.
 
-        The function takes the component, the name and the shape of the tensor, and returns None for
-        a tensor of which this rank needs all rows.
+        The function takes the component, the name and the shape of a tensor. It returns None if
+        this rank needs all rows of the tensor.
         """
         ...
 
     @property
     def shards_state(self) -> bool:
-        """Return whether each rank holds a part of the weights and moments that no other has."""
+        """Return whether each rank holds its own shard of the weights and moments."""
         ...

@@ -1,7 +1,8 @@
-"""`Listener`: a thread that reads the letters to this rank, and ends the process if it must.
+"""`Listener`: a thread that reads the letters to this rank, and ends the process if necessary.
 
-It ends the process if another rank has failed, or waits where this rank will never get. The main
-thread alone could not: it may be waiting in a collective that will never complete.
+It ends the process if another rank has failed, or is waiting at a point that this rank will never
+reach. The main thread cannot do that, since it may be blocked in a collective that will never
+complete.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from holdfast.guard.ranks.progress import GUARDS, Progress, Whereabouts
 from holdfast.guard.ranks.store import LONGEST_PAUSE_SECONDS, RankStore
 from holdfast.guard.ranks.threads import StoreThreads
 
-# How long a process may still wait in a collective after another rank has failed.
+# How long a process may stay blocked in a collective after another rank has failed, in seconds.
 _GRACE_SECONDS = 3.0
-# Whereabouts are judged with this delay, because a rank that leaves its loop with an error sends
-# them before the error.
+# Whereabouts are evaluated after this delay, in seconds, because a rank that leaves its loop with
+# an error sends its whereabouts before the error.
 _JUDGEMENT_DELAY_SECONDS = 1.0
-# How long a collective may take to complete once all ranks have started it.
+# How long a collective may take to complete once all ranks have started it, in seconds.
 _COLLECTIVE_SECONDS = 5.0
 
 
 @final
 class Listener:
-    """Reads the letters to this rank; used by `Messages`.
+    """Reads the letters to this rank. Used by `Messages`.
 
     Args:
         rank: This rank.
         other_ranks: How many other ranks there are.
-        threads: The threads of the guard, to which this one belongs.
+        threads: The threads of the guard. The listening thread is one of them.
         progress: How far this rank is.
-        failures: The failures that this rank knows.
+        failures: The failures that this rank knows about.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class Listener:
         self._meetings = Meetings(rank, other_ranks, progress)
 
     def run(self, store: RankStore) -> None:
-        """In a thread, exit this process if another rank has failed or will not arrive.
+        """In a thread, exit this process if another rank has failed, or waits for this rank in
+        vain.
 
-        The main thread has a few seconds to notice the error and end regularly.
+        The main thread gets a few seconds to notice the error and exit normally.
 
         Args:
             store: The connection of this thread.
@@ -78,8 +80,8 @@ class Listener:
             return
         if error is None:
             return
-        # If the main thread is in a collective of the script, torch may end the process with an
-        # error about a connection as soon as the other ranks end. So print the cause first.
+        # If the main thread is in a collective of the script, torch may end the process with a
+        # connection error as soon as the other ranks end, so print the cause first.
         is_printed = collective_of_main_thread() is not None
         if is_printed:
             print_error(error)
@@ -93,10 +95,10 @@ class Listener:
         os._exit(1)
 
     def _wait_for_failure(self, store: RankStore) -> RankError | None:
-        """Read letters until another rank has failed, or waits where this one will never get.
+        """Read letters until another rank has failed, or waits for this rank in vain.
 
         Returns:
-            The error, or None if this process is ending or has failed itself.
+            The error, or None if this process is exiting or has failed itself.
         """
         for position in itertools.count():
             key = letter_key(self._rank, position)
@@ -116,14 +118,15 @@ class Listener:
         raise AssertionError("the letters never end")
 
     def _judge_until_letter(self, store: RankStore, key: str) -> RankError | None:
-        """As long as other ranks are known to wait, judge whether this one will get there.
+        """While other ranks are waiting, check whether this rank will reach them.
 
         Args:
             store: The connection of this thread.
-            key: The key of the next letter, which ends this.
+            key: The key of the next letter. The check ends when this letter arrives.
 
         Returns:
-            H116 if it will not; None if no rank waits any more, or there is a letter.
+            H116 if this rank will not reach them. None if no rank is waiting any more, or if there
+            is a new letter.
         """
         while self._meetings.are_expected and not self._threads.is_ending and not store.has(key):
             error = self._meetings.judge()
@@ -135,7 +138,7 @@ class Listener:
 
 @final
 class Meetings:
-    """Where other ranks wait for this one, or have ended, and whether it will get there.
+    """Checks whether this rank will reach the points where other ranks wait for it or have ended.
 
     Used by `Listener`.
 
@@ -149,25 +152,25 @@ class Meetings:
         self._rank = rank
         self._other_ranks = other_ranks
         self._progress = progress
-        # When each of them was received, as monotonic time, and the whereabouts.
+        # The whereabouts of other ranks, with the monotonic time at which each was received.
         self._received: list[tuple[float, Whereabouts]] = []
-        # When this rank was first seen to wait in a collective of the script while other ranks wait
-        # for it in the guard, as monotonic time; None if it is not.
+        # The monotonic time since which this rank has been waiting in a collective of the script,
+        # while other ranks wait for it in the guard. None if it is not.
         self._elsewhere_since: float | None = None
 
     @property
     def are_expected(self) -> bool:
-        """Return whether this rank has yet to get to where another one is."""
+        """Return whether this rank has not yet reached the point where another rank is."""
         return bool(self._received)
 
     def add(self, whereabouts: Whereabouts) -> None:
-        """Note where another rank is."""
+        """Record where another rank is."""
         self._received.append((time.monotonic(), whereabouts))
 
     def judge(self) -> RankError | None:
-        """Return H116 if this rank will not get to where another one is, or None.
+        """Return H116 if this rank will not reach the point where another rank is, or None.
 
-        The whereabouts of ranks that this one has met are forgotten.
+        Whereabouts that this rank has reached are removed.
         """
         due = [
             whereabouts
@@ -185,13 +188,13 @@ class Meetings:
         return error
 
     def _missed(self, other: Whereabouts) -> RankError | None:
-        """Return H116 if another rank is where this one will not get to, or None.
+        """Return H116 if this rank will not reach another one, or None.
 
         Args:
-            other: Where the other rank waits or has ended.
+            other: Where the other rank is waiting or has ended.
         """
-        # These are read before the number of the exchange, which changes first when this rank gets
-        # to the same point.
+        # Read these counts before the number of the exchange, which changes first when this rank
+        # reaches the same point.
         has_begun_step = self._progress.steps > other.steps
         has_called = other.calls is not None and GUARDS.calls > other.calls
         is_beyond = self._progress.next_exchange > other.exchange
@@ -209,11 +212,11 @@ class Meetings:
         return out_of_step(f"rank {other.rank} {other.action}, and rank {rank} {action}")
 
     def _elsewhere(self, others: Sequence[Whereabouts]) -> RankError | None:
-        """Return H116 if this rank waits for others in a collective, while they wait in the guard.
+        """Return H116 if this rank waits in a collective for ranks that are waiting in the guard.
 
-        If the collective synchronizes all ranks, one rank that waits in the guard proves this.
-        Otherwise that rank may have completed the collective already, so all others must be waiting
-        in the guard.
+        If the collective synchronizes all ranks, a single rank that waits in the guard is enough to
+        prove this. Otherwise, that rank may already have completed the collective, so all other
+        ranks must be waiting in the guard.
 
         Args:
             others: Where the other ranks are.
@@ -229,7 +232,7 @@ class Meetings:
         if collective is None or not (collective.synchronizes or all_others_wait):
             self._elsewhere_since = None
             return None
-        # The collective may just be completing, so give it some time.
+        # The collective may be about to complete, so give it some time.
         if self._elsewhere_since is None:
             self._elsewhere_since = time.monotonic()
         if time.monotonic() < self._elsewhere_since + _COLLECTIVE_SECONDS:

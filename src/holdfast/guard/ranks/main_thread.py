@@ -1,6 +1,6 @@
-"""Find the collective of the script in which the main thread is waiting, from its stack.
+"""Find out from the main thread's stack in which of the script's collectives it is waiting.
 
-Collectives of the guard do not count.
+Collectives that the guard has started do not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import distributed
 
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _WRAPPER = "/torch/nn/parallel/distributed.py"
-# A rank returns from these only after all ranks have entered them.
+# A rank returns from these collectives only after all ranks have entered them.
 _SYNCHRONIZING = frozenset(
     {
         "barrier",
@@ -33,7 +33,7 @@ _SYNCHRONIZING = frozenset(
         "reduce_scatter_single",
     }
 )
-# Some ranks, such as the sender, may return from these before others have entered them.
+# Some ranks, such as the sender, may return from these collectives before others have entered.
 _ONE_SIDED = frozenset(
     {
         "broadcast",
@@ -48,11 +48,12 @@ _ONE_SIDED = frozenset(
 
 
 class Collective(NamedTuple):
-    """A collective over all ranks in which a thread is waiting.
+    """A collective over all ranks in which the main thread is waiting.
 
     Attributes:
-        name: The name of the function that the script has called, or a description.
-        synchronizes: Whether a rank returns from it only after all ranks have entered it.
+        name: The name of the function that the script called, or a description.
+        synchronizes: Whether a rank returns from the collective only after all ranks have entered
+            it.
     """
 
     name: str
@@ -60,13 +61,13 @@ class Collective(NamedTuple):
 
 
 def collective_of_main_thread() -> Collective | None:
-    """Return the collective over all ranks that the main thread is in, or None."""
+    """Return the collective over all ranks in which the main thread is waiting, or None."""
     identity = threading.main_thread().ident
     frame = None if identity is None else sys._current_frames().get(identity)
     outermost = None
     while frame is not None:
-        # Collectives may call each other: `all_gather_object` calls `all_gather`. The script has
-        # called the outermost one.
+        # Collectives may call other collectives: `all_gather_object` calls `all_gather`. The
+        # outermost one is the one that the script called.
         outermost = _collective_of(frame) or outermost
         frame = frame.f_back
     return outermost

@@ -1,7 +1,6 @@
 """`Messages`: infrequent messages between ranks, sent through the store of the process group.
 
-The ranks exchange values, and tell each other about the first error on any of them. These are the
-parts:
+The ranks exchange values, and tell each other about the first error on any rank. The parts are:
 
     Messages        exchanges values, and waits for the values of other ranks
     ├── RankStore   one connection to the store; documents the keys
@@ -35,16 +34,16 @@ from holdfast.guard.ranks.progress import GUARDS, Progress, Whereabouts
 from holdfast.guard.ranks.store import RankStore
 from holdfast.guard.ranks.threads import StoreThreads
 
-# A rank that has waited this long tells the others where it is waiting, in case they never get
-# there.
+# A rank that has waited this long, in seconds, tells the others where it is waiting, in case they
+# will never get there.
 _LATE_SECONDS = 1.0
-# How long the first rank waits at the end until all ranks have read its last values.
+# How long the first rank waits at the end for all ranks to read its last values, in seconds.
 _DRAIN_SECONDS = 10.0
 
 
 @final
 class Messages:
-    """The connection of one guard on this rank to those on the other ranks.
+    """The connection of a guard on this rank to the same guard on the other ranks.
 
     Args:
         rank: The rank of this process.
@@ -56,8 +55,8 @@ class Messages:
         self.world_size = world_size
         self._ranks = range(world_size)
         self.others = [other for other in self._ranks if other != rank]
-        # The number of this guard among those of this process. It is the same on all ranks, since
-        # all of them create the same guards.
+        # The number of this guard in this process. It is the same on all ranks, since they all
+        # create the same guards.
         self.guard = GUARDS.number_of_new_guard()
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         self._store = RankStore(f"holdfast/{restarts}/{self.guard}")
@@ -66,9 +65,9 @@ class Messages:
         self._failures = Failures(rank, self._ranks, self._store, self._inbox)
         self._hook = ExceptHook(self._failures)
         self._threads = StoreThreads(self._store)
-        # Whether this rank has left its loop early, which the others may not know.
+        # Whether this rank has left its loop early, which the other ranks may not know.
         self.loop_was_left = False
-        # Whether this rank has closed its guard after all others had read its messages.
+        # Whether this rank has closed its guard after all other ranks had read its messages.
         self.is_closed = False
         atexit.register(self._end)
         os.register_at_fork(after_in_child=self._be_silent)
@@ -83,7 +82,7 @@ class Messages:
 
     @property
     def timeout_seconds(self) -> float:
-        """Return the timeout of the process group. No wait for another rank takes longer."""
+        """Return the timeout of the process group, the longest time to wait for another rank."""
         return self._store.timeout_seconds
 
     @property
@@ -94,7 +93,7 @@ class Messages:
     # --- opening and closing
 
     def open(self) -> None:
-        """Start reporting an error that ends this process to the other ranks."""
+        """From now on, tell the other ranks about an error that ends this process."""
         self.is_closed = False
         self._hook.install()
 
@@ -102,9 +101,9 @@ class Messages:
         """Stop reporting errors to the other ranks.
 
         Args:
-            in_order: Whether to wait until all ranks have read the messages of this one, because
-                the store ends with the first rank. False if the loop is left by ``break``, or by an
-                error that `sys.excepthook` has yet to receive.
+            in_order: Whether to wait until all ranks have read this rank's messages, because the
+                store ends with the first rank. False if the loop was left with ``break``, or with
+                an error that has not reached `sys.excepthook` yet.
         """
         if self.is_closed:
             return
@@ -120,9 +119,9 @@ class Messages:
                 self._wait_until_read()
 
     def _wait_until_read(self) -> None:
-        """Send a last value and, on the first rank, wait until those of all ranks are there.
+        """Send a last value and, on the first rank, wait for the last values of all ranks.
 
-        A rank that has sent it has read everything else.
+        A rank that has sent its last value has read everything else.
         """
         end = _Exchange(number=self._progress.number_of_new_exchange())
         self._store.put(end.key(self.rank), _packed(("the end", None)))
@@ -136,14 +135,14 @@ class Messages:
         self._threads.end()
 
     def _be_silent(self) -> None:
-        """Send no messages from a forked process."""
+        """Disable messages from a forked process."""
         self._failures.be_silent()
         self._threads.forget()
 
     # --- threads, and what they ask other ranks for
 
     def start_thread(self, run: Callable[[RankStore], None], name: str) -> None:
-        """Start a thread with its own connection to the store, which it is called with."""
+        """Start a thread with its own connection to the store, which is passed to `target`."""
         self._threads.start(run, name)
 
     def start_thread_without_store(self, run: Callable[[], None], name: str) -> None:
@@ -151,17 +150,17 @@ class Messages:
         self._threads.start_without_store(run, name)
 
     def request(self, key: str, text: str) -> None:
-        """Send a text to each rank, to the thread that waits for it in `wait_for_request`.
+        """Send a text to the thread on each rank that waits for it in `wait_for_request`.
 
         Args:
-            key: A key that no other request has.
+            key: A key that no other request uses.
             text: The text.
         """
         for rank in self._ranks:
             self._store.set_text(f"{key}/{rank}", text)
 
     def wait_for_request(self, store: RankStore, key: str) -> str | None:
-        """Wait in a thread for a text sent by `request`; return None if this process is exiting.
+        """In a thread, wait for a text sent by `request`. Return None if this process is exiting.
 
         Args:
             store: The connection of the thread.
@@ -182,30 +181,30 @@ class Messages:
     # --- exchanges
 
     def begin_step(self) -> None:
-        """Count a step or the end of an epoch, in which the ranks will wait for each other."""
+        """Count a step or the end of an epoch, where the ranks will wait for each other."""
         self._progress.begin_step()
 
     def exchange(
         self, topic: str, value: Any, *, thread: str = "", action: str | None = None
     ) -> list[Any]:
-        """Send a value to all ranks, and return the values of all ranks, in order of rank.
+        """Send a value to all ranks, and return the values of all ranks in order of rank.
 
         All ranks must call this at the same point in the program.
 
         Args:
-            topic: The purpose in words. It must be the same on all ranks.
+            topic: A description of the purpose, which must be the same on all ranks.
             value: The value of this rank.
-            thread: The name of the thread that calls this; empty for the main thread.
+            thread: The name of the calling thread. Empty for the main thread.
             action: What this rank is doing, as a verb phrase for the error about a rank that does
-                not arrive; None says that it is waiting.
+                not arrive. None means that it is waiting.
 
         Raises:
-            RankError: H114 if another rank has failed or does not arrive; H116 if another rank is
+            RankError: H114 if another rank has failed or does not arrive. H116 if another rank is
                 at a different point in the program.
         """
         exchange = self._begin_exchange(topic, thread=thread, action=action)
         if not thread:
-            # All ranks are together again.
+            # All ranks are at the same point again.
             self.loop_was_left = False
         self._store.put(exchange.key(self.rank), _packed((topic, value)))
         values = []
@@ -222,12 +221,12 @@ class Messages:
         return values
 
     def to_first(self, topic: str, value: Any) -> list[Any] | None:
-        """Send the value of each rank, which may be large, to the first rank.
+        """Send the value of each rank to the first rank. Values may be large.
 
-        All ranks must call this at the same point in the program. Only the first one waits.
+        All ranks must call this at the same point in the program. Only the first rank waits.
 
         Returns:
-            On the first rank the values of all ranks, in order of rank; None on the others.
+            On the first rank, the values of all ranks in order of rank. None on the other ranks.
         """
         exchange = self._begin_exchange(topic)
         if self.rank != 0:
@@ -243,21 +242,21 @@ class Messages:
     def _begin_exchange(
         self, topic: str, *, thread: str = "", action: str | None = None
     ) -> _Exchange:
-        """Count a new exchange, for which the arguments are those of `exchange`."""
+        """Count a new exchange. The arguments are those of `exchange`."""
         self.check_here()
-        # The number comes first: the listener reads it last.
+        # The number changes first, because the listener reads it last.
         number = self._progress.number_of_new_exchange(thread)
         calls = None if thread else GUARDS.count_call()
         action = action or f"waits for the others in {topic}"
         return _Exchange(number=number, calls=calls, thread=thread, action=action)
 
     def _receive(self, exchange: _Exchange, rank: int) -> bytes:
-        """Return what a rank sends in an exchange, once it is there.
+        """Wait for the value that a rank sends in an exchange, and return it.
 
-        After a second, this tells the rank where it is awaited, so that the rank reports an error
-        if it will never get here. After the timeout of the process group, the rank is lost. Only a
-        thread that writes a checkpoint continues to wait, as long as the rank answers that it is
-        alive: its disk may be slow.
+        After a second, this tells the rank where it is awaited, so that it can report an error if
+        it will never get here. After the timeout of the process group, the rank counts as lost.
+        However, a thread that writes a checkpoint continues to wait as long as the rank answers
+        that it is alive, since its disk may be slow.
 
         Raises:
             RankError: H114 if the rank does not arrive, or another rank has failed.
@@ -275,13 +274,13 @@ class Messages:
         except RankError:
             raise
         except RuntimeError as error:
-            # The rank that hosts the store may have reported its error before it ended.
+            # The rank that hosts the store may have reported an error before it exited.
             raise self._failures.known_or(
                 "the store of the ranks is gone, so the rank that hosts it has ended"
             ) from error
 
     def _poll(self, keys: Sequence[str], seconds: float) -> bool:
-        """Wait for keys until another rank has failed; return whether all keys are set.
+        """Wait until all keys are set or another rank has failed. Return whether all keys are set.
 
         Args:
             keys: The keys.
@@ -290,7 +289,7 @@ class Messages:
         return self._store.poll(keys, seconds, lambda: self._failures.known is not None)
 
     def _lose_late(self, rank: int, action: str) -> RankError:
-        """Report that a rank has not arrived in time, and return the error to raise here."""
+        """Report that a rank has not arrived in time, and return the error to raise."""
         seconds = f"{self.timeout_seconds:g} s, the timeout of the process group"
         how = f"has not arrived within {seconds}, while rank {self.rank} {action}"
         return self._failures.lose(rank, how)
@@ -303,15 +302,15 @@ class Messages:
         *,
         is_ending: bool = False,
     ) -> None:
-        """Tell other ranks where this one is, and that it will not continue before they get there.
+        """Tell other ranks where this rank is, so that they notice if they will never get there.
 
         Args:
-            action: What this rank is doing there, as a verb phrase after its name.
-            receivers: The ranks to tell. With None, the first rank tells all others, and the others
-                tell the first rank.
-            exchange: The exchange in which it is waiting; None if it is not waiting, and may still
-                call other guards.
-            is_ending: Whether its process is ending.
+            action: What this rank is doing, as a verb phrase that follows its name.
+            receivers: The ranks to tell. With None, the first rank tells all other ranks, and the
+                other ranks tell the first one.
+            exchange: The exchange in which this rank is waiting. None if it is not waiting, and may
+                still call other guards.
+            is_ending: Whether the process of this rank is exiting.
         """
         whereabouts = Whereabouts(
             rank=self.rank,
@@ -332,7 +331,7 @@ class Messages:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether this rank has failed, or is a fork of its process."""
+        """Return whether this rank has failed, or is a forked copy of a rank."""
         return self._failures.has_failed
 
     def check_here(self) -> None:
@@ -340,11 +339,11 @@ class Messages:
         self._failures.check()
 
     def publish(self, error: BaseException) -> None:
-        """Tell the other ranks why this one ends. Only the first error on any rank counts."""
+        """Tell the other ranks why this one ends. Only the first error of all ranks counts."""
         self._failures.publish(error)
 
     def cause_of(self, error: BaseException) -> RankError | None:
-        """Return the error of another rank that is the cause of an error here, or None."""
+        """Return the error of another rank that caused an error on this rank, or None."""
         return self._failures.cause_of(error)
 
     def lose(self, rank: int, how: str) -> None:
@@ -356,10 +355,10 @@ class _Exchange(NamedTuple):
     """An exchange in which all ranks take part.
 
     Attributes:
-        number: Its number among the exchanges of the same thread.
-        calls: The number of calls of all guards before it; None in a thread.
-        thread: The name of the thread; empty for the main thread.
-        action: What this rank is doing, as a verb phrase after its name.
+        number: The number of the exchange among those of the same thread.
+        calls: The number of earlier calls of all guards. None outside of the main thread.
+        thread: The name of the thread. Empty for the main thread.
+        action: What this rank is doing, as a verb phrase that follows its name.
     """
 
     number: int
@@ -372,7 +371,7 @@ class _Exchange(NamedTuple):
 
         Args:
             rank: The rank.
-            before: How many exchanges before this one.
+            before: How many exchanges to go back from this one. 0 for this exchange.
         """
         key = f"{self.number - before}/{rank}"
         return f"{self.thread}/{key}" if self.thread else key

@@ -1,4 +1,4 @@
-"""Decide on which rank NaN or Inf appeared first, from what each rank has found out by itself."""
+"""Decide on which rank NaN or Inf appeared first, from the reports of all ranks."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from holdfast.guard.result import Provenance
 
 
 class OriginReport(NamedTuple):
-    """What a rank has found out about NaN or Inf by itself. It sends this to all ranks."""
+    """The findings of one rank about NaN or Inf, which it sends to all ranks."""
 
     has_origin: bool
-    # Whether NaN or Inf went into a collective of the loss or the model.
+    # Whether the rank sent NaN or Inf in a collective of the loss or the model.
     is_sent: bool
-    # The origin, or why it is not known.
+    # The origin, or why it is unknown.
     text: str
     # Whether the loss or the model has collectives.
     has_collectives: bool
 
 
 def report_of(own: Provenance, *, has_collectives: bool) -> OriginReport:
-    """Return the report about what a rank has found out.
+    """Create the report of a rank from its findings.
 
     Args:
-        own: What it has found out.
+        own: The findings of the rank.
         has_collectives: Whether the loss or the model has collectives.
     """
     return OriginReport(
@@ -39,17 +39,17 @@ def report_of(own: Provenance, *, has_collectives: bool) -> OriginReport:
 def origin_among_ranks(
     rank: int, own: Provenance, suspects: Sequence[int], reports: Sequence[OriginReport]
 ) -> Provenance:
-    """Return on which rank NaN or Inf appeared first, and where it came from there.
+    """Return the rank on which NaN or Inf appeared first, and their origin on that rank.
 
-    The first rank in this order is blamed: a suspect that has sent NaN in a collective of the loss,
-    a suspect that has found an origin, any rank that has sent NaN. If there is none, the result
-    names all suspects.
+    The result is the first rank that meets one of these conditions, in this order: a suspect that
+    sent NaN in a collective of the loss, a suspect that found an origin, or any rank that sent NaN.
+    If there is no such rank, the result names all suspects.
 
     Args:
         rank: This rank.
-        own: What this rank has found out. Only the rank itself knows the details.
+        own: The findings of this rank. Their details are not in the reports.
         suspects: The ranks whose loss is not finite, or all ranks.
-        reports: What all ranks have found out, in order of rank.
+        reports: The reports of all ranks, in order of rank.
     """
     senders = [sender for sender, report in enumerate(reports) if report.is_sent]
     candidates = [
@@ -70,7 +70,7 @@ def origin_among_ranks(
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Return the ranks as a list in a sentence, such as "ranks 0 and 2"."""
+    """Return a list of ranks for a sentence, such as "ranks 0 and 2"."""
     *others, last = map(str, ranks)
     if not others:
         return f"rank {last}"

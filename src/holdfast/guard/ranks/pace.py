@@ -1,6 +1,6 @@
-"""Find a slow rank that the others have to wait for.
+"""Detect a slow rank that the other ranks have to wait for.
 
-Each rank reports how long it was busy in a step before it started to communicate.
+In each step, a rank reports how long it was busy before it started to communicate.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ import torch
 from holdfast.core.events.run_events import RankIsSlow
 from holdfast.guard.ranks.row import Rows
 
-# Nothing is reported about an epoch with fewer steps than this.
+# Epochs with fewer steps than this are not evaluated.
 _LEAST_STEPS = 20
-# A rank is reported if it is slower than the others by this share of a step. Smaller differences
-# vary from step to step.
+# A rank is reported if the other ranks wait for it during at least this share of a step. Smaller
+# differences are normal variation.
 _LEAST_SHARE = 0.1
 
 
 @final
 class Pace:
-    """How long each rank was busy in the steps of an epoch.
+    """Measures how long each rank was busy in the steps of an epoch.
 
     In a step, a rank is busy from the end of the previous step until it has computed its loss.
     """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        # When the last step ended.
+        # The time at which the last step ended.
         self._step_ended: float | None = None
-        # When this rank started the current step.
+        # The time at which this rank started the current step.
         self._step_began = 0.0
-        # When the current attempt at it started.
+        # The time at which the current attempt at this step started.
         self._attempt_began = 0.0
         self._clear()
 
     def _clear(self) -> None:
-        # By rank: seconds between steps, seconds in forward passes, and items.
+        # Totals by rank: seconds between steps, seconds in forward passes, and items.
         self._between = [0.0] * self._world_size
         self._forward = [0.0] * self._world_size
         self._items = [0.0] * self._world_size
@@ -56,12 +56,12 @@ class Pace:
         self._attempt_began = time.perf_counter()
 
     def fields_of_row(self) -> dict[str, float]:
-        """Return this rank's seconds between the last two steps and in forward, for its row."""
+        """Return fields for this rank's row: seconds between the last two steps, and in forward."""
         between = 0.0 if self._step_ended is None else self._step_began - self._step_ended
         return {"between": between, "forward": time.perf_counter() - self._attempt_began}
 
     def end_step(self, rows: Rows) -> None:
-        """Add a step that has succeeded on all ranks."""
+        """Add the times of a step that succeeded on all ranks."""
         for rank, row in enumerate(rows.by_rank):
             self._items[rank] += row.items
             self._between[rank] += row.between
@@ -70,10 +70,10 @@ class Pace:
         self._step_ended = time.perf_counter()
 
     def slowest(self, rows: Rows) -> RankIsSlow | None:
-        """Return the rank that the others had to wait for, if there is one; start a new epoch.
+        """End the epoch. Return an event about the rank that the others waited for, or None.
 
         Args:
-            rows: The rows of the end of the epoch.
+            rows: The rows of all ranks at the end of the epoch.
         """
         if self._world_size == 1:
             return None
@@ -107,7 +107,7 @@ class Pace:
 
 
 def peak_bytes(device: torch.device) -> float:
-    """Return the peak memory of this process in bytes: that of tensors on a GPU, or resident."""
+    """Return the peak memory of this process in bytes: allocated GPU memory, or resident memory."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,8 +1,8 @@
-"""Several ranks that train one model: they run the same steps and reach the same decisions.
+"""The common base class of ranks that train one model with the same steps and decisions.
 
 A normal step adds one small gather, which runs during backward. A rank that runs out of memory
-completes the collectives that the others are waiting for, with NaN, and all ranks attempt the step
-again. A rank that fails in any other way tells the others why, and all of them end.
+completes the collectives that the other ranks are waiting for, with NaN, and all ranks attempt the
+step again. A rank that fails in any other way tells the others why, and all ranks end.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from holdfast.numerics.loss import Terms
 
 _T = TypeVar("_T")
 _Model = TypeVar("_Model", bound=DistributedModel)
-# Fields of the policy that are restricted with several ranks, with the values that are allowed.
+# The policy fields that are restricted with several ranks, with the allowed values.
 _ALLOWED_VALUES = {"drop_nonfinite_samples": (False,)}
 
 
@@ -55,18 +55,19 @@ class _Result(IntEnum):
 
     MADE = 0
     FAILED = 1
-    # Impossible, because the optimizer of this rank has failed in the last step.
+    # There was no attempt, because this rank's optimizer failed in the last step.
     BEHIND = 2
 
 
 class ProcessGroupRanks(ABC, Generic[_Model]):
-    """The ranks of a process group, seen from one of them; see `Ranks` for what each method means.
+    """The ranks of a process group, from the perspective of one rank. `Ranks` documents the
+    methods.
 
     Args:
         model: The model that all ranks train.
         messages: The connection to the other ranks.
         tape: Records the collectives of this rank.
-        transfer: Gives a rank whose optimizer has failed the state of another one.
+        transfer: Copies state from another rank to a rank whose optimizer has failed.
     """
 
     def __init__(
@@ -83,17 +84,17 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         # The number of collectives of the loss or the model in the last attempt that succeeded on
         # all ranks.
         self._own_collectives = 0
-        # Whether there have been any such collectives.
+        # Whether the loss or the model has ever started collectives.
         self._has_own_collectives = False
-        # An event that the guard has yet to record.
+        # An event that the guard must still record.
         self._event: OwnCollectives | None = None
-        # Created by `connect`, because it needs the loader and the saves of this rank, which need
-        # these ranks.
+        # This is created by `connect`, because it needs this rank's loader and saves, which in turn
+        # need these ranks.
         self._row_exchange: RowExchange | None = None
 
     @property
     def has_left_group(self) -> bool:
-        """Return whether this rank has left the group, so that the others no longer answer it."""
+        """Return whether this rank has left the group, so that other ranks no longer answer it."""
         return self._messages.has_failed or self._messages.is_closed
 
     # --- what differs between DistributedDataParallel and ``fully_shard``
@@ -106,12 +107,12 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
     @property
     @abstractmethod
     def shards_state(self) -> bool:
-        """Return whether each rank holds a part of the weights and moments that no other has."""
+        """Return whether each rank holds its own shard of the weights and moments."""
 
     @property
     @abstractmethod
     def writers(self) -> Writers | None:
-        """Return the ranks that write checkpoints; None if another rank writes for this one."""
+        """Return the ranks that write checkpoints, or None if this rank does not write."""
 
     @property
     @abstractmethod
@@ -130,15 +131,15 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
 
     @abstractmethod
     def request_optimizer_state(self) -> bool:
-        """Ask for weights and moments of another rank."""
+        """Ask for the weights and moments of another rank."""
 
     @abstractmethod
     def no_sync(self, *, only_this_rank: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return a context for passes over the parts of a batch, in which nothing is reduced."""
+        """Return a context for passes over parts of a batch, in which gradients are not reduced."""
 
     @abstractmethod
     def check_parts(self) -> None:
-        """Raise H401 if the parts of a batch contain collectives that other ranks do not match."""
+        """Raise H401 if passes over parts of a batch start collectives that other ranks lack."""
 
     @abstractmethod
     def reduce_gradients(
@@ -156,11 +157,11 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
 
     @abstractmethod
     def rows_to_load(self, parts: Parts) -> Callable[[str, str, torch.Size], Share | None]:
-        """Return a function that says which rows of a saved tensor this rank needs."""
+        """Return a function that determines which rows of a saved tensor this rank needs."""
 
     @abstractmethod
     def _why_not_completable(self) -> str | None:
-        """Return why the collectives of an attempt cannot be started by hand; None if they can."""
+        """Return why this rank cannot start the missing collectives of an attempt, or None."""
 
     @abstractmethod
     def _start_missing_collectives(self) -> str | None:
@@ -177,22 +178,22 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         replay: Callable[[], Provenance],
         check_batch: Callable[[], Provenance],
     ) -> Provenance:
-        """Return where NaN or Inf came from, as far as this rank can find out by itself.
+        """Return the origin of NaN or Inf, as far as this rank can find it alone.
 
         Args:
             suspects: The ranks whose loss is not finite, or all ranks.
-            replay: Replays the step on this rank, up to its first collective.
-            check_batch: Only checks the batch of this rank.
+            replay: Function that replays the step on this rank, up to its first collective.
+            check_batch: Function that only checks this rank's batch.
         """
 
     @abstractmethod
     def _credible(self, reports: list[OriginReport]) -> list[OriginReport]:
-        """Return the reports of all ranks about NaN or Inf, without origins that prove nothing."""
+        """Return the reports of all ranks about NaN or Inf, without inconclusive origins."""
 
     # --- opening and leaving
 
     def supported_policy(self, policy: Policy) -> Policy:
-        """Return the policy with the features disabled that these ranks do not support.
+        """Return the policy without the features that these ranks do not support.
 
         Raises:
             PolicyError: H108 for an unsupported feature that was enabled explicitly.
@@ -200,7 +201,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         for name, allowed in {**_ALLOWED_VALUES, **self._model.allowed_values}.items():
             if getattr(policy, name) not in allowed:
                 raise unsupported(f"{name}={getattr(policy, name)!r}")
-        # These features would make a single rank act without the others.
+        # With these features, a single rank would act without the others.
         return replace(
             policy,
             forecast_micro_batch_size=None,
@@ -211,7 +212,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
     def connect(
         self, stop: StopRequest, saving: Saving, cursor: Cursor | None
     ) -> tuple[StopRequest, Saves]:
-        """Return objects that follow the stop requests and saves exchanged in each step."""
+        """Return the common stop request and save decisions, which are exchanged in each step."""
         group_stop = GroupStopRequest(stop, self._messages)
         group_saves = GroupSaves(saving, self._messages, cursor)
         self._row_exchange = RowExchange(
@@ -225,11 +226,11 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         return group_stop, group_saves
 
     def open(self) -> None:
-        """Start reporting an error that ends this process to the other ranks."""
+        """From now on, tell the other ranks about an error that ends this process."""
         self._messages.open()
 
     def close(self, *, in_order: bool) -> None:
-        """Stop reporting errors to the other ranks; see `Messages.close`."""
+        """Stop telling the other ranks about errors; see `Messages.close`."""
         self._messages.close(in_order=in_order)
 
     def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
@@ -242,7 +243,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         name_of: Callable[[_T], str],
         find: Callable[[str], _T],
     ) -> _T | None:
-        """Make a choice on the first rank, and return it on all ranks."""
+        """Choose an object on the first rank, and return it on all ranks."""
         choice = choose() if self.rank == 0 else None
         own_name = None if choice is None else name_of(choice)
         name = self._messages.exchange("chosen", own_name)[0]
@@ -250,7 +251,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Surround code whose errors on one rank are raised on all ranks."""
+        """Return a context in which an error on one rank is raised on all ranks."""
         try:
             yield
         except BaseException as error:
@@ -261,7 +262,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Surround code that the first rank completes before the others start it."""
+        """Return a context that the first rank leaves before the others enter it."""
         if self.rank == 0:
             yield
         self._messages.exchange("turn", None)
@@ -284,7 +285,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
 
     @property
     def _exchange(self) -> RowExchange:
-        """Return the exchange of rows, which `connect` has created."""
+        """Return the exchange of rows, which exists after `connect`."""
         assert self._row_exchange is not None
         return self._row_exchange
 
@@ -301,15 +302,15 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
             self._exchange.begin_attempt()
             if not self._transfer.is_behind:
                 return
-            # The optimizer failed in the last step. The other ranks have started an attempt; let it
-            # fail, so that this rank can take over the state of another one.
+            # The optimizer of this rank failed in the last step. The other ranks have started an
+            # attempt, which must fail, so that this rank can receive the state of another rank.
             obstacle = self._complete_collectives()
             if obstacle is not None:
                 raise without_help(obstacle)
             self._agree_on_retry(_Result.BEHIND)
 
     def weighted_loss(self, terms: Terms) -> torch.Tensor:
-        """Return the loss, weighted by the items of this rank, and start to send the row."""
+        """Return the loss weighted by this rank's items, and start sending the row."""
         loss = terms.total()
         self.check_terms(terms)
         weight = self._exchange.weight(
@@ -318,7 +319,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
 
     def check_terms(self, terms: Terms) -> None:
-        """Raise H203 for a loss of several means, since ranks are weighted by one number."""
+        """Raise H203 for a loss of several means, since each rank has a single weight."""
         if len(terms.means) > 1:
             raise BatchError(
                 f"loss_fn returned {len(terms.means)} terms",
@@ -328,7 +329,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
             )
 
     def combine(self, passed: PassResult, parameters: Sequence[torch.Tensor]) -> PassResult:
-        """Correct the gradients by the items of all ranks, and return the result over all ranks."""
+        """Correct the gradients by the number of items on all ranks, and combine the results."""
         rows = self._exchange.receive()
         if not rows.failed:
             self._note_own_collectives(self._model.own_collectives())
@@ -342,14 +343,14 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         )
 
     def _note_own_collectives(self, count: int) -> None:
-        """Note how many collectives the loss or the model has started in an attempt."""
+        """Record how many collectives the loss or the model started in an attempt."""
         self._own_collectives = count
         if count and not self._has_own_collectives:
             self._has_own_collectives = True
             self._event = OwnCollectives(count=count)
 
     def take_event(self) -> OwnCollectives | None:
-        """Return an event to record, if something was noticed since the last call, or None."""
+        """Return an event that has occurred since the last call and must be recorded, or None."""
         event = self._event
         self._event = None
         return event
@@ -357,9 +358,10 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
     # --- an attempt that fails on one rank
 
     def accepts(self, attempt: StepAttempt) -> bool:
-        """Return whether the attempt succeeded on all ranks. If not, all of them repeat it."""
+        """Return whether the attempt succeeded on all ranks. If not, all ranks repeat it."""
         rows = self._exchange.rows
-        # A rank that has failed sends NaN, so the ranks ask each other only if something is wrong.
+        # A failed rank sends NaN, so the ranks need to exchange results only if a value is not
+        # finite.
         if (attempt.facts.nonfinite or rows.failed) and self._agree_on_retry(_Result.MADE):
             return False
         self._model.end_attempt()
@@ -389,7 +391,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         self._agree_on_retry(_Result.FAILED)
 
     def _complete_collectives(self) -> str | None:
-        """Start the collectives that the other ranks are waiting in, with NaN as input.
+        """Start the collectives in which the other ranks are waiting, with NaN as input.
 
         Returns:
             None, or why that is not possible.
@@ -411,7 +413,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
             return f"there was no memory to complete the collectives of the step ({cause})"
 
     def _agree_on_retry(self, result: _Result) -> bool:
-        """Exchange the results of an attempt, and prepare another attempt if one rank has failed.
+        """Exchange the results of an attempt, and prepare another attempt if any rank has failed.
 
         Args:
             result: The result on this rank.
@@ -443,7 +445,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
     # --- the loop
 
     def end_epoch(self) -> RankIsSlow | None:
-        """Record that the loader has ended, and return which rank was slow."""
+        """Record that the loader has ended, and return an event if one of the ranks was slow."""
         rows = self._rows_of_epoch_end()
         self._exchange.receive_decisions(rows)
         self._transfer.catch_up(rows.which_failed())
@@ -454,8 +456,8 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         """Exchange the rows of all ranks at the end of an epoch.
 
         If steps broadcast buffers or gather shards before their row, these rows are sent through
-        the store. Otherwise, if one rank ran another step instead of ending the epoch, its
-        broadcast would be matched with this collective.
+        the store instead of a collective. Otherwise, if one rank ran another step instead of ending
+        the epoch, its broadcast would be matched with the collective for the rows.
         """
         peak = peak_bytes(self._model.device)
         is_behind = self._transfer.is_behind
@@ -482,7 +484,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         constant: Callable[[], Iterable[str]],
         unsaved: Callable[[], Iterable[str]],
     ) -> dict[str, Any] | None:
-        """Return the state that a checkpoint holds for each rank; None if this rank has failed."""
+        """Return the per-rank state for a checkpoint, or None if this rank has failed."""
         if self._messages.has_failed:
             return None
         states = self._states.gather(own, trees, constant, unsaved)
@@ -495,8 +497,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
     def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return this rank's own state from a checkpoint.
 
-        If the checkpoint was written by a different number of ranks, this rank gets a new random
-        state.
+        If a different number of ranks wrote the checkpoint, this rank gets a new random state.
         """
         saved = training.get("ranks") or {"reference": None, "each": []}
         self._exchange.resume(saved["reference"])
@@ -507,12 +508,12 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         return state_of_rank(states, self.rank)
 
     def may_differ(self, name: str) -> bool:
-        """Return whether a buffer or a frozen weight may have another value on each rank."""
+        """Return whether a buffer or a frozen weight may differ between ranks."""
         return self._model.may_differ(name)
 
 
 def _action_at_epoch_end(position: Position) -> str:
-    """Return what a rank does at the end of an epoch, as a verb phrase after its name."""
+    """Describe a rank at the end of an epoch, as a verb phrase that follows its name."""
     action = f"is at the end of epoch {position.epoch}"
     if not position.passed:
         return action

@@ -1,7 +1,7 @@
-"""How far this rank is in the program, compared with the other ranks.
+"""Track how far this rank is in the program, compared with the other ranks.
 
-All ranks call the guards in the same order. So they can tell from three counts whether one of them
-has gone another way: the exchanges of a guard, its steps, and the calls of all guards.
+All ranks call their guards in the same order. If one rank takes a different path, three counts show
+it: the exchanges of a guard, its steps, and the calls of all guards.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ _CALLS_OF_A_GUARD = 2**40
 
 @final
 class GuardsOfProcess:
-    """What all guards of this process share; there is one instance, `GUARDS`.
+    """The state that all guards in this process share. `GUARDS` is the only instance.
 
-    It belongs to the process and not to a guard, since guards that know nothing of each other, such
-    as those of two models in one script, need it: ranks that call different guards are found out by
-    the order of calls of all guards, and a failure that one guard has learned about ends the waits
-    of the others.
+    A script may have several guards, for example for two models, which do not know each other. The
+    total order of their calls reveals ranks that call different guards. If one guard learns of a
+    failure, the other guards must stop waiting as well.
     """
 
     def __init__(self) -> None:
-        # The number of guards created so far.
+        # The number of guards that were created so far.
         self._guards = 0
-        # The number of steps and exchanges that all guards have started. It is the same on all
+        # The number of steps and exchanges that all guards have started, which is the same on all
         # ranks.
         self.calls = 0
-        # The error with which another rank has failed.
+        # The error of another rank that has failed.
         self.failure: RankError | None = None
 
     def number_of_new_guard(self) -> int:
         """Return the number of a new guard, from 0, which is the same on all ranks.
 
-        If all ranks have caught an error, their numbers of calls may differ. This makes them equal
-        again.
+        If all ranks have caught an error, their numbers of calls may differ. Creating a guard makes
+        these numbers equal again.
         """
         number = self._guards
         self._guards += 1
@@ -47,10 +46,10 @@ class GuardsOfProcess:
         return number
 
     def count_call(self) -> int | None:
-        """Count a step or an exchange, and return how many there were before it.
+        """Count a step or an exchange, and return the number of earlier ones.
 
-        Outside the main thread, return None and count nothing, since exchanges there have no order
-        relative to others.
+        Outside of the main thread, exchanges have no fixed order relative to other calls, so they
+        are not counted and the result is None.
         """
         if threading.current_thread() is not threading.main_thread():
             return None
@@ -58,7 +57,7 @@ class GuardsOfProcess:
         return self.calls - 1
 
     def note_failure(self, error: RankError) -> None:
-        """Note the error with which another rank has failed."""
+        """Record the error of another rank that has failed."""
         self.failure = error
 
 
@@ -66,17 +65,18 @@ GUARDS = GuardsOfProcess()
 
 
 class Whereabouts(NamedTuple):
-    """Where a rank is in the program. It sends this to ranks that have not got there yet.
+    """The point in the program where a rank is, which it sends to ranks that are not there yet.
 
     Attributes:
         rank: The rank.
-        exchange: The number of its next exchange. A rank with a larger number has passed this
-            point.
-        steps: How many steps it has started.
-        calls: How many calls of all guards it has made; None if it may still call other guards.
-        action: What it is doing there, as a verb phrase after the name of the rank.
-        is_ending: Whether its process is ending.
-        is_waiting: Whether it waits for the ranks to which it sends this.
+        exchange: The number of the rank's next exchange. A rank with a larger number has passed
+            this point.
+        steps: How many steps the rank has started.
+        calls: How many calls of all guards the rank has made. None if it may still call other
+            guards.
+        action: What the rank is doing, as a verb phrase that follows its name.
+        is_ending: Whether the process of the rank is exiting.
+        is_waiting: Whether the rank is waiting for the receivers of these whereabouts.
     """
 
     rank: int
@@ -90,15 +90,16 @@ class Whereabouts(NamedTuple):
 
 @final
 class Progress:
-    """How far one guard of this rank is.
+    """How far one guard on this rank is.
 
-    The main thread advances it, and the thread of the `Listener` reads it. A step also counts the
-    end of an epoch: in both, the ranks wait for each other in collectives, not in exchanges.
+    The main thread advances the counts, and the thread of the `Listener` reads them. The end of an
+    epoch counts as a step, because in both cases the ranks wait for each other in collectives
+    rather than in exchanges.
     """
 
     def __init__(self) -> None:
         self.steps = 0
-        # The number of the next exchange, by the name of the thread; "" is the main thread.
+        # The number of the next exchange, by the name of the thread. "" is the main thread.
         self._exchanges: defaultdict[str, int] = defaultdict(int)
 
     @property
@@ -112,10 +113,10 @@ class Progress:
         GUARDS.count_call()
 
     def number_of_new_exchange(self, thread: str = "") -> int:
-        """Return the number of a new exchange, and count it.
+        """Count a new exchange, and return its number.
 
         Args:
-            thread: The name of the thread; empty for the main thread.
+            thread: The name of the thread. Empty for the main thread.
         """
         self._exchanges[thread] += 1
         return self._exchanges[thread] - 1

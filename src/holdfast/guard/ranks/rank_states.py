@@ -1,7 +1,7 @@
-"""`RankStates`: the state that a checkpoint holds for each rank separately.
+"""`RankStates`: state that a checkpoint holds separately for each rank.
 
-That is what always differs, such as random states, and what turns out to differ, such as buffers
-that are not broadcast.
+This is state that always differs between ranks, such as random states, and state that is found to
+differ, such as buffers that are not broadcast.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from holdfast.loader.random_state import RandomState, of_another_rank
 
 @final
 class RankStates:
-    """Gathers the states of all ranks for a checkpoint; used by `ProcessGroupRanks`.
+    """Gathers the states of all ranks for a checkpoint. Used by `ProcessGroupRanks`.
 
     Args:
         messages: The connection to the other ranks.
-        transfer: Gives a rank whose optimizer has failed the state of another one.
+        transfer: Copies state from another rank to a rank whose optimizer has failed.
     """
 
     def __init__(self, messages: Messages, transfer: StateTransfer) -> None:
@@ -38,7 +38,7 @@ class RankStates:
     ) -> list[dict[str, Any]]:
         """Return the states of all ranks in order of rank; see `Ranks.gather_states`.
 
-        A rank whose optimizer has failed in the last step first receives the state of another one.
+        A rank whose optimizer failed in the last step first receives the state of another rank.
         """
         own_trees = trees()
         digests = self._digests.compute(own_trees, constant())
@@ -54,7 +54,7 @@ class RankStates:
             if name in digests["buffers"] and name not in names["buffers"]
         ]
         if any(names.values()):
-            # Only the first rank receives them, since it writes the checkpoint.
+            # Only the first rank receives the states, since it writes the checkpoint.
             differing_trees = self._messages.to_first(
                 "what differs between ranks", select(own_trees, names)
             )
@@ -64,7 +64,7 @@ class RankStates:
 
 
 def state_of_rank(states: list[dict[str, Any]], rank: int) -> dict[str, Any]:
-    """Return the state of a rank from a checkpoint that as many ranks have written.
+    """Return the state of a rank from a checkpoint that was written by the same number of ranks.
 
     Args:
         states: The states of all ranks, as `RankStates.gather` returned them.
@@ -75,7 +75,7 @@ def state_of_rank(states: list[dict[str, Any]], rank: int) -> dict[str, Any]:
 
 
 def state_of_new_rank(training: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return the state of a rank that resumes a checkpoint from a different number of ranks.
+    """Return the state of a rank from a checkpoint of a different number of ranks.
 
     It gets a new random state.
 
@@ -96,9 +96,9 @@ def _common_position(
 ) -> dict[str, Any] | None:
     """Return the position at which a rank continues in the data.
 
-    Normally it is the rank's own position, which equals that of the first rank. It may differ in
-    checkpoints from versions without the check in `Rows`, in which a single rank could skip a
-    batch. All ranks then continue at the position of the first one.
+    Normally, this is the rank's own position, which equals that of the first rank. In checkpoints
+    from older versions, without the check in `Rows`, the positions may differ, because a single
+    rank could skip a batch. In that case, all ranks continue at the position of the first rank.
     """
     if own is None or first is None:
         return own

@@ -1,6 +1,6 @@
-"""Find out which ranks train together, and how the model is distributed over them.
+"""Determine which ranks train together, and how the model is distributed over them.
 
-Configurations that a guard does not support with several ranks are refused when it is created.
+Creating a guard raises H108 for configurations that are not supported with several ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def ranks_of(parts: Parts) -> Ranks:
         if any(hasattr(parameter, "placements") for parameter in model.parameters())
     ]
     if sharded:
-        # Imported here, because it needs parts of torch that a build without distributed lacks.
+        # Imported here, because torch builds without distributed support lack the modules it needs.
         from holdfast.guard.ranks.fsdp import fsdp_ranks
 
         _check_sharded(parts, sharded)
@@ -43,8 +43,8 @@ def ranks_of(parts: Parts) -> Ranks:
         if isinstance(wrapper, DistributedDataParallel)
     }
     if distributed.get_world_size() == 1:
-        # With one rank the wrapper has nothing to reduce. Switch off its collectives, since a
-        # forked copy of this process could not take part in them.
+        # With one rank, the wrapper has nothing to reduce. Turn off its collectives, since a forked
+        # copy of this process could not take part in them.
         for wrapper in wrapped.values():
             wrapper.require_backward_grad_sync = False
             wrapper.require_forward_param_sync = False
@@ -63,7 +63,7 @@ def ranks_of(parts: Parts) -> Ranks:
 
 
 def _check_models(parts: Parts) -> None:
-    """Raise H108 for a model that is trained without DistributedDataParallel, or wrapped twice."""
+    """Raise H108 for a model that is trained without DistributedDataParallel or wrapped twice."""
     for name, model in parts.models.items():
         if name not in parts.wrappers and any(p.requires_grad for p in model.parameters()):
             raise _refused(
@@ -76,7 +76,7 @@ def _check_models(parts: Parts) -> None:
 
 
 def _check_replicated(parts: Parts, wrapped: Mapping[str, DistributedDataParallel]) -> None:
-    """Raise H108 unless there is exactly one wrapped model with one optimizer."""
+    """Raise H108 unless there are exactly one wrapped model and one optimizer."""
     if len(wrapped) != 1 or len(parts.optimizers) != 1:
         raise _refused(
             f"Guard received {counted(len(wrapped), 'wrapped model')} and"
@@ -85,7 +85,7 @@ def _check_replicated(parts: Parts, wrapped: Mapping[str, DistributedDataParalle
 
 
 def _check_wrapper(wrapper: DistributedDataParallel) -> None:
-    """Raise H108 for settings of DistributedDataParallel that are not supported."""
+    """Raise H108 for unsupported settings of DistributedDataParallel."""
     ignored = [
         key
         for key, p in wrapper.module.named_parameters()
@@ -110,7 +110,7 @@ def _check_wrapper(wrapper: DistributedDataParallel) -> None:
 
 
 def _check_sharded(parts: Parts, names: list[str]) -> None:
-    """Raise H108 for a model under ``fully_shard`` that is not supported.
+    """Raise H108 for an unsupported model under ``fully_shard``.
 
     Args:
         parts: The parts of the guard.
@@ -139,7 +139,7 @@ def _check_sharded(parts: Parts, names: list[str]) -> None:
                 raise _refused(f"model {name!r} {problem}")
     (optimizer,) = parts.optimizers.values()
     if not has_torch_layout(optimizer.state_dict()):
-        # Each rank saves its rows of the moments, which are identified by their names.
+        # Each rank saves its rows of the moments, which it identifies by their names.
         raise _refused(
             f"the state_dict of a {type(optimizer).__name__} does not have the layout of torch's"
             " optimizers"

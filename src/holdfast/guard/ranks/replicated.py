@@ -1,9 +1,9 @@
 """A model in DistributedDataParallel: each rank holds a replica, and backward averages gradients.
 
-In each attempt all ranks start the same collectives: the broadcast of buffers, the exchange of the
-row, and the reductions of gradient buckets. If a rank fails before it has reached all of them, it
-starts the remaining ones by hand, since the other ranks are waiting in them. How many it has
-started is known from the process group, which counts them.
+In each attempt, all ranks start the same collectives: the broadcast of buffers, the exchange of the
+row, and the reductions of gradient buckets. If a rank fails before it has started all of them, it
+starts the remaining ones by hand, since the other ranks are waiting in these collectives. The
+process group counts how many of them the rank has started.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from holdfast.guard.ranks.gradient_order import (
 from holdfast.guard.ranks.tape import ROW, Entry, Tape
 from holdfast.memory.oom import find_out_of_memory
 
-# Communication hooks that keep no state between steps. Others, such as PowerSGD's, would keep NaN
-# from a failed attempt.
+# Communication hooks that keep no state between steps. Other hooks, such as PowerSGD's, would keep
+# NaN from a failed attempt.
 _STATELESS = (
     default_hooks.allreduce_hook,
     default_hooks.fp16_compress_hook,
     default_hooks.bf16_compress_hook,
 )
 
-# The attribute of the wrapper that is True after the first pass with a static graph, at the end of
-# which torch starts collectives.
+# The wrapper's attribute that is True after the first pass with a static graph. At the end of that
+# pass, torch starts collectives.
 _ENQUEUED = "_static_graph_delay_allreduce_enqueued"
 
 
 @final
 class ReplicatedModel(DistributedModel):
-    """One model in DistributedDataParallel; used by `DdpRanks`.
+    """The model in DistributedDataParallel. Used by `DdpRanks`.
 
     Args:
         wrapper: The DistributedDataParallel module.
@@ -53,35 +53,35 @@ class ReplicatedModel(DistributedModel):
 
     def __init__(self, wrapper: DistributedDataParallel, name: str, tape: Tape) -> None:
         super().__init__(wrapper.process_group, next(wrapper.parameters()).device)
-        # Much of the wrapper has no type annotations.
+        # The wrapper lacks many type annotations.
         self._wrapper: Any = wrapper
         self._name = name
         self.ignored = [f"{name}.{key}" for key in sorted(wrapper.parameters_to_ignore)]
         self._tape = tape
         self._broadcasts: bool = wrapper.broadcast_buffers
-        # The sequence number of the group after the exchange of the row was started.
+        # The group's sequence number right after the exchange of the row started.
         self._sequence_after_row = 0
         self._attempts = 0
         self._gradient_order = GradientOrder(wrapper)
-        # Whether backward contains collectives of the loss or the model; None until the first step
-        # has shown that.
+        # Whether the loss or the model starts collectives in backward. None until the first step
+        # has shown this.
         self._has_collectives_in_backward: bool | None = None
-        # How many reductions of gradients torch starts in a step.
+        # How many gradient reductions torch starts in a step.
         self._reductions = 0
 
     @property
     def allowed_values(self) -> Mapping[str, Sequence[Any]]:
-        """Return the values that fields of the policy may have with this model, by name."""
+        """Return the policy fields that this model restricts, with the values that are allowed."""
         return {"micro_batch_size": ("auto", None)} if self._wrapper.static_graph else {}
 
     @property
     def policy_overrides(self) -> Mapping[str, Any]:
-        """Return an empty mapping: a replica supports whatever a single process does."""
+        """Return an empty mapping, since a replica supports all that a single process does."""
         return {}
 
     @property
     def why_not_split(self) -> str | None:
-        """Return what this model does not support if a batch is split, or None."""
+        """Return the reason why a batch cannot be split with this model, or None."""
         if self._wrapper.static_graph and not getattr(self._wrapper, _ENQUEUED):
             return "a first step in several parts, from which torch cannot record a static_graph,"
         return None
@@ -91,39 +91,39 @@ class ReplicatedModel(DistributedModel):
     def begin_attempt(self) -> None:
         """Start an attempt on all ranks, with the buffers of the first rank.
 
-        The buffers are broadcast once here, and not in each call of the model, because a rank that
-        fails cannot know how often the others call the model.
+        The buffers are broadcast once here rather than in each call of the model, because a rank
+        that fails cannot know how often the other ranks call it.
         """
         wrapper = self._wrapper
         self._attempts += 1
         self.rebuild()
         self._gradient_order.begin_attempt()
         wrapper.broadcast_buffers = self._broadcasts
-        # In an evaluation, the first call of the model broadcasts the buffers, and torch does not
-        # send them again after that. If only one rank has evaluated the model, this call makes the
-        # others take part in its broadcast.
+        # In an evaluation, the first call of the model broadcasts the buffers. After that, torch
+        # does not send them again. If only one rank has evaluated the model, this call makes the
+        # other ranks take part in its broadcast.
         if wrapper.will_sync_module_buffers():
             wrapper._sync_buffers()
         wrapper.broadcast_buffers = False
         self._tape.begin()
 
     def before_row(self) -> None:
-        """Record that the row is about to be exchanged.
+        """Record that the exchange of the row is about to start.
 
-        From here on, collectives are no longer counted: torch's reductions of gradients follow.
+        From here on, collectives are no longer counted, because torch's gradient reductions follow.
         """
         self._tape.collectives.freeze()
         self._tape.note(self.group, Entry(ROW))
 
     def after_row(self) -> None:
-        """Record that the exchange of the row has begun."""
+        """Record that the exchange of the row has started."""
         self._sequence_after_row = self._sequence_number()
 
     def end_attempt(self) -> None:
-        """End an attempt: let calls of the model broadcast buffers again, for evaluations."""
+        """End an attempt. Calls of the model broadcast buffers again, for evaluations."""
         self._wrapper.broadcast_buffers = self._broadcasts
-        # Forward passes without gradients clear this flag, so it could otherwise differ on a rank
-        # that has failed.
+        # Forward passes without gradients clear this flag. Without this line, its value might be
+        # different on a rank that has failed.
         self._wrapper.require_forward_param_sync = True
         self._gradient_order.end_recording()
         self._tape.end()
@@ -141,8 +141,8 @@ class ReplicatedModel(DistributedModel):
     def may_differ(self, name: str) -> bool:
         """Return whether a buffer or a frozen weight may differ between ranks.
 
-        That is so if it is not broadcast, or if the user has registered a buffer hook, which may
-        set the buffers to any value.
+        It may differ if it is not broadcast, or if the user has registered a buffer hook, which may
+        set buffers to any value.
         """
         wrapper = self._wrapper
         own_name = name.removeprefix(f"{self._name}.")
@@ -162,7 +162,7 @@ class ReplicatedModel(DistributedModel):
     # --- collectives of the loss or the model
 
     def own_collectives(self) -> int:
-        """Return how many collectives the loss or the model has started in a complete attempt."""
+        """Return how many collectives the loss or the model started in a complete attempt."""
         in_forward = self._tape.collectives.started().total()
         in_backward = self._collectives_in_backward()
         if in_backward is not None:
@@ -188,14 +188,13 @@ class ReplicatedModel(DistributedModel):
         return late.total() + on_own_group - self._reductions
 
     def _count_reductions(self, seen: int) -> int | None:
-        """Return how many reductions of gradients torch starts in a backward pass.
+        """Return how many gradient reductions torch starts in a backward pass.
 
         None if that is not known.
 
         Args:
-            seen: How many collectives were started on the group of the wrapper. If torch's log
-                confirms that all of them were reductions, there is no need to allocate buckets to
-                count them.
+            seen: How many collectives were started on the wrapper's group. If torch's log confirms
+                that all of them were reductions, the buckets need not be allocated to count them.
         """
         if self._unknown_hook() is not None:
             return None
@@ -204,7 +203,7 @@ class ReplicatedModel(DistributedModel):
         sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
         if len(sizes.split(",")) + of_unused == seen:
             return seen
-        # The log may be that of an earlier step. The buckets themselves are reliable, but creating
+        # The log may come from an earlier step. The buckets themselves are reliable, but creating
         # them needs memory.
         try:
             return len(self._wrapper.reducer._get_zeros_like_grad_buckets()) + of_unused
@@ -216,7 +215,7 @@ class ReplicatedModel(DistributedModel):
     # --- after a failed attempt
 
     def why_not_completable(self) -> str | None:
-        """Return why the reductions of this model cannot be started by hand; None if they can."""
+        """Return why this model's reductions cannot be started by hand, or None if they can."""
         if self._records_graph:
             return "torch was recording the static graph, which cannot be interrupted"
         if self._has_collectives_in_backward:
@@ -232,7 +231,7 @@ class ReplicatedModel(DistributedModel):
         return bool(self._wrapper.static_graph and self._attempts == 1)
 
     def _unknown_hook(self) -> str | None:
-        """Return the name of a communication hook with unknown state or collectives, or None."""
+        """Return the name of a communication hook that may have state or collectives, or None."""
         hooks = [hook for hook, _ in self._wrapper._comm_hooks]
         if hooks and all(hook in _STATELESS for hook in hooks):
             return None
@@ -243,7 +242,7 @@ class ReplicatedModel(DistributedModel):
         """Wait until the other ranks have completed their forward passes.
 
         Returns:
-            None, or why this rank cannot start the collectives that the others are waiting in.
+            None, or why this rank cannot start the collectives in which the others are waiting.
         """
         obstacle = self._tape.wait_for_row()
         if (
@@ -258,10 +257,10 @@ class ReplicatedModel(DistributedModel):
         return obstacle
 
     def reduce_nan(self) -> bool:
-        """Start the reductions of gradients that are still missing in this attempt, with NaN.
+        """Start the gradient reductions that this attempt still lacks, with NaN.
 
         Returns:
-            Whether any were missing.
+            Whether any reductions were missing.
         """
         buckets = self._wrapper.reducer._get_zeros_like_grad_buckets()
         missing = buckets[self._sequence_number() - self._sequence_after_row :]
@@ -271,10 +270,10 @@ class ReplicatedModel(DistributedModel):
         return bool(missing)
 
     def reduce_gradients(self) -> None:
-        """Average the gradients of all ranks, after passes in which nothing was reduced.
+        """Average the gradients of all ranks, after passes in which they were not reduced.
 
-        They are passed to the reducer as in a backward pass, because only the reducer knows which
-        gradient belongs to which bucket.
+        The gradients are passed to the reducer as in a backward pass, because only the reducer
+        knows the bucket of each gradient.
         """
         begun = self._sequence_number()
         reducer = self._wrapper.reducer
@@ -283,13 +282,13 @@ class ReplicatedModel(DistributedModel):
         reducer.prepare_for_forward()
         outputs = []
         if self._wrapper.find_unused_parameters:
-            # The reducer searches the graph of the outputs for the parameters that are used.
+            # The reducer searches the outputs' graph for the parameters that are used.
             with torch.enable_grad():
                 outputs = [torch.stack([p.reshape(-1)[0].double() for p in parameters]).sum()]
         reducer.prepare_for_backward(outputs)
         for parameter in parameters:
             parameter.grad = None
-        # The hooks of the parameters have already run for each part of the batch.
+        # The parameters' hooks have already run for each part of the batch.
         with without_hooks(parameters):
             torch.autograd.backward(parameters[::-1], gradients[::-1])
         if self._sequence_number() == begun:
@@ -321,7 +320,8 @@ class ReplicatedModel(DistributedModel):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Surround the passes over the parts of a batch, in which backward reduces nothing.
+        """Return a context for passes over parts of a batch, in which backward does not reduce
+        gradients.
 
         The gradients are reduced once, by `reduce_gradients`, after the last part.
         """
@@ -329,17 +329,17 @@ class ReplicatedModel(DistributedModel):
             yield
 
     def rebuild(self) -> None:
-        """Make the reducer rebuild its buckets now, if that is due.
+        """Make the reducer rebuild its buckets now, if this is due.
 
-        torch does so in the first forward pass after the first step, and waits for all ranks. A
-        rank that runs its model alone would therefore wait forever. Instead, all ranks call this at
-        the same point.
+        torch rebuilds them in the first forward pass after the first step, and waits for all ranks.
+        A rank that runs its model alone at that point would wait forever. Therefore, all ranks call
+        this method at the same point.
         """
         self._wrapper.reducer._rebuild_buckets()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Surround forward and backward passes that communicate with no other rank."""
+        """Return a context for forward and backward passes without communication between ranks."""
         wrapper = self._wrapper
         quiet = {
             "require_backward_grad_sync": False,
@@ -353,6 +353,6 @@ class ReplicatedModel(DistributedModel):
                 yield
         finally:
             vars(wrapper).update(before)
-            # Otherwise parameters that were used here would count as used in the next step.
+            # Otherwise, parameters that were used here would count as used in the next step.
             if wrapper.find_unused_parameters:
                 wrapper.reducer._reset_state()

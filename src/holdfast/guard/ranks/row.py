@@ -1,6 +1,7 @@
-"""The row of numbers that each rank sends to all others in each step, during the backward pass.
+"""The row of numbers that each rank sends to all ranks in each step, during the backward pass.
 
-`Row` is what a rank sends, `PendingRows` the exchange, and `Rows` what it receives from all ranks.
+A rank sends a `Row`, `PendingRows` is the running exchange, and `Rows` is the result: the rows of
+all ranks.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import distributed
 
 from holdfast.core.errors import RankError
 
-# The kinds of rows: one for each attempt at a step, and one at the end of each epoch.
+# The kinds of rows: a row is sent in each attempt at a step, and at the end of each epoch.
 STEP = 0.0
 EPOCH_END = 1.0
 
 
-# Newer versions of torch warn of the older name.
+# Newer versions of torch warn about the older name.
 _gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
@@ -30,7 +31,7 @@ class Position(NamedTuple):
     Attributes:
         epoch: The epoch, from 0.
         batch: The batch within the epoch that the step uses.
-        passed: The number of batches without a step since the last batch with one.
+        passed: The number of batches that were skipped since the last batch with a step.
     """
 
     epoch: int = 0
@@ -39,30 +40,32 @@ class Position(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The row of one rank. It is sent as fp64 numbers, so all fields become floats on the way."""
+    """The row of one rank. It is sent as fp64 numbers, so all received fields are floats."""
 
     # `STEP` or `EPOCH_END`.
     kind: float = STEP
-    # The number of the attempt, or of the end of an epoch.
+    # The number of the attempt, or of the epoch end.
     number: float = 0.0
-    # The number of items of the loss. At the end of an epoch, the peak memory of the rank in bytes.
+    # The number of items of the loss. At the end of an epoch, the peak memory of the rank, in
+    # bytes.
     items: float = 0.0
     loss: float = 0.0
-    # 0 without a stop request, 1 for a request by a call, 1 plus the signal number for a signal.
+    # 0 for no stop request, 1 for `request_stop`, and 1 plus the signal number for a signal.
     stop: float = 0.0
-    # Whether a save is due after this step, and whether a save was refused. Only the values of the
-    # first rank count.
+    # Whether a save is due after this step, and whether a save was refused. Only the first rank's
+    # values count.
     save: float = False
     refused: float = False
     # Whether another rank trains on the same samples and counts them.
     repeats: float = False
-    # Whether the attempt has failed on this rank, or its optimizer has failed in the last step.
+    # Whether the attempt has failed on this rank, or this rank's optimizer has failed in the last
+    # step.
     failed: float = False
     # Seconds from the end of the last step to the start of this one.
     between: float = 0.0
     # Seconds from the start of the attempt to its loss.
     forward: float = 0.0
-    # The number of the guard among those of this process, in the order of their creation.
+    # The number of the guard in its process, in order of creation.
     guard: float = 0.0
     # The position in the data, which must be the same on all ranks; see `Position`.
     epoch: float = 0.0
@@ -84,7 +87,7 @@ _LOSS = Row._fields.index("loss")
 class Rows:
     """The rows of all ranks."""
 
-    # In order of rank.
+    # The rows in order of rank.
     by_rank: list[Row]
 
     @property
@@ -100,24 +103,24 @@ class Rows:
 
     @property
     def stop(self) -> tuple[int, float]:
-        """Return the rank with the strongest stop request, and that request."""
+        """Return the rank whose stop request has the highest number, and this number."""
         requests = [row.stop for row in self.by_rank]
         strongest = max(requests)
         return requests.index(strongest), strongest
 
     @property
     def failed(self) -> bool:
-        """Return whether the attempt had failed on a rank when it sent its row."""
+        """Return whether the attempt had failed on any rank when that rank sent its row."""
         return any(self.which_failed())
 
     def which_failed(self) -> list[bool]:
-        """Return for each rank whether its row says that it has failed."""
+        """Return for each rank whether its row reports a failure."""
         return [bool(row.failed) for row in self.by_rank]
 
     def suspects(self) -> list[int]:
         """Return the ranks on which NaN or Inf may have originated.
 
-        They are those whose loss is not finite or, if there are none, all ranks.
+        These are the ranks whose loss is not finite or, if there are none, all ranks.
         """
         losses = [row.loss for row in self.by_rank]
         nonfinite = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
@@ -147,7 +150,7 @@ class Rows:
         )
 
     def _difference(self) -> str:
-        """Return a sentence about the first difference, in guard, kind, number or batch."""
+        """Return a sentence about the first difference in guard, kind, number or batch."""
         guards = [row.guard for row in self.by_rank]
         if len({*guards}) > 1:
             return (
@@ -172,7 +175,7 @@ class Rows:
         return self._passed_over(ahead, behind)
 
     def _passed_over(self, ahead: int, behind: int) -> str:
-        """Return a sentence about the batches that one rank has skipped and another has not."""
+        """Return a sentence about batches that one rank has skipped and another has not."""
         positions = self.positions()
         first, other = positions[ahead], positions[behind]
         text = (
@@ -198,8 +201,8 @@ class Rows:
 def _must_agree(row: Row) -> tuple[float, ...]:
     """Return the part of a row that must be equal on all ranks.
 
-    That is kind, number, guard and, in a step, the epoch and the batch. At the end of an epoch the
-    batches may differ: a rank may have skipped an empty last batch, which does no harm.
+    These are kind, number, guard and, in a step, the epoch and the batch. At the end of an epoch,
+    the batches may differ: a rank may have skipped an empty last batch, which is harmless.
     """
     if row.kind == STEP:
         return row.kind, row.number, row.guard, row.epoch, row.batch
@@ -208,12 +211,13 @@ def _must_agree(row: Row) -> tuple[float, ...]:
 
 @final
 class PendingRows:
-    """A running exchange of rows.
+    """An exchange of rows that is in progress.
 
     Args:
-        row: The row of this rank. Its loss and items are replaced by the next two arguments.
-        loss: The loss of this rank: a number, or a tensor of shape ``()`` that need not be ready.
-        items: The number of its items, likewise.
+        row: The row of this rank. Its loss and items are taken from the next two arguments.
+        loss: The loss of this rank: a number, or a tensor of shape ``()`` that may still be
+            computed.
+        items: The number of items of the loss, also a number or a tensor.
         device: The device of the process group's collectives.
         group: The process group.
     """
@@ -227,10 +231,10 @@ class PendingRows:
         self._rows: Rows | None = None
 
     def rows(self) -> Rows:
-        """Return the rows of all ranks. This waits for the other ranks and for the device.
+        """Return the rows of all ranks, after waiting for the other ranks and for the device.
 
         Raises:
-            RankError: H116 if the ranks are not at the same place.
+            RankError: H116 if the ranks are not at the same step with the same batch.
         """
         if self._rows is None:
             assert self._work is not None
@@ -241,5 +245,5 @@ class PendingRows:
 
 
 def rows_of(numbers: Iterable[Iterable[float]]) -> Rows:
-    """Return the rows of all ranks, given their numbers in order of rank."""
+    """Create the rows of all ranks from the received numbers, in order of rank."""
     return Rows([Row._make(row) for row in numbers])

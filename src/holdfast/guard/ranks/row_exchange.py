@@ -1,9 +1,10 @@
-"""`RowExchange`: send the row of this rank in each attempt, and weight its gradients by its items.
+"""`RowExchange`: exchange rows in each attempt, and weight gradients by the number of items.
 
-The mean over the items of all ranks is the sum, over the ranks, of the loss of each rank times its
-share of the items. DistributedDataParallel and ``fully_shard`` instead take the plain average over
-the ranks. So each rank weights its loss by its number of items, relative to a reference that is the
-same on all ranks; and once all numbers are known, all ranks correct their gradients by one factor.
+The mean over the items of all ranks weights each rank's loss by the rank's share of the items.
+DistributedDataParallel and ``fully_shard`` instead take the plain average over the ranks. Each rank
+therefore multiplies its loss by its number of items, relative to a reference number that is the
+same on all ranks. Once all numbers of items are known, all ranks correct their gradients by one
+factor.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from holdfast.numerics.loss import check_count
 
 @final
 class RowExchange:
-    """The exchange of rows in the current attempt; used by `ProcessGroupRanks`.
+    """The exchange of rows in the current attempt. Used by `ProcessGroupRanks`.
 
     Args:
-        model: The model, whose process group carries the rows.
+        model: The model, whose process group is used for the exchange.
         messages: The connection to the other ranks.
         world_size: The number of ranks.
         stop: The stop request that all ranks follow.
         saves: Decides when all ranks save.
-        cursor: The position of this rank in its loader; None without a loader.
+        cursor: The position of this rank in its loader. None without a loader.
     """
 
     def __init__(
@@ -52,25 +53,25 @@ class RowExchange:
         self._stop = stop
         self.saves = saves
         self._cursor = cursor
-        # The row that this rank has started to send in this attempt.
+        # The exchange that this rank has started in this attempt, or None.
         self._pending: PendingRows | None = None
-        # The rows of all ranks, once the gradients were reduced.
+        # The rows of all ranks. None until the gradients of this attempt are reduced.
         self._rows: Rows | None = None
-        # The number of items by which each rank divides its own. It is the same on all ranks.
+        # How many items this rank's loss is averaged over. It is the same on all ranks.
         self.reference: float | None = None
-        # The reference before this attempt.
+        # The value of `reference` before this attempt.
         self._reference_before: float | None = None
-        # Whether the numbers of items in this attempt must be whole.
+        # Whether the numbers of items in this attempt must be whole numbers.
         self._counted = False
 
     def resume(self, reference: float | None) -> None:
-        """Continue with the reference of a checkpoint; None if it holds none."""
+        """Continue with the reference from a checkpoint, or None if the checkpoint has none."""
         self.reference = reference
 
     # --- an attempt
 
     def begin_attempt(self) -> None:
-        """Forget the rows of the last attempt."""
+        """Clear the rows of the last attempt."""
         self._pending = None
         self._rows = None
         self._reference_before = self.reference
@@ -92,7 +93,7 @@ class RowExchange:
         return self._rows
 
     def send(self, loss: Any, items: Any, **fields: Any) -> PendingRows:
-        """Start to send the row of this rank.
+        """Start sending the row of this rank.
 
         Args:
             loss: The loss of this rank.
@@ -107,16 +108,16 @@ class RowExchange:
         return self._pending
 
     def send_failure(self) -> None:
-        """Start to send a row that says that the attempt has failed on this rank."""
+        """Start sending a row that reports a failed attempt on this rank."""
         self.send(math.nan, 1.0, failed=True)
 
     def wait(self) -> Rows:
-        """Wait until the rows of all ranks are here, and return them."""
+        """Wait for the rows of all ranks, and return them."""
         assert self._pending is not None
         return self._pending.rows()
 
     def row_of_this_rank(self, **fields: Any) -> Row:
-        """Return the row of this rank, with its stop request and, on the first rank, the save."""
+        """Return this rank's row, with its stop request and the first rank's save decision."""
         if self._messages.rank == 0:
             fields |= self.saves.fields_of_row(fields.get("kind", STEP))
         return Row(
@@ -128,7 +129,7 @@ class RowExchange:
         )
 
     def position(self) -> Position:
-        """Return the position of this rank in its data; without a loader it is always the same."""
+        """Return the position of this rank in its data, which is constant without a loader."""
         cursor = self._cursor
         if cursor is None:
             return Position()
@@ -141,8 +142,8 @@ class RowExchange:
 
         Args:
             loss: The loss of this rank, detached, shape ``()``.
-            items: The number of its items: a number, or a tensor of shape ``()``.
-            counted: Whether this number must be whole.
+            items: The number of items of the loss: a number, or a tensor of shape ``()``.
+            counted: Whether the number of items must be a whole number.
             **fields: Further fields of the row; see `Row`.
         """
         repeats = self._cursor is not None and self._cursor.repeats()
@@ -154,18 +155,18 @@ class RowExchange:
         return items / self._reference_for(items)
 
     def _reference_for(self, items: Any) -> float:
-        """Return the number of items by which all ranks divide their own.
+        """Return the reference, by which each rank divides its own number of items.
 
-        It is the mean over the ranks in the last step, or the number in this step if that is equal
-        on all ranks. With equal numbers the weight is exactly 1, so that the gradients are
-        bit-identical to those of an unguarded loop. Only a rank whose number differs from that of
-        the last step waits for the rows of the others.
+        The reference is the mean number of items over the ranks in the last step or, if all ranks
+        have the same number in this step, that number. With equal numbers, the weight is exactly 1,
+        so the gradients are bit-identical to those of an unguarded loop. A rank waits for the rows
+        of the other ranks only if its number differs from the last reference.
         """
         reference = self.reference
         if reference is None or (isinstance(items, (int, float)) and items != reference):
             rows = self.wait()
             if rows.failed:
-                # This attempt is discarded, so any value will do.
+                # This attempt will be discarded, so any value will do.
                 return float(items)
             if reference is None or len({row.items for row in rows.by_rank}) == 1:
                 reference = rows.items / self._world_size
@@ -173,12 +174,12 @@ class RowExchange:
         return reference
 
     def receive(self) -> Rows:
-        """Wait for the rows of all ranks after the gradients were reduced, and keep them."""
+        """Wait for the rows of all ranks after the gradients were reduced, and store them."""
         self._rows = self.wait()
         return self._rows
 
     def correct_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Multiply the gradients by one factor that makes up for the reference.
+        """Multiply the gradients by one factor that corrects for the reference.
 
         The weights were relative to the reference, which may differ from the mean number of items.
 
@@ -196,16 +197,16 @@ class RowExchange:
             torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
 
     def receive_decisions(self, rows: Rows) -> None:
-        """Process the stop requests and save decisions in the rows of all ranks."""
+        """Apply the stop requests and save decisions in the rows of all ranks."""
         self._stop.receive(rows)
         self.saves.receive(rows)
 
     # --- the end of an attempt
 
     def commit(self) -> None:
-        """Take the mean number of items of this attempt as the reference of the next one."""
+        """Use the mean number of items in this attempt as the reference for the next attempt."""
         self.reference = self.rows.items / self._world_size
 
     def discard(self) -> None:
-        """Return to the reference before this attempt."""
+        """Restore the reference from before this attempt."""
         self.reference = self._reference_before

@@ -1,7 +1,8 @@
 """A model under ``fully_shard``: each rank holds some rows of each parameter, gradient and moment.
 
 No rank can run the model alone. A rank whose attempt has failed starts the same collectives as the
-others, according to their tapes, with its real shards of the weights but NaN as gradients.
+other ranks, according to their tapes. It sends its real shards of the weights, but NaN as
+gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from holdfast.guard.saving.components import component_of
 from holdfast.guard.state.trees import copied
 from holdfast.numerics.gradients import local
 
-# Newer versions of torch warn of the older name.
+# Newer versions of torch warn about the older name.
 _scatter: Any = (
     getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
 )
@@ -34,7 +35,7 @@ _scatter: Any = (
 
 @final
 class ShardedModel(DistributedModel):
-    """One model under ``fully_shard``; used by `FsdpRanks`.
+    """The model under ``fully_shard``. Used by `FsdpRanks`.
 
     Args:
         model: The model.
@@ -51,14 +52,14 @@ class ShardedModel(DistributedModel):
         self._tape = tape
         self._mesh = first.device_mesh
         self._shards: Any = self._mesh.get_group(self._mesh.ndim - 1)
-        # torch's parameter group for each of these modules, or None if it has none.
+        # torch's parameter group for each of these modules, or None for a module without one.
         self._groups: list[Any] = []
-        # Why the collectives of the model cannot be started by hand; None if they can.
+        # Why the model's collectives cannot be started by hand. None if they can.
         self._obstacle: str | None = None
         self._record_collectives()
 
     def _record_collectives(self) -> None:
-        """Record the collectives that torch starts for this model on the tape from now on."""
+        """From now on, record the collectives that torch starts for this model on the tape."""
         if self._mesh.ndim > 1:
             self._obstacle = "replicas of its shards would continue without it"
         elif not hasattr(self._root, "reset_iter_state"):
@@ -76,15 +77,15 @@ class ShardedModel(DistributedModel):
 
     @property
     def allowed_values(self) -> Mapping[str, Sequence[Any]]:
-        """Return the values that fields of the policy may have with this model, by name."""
-        # The ranks would have to agree on the micro-batch size before each pass.
+        """Return the policy fields that this model restricts, with the values that are allowed."""
+        # With micro-batches, the ranks would have to agree on their size before each pass.
         return {"micro_batch_size": ("auto", None)}
 
     @property
     def policy_overrides(self) -> Mapping[str, Any]:
-        """Return the settings of the policy that this model replaces, by name."""
-        # All ranks must run the same number of passes, so batches are not split. All must recompute
-        # the same modules, so no rank tries to recompute less.
+        """Return the policy fields that this model overrides, with their values."""
+        # All ranks must run the same number of passes, so batches are not split. All ranks must
+        # recompute the same modules, so no rank tries to recompute fewer of them.
         return {"diagnose": False, "micro_batch_size": None, "grow_after_steps": 2**31}
 
     @property
@@ -95,39 +96,39 @@ class ShardedModel(DistributedModel):
     def begin_attempt(self) -> None:
         """Start an attempt.
 
-        Parameters are resharded first, since an evaluation, which has no backward pass, leaves them
+        Parameters are resharded first, since an evaluation has no backward pass and leaves them
         unsharded.
         """
         for module in self._modules:
             module.reshard()
         self._tape.begin()
 
-    def may_differ(self, name: str) -> bool:  # noqa: ARG002 - this is so for all names
+    def may_differ(self, name: str) -> bool:  # noqa: ARG002 - the same for all names
         """Return True, because buffers are not broadcast."""
         return True
 
     def before_row(self) -> None:
-        """Record that the row is about to be exchanged."""
+        """Record that the exchange of the row is about to start."""
         self._tape.note(self.group, Entry(ROW))
 
     def after_row(self) -> None:
-        """Do nothing, since collectives are not counted from here on."""
+        """Do nothing, since no counts depend on this point."""
 
     def end_attempt(self) -> None:
         """Record that the attempt is over."""
         self._tape.end()
 
     def own_collectives(self) -> int:
-        """Return how many collectives the loss or the model has started in this attempt.
+        """Return how many collectives the loss or the model started in this attempt.
 
-        Returns 0 if they cannot be distinguished from those of torch.
+        The result is 0 if they cannot be distinguished from the collectives of torch.
         """
         if self._obstacle is not None:
             return 0
         return self._tape.collectives.started().total()
 
     def why_not_completable(self) -> str | None:
-        """Return why the collectives of this model cannot be started by hand; None if they can."""
+        """Return why this model's collectives cannot be started by hand, or None if they can."""
         return self._obstacle
 
     def follow(self, exchange_row: Callable[[], None]) -> str | None:
@@ -145,7 +146,7 @@ class ShardedModel(DistributedModel):
         return obstacle
 
     def _forget(self) -> None:
-        """Discard the state that an unfinished attempt has left in the parameters and in FSDP."""
+        """Clear state that an unfinished attempt has left in the parameters and in FSDP."""
         # In the middle of backward, unsharded parameters may have gradients.
         for parameter in self._root.parameters():
             parameter.grad = None
@@ -163,7 +164,7 @@ class ShardedModel(DistributedModel):
         if entry.kind == ROW:
             exchange_row()
         elif entry.kind == GATHER:
-            # This uses the real weights, because the other ranks compute with them.
+            # Gather the real weights, because the other ranks compute with them.
             module = self._modules[entry.module]
             module.unshard()
             module.reshard()
@@ -194,9 +195,9 @@ class ShardedModel(DistributedModel):
         """Do nothing, since the order of gradients does not matter here."""
 
     def norms(self, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the norms of whole gradients, with the same arithmetic as torch.
+        """Return the norms of the whole gradients, with the same arithmetic as torch.
 
-        This is one collective for all of them.
+        All norms are reduced in a single collective.
 
         Args:
             own: The norms of this rank's shards, each of shape ``()``.
@@ -210,7 +211,7 @@ class ShardedModel(DistributedModel):
     def part_to_save(self, trees: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
         """Return this rank's part of a checkpoint.
 
-        Each rank saves its rows of the sharded tensors; the first one also saves everything else.
+        Each rank saves its rows of the sharded tensors. The first rank also saves everything else.
 
         Args:
             trees: The state of all components.
@@ -223,10 +224,10 @@ class ShardedModel(DistributedModel):
         return parts
 
     def rows_to_load(self, parts: Parts) -> Callable[[str, str, torch.Size], Share | None]:
-        """Return a function that returns which rows of a saved tensor this rank needs.
+        """Return a function that determines which rows of a saved tensor this rank needs.
 
-        It takes the component, the name and the shape of the tensor. Moments are sharded in the
-        same way as their parameters, even if a run without sharding has saved them.
+        The function takes the component, the name and the shape of the tensor. Moments are sharded
+        in the same way as their parameters, even if they were saved by a run without sharding.
         """
         weights = {
             component_of("model", name): model.state_dict() for name, model in parts.models.items()
@@ -273,7 +274,7 @@ def _own_part(tensor: torch.Tensor, *, is_first: bool) -> Any:
 
 @final
 class _RecordedGather:
-    """The gather of a module's weights, which notes itself on the tape; torch calls it.
+    """Wraps torch's gather of a module's weights, to record it on the tape.
 
     Args:
         collective: torch's own gather.
@@ -294,7 +295,7 @@ class _RecordedGather:
 
 @final
 class _RecordedScatter:
-    """The reduction of a module's gradients, which notes itself on the tape; torch calls it.
+    """Wraps torch's reduction of a module's gradients, to record it on the tape.
 
     Args:
         collective: torch's own reduce-scatter.
@@ -337,7 +338,10 @@ def why_unsupported(parameter: torch.Tensor, world_size: int) -> str | None:
 
 
 def _other_than_rows(tensor: DTensor) -> str | None:
-    """Return how a tensor is sharded; None if by rows over the last dimension of its mesh."""
+    """Return a description of a tensor's sharding.
+
+    Returns None if it is sharded by rows over the last dimension of its mesh, which is supported.
+    """
     *others, last = tensor.placements
     if last == Shard(0) and all(placement == Replicate() for placement in others):
         return None

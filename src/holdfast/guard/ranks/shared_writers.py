@@ -1,4 +1,4 @@
-"""`SharedWriters`: the writers of a checkpoint if each rank writes a share of it."""
+"""`SharedWriters`: the writers of a checkpoint of which each rank writes a part."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SharedWriters(Writers):
         return on_all(work, exchange)
 
     def first(self, work: Callable[[], _T]) -> _T:
-        """Do work on the first rank, and return its result or raise its error on all ranks."""
+        """Do work on the first rank. Return its result or raise its error on all ranks."""
         results: list[Any] = self.all(work if self.rank == 0 else lambda: None)
         first_result: _T = results[0]
         return first_result

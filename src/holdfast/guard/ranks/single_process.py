@@ -1,7 +1,7 @@
 # ruff: noqa: ARG002 - a single process needs no arguments to answer
 """`SingleProcess`: the ranks of a process that trains alone.
 
-Every method does nothing, or returns its argument.
+Its methods do nothing, or return their arguments unchanged.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class SingleProcess:
     # --- the loop and saving
 
     def end_epoch(self) -> None:
-        """Return None: a single process waits for no other."""
+        """Return None: a single process waits for no other rank."""
         return
 
     def gather_states(

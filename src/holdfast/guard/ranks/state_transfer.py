@@ -1,4 +1,4 @@
-"""Copy weights and optimizer state to all ranks, after an optimizer failed on one of them."""
+"""Copy weights and optimizer state to all ranks, after the optimizer has failed on one rank."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from holdfast.guard.ranks.messages import Messages
 
 @final
 class StateTransfer:
-    """Gives a rank whose optimizer has failed the weights and moments of another one.
+    """Copies weights and moments from another rank to a rank whose optimizer has failed.
 
-    Used by `ProcessGroupRanks`, which tells it at which points all ranks are together.
+    Used by `ProcessGroupRanks`, which calls it when all ranks are at the same point.
 
     Args:
         model: The model.
         optimizer: Its optimizer.
-        averages: Averages of its weights, which are equal on all ranks.
-        optimizer_memory: Makes optimizers need less memory, on all ranks alike.
+        averages: Averaged models, which are equal on all ranks.
+        optimizer_memory: Reduces the memory that optimizers need, in the same way on all ranks.
         messages: The connection to the other ranks.
     """
 
@@ -45,11 +45,11 @@ class StateTransfer:
         self._averages = list(averages)
         self._optimizer_memory = optimizer_memory
         self._messages = messages
-        # Whether the optimizer has failed in its step on this rank, while other ranks have stepped.
+        # Whether this rank's optimizer has failed in its step, while other ranks have stepped.
         self.is_behind = False
 
     def request(self) -> None:
-        """Record that the optimizer has failed in its step on this rank."""
+        """Record that this rank's optimizer has failed in its step."""
         self.is_behind = True
 
     def catch_up(self, behind: list[bool]) -> None:
@@ -58,7 +58,7 @@ class StateTransfer:
         All ranks must call this at the same point.
 
         Args:
-            behind: For each rank, whether its optimizer has failed in the last step.
+            behind: For each rank, whether its optimizer failed in the last step.
         """
         if not any(behind):
             return
@@ -76,7 +76,7 @@ class StateTransfer:
 
 
 def transfer_of(parts: Parts, model: DistributedModel, messages: Messages) -> StateTransfer:
-    """Return the transfer for the parts of a guard, which has one optimizer.
+    """Create the transfer for a guard with one optimizer.
 
     Args:
         parts: The parts of the guard.
@@ -124,7 +124,7 @@ def _copy_state(
     ]
     if any(other_forms != forms for other_forms in messages.exchange("forms of state", forms)):
         raise without_help("the state of the optimizer has a different form on other ranks")
-    # Values that are not on the device, such as step counters.
+    # These values are not on the device, for example step counters.
     hosted: list[tuple[dict[str, Any], str]] = []
     for parameter, state in states:
         distributed.broadcast(parameter.detach(), source, group=group)
@@ -153,7 +153,7 @@ def _first_healthy(behind: list[bool]) -> int:
 
 
 def without_help(why: str) -> OutOfMemoryError:
-    """Return H402 for a failed optimizer whose rank cannot receive the state of another one."""
+    """Return H402 for a failed optimizer whose rank cannot receive another rank's state."""
     return OutOfMemoryError(
         "an optimizer ran out of memory in the middle of its step",
         limit=f"weights and moments are only partly updated, and {why}",

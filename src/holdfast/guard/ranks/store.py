@@ -1,8 +1,8 @@
-"""`RankStore`: the key-value store of the process group, in which ranks leave messages.
+"""`RankStore`: the key-value store of the process group, through which ranks send messages.
 
-All keys of a guard begin with ``holdfast/<restart>/<guard>/``, where ``<restart>`` is the number of
-times that torchrun has restarted the ranks: it keeps its store, so the keys of earlier attempts are
-still there. After this prefix come:
+All keys of a guard begin with ``holdfast/<restart>/<guard>/``. ``<restart>`` is the number of times
+that torchrun has restarted the ranks. torchrun keeps its store, so the keys of earlier attempts
+still exist. The prefix is followed by:
 
 =================================  =================================================================
 ``<exchange>/<rank>``              What a rank sends in an exchange of the main threads.
@@ -16,11 +16,11 @@ still there. After this prefix come:
 ``tape/<failures>/<rank>/...``     The answer to it, entry by entry.
 =================================  =================================================================
 
-A value may be larger than the store accepts. The further pieces of a value have the key of the
-first one, followed by ``/<piece>``.
+A value that is too large for the store is split into pieces. The keys of the further pieces are the
+key of the first piece followed by ``/<piece>``.
 
-Every method raises `RuntimeError` once the store is gone, because the process that hosts it has
-ended.
+Every method raises `RuntimeError` once the store is gone, that is, when the process that hosts it
+has exited.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from typing import Any, final
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
-# The shortest and longest time between two checks for a key, in seconds. The store's own `wait` is
-# not used in the main thread, because it logs a warning when it times out.
+# The shortest and longest time between two checks for a key, in seconds. The main thread does not
+# use the store's own `wait`, because that logs a warning when it times out.
 _SHORTEST = 0.001
 LONGEST_PAUSE_SECONDS = 0.05
-# The store closes the connection for values over 8 MiB, so larger ones are sent in pieces of this
-# size.
+# The store closes the connection if a value is larger than 8 MiB, so large values are sent in
+# pieces of this size.
 _PIECE_BYTES = 4 * 2**20
 
 
@@ -47,23 +47,23 @@ _PIECE_BYTES = 4 * 2**20
 class RankStore:
     """One connection to the store, with the keys of one guard.
 
-    All methods except `wait` return at once, or poll, so that threads may share a connection. A
-    thread that calls `wait` needs a connection of its own, because `wait` blocks it.
+    All methods except `wait` return immediately or poll, so threads may share a connection. `wait`
+    blocks its connection, so a thread that calls it needs a connection of its own.
 
     Args:
-        prefix: What the keys of the guard begin with.
+        prefix: The prefix of all keys of the guard.
     """
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         store: Any = distributed_c10d._get_default_store()
-        # The timeout of the process group. No wait for another rank takes longer.
+        # The timeout of the process group, the longest time to wait for another rank.
         self.timeout_seconds: float = store.timeout.total_seconds()
-        # Its stub lacks values of bytes.
+        # torch's type stub does not allow values of type bytes.
         self._store: Any = PrefixStore(prefix, store.clone())
 
     def connect_again(self) -> RankStore:
-        """Return another connection, for a thread that waits."""
+        """Return a new connection, for a thread that waits."""
         return RankStore(self._prefix)
 
     # --- texts
@@ -81,7 +81,7 @@ class RankStore:
         self._store.set(key, text)
 
     def set_first_text(self, key: str, text: str) -> None:
-        """Set a key to a text unless a rank has set it before."""
+        """Set a key to a text, unless a rank has already set it."""
         self._store.compare_set(key, "", text)
 
     def add(self, key: str, number: int) -> int:
@@ -93,8 +93,8 @@ class RankStore:
     def put(self, key: str, data: bytes) -> None:
         """Set a key to a value of any size.
 
-        A large value is stored in pieces under additional keys. The first piece is set last, with
-        the number of pieces, so that once the key exists, all pieces do.
+        A large value is stored in pieces under additional keys. The first piece, which contains the
+        number of pieces, is set last. Once its key exists, all pieces exist.
         """
         count = max(1, -(-len(data) // _PIECE_BYTES))
         for piece in range(count - 1, -1, -1):
@@ -110,7 +110,7 @@ class RankStore:
         return b"".join([first[8:], *others])
 
     def delete(self, key: str) -> None:
-        """Delete a value that was set by `put`, if it is there."""
+        """Delete a value that was set by `put`, if it exists."""
         if not self.has(key):
             return
         (count,) = struct.unpack("<Q", bytes(self._store.get(key))[:8])
@@ -122,12 +122,12 @@ class RankStore:
     def poll(
         self, keys: Sequence[str], seconds: float, is_cancelled: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Wait for keys, and return whether all of them are set.
+        """Wait until keys are set. Return whether all of them are.
 
         Args:
             keys: The keys.
             seconds: The longest time to wait.
-            is_cancelled: Returns whether to stop waiting.
+            is_cancelled: Function that returns whether to stop waiting.
         """
         until = time.monotonic() + seconds
         pause = _SHORTEST
@@ -142,7 +142,7 @@ class RankStore:
         """Wait in a thread until a key is set.
 
         Raises:
-            DistStoreError: The key was not set in time.
+            DistStoreError: If the key is not set in time.
         """
         self._store.wait([key], timeout)
 

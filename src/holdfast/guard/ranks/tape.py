@@ -1,13 +1,13 @@
-"""`Tape`: the collectives of an attempt, which a rank whose attempt has failed starts by hand.
+"""`Tape`: a list of an attempt's collectives, which lets a failed rank start them by hand.
 
-The other ranks wait for the failed one in collectives whose order is not known in advance. So each
-rank keeps a tape: a list of the collectives that the guard and the model's wrapper have started in
-this attempt. A rank that has failed asks for the tapes of the others and follows them. In a normal
-attempt this only costs a short list and a thread that waits.
+The other ranks wait for the failed rank in collectives whose order is not known in advance. Each
+rank therefore keeps a tape: a list of the collectives that the guard and the model's wrapper have
+started in this attempt. A failed rank asks the other ranks for their tapes and starts the same
+collectives. In a normal attempt, this costs only a short list and a waiting thread.
 
 Collectives of the loss or the model itself (see `collectives`) cannot be started by hand, since
-their inputs are not known. If another rank waits in one that the failed rank has not started, all
-ranks end.
+their inputs are unknown. If another rank waits in a collective of this kind that the failed rank
+has not started, all ranks end.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from holdfast.guard.ranks.collectives import Collectives, groups_shared_with
 from holdfast.guard.ranks.messages import Messages
 from holdfast.guard.ranks.store import RankStore
 
-# The time between two checks for new entries on the tapes of the other ranks, or on our own.
+# The time between two checks for new entries on other ranks' tapes or on this rank's tape, in
+# seconds.
 _POLL_SECONDS = 0.002
-# The kinds of collectives on a tape. A sharded model has all of them, a replicated one only the
-# row: its other collectives are counted by the process group.
+# The kinds of collectives on a tape. A sharded model has all kinds. A replicated model has only the
+# row, since the process group counts its other collectives.
 ROW = "row"
 GATHER = "gather"
 SCATTER = "scatter"
@@ -38,11 +39,11 @@ class Entry(NamedTuple):
     """A collective on a tape. It is sent as JSON.
 
     Attributes:
-        kind: One of the kinds above, which decides which of the other attributes are set.
+        kind: One of the kinds above, which determines the other attributes that are set.
         module: For weights and gradients, the position of their module.
         size: For gradients and norms, the number of elements.
-        dtype: For gradients and norms, the name of their type, such as ``"float32"``.
-        averages: For gradients, whether they are averaged over the ranks, and not added.
+        dtype: For gradients and norms, the name of the dtype, such as ``"float32"``.
+        averages: For gradients, whether they are averaged over the ranks rather than added.
     """
 
     kind: str
@@ -54,7 +55,7 @@ class Entry(NamedTuple):
 
 @final
 class Tape:
-    """The collectives of the current attempt of this rank, which other ranks may ask for.
+    """This rank's collectives in the current attempt, which other ranks may ask for.
 
     Args:
         messages: The connection to the other ranks.
@@ -66,48 +67,48 @@ class Tape:
         self._attempt = 0
         self._entries: list[Entry] = []
         self._is_over = True
-        # The number of attempts that failed on any rank. It is the same on all ranks, and is part
+        # The number of attempts that failed on any rank, which is the same on all ranks. It is part
         # of the keys of their messages.
         self._failed_attempts = 0
         messages.start_thread(self._serve, "holdfast-tape")
 
     def begin(self) -> None:
-        """Start a new tape for an attempt. All ranks must call this equally often."""
+        """Start a new tape for an attempt. All ranks must call this the same number of times."""
         self._entries = []
         self._is_over = False
         self.collectives.begin()
-        # This comes last, because the thread that sends the tape reads it first.
+        # This is set last, because the thread that sends the tape reads it first.
         self._attempt += 1
 
     def note(self, group: Any, entry: Entry) -> None:
-        """Record that a collective of the guard or of the model's wrapper is about to start.
+        """Record that the guard or the model's wrapper is about to start a collective.
 
         Args:
             group: The process group of the collective.
-            entry: What another rank needs to know to start it by hand.
+            entry: The information that another rank needs to start the collective by hand.
         """
         self.collectives.exclude_next(group)
         if not self._is_over:
             self._entries.append(entry)
 
     def end(self) -> None:
-        """Record that this rank has finished running the model in this attempt."""
+        """Record that this rank has finished its forward and backward passes in this attempt."""
         self.collectives.freeze()
         self._is_over = True
 
     def follow(self, start: Callable[[Entry], None]) -> str | None:
-        """Start the collectives that other ranks start and this one has not.
+        """Start the collectives that other ranks have started and this rank has not.
 
         This returns once all other ranks have ended the attempt.
 
         Args:
-            start: Starts a collective by hand.
+            start: Function that starts a collective by hand.
 
         Returns:
-            None, or why this rank cannot follow.
+            None, or why this rank cannot start them.
 
         Raises:
-            RankError: H114, if another rank does not end the attempt within the timeout of the
+            RankError: H114 if another rank does not end the attempt within the timeout of the
                 process group.
         """
         names = self._request_tapes()
@@ -137,14 +138,13 @@ class Tape:
             time.sleep(_POLL_SECONDS)
 
     def wait_for_row(self) -> str | None:
-        """Wait until each other rank has started to exchange its row, or has failed in this attempt
-        as well.
+        """Wait for all other ranks to start the exchange of rows, or to fail in this attempt.
 
         Returns:
-            None, or why this rank cannot start the collective that the others are waiting in.
+            None, or why this rank cannot start the collective in which the others are waiting.
 
         Raises:
-            RankError: H114, if another rank does not get there within the timeout of the process
+            RankError: H114 if another rank does not get there within the timeout of the process
                 group.
         """
         names = self._request_tapes()
@@ -167,8 +167,8 @@ class Tape:
         """Report H114 about a rank if the timeout of the process group has passed.
 
         Args:
-            since: When the wait started, as monotonic time.
-            late_rank: The rank.
+            since: The monotonic time at which the wait started.
+            late_rank: The rank that has not arrived.
         """
         if time.monotonic() > since + self._messages.timeout_seconds:
             self._messages.lose(
@@ -179,7 +179,7 @@ class Tape:
         """Ask the other ranks for their tapes.
 
         Returns:
-            For each other rank, the prefix of the keys under which it will send its tape.
+            The prefixes of the keys under which the other ranks will send their tapes.
         """
         self.end()
         name = f"tape/{self._failed_attempts}"
@@ -187,13 +187,15 @@ class Tape:
         return [f"{name}/{rank}" for rank in self._messages.others]
 
     def _obstacle(self, names: list[str], *, all_have_ended: bool = False) -> str | None:
-        """Return a sentence about a collective of the loss or the model that only some ranks have
-        started, or None.
+        """Describe a collective of the loss or the model that only some ranks have started.
 
         Args:
             names: The prefixes of the tapes, in the order of the other ranks.
             all_have_ended: Whether the counts of the other ranks are final. If so, a rank that has
-                started fewer collectives than this one is an obstacle too.
+                started fewer collectives than this one is reported too.
+
+        Returns:
+            A message, or None if there is no such collective.
         """
         own = self.collectives.started()
         for name, rank in zip(names, self._messages.others, strict=True):
@@ -213,16 +215,19 @@ class Tape:
         return None
 
     def count_failed_attempt(self) -> None:
-        """Record that an attempt failed on some rank. All ranks must call this equally often."""
+        """Record that an attempt failed on some rank.
+
+        All ranks must call this the same number of times.
+        """
         self._failed_attempts += 1
 
     def _serve(self, store: RankStore) -> None:
-        """Send this rank's tape whenever another rank asks for it, in a thread."""
-        # The store raises an error once it is gone, which means that the run is over.
+        """In a thread, send this rank's tape whenever another rank asks for it."""
+        # The store raises an error when it is gone, which means that the run is over.
         with contextlib.suppress(RuntimeError):
             for failed_attempts in itertools.count():
                 name = f"tape/{failed_attempts}"
-                # The rank that asks sends the number of the attempt, see `_request_tapes`.
+                # The request contains the number of the attempt; see `_request_tapes`.
                 attempt = self._messages.wait_for_request(store, name)
                 if attempt is None:
                     return
@@ -245,8 +250,8 @@ class Tape:
                 continue
             is_over = self._is_over or self._attempt > attempt
             new = self._entries[sent:]
-            # The count is taken after reading the entries, and sent before them. A rank that has
-            # read an entry thus knows about all collectives that were started before it.
+            # The count is read after the entries, and sent before them. A rank that has received an
+            # entry therefore knows about all collectives that were started before it.
             begun = self.collectives.started()
             if begun != collectives:
                 store.set_text(f"{name}/collectives", json.dumps(begun))

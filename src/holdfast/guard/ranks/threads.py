@@ -1,4 +1,4 @@
-"""`StoreThreads`: threads that wait for other ranks, and how they end with the process."""
+"""`StoreThreads`: threads that wait for other ranks, and end cleanly when the process exits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed import DistStoreError
 from holdfast.guard.ranks.store import RankStore
 
 _DAY = timedelta(days=1)
-# How long the process waits at exit for each thread.
+# How long the process waits for each thread at exit, in seconds.
 _JOIN_SECONDS = 1.0
 
 
@@ -45,7 +45,7 @@ class StoreThreads:
         thread.start()
 
     def wait_for_text(self, store: RankStore, key: str) -> str | None:
-        """Wait in a thread for the text of a key; return None if this process is exiting.
+        """In a thread, wait for the text of a key. Return None if this process is exiting.
 
         Args:
             store: The connection of the thread.
@@ -53,7 +53,7 @@ class StoreThreads:
         """
         self._awaited.add(key)
         while not self.is_ending:
-            # If the run is longer than the wait, wait again.
+            # A wait may time out during a long run. Then wait again.
             with contextlib.suppress(DistStoreError):
                 store.wait(key, _DAY)
                 break
@@ -61,9 +61,9 @@ class StoreThreads:
         return None if self.is_ending else store.text(key)
 
     def end(self) -> None:
-        """Wake the threads at exit.
+        """Wake the waiting threads at exit.
 
-        If the store were destroyed while they wait for it, torch would abort the process.
+        If the store were destroyed while threads are waiting for it, torch would abort the process.
         """
         self.is_ending = True
         with contextlib.suppress(RuntimeError):
@@ -73,6 +73,6 @@ class StoreThreads:
             thread.join(_JOIN_SECONDS)
 
     def forget(self) -> None:
-        """Forget the threads in a forked process, in which they do not run."""
+        """Forget the threads in a forked process, where they do not run."""
         self._awaited = set()
         self._threads = []

@@ -45,28 +45,28 @@ _BEYOND_SPIKES = 100
 
 
 class Recovery:
-    """Decides what follows a failed step, and carries out the decision."""
+    """Decides what to do about a failed step, and carries out the decision."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._record = session.record
         self._policy = session.policy
         self.samples = SampleReports(session.record, session.cursor)
-        # The step at which an optimizer has last failed in the middle of its step.
+        # The last step in which an optimizer failed partway.
         self._failed_half_way_at: int | None = None
         self._optimizer_memory = OptimizerMemory(session.parts.optimizers.values())
 
-    # --- steps that left no trace
+    # --- refused steps
 
     def judge(self, series: str, attempt: StepAttempt) -> Decision | None:
         """Decide whether an attempt with finite values may be committed.
 
         Args:
-            series: The name of the series of losses that the attempt belongs to.
+            series: The name of the series of losses to which the attempt belongs; see `Steps.step`.
             attempt: The attempt.
 
         Returns:
-            Why it must not be committed, or None if it may.
+            Why the attempt must not be committed, or None if it may be committed.
         """
         policy = self._policy
         counters = self._session.counters
@@ -101,7 +101,7 @@ class Recovery:
         return decision
 
     def after_refused_step(self, outcome: Outcome, batch: Any) -> str:
-        """Carry out the decision about a step that was refused.
+        """Skip the batch, roll back or stop, after a step was refused.
 
         Returns:
             Why the step was refused and what was done, as `StepResult.reason`.
@@ -118,7 +118,8 @@ class Recovery:
         reason = describe_nonfinite(loss, outcome.culprits, outcome.culprit_count)
         if outcome.provenance is not None:
             if not math.isfinite(loss):
-                # A NaN in the loss makes all gradients NaN, so names of parameters do not help.
+                # NaN in the loss makes all gradients NaN, so the names of parameters would not
+                # help.
                 reason = describe_nonfinite(loss, [], 0)
             indices = self.samples.dataset_indices(outcome, batch)
             reason += f"; {self.samples.report_origin(outcome.provenance, indices)}"
@@ -145,7 +146,7 @@ class Recovery:
         Args:
             decision: The decision.
             reason: Why the step was refused.
-            error: The kind of error to raise: `DivergenceError` after a spike, else
+            error: The class of the error to raise: `DivergenceError` after a spike, otherwise
                 `NonFiniteError`.
 
         Returns:
@@ -177,13 +178,14 @@ class Recovery:
         return reason
 
     def _roll_back(self, *, spiked: bool = False) -> bool:
-        """Return to the last state before the first sign of trouble, and skip the batches since.
+        """Roll back to the last state before the first sign of trouble, and skip the batches since
+        then.
 
         Args:
             spiked: True after a divergence, False after NaN or Inf.
 
         Returns:
-            Whether there was a state to return to.
+            Whether there was a state to roll back to.
         """
         session = self._session
         failed_at = self._record.global_step
@@ -203,15 +205,16 @@ class Recovery:
     def _restore_state_before_trouble(self, *, spiked: bool) -> dict[str, Any] | None:
         """Restore the newest state that predates the trouble, or the newest of all if none does.
 
-        The cause of a divergence may lie some steps before its first sign, so only a state from
-        `GOOD_AFTER` steps before that sign is certainly good. If there is none, the newest state
-        before the first sign is used; if that fails too, a second rollback goes further back.
+        The cause of a divergence may precede its first sign by some steps. Therefore, only a state
+        from at least `GOOD_AFTER` steps before the first sign is certain to be good. If there is
+        none, the newest state before the first sign is used. If the run fails again, a second
+        rollback goes further back.
 
         Args:
             spiked: True after a divergence, False after NaN or Inf.
 
         Returns:
-            The guard's own part of that state, or None if there is no state at all.
+            The guard's own part of the restored state, or None if there was no state to restore.
         """
         first_sign = self._record.global_step - (self._session.spikes.suspicious_since() or 0)
         certainly_good = first_sign - GOOD_AFTER
@@ -227,13 +230,13 @@ class Recovery:
         return None
 
     def after_refused_save(self, why: str) -> None:
-        """Return to an earlier state, or stop, because the state to save holds NaN or Inf.
+        """Roll back or stop, because a save was refused: the state to save contains NaN or Inf.
 
-        This happens although every step had looked good. A finite gradient of 1e22, for example,
-        makes Adam's second moment infinite, since that is computed from its square.
+        This can happen although every step looked good. For example, a finite gradient of 1e22
+        makes Adam's second moment infinite, since the moment is computed from its square.
 
         Args:
-            why: Which tensors hold NaN or Inf.
+            why: A message that names the tensors with NaN or Inf.
         """
         decision = decide_after_nonfinite(
             reason=why,
@@ -249,7 +252,7 @@ class Recovery:
         raise self._error_of_lasting_trouble(why, NonFiniteError)
 
     def _error_of_lasting_trouble(self, reason: str, error: type[HoldfastError]) -> HoldfastError:
-        """Return the error that stops a run because the trouble persists."""
+        """Return the error that stops a run whose trouble persists after all rollbacks."""
         if error is DivergenceError:
             return DivergenceError(
                 reason,
@@ -275,20 +278,20 @@ class Recovery:
         )
 
     def _with_position(self, decision: Decision, error: type[HoldfastError]) -> Decision:
-        """Return a decision with its position in the data and, for a `Stop`, the error's rule."""
+        """Add the position in the data to a decision and, for a `Stop`, the error's rule."""
         facts = self.samples.position()
         if isinstance(decision, Stop):
             facts["rule"] = "H503" if error is DivergenceError else "H501"
         return replace(decision, **facts)
 
-    # --- an optimizer that failed in the middle of its step
+    # --- optimizers that failed partway
 
     def after_partial_step(self, partial: PartialOptimizerStep, *, rewind_data: bool) -> str:
-        """Return to the last good state after an optimizer ran out of memory in its step.
+        """Roll back to the last good state after an optimizer ran out of memory in its step.
 
         Args:
-            partial: The failure.
-            rewind_data: Whether the loop can also return to the batches of that state.
+            partial: The error that the step engine raised.
+            rewind_data: Whether the loop can also return to the position of that state in the data.
 
         Returns:
             Why the step was undone, as `StepResult.reason`.
@@ -316,7 +319,7 @@ class Recovery:
         return f"{partial}; returned to step {self._record.global_step}"
 
     def roll_back_again(self) -> None:
-        """Return to the last good state once more.
+        """Roll back to the last good state once more.
 
         The rest of the loop body has run on the restored state and may have changed it.
         """
@@ -332,7 +335,7 @@ class Recovery:
         """Return to the last good state.
 
         Returns:
-            None, or why that was impossible.
+            None, or why the rollback was impossible.
         """
         try:
             returned = self._session.restoration.roll_back(rewind_data=rewind_data)
@@ -347,9 +350,9 @@ class Recovery:
         return f"there is not enough memory to read the checkpoint ({found})"
 
     def _updates_many_at_once(self) -> bool:
-        """Return whether an optimizer uses torch's foreach implementation.
+        """Return whether any optimizer uses torch's foreach implementation.
 
-        On accelerators torch chooses it by default, that is, for ``foreach=None``.
+        On accelerators, torch uses it by default, that is, with ``foreach=None``.
         """
         is_default = self._session.parts.device_type() != "cpu"
         groups = [
@@ -361,10 +364,10 @@ class Recovery:
         return any(foreach or (foreach is None and is_default) for foreach in settings)
 
     def _out_of_memory_error(self, when: str, obstacle: str) -> OutOfMemoryError:
-        """Record the stop, and return H402 for an optimizer that failed in its step.
+        """Record that the run stops, and return H402 for an optimizer that ran out of memory.
 
         Args:
-            when: When that happened, in words.
+            when: When the optimizer ran out of memory, as part of a sentence.
             obstacle: Why the run cannot return to an earlier state.
         """
         reason = f"an optimizer ran out of memory {when}; {obstacle}"
