@@ -61,7 +61,7 @@ def _watch_neighbors(group: Any, messages: Messages) -> None:
 
 
 def _wait_for_neighbor(works: list[Any], messages: Messages, neighbor: int) -> None:
-    """In a thread, wait for a neighbor's message, whose content does not matter."""
+    """In a thread, wait for a message from a neighbor. The content does not matter."""
     try:
         for work in works:
             work.wait(timedelta(seconds=messages.timeout_seconds))

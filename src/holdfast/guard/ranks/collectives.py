@@ -51,7 +51,7 @@ class Collectives:
     def freeze(self) -> None:
         """Freeze the count.
 
-        The user's collectives after this point cannot be distinguished from those of torch.
+        After this point, the user's collectives cannot be distinguished from torch's own.
         """
         if self._count_when_frozen is None:
             self._count_when_frozen = self._count()
@@ -73,8 +73,9 @@ class Collectives:
         return self._count() - self._count_when_frozen
 
     def _count(self) -> Counter[str]:
-        # The numbers are read before `_excluded`. Any collective of the guard that they include has
-        # been announced by then.
+        # The guard calls `exclude_next` before it starts a collective. Because the numbers are read
+        # before `_excluded`, all of the guard's collectives in these numbers are in `_excluded` as
+        # well.
         total = sequence_numbers()
         return total - self._at_begin - self._excluded
 

@@ -54,7 +54,7 @@ class GroupStopRequest(StopRequest):
             self.rank = rank
 
     def reset(self, *, raised: bool = False) -> None:
-        """Clear a request that has ended a loop, on this rank too."""
+        """Clear a stop request that has ended a loop, including this rank's own request."""
         if self.honored:
             self._own.honor()
         self._own.reset(raised=raised)
@@ -71,7 +71,7 @@ class GroupSaves:
     Args:
         own: Saves the checkpoints of this rank.
         messages: The connection to the other ranks.
-        cursor: The position of this rank in its loader; None without a loader.
+        cursor: The position of this rank in its loader. None without a loader.
     """
 
     def __init__(self, own: Saving, messages: Messages, cursor: Cursor | None) -> None:

@@ -29,7 +29,7 @@ _TEXT_SECONDS = 2.0
 
 @final
 class Failures:
-    """The failures that this guard knows about, and the reports of its own failure.
+    """Reports a failure of this rank to the other ranks, and receives their failures.
 
     Args:
         rank: This rank.
@@ -101,7 +101,7 @@ class Failures:
         return self.known
 
     def note(self, error: RankError | None) -> None:
-        """Adopt the error that the listening thread has received, if there is one."""
+        """Store the error that the listening thread has received, if there is one."""
         if error is not None:
             self.known = error
             GUARDS.note_failure(error)
@@ -116,7 +116,7 @@ class Failures:
         if rank == self._rank:
             return None
         if out_of_step_by is not None:
-            # H116 concerns all ranks, not only the rank that noticed it.
+            # If ranks are out of step, each of them raises H116, not only the rank that noticed it.
             return out_of_step(out_of_step_by)
         return RankError(
             f"rank {rank} has failed with {text}",

@@ -108,7 +108,7 @@ class FsdpRanks(ProcessGroupRanks[ShardedModel]):
         return self._model.why_not_completable()
 
     def _start_missing_collectives(self) -> str | None:
-        """Start the missing collectives of this attempt. Return None, or why that is impossible."""
+        """Start the missing collectives of this attempt. Return a reason if that is impossible."""
         return self._model.follow(self._exchange_failure)
 
     def _exchange_failure(self) -> None:

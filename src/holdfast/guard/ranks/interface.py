@@ -106,7 +106,7 @@ class Ranks(Protocol):
             cursor: The position of this rank in its loader. None without a loader.
 
         Returns:
-            The stop request that all ranks follow, and the object that decides when to save.
+            The common stop request of all ranks, and the object that decides when to save.
         """
         ...
 
@@ -246,7 +246,7 @@ class Ranks(Protocol):
         step.
 
         Returns:
-            Whether this rank will receive them. If so, the step counts as complete.
+            Whether this rank will receive the weights and moments, which completes the failed step.
 
         Raises:
             OutOfMemoryError: H402 if no other rank holds the same weights.
@@ -256,7 +256,7 @@ class Ranks(Protocol):
     def find_origin(
         self, replay: Callable[[], Provenance], check_batch: Callable[[], Provenance]
     ) -> Provenance:
-        """Find the origin of NaN or Inf, in a step that all ranks have taken back.
+        """Find the origin of NaN or Inf in a step that all ranks have taken back.
 
         Args:
             replay: Function that replays the step on this rank.

@@ -155,7 +155,8 @@ class Meetings:
         # The whereabouts of other ranks, with the monotonic time at which each was received.
         self._received: list[tuple[float, Whereabouts]] = []
         # The monotonic time since which this rank has been waiting in a collective of the script,
-        # while other ranks wait for it in the guard. None if it is not.
+        # while other ranks wait for it in the guard. None while this rank is not waiting in that
+        # way.
         self._elsewhere_since: float | None = None
 
     @property

@@ -66,8 +66,8 @@ def collective_of_main_thread() -> Collective | None:
     frame = None if identity is None else sys._current_frames().get(identity)
     outermost = None
     while frame is not None:
-        # Collectives may call other collectives: `all_gather_object` calls `all_gather`. The
-        # outermost one is the one that the script called.
+        # Collectives may call other collectives: `all_gather_object` calls `all_gather`. Look for
+        # the outermost collective, which the script called.
         outermost = _collective_of(frame) or outermost
         frame = frame.f_back
     return outermost

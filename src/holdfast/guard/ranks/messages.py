@@ -139,7 +139,7 @@ class Messages:
         self._failures.be_silent()
         self._threads.forget()
 
-    # --- threads, and what they ask other ranks for
+    # --- threads and their requests
 
     def start_thread(self, run: Callable[[RankStore], None], name: str) -> None:
         """Start a thread with its own connection to the store, which is passed to `target`."""
@@ -355,7 +355,7 @@ class _Exchange(NamedTuple):
     """An exchange in which all ranks take part.
 
     Attributes:
-        number: The number of the exchange among those of the same thread.
+        number: The number of the exchange, counted separately for each thread.
         calls: The number of earlier calls of all guards. None outside of the main thread.
         thread: The name of the thread. Empty for the main thread.
         action: What this rank is doing, as a verb phrase that follows its name.

@@ -15,7 +15,7 @@ class OriginReport(NamedTuple):
     has_origin: bool
     # Whether the rank sent NaN or Inf in a collective of the loss or the model.
     is_sent: bool
-    # The origin, or why it is unknown.
+    # A description of the origin, or the reason why it is unknown.
     text: str
     # Whether the loss or the model has collectives.
     has_collectives: bool

@@ -251,7 +251,7 @@ class ReplicatedModel(DistributedModel):
             and self._tape.collectives.started()
         ):
             return (
-                "it is not known yet whether the loss or the model also starts collectives in"
+                "it is still unknown whether the loss or the model also starts collectives in"
                 " backward"
             )
         return obstacle

@@ -166,7 +166,7 @@ class RowExchange:
         if reference is None or (isinstance(items, (int, float)) and items != reference):
             rows = self.wait()
             if rows.failed:
-                # This attempt will be discarded, so any value will do.
+                # This attempt will be discarded, so any value is suitable.
                 return float(items)
             if reference is None or len({row.items for row in rows.by_rank}) == 1:
                 reference = rows.items / self._world_size

@@ -112,7 +112,7 @@ def _copy_state(
             form on another rank.
     """
     if not has_torch_layout(optimizer.state_dict()):
-        raise without_help("the optimizer keeps state of its own kind, which cannot be copied")
+        raise without_help("the optimizer keeps state of an unknown type, which cannot be copied")
     states = [
         (parameter, optimizer.state.get(parameter, {}))
         for group_of_parameters in optimizer.param_groups

@@ -1,7 +1,7 @@
 """`Tape`: a list of an attempt's collectives, which lets a failed rank start them by hand.
 
-The other ranks wait for the failed rank in collectives whose order is not known in advance. Each
-rank therefore keeps a tape: a list of the collectives that the guard and the model's wrapper have
+The other ranks wait for the failed rank in collectives whose order is unknown in advance. Each rank
+therefore keeps a tape: a list of the collectives that the guard and the model's wrapper have
 started in this attempt. A failed rank asks the other ranks for their tapes and starts the same
 collectives. In a normal attempt, this costs only a short list and a waiting thread.
 

@@ -54,7 +54,7 @@ class Limits:
             if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
                 raise PolicyError(
                     f"{name}={limit!r}",
-                    limit=f"{name} counts in whole numbers",
+                    limit=f"{name} must be a whole number",
                     fix="pass a whole number.",
                     rule="H105",
                 )

@@ -99,7 +99,7 @@ def _unguarded_step(optimizer: Optimizer, name: str | None) -> BatchError:
 
     Args:
         optimizer: The optimizer.
-        name: Its name in the guard, or None if the guard does not hold it.
+        name: The optimizer's name in the guard, or None if the guard does not hold it.
     """
     if name is None:
         subject = f"a {type(optimizer).__name__} that the guard does not hold"
@@ -115,7 +115,7 @@ def _unguarded_step(optimizer: Optimizer, name: str | None) -> BatchError:
             f" optimizer={name!r})."
         )
     return BatchError(
-        f"the loop itself stepped {subject}, outside of guard.step",
+        f"the loop stepped {subject} outside of guard.step",
         limit="the guard does not see such steps, so no checkpoint would include them",
         fix=fix,
         rule="H212",

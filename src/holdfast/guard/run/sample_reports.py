@@ -31,14 +31,14 @@ class SampleReports:
 
         Args:
             provenance: The origin that a replay of the step has found.
-            indices: The dataset index of each sample in the batch, or None if they are not known.
+            indices: The dataset index of each sample in the batch. None if unknown.
         """
         rank = f"{provenance.where}: " if provenance.where else ""
         if provenance.origin is None:
             self._record.emit(run_events.NonfiniteNotTraced(why=rank + provenance.problem))
             if rank:
                 return rank + provenance.problem
-            return f"its origin is not known: {provenance.problem}"
+            return f"its origin is unknown: {provenance.problem}"
 
         samples = provenance.samples
         bad_indices = _at_places(indices, samples)

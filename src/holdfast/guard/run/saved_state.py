@@ -57,8 +57,8 @@ class SavedState:
     def position(self) -> tuple[int, int]:
         """Return the global step and the number of trained batches.
 
-        Together they identify a position: one of them changes with every step or batch, but neither
-        at the end of an epoch.
+        Together, these two numbers identify a position. Every step or batch changes at least one of
+        them, but the end of an epoch changes neither.
 
         They are the global step and the number of batches trained.
         """

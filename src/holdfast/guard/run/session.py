@@ -162,7 +162,7 @@ class Session:
         """Raise H105 while the models hold averaged weights.
 
         Args:
-            required: Whether to raise H105 if the guard has no averaged weights, too.
+            required: Whether to raise H105 also if the guard has no averaged weights.
         """
         if self.state.averaged or (required and not self.parts.averages):
             problem = "guard.averaged() without an average"
@@ -252,7 +252,7 @@ class Session:
 
         Args:
             scalars: The numbers by name.
-            step: The step that they belong to. None for the current step.
+            step: The step to record the numbers for. None for the current step.
 
         Raises:
             RunDirectoryError: H301 if the run is closed and another one has locked the directory.
@@ -283,7 +283,7 @@ class Session:
             loss_scale=self._loss_scale.value(),
         )
 
-    # --- what is saved
+    # --- saving
 
     @property
     def is_calm(self) -> bool:

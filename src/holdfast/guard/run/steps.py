@@ -45,7 +45,7 @@ _BEYOND_SPIKES = 100
 
 
 class Recovery:
-    """Decides what to do about a failed step, and carries out the decision."""
+    """Decides how to recover from a failed step, and does so."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

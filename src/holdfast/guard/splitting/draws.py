@@ -1,8 +1,9 @@
 """Give the parts of a batch the same random numbers as the whole batch, to compare gradients.
 
 The random numbers that the loss function draws for the whole batch are recorded. Each part then
-receives its own rows of these numbers. This makes the gradients of a random loss as comparable as
-those of any other loss. It also shows whether samples share random numbers.
+receives its own rows of these numbers. The gradients of a random loss can then be compared as
+exactly as the gradients of any other loss. The recording also shows whether samples share random
+numbers.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Draws:
         self._samples = 0
 
     def start(self, samples: int) -> None:
-        """Clear all recorded draws. The next call is the one with all samples.
+        """Clear all recorded draws. The next call must be the one with all samples.
 
         Args:
             samples: The number of samples.

@@ -384,7 +384,7 @@ class SplitSafety:
     def _report_promises(
         self, history: _LossHistory, size: int | None, refused: tuple[str, str] | None
     ) -> None:
-        """Record what a split promises, or why batches are not split."""
+        """Record the promise of a split, or the reason why batches are not split."""
         verdict = history.verdict
         obstacle = refused[1] if refused else self._uncuttable
         split_promise = None
@@ -545,14 +545,17 @@ class SplitSafety:
         return hazards
 
     def _refused(self, history: _LossHistory) -> tuple[SplitHazard, str] | None:
-        """Return the first hazard that the policy does not allow and its description, or None."""
+        """Return the name and description of the first hazard that the policy does not allow.
+
+        Returns None if there is no such hazard.
+        """
         for name, why in self._hazards(history).items():
             if name not in self._policy.allow_split_with:
                 return name, why
         return None
 
     def _promise_of_split(self, history: _LossHistory) -> Promise:
-        """Return what a split promises. Hazards that the policy allows lower the promise."""
+        """Return the promise of a split. Hazards that the policy allows lower the promise."""
         if self._hazards(history):
             return "changes training"
         draws = "none" if history.verdict is None else history.verdict.draws

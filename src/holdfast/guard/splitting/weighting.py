@@ -75,7 +75,7 @@ class Weighting:
             raise BatchError(
                 f"earlier batches showed that the loss is a mean over {self}, which this batch does"
                 " not contain",
-                limit="the parts of a batch are weighted by what the mean is taken over",
+                limit="the weights of a batch's parts depend on what the mean is taken over",
                 fix="return Loss(mean, items), which does not depend on the layout of the batch.",
                 rule="H207",
             )
@@ -181,7 +181,7 @@ def with_an_empty_one(
     """Choose some parts, the last of which has weight 0, and return their positions.
 
     Args:
-        weighting: The weighting that determines the weights.
+        weighting: What the mean of the loss is taken over.
         parts: The parts, with the number of samples in each.
         most: The maximum number of positions to return.
 

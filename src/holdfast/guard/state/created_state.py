@@ -122,7 +122,7 @@ def _only_gradients_of(optimizer: Optimizer, chosen: Sequence[torch.Tensor]) -> 
         for p in chosen:
             is_sharded = local(p) is not p
             if is_sharded:
-                # Any tensor with the same sharding will do, since its values are not used.
+                # The values are not used, so any tensor with the same sharding is suitable.
                 p.grad = p.detach()
             else:
                 p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)

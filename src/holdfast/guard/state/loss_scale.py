@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class LossScale:
-    """torch's gradient scaler, with a method to forget a step that is taken back."""
+    """torch's gradient scaler, with a method to undo a step."""
 
     def __init__(self, device_type: str, *, enabled: bool) -> None:
         self._device_type = device_type

@@ -230,9 +230,9 @@ class Attempts:
     def modules_to_recompute(self, plan: StepPlan) -> tuple[str, ...]:
         """Return the modules to recompute after an attempt ran out of memory.
 
-        If the attempt measured how much memory each module keeps, more modules may be added to
-        those of the plan. Otherwise, or if more would not help, the result is `plan.recompute`. It
-        is empty in compiled code, where modules cannot be recomputed.
+        If the attempt measured how much memory each module keeps, modules may be added to
+        `plan.recompute`. If it was not measured, or if more modules would not help, the result is
+        `plan.recompute`. For compiled models, whose modules cannot be recomputed, it is empty.
         """
         if self.compiled:
             return ()
@@ -417,7 +417,7 @@ class Attempts:
     def note_changes(self, work: Work) -> None:
         """Determine which buffers and states changed in the attempt that will be committed."""
         late = [name for name in self._buffers.learn() if name in self._buffers.states.names()]
-        # There was no copy of an object that changes for the first time, so it was not restored
+        # If an object changes for the first time, there was no copy of it, so it was not restored
         # between the attempts.
         if late and work.attempts > 1:
             self._record.emit(run_events.NotRestored(names=tuple(late)))
