@@ -93,6 +93,7 @@ def test_the_arguments_of_the_guard() -> None:
         "epoch",
         "epochs_validated",
         "evaluate",
+        "evaluate_batches",
         "events",
         "global_step",
         "log",

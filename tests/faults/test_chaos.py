@@ -463,7 +463,9 @@ def test_an_interrupted_campaign_says_what_it_has_found(
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     monkeypatch.chdir(origin)
     monkeypatch.setattr(
-        cli, "_say", lambda line: os.kill(os.getpid(), number) if "exact" in line else None
+        cli,
+        "_print_progress",
+        lambda line: os.kill(os.getpid(), number) if "exact" in line else None,
     )
     words = ["--page", "page.html", "--", *command("classifier")]
     ended = CliRunner().invoke(make_app("chaos", "events"), ["chaos", *words])

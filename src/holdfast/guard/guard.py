@@ -668,14 +668,11 @@ class Guard:
             split: Where the batch dimension is; None uses the guard's `split`.
 
         Returns:
-            A tree like that of `fn`, for the whole loader, with tensors on the CPU:
-
-            - A tensor of shape ``(samples, ...)`` or a list with one entry per sample is
-              concatenated in the order of the samples.
-            - A mean over items, as `Loss` or as a pair ``(mean, items)`` with a whole number of
-              items, becomes the mean over all items, as a float.
-            - Any other scalar becomes a tensor of shape ``(batches,)``.
-            - None stays None.
+            A tree like that of `fn`, for the whole loader, with tensors on the CPU. A tensor of
+            shape ``(samples, ...)`` or a list with one entry per sample is concatenated in the
+            order of the samples. A mean over items, as `Loss` or as a pair ``(mean, items)`` with a
+            whole number of items, becomes the mean over all items, as a float. Any other scalar
+            becomes a tensor of shape ``(batches,)``. None stays None.
 
         Raises:
             BatchError: H204 if the loader yields no batch, or for outputs that cannot be combined;

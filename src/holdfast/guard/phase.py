@@ -1,8 +1,9 @@
 """Track the phase of a run, and whether the state in memory is sound.
 
 `Phase` is what the run is doing. `Soundness` is whether the weights, buffers and moments in memory
-belong to the same point in the data; it persists across phases. `TRANSITIONS` lists the allowed
-changes of phase, and `RunState` raises an AssertionError for any other change:
+belong to the same point in the data; it persists across phases. `TRANSITIONS` and
+`PHASE_AFTER_ROLLBACK` contain the allowed changes of phase, and `RunState` raises an AssertionError
+for any other change:
 
     closed → at boundary → in step → committing → after step → at boundary → ... → closed
                               ↓          ↓            ↓
@@ -142,6 +143,28 @@ TRANSITIONS: dict[tuple[Phase, Transition], Phase] = {
     (Phase.COMMITTING, Transition.SPOIL): Phase.AFTER_STEP,
     (Phase.AFTER_STEP, Transition.SPOIL): Phase.AFTER_STEP,
 }
+
+# The phase that follows the restoration of an earlier state, by the soundness of the state and the
+# phase before the restoration.
+PHASE_AFTER_ROLLBACK: dict[tuple[Soundness, Phase], Phase] = {
+    (Soundness.SOUND, Phase.CLOSED): Phase.CLOSED,
+    (Soundness.SOUND, Phase.AT_BOUNDARY): Phase.AT_BOUNDARY,
+    (Soundness.SOUND, Phase.AFTER_STEP): Phase.AFTER_STEP,
+    # The loop has rewound its data, so it is at the boundary before the first batch of that state.
+    (Soundness.REWOUND, Phase.CLOSED): Phase.AT_BOUNDARY,
+    (Soundness.REWOUND, Phase.AT_BOUNDARY): Phase.AT_BOUNDARY,
+    (Soundness.REWOUND, Phase.AFTER_STEP): Phase.AT_BOUNDARY,
+    # The batch in use has broken the state, so this batch counts as used.
+    (Soundness.BROKEN, Phase.CLOSED): Phase.AFTER_STEP,
+    (Soundness.BROKEN, Phase.AT_BOUNDARY): Phase.AFTER_STEP,
+    (Soundness.BROKEN, Phase.AFTER_STEP): Phase.AFTER_STEP,
+}
+for _soundness in Soundness:
+    # An attempt that has begun continues.
+    PHASE_AFTER_ROLLBACK[_soundness, Phase.IN_STEP] = Phase.IN_STEP
+    PHASE_AFTER_ROLLBACK[_soundness, Phase.IN_FURTHER_STEP] = Phase.IN_FURTHER_STEP
+    # An optimizer has failed in the middle of its step.
+    PHASE_AFTER_ROLLBACK[_soundness, Phase.COMMITTING] = Phase.AFTER_STEP
 
 _BETWEEN_STEPS = (Phase.CLOSED, Phase.AT_BOUNDARY, Phase.AFTER_STEP)
 _ATTEMPTING = (Phase.IN_STEP, Phase.IN_FURTHER_STEP)
@@ -284,30 +307,16 @@ class RunState:
     @contextlib.contextmanager
     def rolling_back(self) -> Iterator[None]:
         """Surround the restoration of an earlier state; an error leaves the state broken."""
-        following = self._phase_after_rollback()
+        before = (self._soundness, self._phase)
+        self._follow(Transition.ROLL_BACK)
         try:
-            self._follow(Transition.ROLL_BACK)
             yield
             self._soundness = Soundness.SOUND
         except BaseException:
             self._soundness = Soundness.BROKEN
             raise
         finally:
-            self._phase = following
-
-    def _phase_after_rollback(self) -> Phase:
-        """Return the phase that follows the restoration of an earlier state.
-
-        An attempt that has begun continues. A loop that returns to an earlier position is at a
-        boundary. If the state is broken, the current batch caused that, so it counts as used.
-        """
-        if self.is_attempting:
-            return self._phase
-        if self.must_rewind:
-            return Phase.AT_BOUNDARY
-        if self._soundness is Soundness.SOUND and self._phase in (Phase.CLOSED, Phase.AT_BOUNDARY):
-            return self._phase
-        return Phase.AFTER_STEP
+            self._phase = PHASE_AFTER_ROLLBACK[before]
 
     def rewound(self) -> None:
         """Record that the loop must return to an earlier position in the data."""

@@ -185,6 +185,22 @@ def test_a_large_log_is_read_in_bounded_memory():
     assert [kept.lines[0].number, kept.lines[-1].number] == [1, kept.total_lines]
 
 
+def test_a_repeated_error_stays_limited_after_thousands_of_other_errors():
+    """It would otherwise push the other errors out of what is kept."""
+    repeated = b"ValueError: the same again\n"
+    filler = b"nothing to see\n" * 4096
+    others = [
+        f"ValueError: {''.join(chr(97 + int(digit)) for digit in str(number))}\n".encode()
+        for number in range(10_500)
+    ]
+    blocks = [filler] * 100 + [repeated * 30, b"".join(others), repeated * 5000] + [filler] * 100
+
+    kept = keep_lines(Endless(blocks))
+
+    # 40 hits, and the 12 lines after the last one.
+    assert sum(line.data == repeated.rstrip() for line in kept.lines) <= 52
+
+
 def test_long_lines_of_digits_are_read_in_linear_time():
     """Masks of zeros and ones, 8 KiB a line, are judged before this test runs into its time
     limit.

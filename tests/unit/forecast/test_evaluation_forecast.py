@@ -40,10 +40,12 @@ def test_an_evaluation_keeps_no_activations():
 
 
 def test_without_a_batch_of_its_own_it_has_the_size_of_the_training_step():
+    """The batch of the training step is evaluated."""
     assert trace("evaluated_alike").evaluation.micro_batch_size == 2
 
 
 def test_it_is_traced_only_if_there_is_one_and_it_is_asked_for():
+    """Other traces cost nothing more."""
     assert trace("mlp").evaluation is None
     without = TraceRequest(factory=f"{FACTORIES}:evaluated", sizes=(2,))
     assert trace_job(without).evaluation is None
@@ -54,6 +56,7 @@ def test_it_is_traced_only_if_there_is_one_and_it_is_asked_for():
     [("fails_in_evaluation", "H414", "evaluation"), ("evaluates_nothing", "H412", "evaluate")],
 )
 def test_an_evaluation_that_cannot_be_traced_is_named(factory, rule, word):
+    """The error says that it is about the evaluation."""
     with pytest.raises(PolicyError) as refusal:
         trace(factory)
     assert refusal.value.rule == rule
@@ -67,6 +70,7 @@ def test_an_evaluation_that_cannot_be_traced_is_named(factory, rule, word):
     [("0MiB", True), ("259MiB", False)],
 )
 def test_an_evaluation_that_does_not_fit_is_exit_code_1(margin, fits):
+    """The plan itself fits in both cases."""
     arguments = ["--device", "1GiB", "--precision", "fp32", "--global-batch-size", "8"]
     result = CliRunner().invoke(
         make_app("plan"),

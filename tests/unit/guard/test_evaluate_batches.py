@@ -52,6 +52,7 @@ def splits_of(guard):
 
 
 def test_the_outputs_of_all_batches_are_combined_in_order(tmp_path):
+    """Each kind of output is what the plain loop computes."""
     guard, model = make_guard(tmp_path)
     batches = batches_of(8, 8, 5)
 
@@ -78,6 +79,7 @@ def test_the_outputs_of_all_batches_are_combined_in_order(tmp_path):
 
 
 def test_a_batch_that_does_not_fit_is_halved_and_the_size_is_remembered(tmp_path):
+    """Later batches and evaluations begin with the size that fits."""
     guard, model = make_guard(tmp_path)
     batches = batches_of(16, 7, 3)
     function = fitting(4, lambda batch: (model(batch[0]), batch[1]))
@@ -96,6 +98,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_the_size_is_remembered(tmp_path
 
 
 def test_parts_that_are_complete_are_not_evaluated_again(tmp_path):
+    """A function that counts samples counts each of them once."""
     guard, _ = make_guard(tmp_path)
     counted = []
 
@@ -111,6 +114,7 @@ def test_parts_that_are_complete_are_not_evaluated_again(tmp_path):
 
 
 def test_each_function_has_a_size_of_its_own(tmp_path):
+    """A small function is not split because a large one was."""
     guard, _ = make_guard(tmp_path)
     batches = batches_of(8)
     guard.evaluate_batches(batches, fitting(2, lambda batch: batch[1]))
@@ -120,6 +124,7 @@ def test_each_function_has_a_size_of_its_own(tmp_path):
 
 
 def test_training_is_untouched(tmp_path):
+    """Weights, buffers, modes and random state are as before."""
     guard, model = make_guard(tmp_path)
     model[1].eval()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -182,6 +187,7 @@ def test_means_are_weighted_by_their_items(tmp_path):
     ],
 )
 def test_outputs_that_cannot_be_combined_are_refused(tmp_path, function, rule):
+    """The error names a rule."""
     guard, _ = make_guard(tmp_path)
     with pytest.raises(BatchError) as refusal:
         guard.evaluate_batches(batches_of(16, 5), fitting(8, function))
@@ -189,6 +195,7 @@ def test_outputs_that_cannot_be_combined_are_refused(tmp_path, function, rule):
 
 
 def test_rows_of_different_shapes_are_refused(tmp_path):
+    """They could not be concatenated."""
     guard, _ = make_guard(tmp_path)
     with pytest.raises(BatchError) as refusal:
         guard.evaluate_batches([torch.zeros(2, 3), torch.zeros(2, 5)], lambda batch: batch)
@@ -196,6 +203,7 @@ def test_rows_of_different_shapes_are_refused(tmp_path):
 
 
 def test_a_loader_without_batches_is_refused(tmp_path):
+    """An empty result would hide an empty validation set."""
     guard, _ = make_guard(tmp_path)
     with pytest.raises(BatchError) as refusal:
         guard.evaluate_batches([], lambda batch: batch)
@@ -203,6 +211,7 @@ def test_a_loader_without_batches_is_refused(tmp_path):
 
 
 def test_the_loader_of_the_training_is_refused(tmp_path):
+    """Its position is that of the training."""
     loader = holdfast.DataLoader(torch.zeros(8, FEATURES), batch_size=4)
     guard, _ = make_guard(tmp_path, loader=loader)
     with pytest.raises(PolicyError) as refusal:
@@ -212,6 +221,7 @@ def test_the_loader_of_the_training_is_refused(tmp_path):
 
 @pytest.mark.parametrize("batch", [(torch.zeros(1, FEATURES),), ({1, 2},)])
 def test_what_cannot_be_split_further_is_named(tmp_path, batch):
+    """A single sample, and a batch without a batch dimension."""
     guard, _ = make_guard(tmp_path)
 
     def never_fits(batch):
@@ -224,6 +234,7 @@ def test_what_cannot_be_split_further_is_named(tmp_path, batch):
 
 
 def test_other_errors_of_the_function_are_its_own(tmp_path):
+    """They are raised as they are, and the mode of the models is restored."""
     guard, model = make_guard(tmp_path)
     with pytest.raises(KeyError):
         guard.evaluate_batches(batches_of(4), lambda batch: {}["missing"])
@@ -231,6 +242,7 @@ def test_other_errors_of_the_function_are_its_own(tmp_path):
 
 
 def test_the_batch_dimension_is_that_of_split(tmp_path):
+    """It is that of the guard, unless the call names another."""
     guard, _ = make_guard(tmp_path, split=1)
     frames = torch.arange(12).reshape(2, 6)
     sums = guard.evaluate_batches([frames], fitting_columns)
@@ -246,6 +258,7 @@ def fitting_columns(batch):
 
 
 def test_it_evaluates_the_averaged_weights_inside_averaged(tmp_path):
+    """Outside, it evaluates the trained weights."""
     torch.manual_seed(0)
     model = nn.Linear(FEATURES, 1)
     average = torch.optim.swa_utils.AveragedModel(model)

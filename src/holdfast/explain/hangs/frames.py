@@ -102,7 +102,7 @@ def called_by_user(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 
 def shortened(frame: Frame) -> str:
-    """Return a frame as text for a sentence, such as ``"train.py:12 in main"``."""
+    """Return a frame as text for a sentence, such as ``"model.py:12 in forward"``."""
     return f"{clean(Path(frame.file).name)}:{frame.line} in {clean(frame.function)}"
 
 

@@ -182,7 +182,7 @@ class _Hits:
         kept_to = -1
         for index, line in enumerate(lines):
             number = first + index
-            if index in with_word and self._counts_as_hit(line):
+            if index in with_word and self._record_hit(line):
                 after = _LINES_AFTER_TRACEBACK if _TRACEBACK in line else _LINES_AFTER
                 self._keep_until = max(self._keep_until, number + after)
                 for before in range(max(kept_to + 1, index - _LINES_BEFORE), index):
@@ -192,16 +192,16 @@ class _Hits:
             self._keep(LogLine(number, _cut(line)))
             kept_to = index
 
-    def _counts_as_hit(self, line: bytes) -> bool:
-        """Return whether a line with an error word counts as a hit.
+    def _record_hit(self, line: bytes) -> bool:
+        """Count a line with an error word, and return whether it is a hit.
 
-        It does not count if the same line, ignoring digits, has been a hit too often.
+        It is not a hit if the same line, ignoring digits, has been a hit too often.
         """
         if _TRACEBACK in line:
             return True
         without_digits = _DIGITS.sub(b"", line.lower()[:_COMPARED_BYTES])
         count = self._counts.get(without_digits, 0)
-        if len(self._counts) < _MAX_DISTINCT_LINES:
+        if without_digits in self._counts or len(self._counts) < _MAX_DISTINCT_LINES:
             self._counts[without_digits] = count + 1
         return count < _MAX_REPEATS
 

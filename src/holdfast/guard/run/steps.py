@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,14 @@ from holdfast.recorder.black_box import StepMark
 
 # A divergence counts as overcome after this many further steps. PaLM (2022) restarted about 100
 # steps before a spike and skipped 200 to 500 batches.
-_BEYOND_SPIKES = 100
+_STEPS_TO_OVERCOME_DIVERGENCE = 100
+
+
+class Trouble(Enum):
+    """Why steps are refused. The value is the rule of the error that stops the run if it lasts."""
+
+    NONFINITE = "H501"
+    DIVERGED = "H503"
 
 
 class Recovery:
@@ -66,7 +74,7 @@ class Recovery:
             attempt: The attempt.
 
         Returns:
-            Why the attempt must not be committed, or None if it may be committed.
+            The decision to refuse the attempt, or None to commit it.
         """
         policy = self._policy
         counters = self._session.counters
@@ -110,7 +118,7 @@ class Recovery:
         if outcome.decision is None:
             return self._after_nonfinite_step(outcome, batch)
         self._session.counters.note_spike()
-        return self._carry_out(outcome.decision, outcome.decision.reason, DivergenceError)
+        return self._carry_out(outcome.decision, outcome.decision.reason, Trouble.DIVERGED)
 
     def _after_nonfinite_step(self, outcome: Outcome, batch: Any) -> str:
         counters = self._session.counters
@@ -138,71 +146,75 @@ class Recovery:
             rollbacks_in_a_row=counters.rollbacks_in_a_row,
             max_rollbacks=self._policy.max_rollbacks,
         )
-        return self._carry_out(decision, reason, NonFiniteError)
+        return self._carry_out(decision, reason, Trouble.NONFINITE)
 
-    def _carry_out(self, decision: Decision, reason: str, error: type[HoldfastError]) -> str:
+    def _carry_out(self, decision: Decision, reason: str, trouble: Trouble) -> str:
         """Roll back, skip the batch, or raise an error, as decided.
 
         Args:
             decision: The decision.
-            reason: Why the step was refused.
-            error: The class of the error to raise: `DivergenceError` after a spike, otherwise
-                `NonFiniteError`.
+            reason: Why the step was refused, in words.
+            trouble: The kind of trouble that the refused step showed.
 
         Returns:
             Why the step was refused and what was done.
         """
-        counters = self._session.counters
-        self._record.emit(self._with_position(decision, error))
+        self._record.emit(self._with_position(decision, trouble))
         if isinstance(decision, RollBack):
-            if self._roll_back(spiked=error is DivergenceError):
+            if self._roll_back(trouble):
                 return f"{reason}; rolled back to step {self._record.global_step}"
-            if error is DivergenceError:
-                decision = SkipStep(
-                    reason=f"{reason}; there is no earlier state to return to",
-                    promise="changes training",
-                )
-            else:
-                decision = Stop(
-                    reason=f"{decision.reason}; there is no checkpoint to return to",
-                    promise=decision.promise,
-                )
-            self._record.emit(self._with_position(decision, error))
+            decision = self._decide_without_earlier_state(decision, reason, trouble)
+            self._record.emit(self._with_position(decision, trouble))
         if isinstance(decision, Stop):
             # If the script catches the error and continues, assume that it has fixed the cause.
-            counters.end_rows()
-            if error is DivergenceError:
+            self._session.counters.end_rows()
+            if trouble is Trouble.DIVERGED:
                 # Diverged weights are never saved.
                 self._session.state.spoil()
-            raise self._error_of_lasting_trouble(decision.reason, error)
+            raise self._error_of_lasting_trouble(decision.reason, trouble)
         return reason
 
-    def _roll_back(self, *, spiked: bool = False) -> bool:
-        """Roll back to the last state before the first sign of trouble, and skip the batches since
-        then.
+    def _decide_without_earlier_state(
+        self, decision: RollBack, reason: str, trouble: Trouble
+    ) -> Decision:
+        """Decide what to do instead of a rollback if there is no earlier state."""
+        if trouble is Trouble.DIVERGED:
+            return SkipStep(
+                reason=f"{reason}; there is no earlier state to return to",
+                promise="changes training",
+            )
+        return Stop(
+            reason=f"{decision.reason}; there is no checkpoint to return to",
+            promise=decision.promise,
+        )
+
+    def _roll_back(self, trouble: Trouble) -> bool:
+        """Roll back to the last state before the first sign of trouble.
+
+        The batches since then are skipped.
 
         Args:
-            spiked: True after a divergence, False after NaN or Inf.
+            trouble: Why the last step was refused.
 
         Returns:
             Whether there was a state to roll back to.
         """
         session = self._session
         failed_at = self._record.global_step
-        training = self._restore_state_before_trouble(spiked=spiked)
+        training = self._restore_state_before(trouble)
         if training is None:
             return False
-        steps_to_prove = self._policy.nonfinite_patience or 1
-        if spiked:
-            steps_to_prove = _BEYOND_SPIKES
-        session.counters.note_rollback(failed_at, steps_to_prove)
+        steps_to_overcome = self._policy.nonfinite_patience or 1
+        if trouble is Trouble.DIVERGED:
+            steps_to_overcome = _STEPS_TO_OVERCOME_DIVERGENCE
+        session.counters.note_rollback(failed_at, steps_to_overcome)
         session.spikes.return_to(training["spikes"])
         self._record.emit(
             run_events.RolledBack(from_step=failed_at, to_step=self._record.global_step)
         )
         return True
 
-    def _restore_state_before_trouble(self, *, spiked: bool) -> dict[str, Any] | None:
+    def _restore_state_before(self, trouble: Trouble) -> dict[str, Any] | None:
         """Restore the newest state that predates the trouble, or the newest of all if none does.
 
         The cause of a divergence may precede its first sign by some steps. Therefore, only a state
@@ -211,7 +223,7 @@ class Recovery:
         rollback goes further back.
 
         Args:
-            spiked: True after a divergence, False after NaN or Inf.
+            trouble: Why the last step was refused.
 
         Returns:
             The guard's own part of the restored state, or None if there was no state to restore.
@@ -219,7 +231,7 @@ class Recovery:
         first_sign = self._record.global_step - (self._session.spikes.suspicious_since() or 0)
         certainly_good = first_sign - GOOD_AFTER
         candidates: list[int | None] = [first_sign, None]
-        if spiked:
+        if trouble is Trouble.DIVERGED:
             candidates.insert(0, certainly_good)
         for before_step in candidates:
             training = self._session.restoration.roll_back(
@@ -245,15 +257,15 @@ class Recovery:
             rollbacks_in_a_row=self._session.counters.rollbacks_in_a_row,
             max_rollbacks=self._policy.max_rollbacks,
         )
-        self._record.emit(self._with_position(decision, NonFiniteError))
-        if isinstance(decision, RollBack) and self._roll_back():
+        self._record.emit(self._with_position(decision, Trouble.NONFINITE))
+        if isinstance(decision, RollBack) and self._roll_back(Trouble.NONFINITE):
             return
         self._session.state.spoil()
-        raise self._error_of_lasting_trouble(why, NonFiniteError)
+        raise self._error_of_lasting_trouble(why, Trouble.NONFINITE)
 
-    def _error_of_lasting_trouble(self, reason: str, error: type[HoldfastError]) -> HoldfastError:
+    def _error_of_lasting_trouble(self, reason: str, trouble: Trouble) -> HoldfastError:
         """Return the error that stops a run whose trouble persists after all rollbacks."""
-        if error is DivergenceError:
+        if trouble is Trouble.DIVERGED:
             return DivergenceError(
                 reason,
                 limit=f"all rollbacks are used up (max_rollbacks={self._policy.max_rollbacks})",
@@ -262,7 +274,7 @@ class Recovery:
                     ' loss is meant to jump, leave spike_action at "warn". The newest checkpoint'
                     " predates the divergence."
                 ),
-                rule="H503",
+                rule=trouble.value,
             )
         return NonFiniteError(
             reason,
@@ -274,14 +286,14 @@ class Recovery:
                 "lower the learning rate, set max_grad_norm, or check the data of the batches that"
                 " the events name. The newest checkpoint is finite."
             ),
-            rule="H501",
+            rule=trouble.value,
         )
 
-    def _with_position(self, decision: Decision, error: type[HoldfastError]) -> Decision:
+    def _with_position(self, decision: Decision, trouble: Trouble) -> Decision:
         """Add the position in the data to a decision and, for a `Stop`, the error's rule."""
         facts = self.samples.position()
         if isinstance(decision, Stop):
-            facts["rule"] = "H503" if error is DivergenceError else "H501"
+            facts["rule"] = trouble.value
         return replace(decision, **facts)
 
     # --- optimizers that failed partway
