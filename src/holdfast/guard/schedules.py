@@ -340,7 +340,7 @@ def _check_not_inside(schedulers: Mapping[str, Any]) -> None:
 def _refused(problem: str, limit: str, fix: str) -> PolicyError:
     """Return an H105 error for a scheduler.
 
-    To `fix`, this adds a fix that works for any scheduler.
+    The error's fix is `fix`, followed by one that works for any scheduler.
     """
     return PolicyError(
         problem,

@@ -83,7 +83,7 @@ class GroupSaves:
         self._refused = False
 
     def fields_of_row(self, kind: float) -> dict[str, bool]:
-        """Return the fields with the first rank's decision, for its row."""
+        """Return the fields of the first rank's row that contain its decision."""
         steps = int(kind == STEP)
         waits = bool(steps) and self._cursor is not None and self._cursor.seems_to_end
         return {

@@ -72,7 +72,7 @@ def differing_names(digests: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[
 
 
 def select(entries: EntriesByKind, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """Return the entries with these names, as far as this rank has them."""
+    """Return those entries of this rank whose names are in `names`."""
     selected = {}
     for kind in KINDS:
         own = entries[kind]

@@ -1,4 +1,4 @@
-"""`SharedWriters`: the writers of a checkpoint of which each rank writes a part."""
+"""`SharedWriters`: write a checkpoint jointly, with a part on each rank."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ from holdfast.memory.oom import naming_lack_of_memory
 # By default Lightning evaluates after each epoch, and the Trainer every 500 steps.
 _EPOCHS_WITHOUT_METRIC = 3
 _STEPS_WITHOUT_METRIC = 1000
-# The first epochs, up to this many, are all recorded as events. Later, only a few epochs are, so
-# that these events never fill the recorder's ring buffer.
+# The first epochs, up to this many, are all recorded as events. After that, only some epochs are
+# recorded, so that these events never fill the recorder's ring buffer.
 _EPOCHS_WITH_EVENTS = 100
 
 

@@ -95,8 +95,8 @@ class ReturningALoss:
         self._own: list[tuple[dict[str, Any], Any]] = []
         for optimizer in self._optimizers:
             attributes = vars(optimizer)
-            # Schedulers replace `step` in the same way, so an original is stored only if it is an
-            # instance attribute.
+            # A scheduler may already have replaced `step` on the instance in the same way, so keep
+            # that attribute.
             self._own.append((attributes, attributes.get("step")))
             # `zero_grad` is not replaced, because frameworks may call it when there are no
             # gradients. If a call clears existing gradients, this is detected on exit.

@@ -155,7 +155,7 @@ class SplitCheckResult:
         """Return the weighting of a batch's parts, for a loss function without declared items."""
         return self.held[0] if self.held else SAMPLES
 
-    def may_turn_wrong(self) -> bool:
+    def may_change_gradient_later(self) -> bool:
         """Return whether splitting may change the gradient later, though it has not so far.
 
         This is the case for a loss that selects samples, since it may have selected all of them so

@@ -124,7 +124,7 @@ class _LossHistory:
     # steps had a batch that distinguishes weightings.
     steps: int = 0
     split_steps: int = 0
-    telling_steps: int = 0
+    distinguishing_steps: int = 0
     # Whether a trial has included a part without items, which has nothing to average over.
     tried_empty: bool = False
     # The content of the last report: the hazard that forbids splitting, the weighting, and whether
@@ -166,10 +166,10 @@ class _LossHistory:
         if comparison.outcome != "unknown":
             self.verdict = merged([self.verdict, comparison])
 
-    def may_turn_wrong(self) -> bool:
+    def may_change_gradient_later(self) -> bool:
         """Return whether splitting may change the gradient later, though it has not so far."""
         return self.steps_in_doubt > 0 or (
-            self.verdict is not None and self.verdict.may_turn_wrong()
+            self.verdict is not None and self.verdict.may_change_gradient_later()
         )
 
 
@@ -210,7 +210,7 @@ class SplitSafety:
         self._uncuttable: str | None = None
         self._reported_no_copy = False
         # Whether a trial in the current step has run in this process rather than in a forked copy.
-        self._has_run_here = False
+        self._ran_in_this_process = False
         parameters = [parameter for _, parameter in parts.named_parameters()]
         # Function that returns a context for calling a loss function; see `ReturningALoss`.
         self.inside = functools.partial(ReturningALoss, parts.optimizers.values(), parameters)
@@ -282,7 +282,7 @@ class SplitSafety:
         history = self._last_function[1]
         history.steps += 1
         history.split_steps += splits_now
-        self._has_run_here = False
+        self._ran_in_this_process = False
         size = work.size
         can_fork = self._forks()
         trial_is_due = self._is_trial_due(history, work, part)
@@ -310,7 +310,7 @@ class SplitSafety:
         refused = self._refused(history)
         if splits_now and refused is not None:
             self._stop_splitting(history, *refused)
-        facts = (refused, history.weighting_of_parts(), history.may_turn_wrong())
+        facts = (refused, history.weighting_of_parts(), history.may_change_gradient_later())
         if history.steps == 1 or (splits_now and facts != history.reported):
             self._report_promises(history, size, refused)
         history.reported = facts
@@ -318,19 +318,21 @@ class SplitSafety:
         if refused is None and splits_now and was_checked and not history.steps_in_doubt:
             history.equal_until_step = self._record.global_step
         has_verdict = history.verdict is not None and history.verdict.outcome != "unknown"
-        # A loss function that starts to change state later is still detected before a split or a
-        # retry.
+        # If a loss function starts to change state later, this is still detected before a split or
+        # a retry.
         history.settled = has_verdict or not (can_fork or is_weighted) or not may_ever_split
-        return self._has_run_here, refused is None
+        return self._ran_in_this_process, refused is None
 
     def _is_trial_due(self, history: _LossHistory, work: Work, part: int | None) -> bool:
         """Return whether a trial with four samples is due in this step."""
         if part is None:
             return _is_power_of_two(history.steps)
         is_due = _is_power_of_two(history.split_steps)
-        if not is_due and self._tells_apart(history, work):
-            history.telling_steps += 1
-            is_due = history.telling_steps <= _ALWAYS or _is_power_of_two(history.telling_steps)
+        if not is_due and self._distinguishes_weightings(history, work):
+            history.distinguishing_steps += 1
+            is_due = history.distinguishing_steps <= _ALWAYS or _is_power_of_two(
+                history.distinguishing_steps
+            )
         if not history.tried_empty and work.size is not None and not callable(work.split):
             # The first part without items in a run must be included in a trial.
             batch = largest_of(work.batch, work.split)
@@ -494,11 +496,15 @@ class SplitSafety:
         if refused is not None:
             if isinstance(self._policy.micro_batch_size, int):
                 raise self._refusal(*refused)
-            history.reported = (refused, history.weighting_of_parts(), history.may_turn_wrong())
+            history.reported = (
+                refused,
+                history.weighting_of_parts(),
+                history.may_change_gradient_later(),
+            )
             self._report_promises(history, work.size, refused)
         return refused is None
 
-    def _tells_apart(self, history: _LossHistory, work: Work) -> bool:
+    def _distinguishes_weightings(self, history: _LossHistory, work: Work) -> bool:
         """Return whether this batch distinguishes weightings that were equal in all trials so far.
 
         This counts entries in the batch's integer tensors and masks. If items are declared, the
@@ -563,7 +569,7 @@ class SplitSafety:
             # If samples share random numbers, splitting changes the variance of the loss, but not
             # its expected value.
             return "changes training"
-        if history.may_turn_wrong():
+        if history.may_change_gradient_later():
             return "changes training"
         dropout = any(
             module.training and _has_dropout(module)
@@ -643,7 +649,7 @@ class SplitSafety:
         history.verdict = result if history.verdict is None else merged([history.verdict, result])
         if history.verdict.changes_batch or history.verdict.outcome != "unknown":
             history.changes_batch = history.verdict.changes_batch or bool(history.changes_batch)
-        has_detected = result.outcome != "unknown" and not self._has_run_here
+        has_detected = result.outcome != "unknown" and not self._ran_in_this_process
         if has_detected:
             history.side_effects = history.verdict.side_effects
         return has_detected
@@ -673,7 +679,7 @@ class SplitSafety:
             if result.not_made:
                 self._report_no_copy(result.why)
         if result is None or (result.not_made and here):
-            self._has_run_here = True
+            self._ran_in_this_process = True
             check = self._split_check(history, work, in_a_copy=False)
             # The caller restores the buffers and the random state of accelerators.
             with isolated(), self._alone():

@@ -91,8 +91,8 @@ def is_small(tree: Any, *, most_entries: int, most_bytes: int) -> bool:
 def fingerprint(tree: Any) -> list[Any]:
     """Return numbers that almost certainly change if any value in the tree changes.
 
-    A tensor contributes its shape and the sum of its bits, any other leaf a checksum. This
-    synchronizes with the device.
+    A tensor contributes its shape and the sum of its bits. Any other leaf contributes a checksum.
+    This synchronizes with the device.
     """
     entries: list[Any] = []
     remaining = [tree]

@@ -77,8 +77,7 @@ class Attempts:
             self._all_parameters,
         )
         self._drops = policy.drop_nonfinite_samples
-        # The micro-batch size that the policy sets.
-        self._asked = policy.micro_batch_size
+        self._policy_micro_batch_size = policy.micro_batch_size
         wanted = policy.recompute
         self._modules = (
             named_submodules(parts.models)
@@ -199,7 +198,7 @@ class Attempts:
         )
 
     def _observed(self, work: Work, plan: StepPlan) -> PassResult:
-        """Run forward and backward as planned. The diagnosis observes them if it is due."""
+        """Run forward and backward as planned, observed by the diagnosis when this is due."""
         observation = self._diagnosis.attempt()
         self._begun += 1
         self.current = self._begun
@@ -331,7 +330,7 @@ class Attempts:
 
         This is False if the micro-batch size was set by the policy.
         """
-        return plan.micro_batch_size not in (None, self._asked)
+        return plan.micro_batch_size not in (None, self._policy_micro_batch_size)
 
     def _cut(self, batch: Any, size: int, split: Split, plan: StepPlan) -> list[tuple[Any, int]]:
         return micro_batches(

@@ -273,8 +273,7 @@ class StepEngine:
             self._remedies.apply(work, result)
 
     def _make_attempt(self, work: Work) -> StepAttempt | Failure:
-        """Make one attempt. Return the attempt, or the failure because of which it must be
-        repeated.
+        """Make an attempt. Return it if all ranks have succeeded, otherwise return the failure.
 
         Errors without a known remedy are raised.
         """

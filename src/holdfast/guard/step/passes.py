@@ -329,7 +329,7 @@ class _Tally:
         self._loss = loss if self._loss is None else self._loss + loss
 
     def finish(self, parameters: Sequence[torch.Tensor]) -> PassResult:
-        """Correct the gradients from the estimated to the counted items, and return the result."""
+        """Rescale the gradients to the counted number of items, and return the result."""
         if self._loss is None:
             if self._bad is None:
                 raise bad_items(0)
