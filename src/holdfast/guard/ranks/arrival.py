@@ -48,8 +48,8 @@ def _watch_neighbors(group: Any, messages: Messages) -> None:
     next_rank = (messages.rank + 1) % world_size
     for neighbor in {previous_rank, next_rank} - {messages.rank}:
         try:
-            # Start receiving here rather than in the thread, where this would disturb the count of
-            # a step's collectives.
+            # Start both transfers here rather than in the thread, where they would disturb the
+            # count of a step's collectives.
             sent = group.send([torch.zeros(1)], neighbor, _TAG + messages.guard)
             received = group.recv([torch.zeros(1)], neighbor, _TAG + messages.guard)
         except RuntimeError:

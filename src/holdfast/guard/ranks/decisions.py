@@ -41,7 +41,7 @@ class GroupStopRequest(StopRequest):
         """Follow the requests in the rows of all ranks.
 
         If ranks received different signals, all ranks follow the one with the highest number. The
-        reason must be the same on all ranks, since a script may decide by it what to do next.
+        reason must be the same on all ranks, since a script may use it to decide what to do next.
         """
         rank, stop = rows.stop
         if stop > 1.0:
@@ -61,7 +61,7 @@ class GroupStopRequest(StopRequest):
         super().reset(raised=raised)
 
     def __enter__(self) -> None:
-        """Do nothing, since all ranks stop together and no signal interrupts a single one."""
+        """Do nothing: all ranks stop together, so a signal must not interrupt a single rank."""
 
 
 @final

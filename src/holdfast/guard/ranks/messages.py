@@ -142,11 +142,11 @@ class Messages:
     # --- threads and their requests
 
     def start_thread(self, run: Callable[[RankStore], None], name: str) -> None:
-        """Start a thread with its own connection to the store, which is passed to `target`."""
+        """Start a thread that calls `run` with its own connection to the store."""
         self._threads.start(run, name)
 
     def start_thread_without_store(self, run: Callable[[], None], name: str) -> None:
-        """Start a thread that does not use the store."""
+        """Start a thread that calls `run` and does not use the store."""
         self._threads.start_without_store(run, name)
 
     def request(self, key: str, text: str) -> None:

@@ -17,8 +17,8 @@ from holdfast.guard.ranks.row import Rows
 
 # Epochs with fewer steps than this are not evaluated.
 _LEAST_STEPS = 20
-# A rank is reported if the other ranks wait for it during at least this share of a step. Smaller
-# differences are normal variation.
+# A rank is reported if it is busy longer than the other ranks by more than this share of the time.
+# Smaller differences are normal variation.
 _LEAST_SHARE = 0.1
 
 

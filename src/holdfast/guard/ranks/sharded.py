@@ -61,7 +61,7 @@ class ShardedModel(DistributedModel):
     def _record_collectives(self) -> None:
         """From now on, record the collectives that torch starts for this model on the tape."""
         if self._mesh.ndim > 1:
-            self._obstacle = "replicas of its shards would continue without it"
+            self._obstacle = "other replicas of its shards would continue without this rank"
         elif not hasattr(self._root, "reset_iter_state"):
             self._obstacle = "this version of torch cannot discard an unfinished attempt"
         for at, module in enumerate(self._modules if self._obstacle is None else ()):

@@ -106,7 +106,7 @@ class SingleProcess:
     def inspect_gradients(
         self, groups: Sequence[Group], loss: torch.Tensor, items: torch.Tensor | None
     ) -> tuple[GradientFacts, torch.Tensor]:
-        """Measure the gradients, which are whole."""
+        """Measure the gradients."""
         return inspect(groups, loss, items)
 
     def accepts(self, attempt: StepAttempt) -> bool:

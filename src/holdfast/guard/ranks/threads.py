@@ -35,11 +35,11 @@ class StoreThreads:
         self.is_ending = False
 
     def start(self, run: Callable[[RankStore], None], name: str) -> None:
-        """Start a thread with its own connection to the store."""
+        """Start a thread that calls `run` with its own connection to the store."""
         self.start_without_store(partial(run, self._store.connect_again()), name)
 
     def start_without_store(self, run: Callable[[], None], name: str) -> None:
-        """Start a thread that does not use the store."""
+        """Start a thread that calls `run` and does not use the store."""
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()

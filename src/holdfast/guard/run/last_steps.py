@@ -1,10 +1,11 @@
-"""Remember the step at which each guard of this process closed its run, for the next guard of the
-same run.
+"""Record the step at which each guard in this process closed its run.
+
+The next guard of the same run uses this to report lost steps.
 
 A loop that is left by ``break`` or an exception writes no checkpoint, so its last steps exist only
-in memory. When a notebook cell is run again, the next guard resumes from the newest checkpoint. It
-compares its step with the remembered one and reports the lost steps, since users do not expect to
-lose steps when no process was killed.
+in memory. For example, if a notebook cell is run again, the next guard resumes from the newest
+checkpoint. If that checkpoint is older than the recorded step, the guard reports the lost steps,
+since users do not expect to lose steps when no process was killed.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def not_recomputable(error: Exception, _work: Work, plan: StepPlan) -> Failure |
     description = describe_error(error)
     if isinstance(error, RecomputeDiffersError):
         return NotRecomputable(description=description, block=error.block, why=error.why)
-    why = "one of them computes a different result when it is run again"
+    why = "one of these modules computes a different result when it is run again"
     return NotRecomputable(description=description, block=None, why=why)
 
 
