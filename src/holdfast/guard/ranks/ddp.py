@@ -101,7 +101,7 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
         return self._model.why_not_completable()
 
     def _start_missing_collectives(self) -> str | None:
-        """Start the missing collectives of this attempt. Return a reason if that is impossible."""
+        """Start the missing collectives of this attempt, or return why that is impossible."""
         obstacle = self._model.wait_for_others()
         if obstacle is not None:
             return obstacle

@@ -94,10 +94,10 @@ class FsdpRanks(ProcessGroupRanks[ShardedModel]):
     def complete_collectives(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
         """Complete the collectives that other ranks are waiting for, after an attempt failed here.
 
-        With fp16, this is not possible.
+        With fp16, this is impossible, since the gradient scaler starts collectives as well.
 
         Raises:
-            OutOfMemoryError: H401 if that is not possible.
+            OutOfMemoryError: H401 if the collectives cannot be completed.
         """
         super().complete_collectives(failure, parameters)
         self._has_failed = True
@@ -108,7 +108,7 @@ class FsdpRanks(ProcessGroupRanks[ShardedModel]):
         return self._model.why_not_completable()
 
     def _start_missing_collectives(self) -> str | None:
-        """Start the missing collectives of this attempt. Return a reason if that is impossible."""
+        """Start the missing collectives of this attempt, or return why that is impossible."""
         return self._model.follow(self._exchange_failure)
 
     def _exchange_failure(self) -> None:

@@ -223,7 +223,7 @@ class Ranks(Protocol):
             parameters: The parameters of the step, whose gradients are cleared.
 
         Raises:
-            OutOfMemoryError: H401 if this is impossible.
+            OutOfMemoryError: H401 if the collectives cannot be completed.
         """
         ...
 

@@ -161,14 +161,15 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
 
     @abstractmethod
     def _why_not_completable(self) -> str | None:
-        """Return why this rank cannot start the missing collectives of an attempt, or None."""
+        """Return why this rank cannot start missing collectives of an attempt, or None if it
+        can."""
 
     @abstractmethod
     def _start_missing_collectives(self) -> str | None:
         """Start the collectives that this attempt still lacks, with NaN as input.
 
         Returns:
-            None, or why that is not possible.
+            None, or the reason why that is impossible.
         """
 
     @abstractmethod
@@ -374,7 +375,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         """Complete the collectives that other ranks are waiting for, after an attempt failed here.
 
         Raises:
-            OutOfMemoryError: H401 if that is not possible.
+            OutOfMemoryError: H401 if the collectives cannot be completed.
         """
         for parameter in parameters:
             parameter.grad = None
@@ -394,7 +395,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         """Start the collectives in which the other ranks are waiting, with NaN as input.
 
         Returns:
-            None, or why that is not possible.
+            None, or the reason why that is impossible.
         """
         if self._exchange.is_received:
             return (

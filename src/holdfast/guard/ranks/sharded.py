@@ -138,7 +138,7 @@ class ShardedModel(DistributedModel):
             exchange_row: Sends the row of this rank, and waits for those of the others.
 
         Returns:
-            None, or why that is not possible.
+            None, or the reason why that is impossible.
         """
         self._forget()
         obstacle = self._tape.follow(partial(self._start_by_hand, exchange_row))

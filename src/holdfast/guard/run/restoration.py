@@ -44,7 +44,7 @@ class Restoration:
     """Restores the state of one run.
 
     Args:
-        context: What the objects of the run share.
+        context: The shared objects of the run.
         directory: The run directory.
         store: The checkpoints in it.
         saved_state: Gathers the state to save.

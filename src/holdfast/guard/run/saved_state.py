@@ -33,7 +33,7 @@ class SavedState:
     """Gathers the state of one run for a checkpoint.
 
     Args:
-        context: What the objects of the run share.
+        context: The shared objects of the run.
         directory: The run directory.
         chooser: Decides when to save. The measured cost of saves is part of the state.
     """

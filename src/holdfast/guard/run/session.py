@@ -56,7 +56,7 @@ class Session:
     """One run while its directory is open, with the objects that save and restore its state.
 
     Args:
-        context: What the objects of the run share.
+        context: The shared objects of the run.
         directory: The run directory.
         clock: The source of time.
     """

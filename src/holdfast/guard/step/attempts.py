@@ -43,7 +43,7 @@ class Attempts:
     """Makes attempts at steps, and takes them back.
 
     Args:
-        context: What the objects of the run share.
+        context: The shared objects of the run.
     """
 
     def __init__(self, context: RunContext) -> None:

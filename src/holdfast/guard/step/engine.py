@@ -58,7 +58,7 @@ class StepEngine:
     """Runs the steps of one run.
 
     Args:
-        context: What the objects of the run share.
+        context: The shared objects of the run.
         split: The position of the batch dimension; see `Guard`.
         reserves: Host memory that can be freed when an attempt runs out of memory.
     """

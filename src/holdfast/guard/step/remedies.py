@@ -36,7 +36,7 @@ class StepRemedies:
     """Applies a remedy after each failed attempt, which the engine has already taken back.
 
     Args:
-        context: What the objects of the run share.
+        context: The shared objects of the run.
         attempts: Makes the attempts.
         reserves: Host memory that can be freed.
     """
