@@ -161,8 +161,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
 
     @abstractmethod
     def _why_not_completable(self) -> str | None:
-        """Return why this rank cannot start missing collectives of an attempt, or None if it
-        can."""
+        """Return why this rank cannot start the missing collectives of an attempt, or None."""
 
     @abstractmethod
     def _start_missing_collectives(self) -> str | None:

@@ -174,7 +174,7 @@ class ReplicatedModel(DistributedModel):
     def _collectives_in_backward(self) -> int | None:
         """Return how many collectives the loss or the model has started in backward.
 
-        None if that is not known.
+        Returns None if the number is unknown.
         """
         if self._records_graph:
             return None
@@ -190,7 +190,7 @@ class ReplicatedModel(DistributedModel):
     def _count_reductions(self, seen: int) -> int | None:
         """Return how many gradient reductions torch starts in a backward pass.
 
-        None if that is not known.
+        Returns None if the number is unknown.
 
         Args:
             seen: How many collectives were started on the wrapper's group. If torch's log confirms

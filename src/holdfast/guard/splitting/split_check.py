@@ -1031,7 +1031,7 @@ def attempted(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
     """Return the result of a check, or an "unknown" result with the reason if the check fails."""
     try:
         # The check runs in eager mode. Otherwise, torch would compile code for the sizes of the
-        # trial, for which a forked copy has no threads.
+        # trial, which a forked copy cannot do, because the threads for it were not copied.
         with eager():
             return run()
     except CalledInsideError as error:
