@@ -63,8 +63,7 @@ class Listener:
         self._meetings = Meetings(rank, other_ranks, progress)
 
     def run(self, store: RankStore) -> None:
-        """In a thread, exit this process if another rank has failed, or waits for this rank in
-        vain.
+        """In a thread, exit this process if another rank has failed or waits for it in vain.
 
         The main thread gets a few seconds to notice the error and exit normally.
 
@@ -154,9 +153,8 @@ class Meetings:
         self._progress = progress
         # The whereabouts of other ranks, with the monotonic time at which each was received.
         self._received: list[tuple[float, Whereabouts]] = []
-        # The monotonic time since which this rank has been waiting in a collective of the script,
-        # while other ranks wait for it in the guard. None while this rank is not waiting in that
-        # way.
+        # The monotonic time at which this rank was first seen waiting in a collective of the script
+        # while other ranks waited for it in the guard. None if the two do not wait for each other.
         self._elsewhere_since: float | None = None
 
     @property

@@ -57,7 +57,8 @@ class RowExchange:
         self._pending: PendingRows | None = None
         # The rows of all ranks. None until the gradients of this attempt are reduced.
         self._rows: Rows | None = None
-        # How many items this rank's loss is averaged over. It is the same on all ranks.
+        # The number of items by which each rank divides its own number. It is the same on all
+        # ranks.
         self.reference: float | None = None
         # The value of `reference` before this attempt.
         self._reference_before: float | None = None
@@ -97,7 +98,7 @@ class RowExchange:
 
         Args:
             loss: The loss of this rank.
-            items: The number of items of this rank.
+            items: How many items this rank's loss is averaged over.
             **fields: Further fields of the row; see `Row`.
         """
         self._messages.check_here()
@@ -142,7 +143,8 @@ class RowExchange:
 
         Args:
             loss: The loss of this rank, detached, shape ``()``.
-            items: The number of items of the loss: a number, or a tensor of shape ``()``.
+            items: How many items this rank's loss is averaged over: a number, or a tensor of shape
+                ``()``.
             counted: Whether the number of items must be a whole number.
             **fields: Further fields of the row; see `Row`.
         """
