@@ -117,7 +117,7 @@ def test_every_fault_is_named(fault, digits, undisturbed, tmp_path):
     assert named_by in found | kinds
     told = json.dumps(ended.verdict().as_json())
     said = {
-        "loader_healed": "replaced the workers",
+        "loader_healed": "replaced the loader's workers",
         "sample_quarantined": "quarantined a sample",
         "nonfinite_origin": "NaN in the batch",
     }

@@ -316,21 +316,25 @@ def _print_recommendation(plan: DeviceForecast) -> None:
             f" {_size(verification.forecast_bytes)} ({verification.error:+.2%})"
         )
         if verification.evaluation is not None:
-            typer.echo(f"  {_compare_evaluation(verification.evaluation, best)}")
+            typer.echo(f"  {_compare_evaluation(verification.evaluation, plan)}")
     typer.echo("")
 
 
-def _compare_evaluation(evaluation: EvaluationForecast, best: MemoryPlan) -> str:
+def _compare_evaluation(evaluation: EvaluationForecast, plan: DeviceForecast) -> str:
     """Return how much memory the evaluation needs, and whether it or the training step decides."""
+    assert plan.best is not None
+    device = plan.target.device
     samples = counted(evaluation.samples, "sample")
     if not evaluation.fits:
         return (
             f"the evaluation of {samples} does not fit: its tensors hold"
-            f" {_size(evaluation.live_bytes)}. Evaluate fewer samples at a time, or with"
+            f" {_size(evaluation.live_bytes)}, the CUDA context {_size(device.context_bytes)}, and"
+            f" {_size(evaluation.margin_bytes)} of {_size(device.usable_bytes)} are kept free as"
+            " margin. Evaluate fewer samples at a time, or with"
             " guard.evaluate_batches, which splits a batch that does not fit"
         )
     peak = f"the evaluation of {samples} takes {_size(evaluation.process_bytes)}"
-    if evaluation.process_bytes > best.process_bytes:
+    if evaluation.process_bytes > plan.best.process_bytes:
         return f"{peak}, more than the training step: it is the peak of the run"
     return f"{peak}; the training step is the peak of the run"
 

@@ -7,22 +7,30 @@ which they run (evaluation mode, no gradients, random state restored) is `Guard.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from holdfast.core.containers import children_of, rebuild
 from holdfast.core.errors import BatchError, OutOfMemoryError
 from holdfast.core.events import run_events
 from holdfast.core.events.data import EventData
 from holdfast.core.policy.kinds import Precision
-from holdfast.core.text import counted
+from holdfast.core.text import counted, size
 from holdfast.guard.precision import autocast
 from holdfast.loader.splitting import Split, batch_size, micro_batches
+from holdfast.memory.onednn import (
+    is_on,
+    is_onednn_failure,
+    switch_off,
+    switch_off_if_broken,
+    switch_off_if_unsafe,
+)
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, release_memory
 from holdfast.numerics.loss import Loss
 
@@ -45,6 +53,7 @@ class BatchEvaluator:
     to the next.
 
     Args:
+        models: The models of the run.
         devices: The accelerators of the models.
         device_type: Where the models are, such as ``"cuda"``.
         precision: The precision of the forward pass.
@@ -53,12 +62,14 @@ class BatchEvaluator:
 
     def __init__(
         self,
+        models: Collection[nn.Module],
         devices: list[torch.device],
         device_type: str,
         precision: Precision,
         *,
         may_split: bool,
     ) -> None:
+        self._models = models
         self._devices = devices
         self._device_type = device_type
         self._precision: Precision = precision
@@ -89,7 +100,7 @@ class BatchEvaluator:
         """
         results = EvaluationResults()
         for batch in batches:
-            results.add_batch(self._outputs_of(batch, function, split, emit))
+            results.add_batch(self._outputs_of(batch, function, split, emit, results.held_bytes))
         return results.combined()
 
     def _outputs_of(
@@ -98,18 +109,26 @@ class BatchEvaluator:
         function: EvaluationFunction,
         split: Split,
         emit: Callable[[EventData], None],
+        held_bytes: int,
     ) -> list[tuple[Any, int | None]]:
         """Return the outputs for each part of a batch, in order, with the part's samples.
 
         Parts that are complete are not evaluated again when a later part does not fit.
+
+        Args:
+            batch: The batch.
+            function: Called with the batch, or with its parts in order.
+            split: Where the batch dimension is.
+            emit: Records an event.
+            held_bytes: Size of the outputs for the batches before, for an error.
         """
-        key = _code_of(function)
+        code = _code_of(function)
+        most = self._fitting_samples.get(code)
         outputs = []
         # The parts that are still to be evaluated; the next one is the last in the list.
         remaining = [_Part(batch, _samples_in(batch, split))]
         while remaining:
             part = remaining.pop()
-            most = self._fitting_samples.get(key)
             if part.samples is not None and most is not None and part.samples > most:
                 remaining.extend(reversed(_parts_of(part, most, split)))
                 continue
@@ -117,11 +136,35 @@ class BatchEvaluator:
             if shortage is None:
                 outputs.append((output, part.samples))
                 continue
-            decision = self._decide_to_halve(part, shortage)
-            emit(decision)
-            self._fitting_samples[key] = decision.micro_batch_size
             remaining.append(part)
+            if self._switches_onednn_off(part, shortage):
+                # oneDNN has failed, and not the size of the part: evaluate the part once more.
+                emit(run_events.OnednnSwitchedOff())
+                continue
+            decision = self._decide_to_halve(part, shortage, held_bytes)
+            emit(decision)
+            most = decision.micro_batch_size
+            if self._device_type == "cpu" and switch_off_if_unsafe(self._models):
+                # oneDNN creates kernels for new sizes, which is unsafe when memory is short.
+                emit(run_events.OnednnSwitchedOff())
+        if most is not None:
+            # Only a size that has fitted is remembered.
+            self._fitting_samples[code] = most
         return outputs
+
+    def _switches_onednn_off(self, part: _Part, shortage: str) -> bool:
+        """Switch oneDNN off if it has failed, and return whether it was switched off.
+
+        oneDNN can fail for any size once memory was short. Without it, a single sample may fit.
+        """
+        if not is_onednn_failure(shortage) or not is_on():
+            return False
+        if switch_off_if_broken():
+            return True
+        if part.samples == 1:
+            switch_off()
+            return True
+        return False
 
     def _run(self, function: EvaluationFunction, batch: Any) -> tuple[Any, str | None]:
         """Return the outputs on the CPU and None, or None and one line about an out-of-memory."""
@@ -140,8 +183,15 @@ class BatchEvaluator:
         release_memory(self._devices)
         return None, shortage
 
-    def _decide_to_halve(self, part: _Part, shortage: str) -> run_events.EvaluationSplit:
+    def _decide_to_halve(
+        self, part: _Part, shortage: str, held_bytes: int
+    ) -> run_events.EvaluationSplit:
         """Decide to evaluate half of the samples of a part that did not fit.
+
+        Args:
+            part: The part.
+            shortage: One line about the out-of-memory.
+            held_bytes: Size of the outputs for the batches before, which are on the host.
 
         Raises:
             OutOfMemoryError: H401 if the part cannot be split.
@@ -152,14 +202,14 @@ class BatchEvaluator:
         elif part.samples is None:
             reason = "it cannot be split, because its batch dimension is not known"
         elif part.samples == 1:
-            reason = "a single sample does not fit"
+            reason = f"a single sample does not fit beside {size(held_bytes)} of earlier outputs"
         if reason is not None or part.samples is None:
             raise OutOfMemoryError(
                 f"an evaluation of {_described(part.samples)} ran out of memory ({shortage})",
                 limit=str(reason),
                 fix=(
-                    "use a smaller evaluation batch or free memory; if the batch dimension is not"
-                    " known, pass split= to evaluate_batches."
+                    "use a smaller evaluation batch, free memory, or let fn return smaller outputs;"
+                    " if the batch dimension is not known, pass split= to evaluate_batches."
                 ),
                 rule="H401",
             )
@@ -178,6 +228,9 @@ class EvaluationResults:
     """
 
     def __init__(self) -> None:
+        # Size of all outputs.
+        self.held_bytes = 0
+        self._has_outputs = False
         # The outputs for the first part, which give the structure.
         self._example: Any = None
         # The kind of each leaf, by its path; see `_kind_of`.
@@ -198,7 +251,8 @@ class EvaluationResults:
         for output, samples in outputs:
             leaves = dict(_leaves(output, "the output"))
             kinds = {path: _kind_of(value) for path, value in leaves.items()}
-            if not self._values:
+            if not self._has_outputs:
+                self._has_outputs = True
                 self._example = output
                 self._kinds = kinds
                 self._values = {path: [] for path in leaves}
@@ -206,11 +260,14 @@ class EvaluationResults:
                 raise _bad_output(
                     f"fn returned {_described_kinds(kinds)} for this batch, and"
                     f" {_described_kinds(self._kinds)} for the first one",
-                    "return the same structure for every batch.",
+                    "return the same structure for every batch; .squeeze() also drops the batch"
+                    " dimension of a single sample.",
                 )
             for path, value in leaves.items():
                 _check_leaf(path, value, samples, is_split=is_split)
                 self._values[path].append(value)
+                if isinstance(value, torch.Tensor):
+                    self.held_bytes += value.nbytes
 
     def combined(self) -> Any:
         """Return the outputs of all batches.
@@ -218,7 +275,7 @@ class EvaluationResults:
         Raises:
             BatchError: H204 if there was no batch, or if the rows of a tensor differ in shape.
         """
-        if not self._values:
+        if not self._has_outputs:
             raise _bad_output(
                 "the loader yielded no batch to evaluate",
                 "pass a loader that is not empty; an iterator that has ended has no batch left.",
@@ -244,7 +301,10 @@ def _check_leaf(path: str, value: Any, samples: int | None, *, is_split: bool) -
             that does not have one entry for each sample.
     """
     kind = _kind_of(value)
-    if kind in ("nothing", "mean"):
+    if kind == "nothing":
+        return
+    if kind == "mean":
+        _check_mean(path, value, samples)
         return
     if kind == "scalar":
         if is_split:
@@ -268,6 +328,28 @@ def _check_leaf(path: str, value: Any, samples: int | None, *, is_split: bool) -
             f"{path} has {counted(len(value), 'row')} for {_described(samples)}",
             "return one entry per sample: a tuple or dict for several outputs, (mean, items) for a"
             " mean.",
+        )
+
+
+def _check_mean(path: str, value: Any, samples: int | None) -> None:
+    """Raise H204 for a pair that may be two results, and for a `Loss` with further outputs.
+
+    A count, such as that of correct predictions, is an integer too. It is at most the number of
+    samples, while a mean is over at least one item per sample.
+    """
+    if isinstance(value, Loss):
+        if value.extra is not None:
+            raise _bad_output(
+                f"{path} is a Loss with extra outputs", "return these beside the Loss, in a dict."
+            )
+        return
+    items = float(value[1])
+    if samples is not None and items < samples:
+        raise _bad_output(
+            f"{path} is a pair with {items:g} as its second number, for {_described(samples)}: it"
+            " may be a mean over so many items, or two results",
+            "return Loss(mean, items) for a mean over fewer items than samples, and a dict for two"
+            " results.",
         )
 
 
@@ -297,7 +379,8 @@ def _kind_of(value: Any) -> str:
     if _is_scalar(value):
         return "scalar"
     if isinstance(value, torch.Tensor):
-        return "tensor"
+        is_dense = value.layout is torch.strided and not value.is_nested
+        return "tensor" if is_dense else "sparse or nested tensor"
     return type(value).__name__
 
 
@@ -338,13 +421,18 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _is_mean(value: Any) -> bool:
-    """Return whether an output is a `Loss`, or a pair of a mean and a whole number of items."""
+    """Return whether an output is a `Loss`, or a pair of a real mean and a whole number of items.
+
+    Two integers, such as the number of correct predictions and that of all, are two results.
+    """
     if isinstance(value, Loss):
         return True
     if type(value) is not tuple or len(value) != 2 or not all(map(_is_scalar, value)):
         return False
-    items = torch.as_tensor(value[1])
-    return not items.is_floating_point() and items.dtype is not torch.bool
+    mean, items = map(torch.as_tensor, value)
+    if items.is_floating_point() or items.dtype is torch.bool:
+        return False
+    return mean.is_floating_point()
 
 
 # --- the tree of outputs
@@ -370,9 +458,17 @@ def _rebuilt(node: Any, path: str, leaves: dict[str, Any]) -> Any:
     children = _children(node)
     if children is None:
         return leaves[path]
-    return rebuild(
+    return _container_like(
         node, {key: _rebuilt(child, f"{path}[{key!r}]", leaves) for key, child in children.items()}
     )
+
+
+def _container_like(node: Any, children: dict[Any, Any]) -> Any:
+    """Return a container of the same type with other children, or a dict in place of a mapping.
+
+    Some mappings, such as the outputs of Hugging Face's models, refuse to be changed.
+    """
+    return children if isinstance(node, Mapping) else rebuild(node, children)
 
 
 def _on_cpu(output: Any) -> Any:
@@ -386,13 +482,13 @@ def _on_cpu(output: Any) -> Any:
     if isinstance(output, (np.ndarray, np.generic)):
         return torch.tensor(output)
     if isinstance(output, Loss):
-        return Loss(_on_cpu(output.mean), items=_on_cpu(output.items))
+        return Loss(_on_cpu(output.mean), items=_on_cpu(output.items), extra=output.extra)
     if isinstance(output, list):
         return [_on_cpu(entry) for entry in output]
     children = children_of(output)
     if children is None:
         return output
-    return rebuild(output, {key: _on_cpu(child) for key, child in children.items()})
+    return _container_like(output, {key: _on_cpu(child) for key, child in children.items()})
 
 
 def _code_of(function: EvaluationFunction) -> Any:
@@ -412,10 +508,16 @@ def _parts_of(part: _Part, most: int, split: Split) -> list[_Part]:
 
 
 def _samples_in(batch: Any, split: Split) -> int | None:
-    """Return the number of samples in a batch, or None if it has no known batch dimension."""
+    """Return the number of samples in a batch, or None if it has no known batch dimension.
+
+    Raises:
+        BatchError: H204 or H205 if `split` was passed and does not match the batch.
+    """
     try:
         return batch_size(batch, split)
     except BatchError:
+        if split != 0:
+            raise
         return None
 
 

@@ -181,6 +181,7 @@ class Guard:
         self._loader = loader
         self._split = split
         self._evaluator = BatchEvaluator(
+            self._parts.models.values(),
             self._parts.devices(),
             self._parts.device_type(),
             self.policy.precision,
@@ -670,9 +671,10 @@ class Guard:
         Returns:
             A tree like that of `fn`, for the whole loader, with tensors on the CPU. A tensor of
             shape ``(samples, ...)`` or a list with one entry per sample is concatenated in the
-            order of the samples. A mean over items, as `Loss` or as a pair ``(mean, items)`` with a
-            whole number of items, becomes the mean over all items, as a float. Any other scalar
-            becomes a tensor of shape ``(batches,)``. None stays None.
+            order of the samples. A mean over items, as `Loss` or as a pair ``(mean, items)`` with
+            at least one item per sample, becomes the mean over all items, as a float. Any other
+            scalar becomes a tensor of shape ``(batches,)``. None stays None. A mapping becomes a
+            dict.
 
         Raises:
             BatchError: H204 if the loader yields no batch, or for outputs that cannot be combined;
@@ -692,6 +694,13 @@ class Guard:
             (torch.Size([13, 3]), <class 'float'>)
         """
         check_loader(loader)
+        if not callable(fn):
+            raise PolicyError(
+                f"guard.evaluate_batches with a {type(fn).__name__} as fn",
+                limit="it is called with each batch",
+                fix="pass a function of the batch, such as lambda batch: model(batch[0]).",
+                rule="H105",
+            )
         if loader is self._loader:
             raise PolicyError(
                 "guard.evaluate_batches with the loader that was passed to Guard",

@@ -83,6 +83,17 @@ def fails_in_evaluation() -> dict[str, Any]:
     return {**evaluated(), "evaluate": evaluate}
 
 
+def misspells_evaluation() -> dict[str, Any]:
+    job = evaluated()
+    return {**job, "eval_batch": job.pop("evaluation_batch")}
+
+
+def has_only_evaluation_batch() -> dict[str, Any]:
+    job = evaluated()
+    del job["evaluate"]
+    return job
+
+
 def evaluates_nothing() -> dict[str, Any]:
     """Evaluate something that is no function."""
     return {**mlp(), "evaluate": 3}

@@ -53,7 +53,12 @@ def test_it_is_traced_only_if_there_is_one_and_it_is_asked_for():
 
 @pytest.mark.parametrize(
     ("factory", "rule", "word"),
-    [("fails_in_evaluation", "H414", "evaluation"), ("evaluates_nothing", "H412", "evaluate")],
+    [
+        ("fails_in_evaluation", "H414", "evaluation"),
+        ("evaluates_nothing", "H412", "evaluate"),
+        ("misspells_evaluation", "H412", "eval_batch"),
+        ("has_only_evaluation_batch", "H412", "evaluate"),
+    ],
 )
 def test_an_evaluation_that_cannot_be_traced_is_named(factory, rule, word):
     """The error says that it is about the evaluation."""

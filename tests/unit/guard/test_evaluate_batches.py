@@ -182,6 +182,9 @@ def test_means_are_weighted_by_their_items(tmp_path):
         (lambda batch: batch[0].sum(dim=0), "H204"),  # a row per feature
         (lambda batch: [batch[0], batch[1]], "H204"),  # not one entry per sample
         (lambda batch: {1, 2}, "H204"),
+        (lambda batch: batch[0].to_sparse(), "H204"),
+        (lambda batch: holdfast.Loss(batch[0].mean(), 8, extra={"more": 1}), "H204"),
+        (lambda batch: (batch[0].mean(), 3), "H204"),  # a mean and a count of correct ones
         (lambda batch: {str(len(batch[0])): batch[1]}, "H204"),  # another structure
         (lambda batch: None if len(batch[0]) == 8 else batch[1], "H204"),  # another kind
     ],
@@ -192,6 +195,69 @@ def test_outputs_that_cannot_be_combined_are_refused(tmp_path, function, rule):
     with pytest.raises(BatchError) as refusal:
         guard.evaluate_batches(batches_of(16, 5), fitting(8, function))
     assert refusal.value.rule == rule
+
+
+def test_two_counts_are_two_results(tmp_path):
+    """Correct predictions and all of them are no mean over items."""
+    guard, _ = make_guard(tmp_path)
+    correct, total = guard.evaluate_batches(
+        batches_of(8, 5), lambda batch: ((batch[1] == 0).sum(), len(batch[1]))
+    )
+    assert correct.tolist() == [3, 2]
+    assert total.tolist() == [8, 5]
+
+
+class Unchangeable(dict):
+    """A mapping that refuses to be changed, as the outputs of Hugging Face's models do."""
+
+    def update(self, *_args, **_more):
+        raise TypeError("cannot be updated")
+
+
+def test_a_mapping_that_refuses_changes_becomes_a_dict(tmp_path):
+    """Its outputs are combined like those of a dict."""
+    guard, model = make_guard(tmp_path)
+    outputs = guard.evaluate_batches(
+        batches_of(4, 4), lambda batch: Unchangeable(logits=model(batch[0]))
+    )
+    assert type(outputs) is dict
+    assert outputs["logits"].shape == (8, 3)
+
+
+def test_a_size_that_never_fitted_is_not_remembered(tmp_path):
+    """Once memory is free again, whole batches are evaluated."""
+    guard, _ = make_guard(tmp_path)
+    sizes = []
+    is_short = True
+
+    def function(batch):
+        if is_short:
+            raise MemoryError("no room")
+        sizes.append(len(batch[1]))
+        return batch[1]
+
+    with pytest.raises(OutOfMemoryError):
+        guard.evaluate_batches(batches_of(8), function)
+    is_short = False
+    guard.evaluate_batches(batches_of(8), function)
+
+    assert sizes == [8]
+
+
+@pytest.mark.parametrize("split", [7, "rows", {"nope": 0}])
+def test_a_split_that_does_not_match_the_batch_is_refused_at_once(tmp_path, split):
+    """The error does not wait until memory runs out."""
+    guard, _ = make_guard(tmp_path)
+    with pytest.raises(BatchError):
+        guard.evaluate_batches(batches_of(8), lambda batch: batch[1], split=split)
+
+
+def test_something_that_is_no_function_is_refused(tmp_path):
+    """The error names a rule."""
+    guard, _ = make_guard(tmp_path)
+    with pytest.raises(PolicyError) as refusal:
+        guard.evaluate_batches(batches_of(8), None)
+    assert refusal.value.rule == "H105"
 
 
 def test_rows_of_different_shapes_are_refused(tmp_path):

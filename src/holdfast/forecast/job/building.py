@@ -211,7 +211,19 @@ class _ResultChecker:
         return function  # type: ignore[no-any-return]
 
     def _evaluation(self, returned: Mapping[str, Any]) -> Evaluation | None:
+        unknown = [
+            key
+            for key in returned
+            if "eval" in str(key) and key not in ("evaluate", "evaluation_batch")
+        ]
+        if unknown:
+            raise self._refusal(
+                f"{unknown[0]!r}, which is not a key; an evaluation has the keys 'evaluate' and"
+                " 'evaluation_batch'"
+            )
         if "evaluate" not in returned:
+            if "evaluation_batch" in returned:
+                raise self._refusal("an evaluation_batch without an evaluate to call with it")
             return None
         function = returned["evaluate"]
         if not callable(function):

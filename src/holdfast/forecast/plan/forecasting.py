@@ -85,13 +85,16 @@ class EvaluationForecast:
     Args:
         samples: Number of samples in the batch.
         live_bytes: Peak size of the tensors that are alive during evaluation, in bytes.
-        process_bytes: Device memory of the whole process, including the CUDA context.
+        process_bytes: Device memory of the whole process, including the CUDA context and the
+            allocator's cache.
+        margin_bytes: Memory that is kept free.
         fits: Whether the evaluation fits the device.
     """
 
     samples: int
     live_bytes: int
     process_bytes: int
+    margin_bytes: int
     fits: bool
 
 
@@ -462,6 +465,7 @@ def _evaluation_in_memory(trace: Trace | None, target: Target) -> EvaluationFore
         samples=trace.micro_batch_size,
         live_bytes=live_peak(trace, GRANULE_BYTES),
         process_bytes=fit.process_bytes,
+        margin_bytes=fit.margin_bytes,
         fits=fit.fits,
     )
 
