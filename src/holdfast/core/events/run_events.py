@@ -574,8 +574,9 @@ class EvaluationSplit(Failed):
 
     def __str__(self) -> str:
         return (
-            f"an evaluation of {counted(self.batch_size, 'sample')} ran out of memory, so at most"
-            f" {counted(self.micro_batch_size, 'sample')} at a time are evaluated now: {self.error}"
+            f"an evaluation of {counted(self.batch_size, 'sample')} ran out of memory, and is"
+            f" repeated with at most {counted(self.micro_batch_size, 'sample')} at a time:"
+            f" {self.error}"
         )
 
 
