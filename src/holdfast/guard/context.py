@@ -27,7 +27,6 @@ from holdfast.numerics.spikes import SpikeDetector
 class RunContext:
     """The objects that the engine, the session and their parts share.
 
-
     `Guard` creates it once and passes it on, so that none of these objects has to know the others.
     """
 
