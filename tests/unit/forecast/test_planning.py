@@ -216,11 +216,11 @@ def test_a_plan_that_does_not_hold_raises_the_margin(
         (size,) = request.sizes
         tried.append(size)
         if more == 1.0 and len(tried) == 1:
-            return SimpleNamespace(traces=[make_step(BLOCKS, 2 * size, optimizer_bytes=MIB)])
+            trace = make_step(BLOCKS, 2 * size, optimizer_bytes=MIB)
+            return SimpleNamespace(traces=[trace], evaluation=None)
         every = range(len(heavier) if request.recompute else 0)
-        return SimpleNamespace(
-            traces=[make_step(heavier, size, optimizer_bytes=MIB, recompute=every)]
-        )
+        trace = make_step(heavier, size, optimizer_bytes=MIB, recompute=every)
+        return SimpleNamespace(traces=[trace], evaluation=None)
 
     monkeypatch.setattr(forecasting, "trace_job", trace_job)
     forecaster = Forecaster(order, print)

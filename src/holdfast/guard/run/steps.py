@@ -46,10 +46,10 @@ _STEPS_TO_OVERCOME_DIVERGENCE = 100
 
 
 class Trouble(Enum):
-    """Why steps are refused. The value is the rule of the error that stops the run if it lasts."""
+    """Why steps are refused."""
 
-    NONFINITE = "H501"
-    DIVERGED = "H503"
+    NONFINITE = "NaN or Inf"
+    DIVERGED = "divergence"
 
 
 class Recovery:
@@ -274,7 +274,7 @@ class Recovery:
                     ' loss is meant to jump, leave spike_action at "warn". The newest checkpoint'
                     " predates the divergence."
                 ),
-                rule=trouble.value,
+                rule="H503",
             )
         return NonFiniteError(
             reason,
@@ -286,14 +286,14 @@ class Recovery:
                 "lower the learning rate, set max_grad_norm, or check the data of the batches that"
                 " the events name. The newest checkpoint is finite."
             ),
-            rule=trouble.value,
+            rule="H501",
         )
 
     def _with_position(self, decision: Decision, trouble: Trouble) -> Decision:
         """Add the position in the data to a decision and, for a `Stop`, the error's rule."""
         facts = self.samples.position()
         if isinstance(decision, Stop):
-            facts["rule"] = trouble.value
+            facts["rule"] = "H503" if trouble is Trouble.DIVERGED else "H501"
         return replace(decision, **facts)
 
     # --- optimizers that failed partway
