@@ -57,7 +57,8 @@ class _Operator:
         flop_formula: torch's formula for the number of floating-point operations, if any.
         single_dtype: The data type in which the operator computes if the tensors are fp32: fp32 or
             TF32, as an index into `DTYPES`.
-        written_arguments: Positions of the arguments that the operator writes to.
+        written_arguments: Positions of the arguments that the operator writes to, if it returns
+            nothing; otherwise empty.
     """
 
     name: int
@@ -130,7 +131,7 @@ def _launches_kernel(func: Any, name: str) -> bool:
     schema = getattr(func, "_schema", None)
     if schema is None or schema.is_mutable:
         return True
-    # An operator that returns no tensor queries a property, such as a device or a number.
+    # An operator that returns no tensor only queries a property, such as a device or a number.
     return any("Tensor" in str(result.type) for result in schema.returns)
 
 
