@@ -1,4 +1,4 @@
-"""Out-of-memory errors: recognize them, release memory, and decide what to try next.
+"""Recognize out-of-memory errors, release memory, and decide what to try next.
 
 Read in this order:
 

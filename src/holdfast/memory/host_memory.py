@@ -33,7 +33,7 @@ UNDER_A_LIMIT_BYTES = 4 * 2**20
 # The largest threshold that glibc itself chooses (DEFAULT_MMAP_THRESHOLD_MAX on 64-bit machines).
 # With a threshold of 512 MiB or more, large heaps become fragmented.
 _UNLIMITED_BYTES = 32 * 2**20
-# How much free memory may stay at the top of the heap. If this were smaller, memory would be
+# How much free memory may stay at the top of the heap. With a smaller limit, memory would be
 # returned to the system and allocated again in every step.
 _TRIM_UNDER_A_LIMIT_BYTES = 64 * 2**20
 _TRIM_UNLIMITED_BYTES = 512 * 2**20
@@ -87,7 +87,7 @@ def allocation_can_fail(root: Path = Path("/")) -> bool:
 
 
 def set_malloc_threshold(threshold_bytes: int | Literal["auto"]) -> bool:
-    """Set the size above which glibc maps each block separately and unmaps it when it is freed.
+    """Set the smallest size at which glibc maps a block separately and unmaps it when it is freed.
 
     Call this function before the process makes large allocations.
 

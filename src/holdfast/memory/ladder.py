@@ -33,7 +33,7 @@ _LONGEST_WAIT_FACTOR = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """How to run the attempts of a step: the micro-batch size, and the modules to recompute."""
+    """How to run an attempt at a step: the micro-batch size, and the modules to recompute."""
 
     # The largest number of samples in one forward/backward pass; None means the whole batch.
     micro_batch_size: int | None = None
@@ -166,7 +166,7 @@ class MemoryLadder:
         self.plan = plan
 
     def without_split(self) -> None:
-        """Undo a split, because it turned out that batches cannot be split."""
+        """Return to whole batches, because it turned out that batches cannot be split."""
         self.plan = replace(self.plan, micro_batch_size=None)
         self._fallback = None
 

@@ -172,7 +172,7 @@ class _BlockCall:
     Args:
         block: The block.
         forward: The block's ``forward``, with the arguments of this call bound to it.
-        second_pass: The context of the second computation.
+        second_pass: The context manager that is active during the second computation.
         verify: Whether to compare the outputs of both computations.
     """
 

@@ -340,7 +340,7 @@ def _overlap(names: Sequence[str], others: Sequence[str]) -> bool:
 
 
 class _Recorder:
-    """Records the calls of modules and the tensors that autograd saves, as they happen.
+    """Records the module calls in a forward pass and the tensors that autograd saves.
 
     Args:
         excluded: Numbers of the storages to ignore, because they stay alive in any case.
@@ -376,7 +376,7 @@ class _Recorder:
         return tensor.detach()
 
     def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a saved tensor to autograd."""
+        """Note that a backward pass has begun to use saved tensors, and return the tensor."""
         self._backward_has_run = True
         return tensor
 

@@ -116,6 +116,7 @@ def smallest_cap_bytes(events: Events, sizes: Sizes, *, step_bytes: int = 32 << 
     order of the free blocks, so a larger cap may fail where a smaller one succeeds.
     """
     sufficient = replay(events, sizes).peak_reserved_bytes
+    # A cap below the peak of the live bytes is never sufficient.
     insufficient = int(live_bytes(events, sizes, MIN_BLOCK_BYTES).max(initial=0)) - 1
     while sufficient - insufficient > step_bytes:
         middle = (sufficient + insufficient) // 2

@@ -71,7 +71,7 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @property
     def avoid_device_init(self) -> bool:
-        """Always True. Otherwise, torch would create real constants on the "available" device."""
+        """Always True, so that torch creates no real constants on the "available" device."""
         return True
 
     def may_turn_const(self, t: torch.Tensor) -> bool:  # noqa: ARG002 - torch names it
@@ -187,7 +187,7 @@ class ForecastDevice:
     """An active fake device, as yielded by `forecast_device`.
 
     Args:
-        device: ``forecast:0``, which user code sees as ``cuda:0``; or ``cpu``.
+        device: ``forecast:0``, which user code sees as ``cuda:0``; on the route ``"cpu"``, ``cpu``.
         mode: The active fake tensor mode.
         route: ``"privateuse1"`` or ``"cpu"``; see `forecast_device`.
         precision: A key of `PRECISIONS`.
@@ -284,7 +284,7 @@ def _quiet_and_without_gpus() -> Iterator[None]:
     log.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), mock.patch.dict("os.environ", CUDA_VISIBLE_DEVICES=""):
-            # copy.deepcopy accesses the data pointer of fake tensors, about which torch warns.
+            # copy.deepcopy accesses the data pointer of fake tensors, which causes this warning.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
     finally:

@@ -62,7 +62,7 @@ class Guesses:
         self._questions.clear()
 
     def decide(self, *, expected: bool | None = None, why: str = "") -> bool:
-        """Answer ``bool(tensor)``.
+        """Return the value to assume for ``bool(tensor)``, and record the assumption.
 
         Args:
             expected: The answer that `KnownValues` inferred, or None.
@@ -90,7 +90,7 @@ class Guesses:
         return answer
 
     def count(self, *, at_most: int | None) -> int:
-        """Answer ``int(tensor)``, or ``.item()`` of an integer tensor.
+        """Return the value to assume for ``int(tensor)`` or the ``.item()`` of an integer tensor.
 
         Args:
             at_most: An upper bound, which is the worst case; None if no bound is known.
@@ -102,10 +102,10 @@ class Guesses:
         return at_most
 
     def number(self, *, typical: float | None = None) -> float:
-        """Answer ``float(tensor)``, or ``.item()`` of a floating-point tensor.
+        """Return the value to assume for ``float(tensor)`` or the ``.item()`` of a float tensor.
 
         Args:
-            typical: A typical value of the tensor; None for 1.
+            typical: A typical value of the tensor, or None to assume 1.
         """
         module = _asking_module()
         if module == "torch.amp.grad_scaler":

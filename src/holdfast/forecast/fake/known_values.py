@@ -47,7 +47,7 @@ _FILLS = {
     aten.new_ones: 1,
     aten.zero_: 0,
 }
-# Operators that fill their result with one of their arguments, with the position of that argument.
+# Operators that fill their result with one of their arguments, mapped to that argument's position.
 _FILLS_WITH_ARGUMENT = {aten.full_like: 1, aten.new_full: 2, aten.fill_: 1}
 _FINITENESS_CHECKS = _packets("isnan isinf isposinf isneginf")
 # Operators whose result inherits the expected truth value and the bound of their first argument.
@@ -330,7 +330,7 @@ def _uniform(args: Sequence[Any]) -> Knowledge:
 
 
 def _random_integer(args: Sequence[Any]) -> Knowledge:
-    # The arguments are (high, size) or (low, high, size).
+    # The arguments are (high, size) or (low, high, size). The upper bound `high` is exclusive.
     bounds = [arg for arg in args[:2] if isinstance(arg, int)]
     return Knowledge(at_most=bounds[-1] - 1)
 

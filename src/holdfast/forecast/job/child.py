@@ -1,4 +1,4 @@
-"""The child process that traces one job, started by `tracing.trace_job`.
+"""Trace one job in a child process, which `tracing.trace_job` starts.
 
 The child reads its request from a file in a folder, and writes its progress and its answer to other
 files in the same folder. The output of user code goes to another file there. The kernel kills the
@@ -60,7 +60,7 @@ def main(folder: Path) -> None:
     (folder / ANSWER_FILE).write_text(json.dumps(message))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Exit without waiting for threads and exit handlers of user code.
+    # Exit without waiting for user code's threads and without running its exit handlers.
     os._exit(0)
 
 
@@ -112,7 +112,7 @@ class _Tracing:
                     evaluation_job = EvaluationJob(built, job, device, tracer.claim)
                     evaluation = self._trace_evaluation(evaluation_job, device, tracer)
         traces[-1] = _with_growth_mentioned(traces[-1])
-        # Models may share parameters.
+        # Count each parameter only once, because models may share parameters.
         parameters = {
             id(parameter): parameter
             for model in job.models.values()

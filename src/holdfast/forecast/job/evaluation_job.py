@@ -23,7 +23,7 @@ from holdfast.forecast.trace.attribution import line_of
 
 
 class EvaluationJob:
-    """The evaluation that belongs to a training job.
+    """Runs the evaluation function of a training job.
 
     Args:
         built: The result of the user's factory, which must include an evaluation.
@@ -64,7 +64,7 @@ class EvaluationJob:
         return micro_batch_size if self._own_sample is None else self._own_sample.size
 
     def run(self, size: int) -> None:
-        """Evaluate one batch.
+        """Create a batch and call the user's evaluation function on it.
 
         Args:
             size: The number of samples in the batch.

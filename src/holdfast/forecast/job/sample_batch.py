@@ -197,10 +197,11 @@ class SampleBatch:
                 continue
             values = leaf.values
             if values.ndim == 1 and values.max() == length:
-                # These are the lengths of the samples.
+                # The tensor contains the length of each sample, because its maximum is the padded
+                # length.
                 return int(values.argmax())
             if values.ndim > 1 and {int(values.min()), int(values.max())} <= {0, 1}:
-                # This is a mask.
+                # The tensor is a mask, in which the longest sample has the most ones.
                 return int(values.reshape(len(values), -1).sum(axis=1).argmax())
         return 0
 

@@ -376,8 +376,8 @@ class TrainingJob:
     def _check_trained(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         """Refuse a loss that produces no gradient for any of the parameters (H412).
 
-        One parameter with a hook is enough to pass, even without a gradient, because the hook may
-        have consumed the gradient.
+        A loss passes if any parameter has a gradient or a hook, because the hook may have consumed
+        the gradient.
         """
         if not any(p.grad is not None or is_hooked(p) for p in parameters):
             raise _untrained_optimizer(
@@ -513,7 +513,7 @@ def _check_single_device(built: BuiltJob) -> None:
 
 
 def _untrained_optimizer(what: str) -> PolicyError:
-    """Return the error for an optimizer that the step does not step or train with (H412)."""
+    """Return the error for an optimizer that the training step does not use (H412)."""
     return PolicyError(
         what,
         limit=(

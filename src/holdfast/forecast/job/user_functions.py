@@ -171,9 +171,10 @@ def called_with_batch(built: BuiltJob, guard: GuardStandIn) -> Function:
 
 
 def with_models_bound(built: BuiltJob, function: Function) -> Function:
-    """Return a job's function, with its first parameter bound to the models if it has two.
+    """Return a function that takes only the batch, binding the models if `function` takes them.
 
-    A single model is passed as it is; several are passed as a dict.
+    A function that takes the models has two parameters: the models and the batch. A single model is
+    passed directly, and several models are passed as a dict.
     """
     if len(building.positional_parameters(function)) == 2:
         is_single = list(built.models) == ["model"]

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend
 
 aten = torch.ops.aten
 
-# Query, key and value.
+# The query, the key and the value.
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # From torch 2.14 on, the efficient kernel supports fewer key heads than query heads (`supports_gqa`
 # in sdp_utils.cpp).

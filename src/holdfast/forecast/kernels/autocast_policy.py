@@ -250,7 +250,7 @@ class _CudaAutocast:
         return torch.get_autocast_dtype(self._device_name)
 
     def _is_eligible(self, value: Any) -> bool:
-        """Return whether autocast may cast a value (is_eligible in autocast_mode.h in torch)."""
+        """Return whether autocast may cast a value (is_eligible in autocast_mode.h)."""
         return (
             isinstance(value, torch.Tensor)
             and value.is_floating_point()

@@ -24,7 +24,7 @@ from holdfast.forecast.kernels.sequences import Assume, ValueOf, install_sequenc
 
 aten = torch.ops.aten
 FakeKernel = Callable[..., Any]
-# at::Reduction::None.
+# The value of at::Reduction::None.
 _NOT_REDUCED = 0
 
 

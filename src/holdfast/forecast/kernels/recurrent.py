@@ -187,7 +187,7 @@ class _FlatHalf(torch.autograd.Function):
 
 
 class _CudnnLayers(torch.autograd.Function):
-    """One call of a cuDNN recurrent module, with the allocations that cuDNN and torch make.
+    """Emulates the allocations that cuDNN and torch make in one call of a recurrent module.
 
     Nothing is computed. Only the order of allocations and frees matters, because it determines the
     peak. Each `del` statement is placed where cuDNN or torch would free the tensors.
@@ -240,7 +240,7 @@ class _CudnnLayers(torch.autograd.Function):
         input_gradients = _backward_of_input(layout, data, hidden, cell, grad_y)
         weight_gradients: tuple[torch.Tensor | None, ...] = (None,) * len(weights)
         if any(ctx.needs_input_grad[4:]):
-            # The allocations of _cudnn_rnn_backward_weight.
+            # These allocations follow _cudnn_rnn_backward_weight.
             x = layout.time_major(data).contiguous()
             weight_gradients = _flat_views(weights, weights[0].dtype)
             workspace = _bytes_like(data, layout.size.workspace_bytes(backward=True))

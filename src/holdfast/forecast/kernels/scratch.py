@@ -242,6 +242,7 @@ def _flash_backward(arguments: Arguments, _out: Any) -> Scratch:
     rounded_length = _round_up(length, 128)
     size_multiple = 32 if size <= 128 else 64
     rounded_size = _round_up(size, size_multiple)
+    # The query's gradient has `rounded_size` columns. One more column holds the row sums.
     gradient_and_sums = batch * rounded_length * heads * (rounded_size + 1) * _FP32_BYTES
     if key.shape[1] != heads:
         gradient_and_sums += 2 * batch * key.shape[2] * heads * size * query.element_size()

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 ValueOf = Callable[[torch.Tensor], torch.Tensor | None]
 Assume = Callable[[str], None]
 
-# at::Reduction::Mean and Sum.
+# The values of at::Reduction::Mean and at::Reduction::Sum.
 _MEAN = 1
 _SUM = 2
 
@@ -180,6 +180,8 @@ class _Ctc(torch.autograd.Function):
     ) -> torch.Tensor:
         steps = log_probs.shape[0]
         batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
+        # The loss extends each target by blanks before, between and after its labels, which gives
+        # 2 * length + 1 symbols.
         log_alpha = log_probs.new_empty((batch, steps, 2 * longest + 1))
         losses = log_probs.new_empty((batch,))
         ctx.save_for_backward(log_probs, targets, log_alpha, losses)

@@ -173,7 +173,7 @@ class Forecast:
 class _TracedJob:
     """The result of tracing a job in one precision."""
 
-    # The answer of the child process.
+    # What the child process returned: the traces, and facts about the job.
     result: TraceResult
     # The job's step, which can be scaled to any micro-batch size.
     step: ScaledTrace
@@ -295,7 +295,8 @@ class Forecaster:
         """
         jobs: dict[str, _TracedJob] = {}
         errors: dict[str, HoldfastError] = {}
-        # Trace one precision at a time: two processes might open the same port or file in build().
+        # Trace only one precision at a time, because build() may open a port or file that two
+        # processes cannot use at once.
         for precision in self._request.precisions:
             try:
                 jobs[precision] = self._trace(precision)

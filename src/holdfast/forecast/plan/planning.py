@@ -201,7 +201,10 @@ def nearest_miss(plans: Iterable[MemoryPlan]) -> MemoryPlan | None:
 
 
 def with_relative_times(plans: Sequence[MemoryPlan]) -> list[tuple[MemoryPlan, float]]:
-    """Return each plan with its time per sample, relative to the fastest plan that fits."""
+    """Return each plan with its time per sample, relative to the fastest plan that fits.
+
+    If no plan fits, all relative times are 1.
+    """
     best_seconds = min((plan.sample_seconds for plan in plans if plan.fits), default=None)
     if not best_seconds:
         return [(plan, 1.0) for plan in plans]
@@ -382,6 +385,8 @@ def _largest_that(holds: Callable[[int], bool], *, at_most: int) -> int:
     bisection. Bisection assumes that the predicate holds for all numbers up to the result.
     """
     low = 0
+    # `low` is the largest number known to pass, and `high` the smallest one known to fail. Numbers
+    # above `at_most` count as failing.
     high = at_most + 1
     trial = at_most
     while high - low > 1:

@@ -250,6 +250,7 @@ class _SecondPass:
         number = len(self._trace.size_bytes) + len(self._first.others)
         for position in gradient_positions:
             self._edited[position] = allocation_of(number)
+            # The gradient is freed at the first of these positions after its allocation.
             free_position = free_positions[bisect_right(free_positions, position)]
             self._inserted[free_position].append(free_of(number))
             number += 1
@@ -273,7 +274,7 @@ class _SecondPass:
             self._inserted[position].append(free_of(self._first.number[storage]))
 
     def _assemble(self) -> None:
-        """Merge the edited and the inserted events."""
+        """Build `events`, `phases` and `optimizer_steps` from the edited and inserted events."""
         self.events: list[int] = []
         self.phases: list[int] = []
         # For each position in the original step, the number of assembled events before and after

@@ -42,7 +42,7 @@ _PLUMBING_FOLDERS = (
 )
 _STANDARD_LIBRARY = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 _PACKAGE_FOLDERS = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
-# Methods of dispatch modes, in any package. They are on the stack of every operation.
+# Methods of dispatch modes, in any package. They are on the call stack of every operation.
 _DISPATCH_METHODS = ("__torch_dispatch__", "__torch_function__")
 
 
@@ -106,7 +106,7 @@ class UserLines:
     """Assigns numbers to the lines of user code and installed packages that run operations."""
 
     def __init__(self) -> None:
-        # The description of each line, by the line's number. Number 0 means an unknown line.
+        # The description of each line, indexed by the line's number. 0 means an unknown line.
         self.texts = [""]
         self._numbers: dict[tuple[CodeType, int], int] = {}
         self._number_of_text = {"": 0}
@@ -151,16 +151,17 @@ class Locator:
     """Finds the module and the line of user code that run each operation in a step."""
 
     def __init__(self) -> None:
-        # The path of each module, by the module's number. Number 0 means no module.
+        # The path of each module, indexed by the module's number. 0 means no module.
         self.modules = [""]
         self.lines = UserLines()
-        # Keeps the modules alive, so that no other object gets an id that is in `_number_of`.
+        # References that keep the modules alive, so that no other object gets an id that is in
+        # `_number_of`.
         self._models: list[nn.Module] = []
-        # The number of each module, by the module's id.
+        # The number of each module, keyed by the module's id.
         self._number_of: dict[int, int] = {}
         # The id and number of each module whose forward pass is running, outermost first.
         self._running: list[tuple[int, int]] = []
-        # The location of forward operations, by the sequence number of their autograd node.
+        # The location of each forward operation, keyed by the sequence number of its autograd node.
         self._by_sequence: dict[int, Location] = {}
         # The location of the last autograd node whose sequence number was found in `_by_sequence`.
         self._last = Location(0, 0)

@@ -54,7 +54,7 @@ class Assumption:
     """An assumption behind a forecast, which is shown to the user.
 
     Args:
-        what: The assumption, as a sentence without a capital letter or a period.
+        what: The assumption, as a sentence that starts in lower case and has no final period.
         line: The line of user code that made the assumption necessary, such as
             ``"model.py:31 in forward"``. Empty if the assumption concerns no particular line.
     """
@@ -196,7 +196,7 @@ def is_allocation(event: Any) -> Any:
 
 
 def repeat_steps(trace: Trace, steps: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Return the events of several consecutive steps, preceded by allocating all resident storages.
+    """Return the events of several steps, preceded by the allocations of all resident storages.
 
     A storage that a step leaves behind replaces the resident storage with which it is paired in
     `Trace.carried`. If it is not paired, it is never freed. A resident storage that a step frees

@@ -231,6 +231,7 @@ def _first_different_operation(first: Trace, other: Trace) -> int | None:
     event = _first_unequal(first.events, other.events)
     if event is not None:
         operations_before = int(np.searchsorted(first.operation_event, event, side="right"))
+        # The event belongs to the last operation that begins at or before it.
         by_event = max(0, operations_before - 1)
         return by_event if by_name is None else min(by_name, by_event)
     if by_name is not None:

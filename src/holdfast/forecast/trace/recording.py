@@ -216,9 +216,9 @@ def _owners(step: RawStep, table: StorageTable, numbers: Sequence[int]) -> list[
 
 
 def _activations(step: RawStep, table: StorageTable) -> set[int]:
-    """Return the storages that a forward pass allocates and the next backward pass needs.
+    """Return the storages that count as activations.
 
-    These are the storages that are still alive when that backward pass begins.
+    A forward pass allocates them, and they are still alive when the next backward pass begins.
     """
     allocated_at = {}
     freed_at = {}
@@ -232,6 +232,8 @@ def _activations(step: RawStep, table: StorageTable) -> set[int]:
     for number, position in allocated_at.items():
         if table.born[number] not in (FORWARD, OTHER):
             continue
+        # A backward start is the number of events before it, so a start that follows the allocation
+        # is at least the allocation's position plus 1.
         next_start = bisect_left(starts, position + 1)
         if next_start == len(starts):
             continue

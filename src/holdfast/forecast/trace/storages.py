@@ -179,12 +179,12 @@ class Owners:
         self._optimizers: list[torch.optim.Optimizer] = []
 
     def add_models(self, models: Mapping[str, nn.Module]) -> None:
-        """Add models, keyed by name, to those whose parameters and buffers are attributed."""
+        """Register models, keyed by name, whose parameters and buffers `find_all` looks up."""
         self._locator.name_modules(models)
         self._models += models.values()
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add an optimizer to those whose state is attributed, unless it was already added."""
+        """Register an optimizer whose state `find_all` looks up, unless it is registered."""
         if all(optimizer is not other for other in self._optimizers):
             self._optimizers.append(optimizer)
 
@@ -204,7 +204,7 @@ class Owners:
                     self._storages.table.own(number, owner, module)
 
     def find_all(self) -> None:
-        """Attribute all parameters, buffers, gradients and optimizer state in the added objects.
+        """Record which storages hold parameters, buffers, gradients and optimizer state.
 
         Parameters and buffers are visited in the order in which ``Module.to`` allocates them, so
         that new storages are numbered in this order.
@@ -220,14 +220,14 @@ class Owners:
             self.find_state(optimizer)
 
     def find_gradients(self) -> None:
-        """Attribute the current gradients of all parameters, with the modules of the parameters."""
+        """Record which storages hold gradients, and the modules of their parameters."""
         parameters = [parameter for model in self._models for parameter in model.parameters()]
         for parameter in (*parameters, *self._optimized_parameters()):
             if parameter.is_leaf and parameter.grad is not None:
                 self.claim(parameter.grad, "gradients", self._module_of(parameter))
 
     def find_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Attribute the state tensors of an optimizer, with the modules of their parameters."""
+        """Record which storages hold an optimizer's state, and the modules of its parameters."""
         for parameter, state in optimizer.state.items():
             module = self._module_of(parameter) if isinstance(parameter, torch.Tensor) else 0
             self.claim(state, "optimizer state", module)

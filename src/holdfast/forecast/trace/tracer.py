@@ -126,9 +126,8 @@ class Tracer(TorchDispatchMode):
         """Attribute memory to the modules of models and to optimizer state.
 
         Args:
-            models: Models by name. The path of each of a model's modules begins with the model's
-                name.
-            optimizers: The optimizers.
+            models: The models, keyed by name. The paths of a model's modules begin with the name.
+            optimizers: The optimizers whose state is attributed.
         """
         self._owners.add_models(models or {})
         for optimizer in optimizers:
@@ -206,7 +205,7 @@ class Tracer(TorchDispatchMode):
         self._uncalibrated.clear()
 
     def _finish(self, step: RawStep) -> None:
-        """Complete the record of a step that has ended."""
+        """Add the surviving storages and the scratch memory's uncertainty to a step's record."""
         step.survivors = frozenset(self._storages.living())
         step.uncalibrated_bytes = self._uncalibrated.excess_bytes
         calls = self._uncalibrated.calls
