@@ -385,8 +385,8 @@ def _largest_that(holds: Callable[[int], bool], *, at_most: int) -> int:
     bisection. Bisection assumes that the predicate holds for all numbers up to the result.
     """
     low = 0
-    # `low` is the largest number known to pass, and `high` the smallest one known to fail. Numbers
-    # above `at_most` count as failing.
+    # `low` is the largest number known to pass, and `high` is the smallest number known to fail.
+    # 0 counts as passing, and all numbers above `at_most` count as failing.
     high = at_most + 1
     trial = at_most
     while high - low > 1:
