@@ -1,4 +1,4 @@
-"""Find the modules in a model whose activations can be recomputed, with their names."""
+"""Find the modules in a model whose activations can be recomputed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from holdfast.core.errors import PolicyError, did_you_mean
 
 
 def named_submodules(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return all submodules of the models by name. A shared module keeps its first name.
+    """Return all submodules of the models, keyed by name. A shared module keeps its first name.
 
-    Names have the model's key as a prefix, unless that key is ``"model"``.
+    Each name is prefixed with the model's key, unless that key is ``"model"``.
     """
     named: dict[int, tuple[str, nn.Module]] = {}
     for key, model in models.items():
@@ -25,10 +25,14 @@ def named_submodules(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 def find_blocks(
     models: Mapping[str, nn.Module], names: Sequence[str]
 ) -> list[tuple[str, nn.Module]]:
-    """Return the modules with the given names, in the format of `named_submodules`.
+    """Look up modules by name and return ``(name, module)`` pairs in the order of `names`.
+
+    Args:
+        models: Models by key.
+        names: Module names in the format of `named_submodules`.
 
     Raises:
-        PolicyError: H102 if there is no module with one of the names.
+        PolicyError: H102 if no module has one of the names.
     """
     modules = {
         _full_name(key, name): module
@@ -49,14 +53,14 @@ def find_blocks(
 
 
 def find_repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the repeated blocks of a model, such as transformer layers, with their names.
+    """Return the names and modules of a model's repeated blocks, such as transformer layers.
 
     A block is repeated if its parent has at least two children of the same kind. If repeated blocks
     are nested, only the outermost ones are returned. Modules are of the same kind if they have the
-    same class. Two ``Sequential`` modules are of the same kind if they contain the same classes of
-    layers; a ``Sequential`` with repeated blocks inside is not a block itself. Single layers, such
-    as a convolution, are not blocks: recomputing them saves nothing, because their activations are
-    the inputs of their neighbors.
+    same class. Two ``Sequential`` modules are of the same kind if they contain the same layer
+    classes in the same order; a ``Sequential`` that contains repeated blocks is not itself a block.
+    A single layer, such as a convolution, is not a block: recomputing it saves nothing, because its
+    activations are the inputs of the next layer.
     """
     names: dict[int, str] = {}
     blocks: dict[int, nn.Module] = {}
@@ -72,7 +76,7 @@ def _full_name(key: str, name: str) -> str:
 
 
 def _repeated_blocks(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost repeated blocks inside a module, with their names."""
+    """Yield the name and module of each outermost repeated block inside `parent`."""
     children = list(parent.named_children())
     kinds = [_kind_of(child) for _, child in children]
     for (name, child), kind in zip(children, kinds, strict=True):
@@ -84,7 +88,7 @@ def _repeated_blocks(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.M
 
 
 def _kind_of(module: nn.Module) -> tuple[type, ...] | None:
-    """Return a key for the kind of a block, or None if the module is not a block."""
+    """Return a key that is equal for blocks of the same kind, or None for a non-block."""
     if isinstance(module, nn.Sequential):
         if any(_repeated_blocks(module, prefix="")):
             return None

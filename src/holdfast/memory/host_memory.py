@@ -1,14 +1,15 @@
 """Find out how much host memory is left, and make glibc return freed memory to the system.
 
-By default, glibc keeps freed blocks in its heap, which fragments. Under a memory limit, even a
-retry that needs only a quarter of the memory then fails: at best 7 of 28 attempts recovered. With
-our settings, glibc maps each block of at least 4 MiB separately, so that it returns to the system
-as soon as it is freed: 84 of 84 attempts recovered. The price is that the kernel zeroes the pages
-at each allocation, which doubles the time of a step that has such large activations.
+By default, glibc keeps freed blocks in its heap, which becomes fragmented. Under a memory limit,
+even a retry that needs only a quarter of the memory may then fail: at best, 7 of 28 attempts
+recovered. With holdfast's settings, glibc maps each block of at least 4 MiB separately, so a freed
+block is returned to the system immediately: 84 of 84 attempts recovered. In exchange, the kernel
+must zero the pages of each new block, which doubles the duration of a step whose activations are
+that large.
 
 If nothing limits this process, the kernel never refuses an allocation, and there is nothing to
-recover from. Our settings then let the heap keep freed memory, which makes steps 16 to 27 % faster
-than with glibc's defaults. Both results come from ``benchmarks/malloc_threshold``.
+recover from. In that case, holdfast's settings let the heap keep freed memory, which makes steps 16
+to 27 % faster than with glibc's defaults. Both results come from ``benchmarks/malloc_threshold``.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _M_MMAP_THRESHOLD = -3
 # The value of vm.overcommit_memory that makes the kernel refuse memory that it cannot back.
 _STRICT_OVERCOMMIT = "2"
 
-# Blocks of at least this size are mapped separately if memory can be refused.
+# Blocks of at least this size are mapped separately if an allocation can fail.
 UNDER_A_LIMIT_BYTES = 4 * 2**20
 # The largest threshold that glibc itself chooses (DEFAULT_MMAP_THRESHOLD_MAX on 64-bit machines).
-# With 512 MiB and more, large heaps fragment.
+# With a threshold of 512 MiB or more, large heaps become fragmented.
 _UNLIMITED_BYTES = 32 * 2**20
-# How much free memory may stay at the top of the heap. If this were smaller, memory would be
+# How much free memory may stay at the top of the heap. With a smaller limit, memory would be
 # returned to the system and allocated again in every step.
 _TRIM_UNDER_A_LIMIT_BYTES = 64 * 2**20
 _TRIM_UNLIMITED_BYTES = 512 * 2**20
@@ -41,8 +42,8 @@ _TRIM_UNLIMITED_BYTES = 512 * 2**20
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Return how many bytes this process can still allocate, or None if nothing limits it.
 
-    This is the smallest amount that is left by the machine, its control groups, and the resource
-    limits of this process.
+    Three kinds of limits apply: the machine's memory, the process's control groups, and its
+    resource limits. The result is the smallest amount that any of them leaves.
     """
     candidates = list(_left_by_process_limits(root))
     left_by_machine = memory_available_bytes(root)
@@ -52,7 +53,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _left_by_process_limits(root: Path) -> Iterator[int]:
-    """Yield how many bytes are left until each resource limit of this process is reached."""
+    """Yield, for each resource limit of this process, how many bytes are left below it."""
     status = read_fields(root / "proc/self/status")
     for field, limit_bytes in _process_limits().items():
         if field in status:
@@ -61,9 +62,9 @@ def _left_by_process_limits(root: Path) -> Iterator[int]:
 
 
 def _process_limits() -> dict[str, int]:
-    """Return the resource limits in bytes.
+    """Return the memory limits of this process (``RLIMIT_*``) in bytes, without unlimited ones.
 
-    The keys are the fields in /proc/self/status that report the memory in use.
+    The keys are the ``/proc/self/status`` fields that report the memory counted against each limit.
     """
     limits = {
         "VmData": resource.getrlimit(resource.RLIMIT_DATA)[0],
@@ -73,10 +74,11 @@ def _process_limits() -> dict[str, int]:
 
 
 def allocation_can_fail(root: Path = Path("/")) -> bool:
-    """Return whether the kernel may refuse an allocation, so that it fails with an error.
+    """Return whether the kernel may refuse an allocation, which then fails with an error.
 
-    This is the case if the process has a resource limit, or if the kernel does not overcommit
-    memory. A control group does not refuse allocations; it kills the process instead.
+    The kernel may do so if the process has a resource limit, or if overcommitting memory is
+    disabled. A control group never refuses an allocation; at its limit, the kernel kills the
+    process instead.
     """
     if _process_limits():
         return True
@@ -85,16 +87,16 @@ def allocation_can_fail(root: Path = Path("/")) -> bool:
 
 
 def set_malloc_threshold(threshold_bytes: int | Literal["auto"]) -> bool:
-    """Set the size from which glibc maps each block separately, so that a free returns it.
+    """Set the smallest size at which glibc maps a block separately and unmaps it when it is freed.
 
-    Call it before the process makes large allocations.
+    Call this function before the process makes large allocations.
 
     Args:
-        threshold_bytes: A size, or ``"auto"``: 4 MiB if an allocation can fail
-            (`allocation_can_fail`), otherwise 32 MiB.
+        threshold_bytes: The smallest size in bytes that is mapped separately. ``"auto"`` means
+            4 MiB if an allocation can fail (`allocation_can_fail`), and 32 MiB otherwise.
 
     Returns:
-        Whether the setting took effect. False if malloc is not glibc's.
+        Whether the setting took effect. Always False if the process does not use glibc's malloc.
     """
     libc = _glibc()
     if libc is None:
@@ -112,7 +114,7 @@ def set_malloc_threshold(threshold_bytes: int | Literal["auto"]) -> bool:
 
 
 def trim_heap() -> None:
-    """Return free pages in the heap to the system. Do nothing if malloc is not glibc's."""
+    """Return the heap's free pages to the system. Does nothing unless malloc is glibc's."""
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)

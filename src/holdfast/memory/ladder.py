@@ -1,20 +1,20 @@
 """Decide what to try next when memory runs out, and when to try larger micro-batches again.
 
-After an out-of-memory error, in this order:
+After an out-of-memory error, the remedies are tried in this order:
 
 1. **Retry** the same attempt after releasing memory (bit-exact).
-2. **Recompute** the activations of the modules that save the most memory, and then of more modules
-   for as long as that helps (bit-exact on CPUs).
+2. **Recompute** the activations of the modules that save the most memory for the backward pass, and
+   of more modules after each further failure, for as long as that helps (bit-exact on CPUs).
 3. **Split**: halve the micro-batch (equal up to rounding).
 4. **Stop** (H401).
 
-After ``grow_after_steps`` clean steps, the micro-batch is doubled. Once it is the whole batch,
-recomputation is switched off. The larger plan is first on trial for one step. If it runs out of
-memory, the ladder returns to the old plan and doubles the wait before the next trial, up to 64
-times the first wait. Failed trials therefore stay rare. The ladder's state is saved in every
-checkpoint.
+After ``grow_after_steps`` clean steps, the micro-batch size is doubled. Once a micro-batch is the
+whole batch, recomputation is switched off. Each larger plan is first tried for one step. If that
+step runs out of memory, the ladder returns to the previous plan and doubles the wait before the
+next trial, up to 64 times the initial wait. Failed trials therefore stay rare. The ladder's state
+is saved in every checkpoint.
 
-This module only decides. It never touches the device or the batch, and frees no memory.
+This module only makes decisions. It never touches the device or the batch, and it frees no memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LONGEST_WAIT_FACTOR = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """How to run the attempts of a step: the micro-batch size, and the modules to recompute."""
+    """How to run an attempt at a step: the micro-batch size, and the modules to recompute."""
 
     # The largest number of samples in one forward/backward pass; None means the whole batch.
     micro_batch_size: int | None = None
@@ -41,7 +41,7 @@ class StepPlan:
     recompute: tuple[str, ...] = ()
 
     def samples(self, batch_size: int) -> int:
-        """Return how many samples a forward/backward pass has, given the size of the batch."""
+        """Return how many samples of a batch the largest forward/backward pass processes."""
         if self.micro_batch_size is None:
             return batch_size
         return min(self.micro_batch_size, batch_size)
@@ -49,16 +49,16 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedies:
-    """The remedies that a step allows after it ran out of memory."""
+    """The remedies that are possible for a step that ran out of memory."""
 
-    # The modules to recompute in the next attempt. They are those of the last attempt if
-    # recomputing more modules would not help.
+    # The names of the modules to recompute in the next attempt. If recomputing more modules would
+    # not help, they are the same as in the last attempt.
     recompute: tuple[str, ...] = ()
     # Why the batch must not be split, or None if splitting is allowed.
     no_split: str | None = None
-    # The promise that holds if this batch is split.
+    # How close the result stays to that of a normal step if this batch is split.
     split_promise: Promise = "equal up to rounding"
-    # The promise that holds for recomputation on this device.
+    # How close the result stays to that of a normal step if this device recomputes activations.
     recompute_promise: Promise = "bit-exact"
     # The smallest number of samples in one forward/backward pass.
     smallest: int = 1
@@ -110,7 +110,7 @@ class MemoryLadder:
 
     @property
     def on_trial(self) -> bool:
-        """Whether the current plan is a larger one that is being tried for one step."""
+        """Whether the current plan is a larger plan that is still being tried out."""
         return self._fallback is not None
 
     def decide_after_oom(self, *, batch_size: int, failures: int, remedies: Remedies) -> Decision:
@@ -118,8 +118,8 @@ class MemoryLadder:
 
         Args:
             batch_size: Number of samples in the batch.
-            failures: How many attempts of this step have run out of memory, including this one.
-            remedies: The remedies that this step allows.
+            failures: How many attempts at this step have run out of memory, including this one.
+            remedies: The remedies that are possible for this step.
         """
         self._clean_steps = 0
         self._remedies = remedies
@@ -166,7 +166,7 @@ class MemoryLadder:
         self.plan = plan
 
     def without_split(self) -> None:
-        """Undo a split, because it turned out that batches cannot be split."""
+        """Return to whole batches, because it turned out that batches cannot be split."""
         self.plan = replace(self.plan, micro_batch_size=None)
         self._fallback = None
 
@@ -184,12 +184,12 @@ class MemoryLadder:
             attempts: How many attempts the step took.
 
         Returns:
-            None to keep the current plan.
+            The decision to try a larger plan, or None to keep the current plan.
         """
         if self._fallback is not None:
             if batch_size < self._tight_batch:
-                # Success with a small batch, such as the last one of an epoch, proves nothing.
-                # Continue the trial.
+                # Success with a small batch, such as the last one of an epoch, does not show that
+                # the plan fits the largest batch. Continue the trial.
                 return None
             self._fallback = None
             self._wait = self._grow_after_steps
@@ -232,7 +232,7 @@ class MemoryLadder:
         return replace(self.plan, micro_batch_size=doubled if doubled < batch_size else None)
 
     def _as_decision(self, reason: str, batch_size: int) -> Decision:
-        """Return the decision that reports the current plan for a batch of this size."""
+        """Return the current plan as a decision: a split of a batch of this size, or recompute."""
         samples = self.plan.samples(batch_size)
         if samples < batch_size:
             promise = self._remedies.split_promise
@@ -244,7 +244,7 @@ class MemoryLadder:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
+        """Return the ladder's state as JSON-serializable values."""
         return {
             "plan": asdict(self.plan),
             "fallback": None if self._fallback is None else asdict(self._fallback),
@@ -254,7 +254,7 @@ class MemoryLadder:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state. The current policy's limits apply, even if they were lowered."""
+        """Restore a saved state, but never exceed the limits of the current policy."""
         self.plan = self._plan_from(state["plan"])
         self._fallback = None
         if state["fallback"] is not None:

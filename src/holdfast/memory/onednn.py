@@ -1,13 +1,13 @@
-"""Disable oneDNN after a refused allocation, from which it never recovers.
+"""Disable oneDNN after a refused allocation, because oneDNN never recovers from one.
 
-oneDNN compiles kernels at run time. If an allocation fails while it does so, the thread can never
+oneDNN compiles kernels at run time. If an allocation fails during compilation, the thread can never
 compile a kernel again, even once memory is available: every convolution with a new shape fails with
-"could not create a primitive". (We saw this with torch 2.13, whose oneDNN keeps the assembler's
+"could not create a primitive". (This happens with torch 2.13, whose oneDNN keeps the assembler's
 error in a thread-local variable and never clears it.) torch's own kernels still work.
 
-In strided convolutions, oneDNN does not even report the failure. It calls the kernel that it failed
-to compile, at address 0, and the process dies with SIGSEGV. To be safe, oneDNN must be disabled
-before such kernels are compiled while memory is short.
+For strided convolutions, oneDNN does not even report the failure. It calls the missing kernel at
+address 0, and the process dies with SIGSEGV. Therefore, disable oneDNN before a strided convolution
+has to be compiled while memory is short.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.nn.modules.conv import _ConvNd
 _FAILURE = re.compile(
     r"could not (create|execute|initialize) an? [\w ]*(primitive|memory|descriptor)", re.IGNORECASE
 )
-# oneDNN caches kernels by shape, so each test needs a shape that was not used before.
+# oneDNN caches kernels by shape, so each compilation test needs a new shape.
 _unused_widths = itertools.count(5)
 
 
 def is_onednn_failure(text: str) -> bool:
-    """Return whether this is the message of a failure in oneDNN, such as a lack of memory."""
+    """Return whether an error message reports a failure in oneDNN, such as a lack of memory."""
     return _FAILURE.search(text) is not None
 
 
@@ -38,17 +38,17 @@ def is_on() -> bool:
 
 
 def switch_off() -> None:
-    """Disable oneDNN for the rest of this process. Later results differ by rounding."""
+    """Disable oneDNN for the rest of this process. Later results differ by rounding errors."""
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
 
 
 def switch_off_if_broken() -> bool:
     """Let oneDNN compile a kernel for a new shape, and disable oneDNN if that fails.
 
-    Call this in the training thread, after memory was freed.
+    Call this function in the training thread, after memory has been freed.
 
     Returns:
-        Whether oneDNN was broken and has been disabled.
+        Whether compilation failed, so that oneDNN is now disabled.
     """
     if not is_on():
         return False
@@ -66,10 +66,10 @@ def switch_off_if_broken() -> bool:
 
 
 def switch_off_if_unsafe(models: Iterable[torch.nn.Module]) -> bool:
-    """Disable oneDNN if a model has strided convolutions, in which oneDNN may crash.
+    """Disable oneDNN if a model contains a strided convolution, because oneDNN may crash in it.
 
-    Call this after memory has run out, before any convolution with a new shape runs. Calls of
-    functional convolutions are not detected.
+    Call this function after memory has run out, before any convolution with a new shape runs. Only
+    convolution modules are detected, not calls such as ``torch.nn.functional.conv2d``.
 
     Returns:
         Whether oneDNN was disabled.

@@ -1,7 +1,7 @@
-"""Recognize out-of-memory errors in all their forms, and release the memory that they hold.
+"""Recognize out-of-memory errors in all their forms, and release the memory they keep alive.
 
 The stack frames of an exception keep the activations of the failed attempt alive, so they cannot be
-freed inside the ``except`` block. Leave the block first, and then call `clear_exception_frames` and
+freed inside the ``except`` block. Leave the block first, then call `clear_exception_frames` and
 `release_memory`.
 """
 
@@ -20,8 +20,8 @@ from holdfast.core.errors import HoldfastError, OutOfMemoryError
 from holdfast.memory.host_memory import trim_heap
 from holdfast.memory.onednn import is_onednn_failure
 
-# Messages of out-of-memory errors whose class is too general, such as RuntimeError or OSError. They
-# come from torch 2.11 to 2.13, CUDA, cuBLAS, cuDNN, NCCL, HIP and glibc.
+# Messages of out-of-memory errors whose class is too general to identify them, such as RuntimeError
+# or OSError. The messages come from torch 2.11 to 2.13, CUDA, cuBLAS, cuDNN, NCCL, HIP and glibc.
 _PATTERNS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -39,9 +39,9 @@ _PATTERNS = tuple(
         r"posix_memalign failed",
     )
 )
-# The dynamic linker's messages in an ImportError if a library does not fit into the address space.
+# What the dynamic linker reports in an ImportError if a library does not fit in the address space.
 _LIBRARY_DOES_NOT_FIT = re.compile(r"failed to map segment|cannot allocate memory", re.IGNORECASE)
-# Messages of errors after which every call on the device fails.
+# Messages of errors after which every further call to the device fails.
 _DEAD_CONTEXT = re.compile(
     r"device-side assert|illegal memory access|unspecified launch failure|uncorrectable"
     r"|misaligned address|illegal instruction|hardware stack error"
@@ -52,10 +52,13 @@ _LONGEST_LINE = 300
 
 
 def find_out_of_memory(error: BaseException) -> str | None:
-    """Return the first line of an out-of-memory error in an exception chain, or None.
+    """Search an error and its causes for an out-of-memory error.
 
-    holdfast's own `OutOfMemoryError` does not count, because it is a final verdict about an error
-    that was handled before.
+    The search ends at the first error raised by holdfast. In particular, holdfast's own
+    `OutOfMemoryError` does not count, because it reports an error that was already handled.
+
+    Returns:
+        The class and the first line of the out-of-memory error, or None if there is none.
 
     Example:
         >>> find_out_of_memory(MemoryError("no room"))
@@ -73,7 +76,7 @@ def find_out_of_memory(error: BaseException) -> str | None:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is an out-of-memory error itself, regardless of its causes."""
+    """Return whether an error is itself an out-of-memory error, regardless of its causes."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)
@@ -88,16 +91,16 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def naming_lack_of_memory(activity: str) -> Iterator[None]:
-    """Convert an out-of-memory error within the context to H401, which names the activity.
+    """Convert an out-of-memory error raised in the ``with`` block to H401, naming the activity.
 
-    If contexts are nested, the innermost one converts the error.
+    If such blocks are nested, the innermost one converts the error.
 
     Args:
-        activity: The activity within the context, as a phrase that can follow "while", such as
+        activity: What the block does, as a phrase that can follow "while", such as
             ``"reading a checkpoint"``.
 
     Raises:
-        OutOfMemoryError: H401.
+        OutOfMemoryError: H401 if memory runs out in the block.
     """
     try:
         yield
@@ -117,7 +120,7 @@ def naming_lack_of_memory(activity: str) -> Iterator[None]:
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Return whether an error has left the device unusable, so that no retry or save can work."""
+    """Return whether an error has left the device unusable, so that retries and saves must fail."""
     return any(
         isinstance(link, RuntimeError) and _DEAD_CONTEXT.search(str(link)) for link in _chain(error)
     )
@@ -126,7 +129,8 @@ def is_sticky(error: BaseException) -> bool:
 def clear_exception_frames(error: BaseException) -> None:
     """Clear the stack frames of an exception chain, so that their tensors are freed.
 
-    Call this after leaving the ``except`` block. Frames that are still running are not cleared.
+    Call this function after leaving the ``except`` block. It also unlinks the errors of the chain
+    from each other. Frames that are still running are not cleared.
     """
     for link in list(_chain(error, with_contexts=True)):
         if link.__traceback__ is not None:
@@ -137,10 +141,10 @@ def clear_exception_frames(error: BaseException) -> None:
 
 
 def release_memory(devices: Sequence[torch.device]) -> None:
-    """Collect garbage, and return cached memory of the devices and of the host to the system.
+    """Collect garbage, and return cached device and host memory to the system.
 
-    Call this only after an out-of-memory error, because a full garbage collection takes 0.1 to
-    0.3 s in a large process.
+    Call this function only after an out-of-memory error, because a full garbage collection takes
+    0.1 to 0.3 s in a large process.
     """
     gc.collect()
     for device in devices:
@@ -149,12 +153,12 @@ def release_memory(devices: Sequence[torch.device]) -> None:
 
 
 def _chain(error: BaseException, *, with_contexts: bool = False) -> Iterator[BaseException]:
-    """Yield an error and its causes (``__cause__``), each of them once.
+    """Yield an error and its direct and indirect causes (``__cause__``), each of them once.
 
     Args:
-        error: The error.
-        with_contexts: Whether to also follow ``__context__``: the error that was being handled when
-            another one was raised.
+        error: The error at which the chain starts.
+        with_contexts: Whether to follow ``__context__`` as well, which is the error that was being
+            handled when another one was raised.
     """
     visited: set[int] = set()
     pending: list[BaseException | None] = [error]

@@ -1,12 +1,13 @@
-"""Activation checkpointing of chosen modules, during one attempt only.
+"""Apply activation checkpointing to chosen modules (*blocks*) during one attempt.
 
 A block drops its activations after the forward pass and recomputes them in the backward pass. Both
-computations must see the same state. Random state, buffers and attributes are therefore restored
-before the second computation, and set back to their newest values after it. Dropout then draws the
-same mask, and BatchNorm updates its statistics only once. Every call checks that inputs and weights
-are still the same. The first attempt that recomputes a block also compares its outputs.
+computations must see the same state. The random state, buffers and attributes of the first
+computation are therefore restored before the second one, and set back to their newest values after
+it. As a result, dropout draws the same mask, and BatchNorm updates its statistics only once. Each
+recomputation checks that the block's inputs and weights have not changed. The first attempt that
+recomputes a block also compares the outputs of both computations.
 
-The modules are chosen in ``saved_bytes``.
+``saved_bytes`` chooses the modules.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ COMPILED = (
 # The attributes that every nn.Module has.
 COMMON_ATTRIBUTES = frozenset(vars(nn.Module()))
 
-# A fingerprint processes this many elements at a time, so that their fp64 copy stays small.
+# `_fingerprint` processes this many elements at a time, so that their fp64 copy stays small.
 _FINGERPRINT_CHUNK = 2**16
-# The relative difference that is allowed on an accelerator, which may sum in a different order each
-# time. fp16 has a relative precision of about 1e-3.
+# The relative difference allowed between two results from an accelerator, which may sum in a
+# different order each time. It is about the relative precision of fp16.
 _ACCELERATOR_TOLERANCE = 1e-3
 
 
@@ -49,10 +50,10 @@ class RecomputeDiffersError(CheckpointError):
 
 
 def may_be_caused_by_recomputing(error: Exception) -> bool:
-    """Return whether an error may have been caused by recomputation, so a retry may avoid it.
+    """Return whether recomputation may have caused an error, so a retry without it may succeed.
 
-    This includes autograd's error about in-place changes: autograd saves the inputs of a recomputed
-    block and raises if they were changed.
+    Autograd's error about in-place changes is one such error: autograd saves the inputs of a
+    recomputed block and raises if they were changed.
     """
     return isinstance(error, CheckpointError) or "modified by an inplace operation" in str(error)
 
@@ -65,17 +66,18 @@ def recomputing(
     *,
     verify: Collection[nn.Module] = (),
 ) -> Iterator[None]:
-    """Recompute the activations of blocks in all backward passes within the context.
+    """Recompute the activations of blocks in all backward passes inside the ``with`` block.
 
     Args:
-        blocks: The modules to recompute. Their ``forward`` is replaced within the context.
-        capture: Returns the current random state.
-        restore: Restores a random state that `capture` returned.
+        blocks: The modules to recompute. Their ``forward`` is replaced until the ``with`` block
+            ends.
+        capture: A function that returns the current random state.
+        restore: A function that restores a random state returned by `capture`.
         verify: The blocks whose recomputed outputs are compared with the original ones.
 
     Raises:
-        RecomputeDiffersError: In a backward pass, if an input of a block was changed in place since
-            its forward pass, if its weights were replaced or changed, or if an output differs.
+        RecomputeDiffersError: In a backward pass, if an input of a block was changed in place after
+            the forward pass, if a weight was replaced or changed, or if an output differs.
     """
     replaced: list[tuple[nn.Module, bool]] = []
     try:
@@ -93,7 +95,7 @@ def recomputing(
 
 
 class ReplacedForward:
-    """A replacement for a module's ``forward``. Copies and pickles contain the original instead."""
+    """Replaces a module's ``forward``. Copying or pickling it yields the original ``forward``."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         functools.update_wrapper(self, module.forward)
@@ -103,13 +105,14 @@ class ReplacedForward:
         self._own_forward = vars(module).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the replacement."""
+        """Call the replacement function instead of the original ``forward``."""
         return self._run(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         if self._own_forward is not None:
             return getattr, (SimpleNamespace(forward=self._own_forward), "forward")
-        # At this point the copied module has no attributes, so this finds the forward of the class.
+        # When `getattr` runs, the copied module has no attributes yet, so `getattr` returns the
+        # ``forward`` method of the module's class.
         return getattr, (self._module, "forward")
 
 
@@ -137,9 +140,10 @@ class _RecomputedForward:
         forward = functools.partial(self._forward, *args, **kwargs)
         call = _BlockCall(self._block, forward, second_pass, verify=self._verify)
 
-        # Ignore the arguments that `checkpoint` passes, which autograd has saved, and use the
-        # original ones. With hooks on saved tensors, saved tensors are different objects. But some
-        # modules, such as attention, test whether two of their arguments are the same object.
+        # Ignore the arguments that `checkpoint` passes to `run`, and use the original ones.
+        # `checkpoint` passes saved tensors, and hooks on saved tensors may turn them into different
+        # objects. Some modules, such as attention, test whether two of their arguments are the same
+        # object.
         def run(*_: Any, **__: Any) -> Any:
             return call.run()
 
@@ -149,7 +153,7 @@ class _RecomputedForward:
             use_reentrant=False,
             preserve_rng_state=False,
             context_fn=lambda: (contextlib.nullcontext(), second_pass),
-            # If the recomputation stops early, it returns no outputs that could be compared.
+            # A recomputation that stops early returns no outputs, so there is nothing to compare.
             early_stop=not self._verify,
             **kwargs,
         )
@@ -168,7 +172,7 @@ class _BlockCall:
     Args:
         block: The block.
         forward: The block's ``forward``, with the arguments of this call bound to it.
-        second_pass: The context of the second computation.
+        second_pass: The context manager that is active during the second computation.
         verify: Whether to compare the outputs of both computations.
     """
 
@@ -190,10 +194,13 @@ class _BlockCall:
         self._fingerprints: list[torch.Tensor] = []
 
     def run(self) -> Any:
-        """Compute the block. `second_pass` tells the second computation from the first.
+        """Run the block's forward and return its outputs, with checks if it is recomputed.
+
+        This is the second computation if `second_pass` is active, and the first one otherwise.
 
         Raises:
-            RecomputeDiffersError: If the second computation has other inputs, weights or outputs.
+            RecomputeDiffersError: If the second computation finds changed inputs or weights, or
+                returns different outputs.
         """
         if self._second_pass.is_active:
             outputs = self._compute_again()
@@ -225,9 +232,9 @@ class _BlockCall:
             raise
 
     def _compare_outputs(self, outputs: Any) -> None:
-        """Compare the outputs with those of the first computation, by their fingerprints.
+        """Compare the fingerprints of the outputs with those of the first computation.
 
-        In the first computation, only store the fingerprints.
+        After the first computation, the fingerprints are only stored.
         """
         fingerprints = [_fingerprint(tensor) for tensor in tensors_of(outputs)]
         for first, second in zip(self._fingerprints, fingerprints, strict=False):
@@ -240,17 +247,18 @@ class _BlockCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WeightVersion:
-    """Identifies the values that a parameter has at one moment.
+    """Identifies a parameter's values at one point in time.
 
-    Two versions are equal if the parameter was neither replaced nor changed between them.
+    Two versions are equal if the parameter was neither replaced nor changed in the meantime.
     """
 
     # The id of the tensor.
     identity: int
     # Autograd's counter of in-place changes.
     version: int
-    # The storage and the offset in it, which change with ``tensor.data = ...``. They stay the same
-    # if a sharded weight is gathered again. 0 for a tensor without a storage of its own.
+    # The address of the storage, and the tensor's offset in it; both are 0 for a tensor without a
+    # storage of its own. Assigning ``tensor.data`` changes them. Gathering a sharded weight again
+    # does not.
     storage: int
     offset: int
     # A reference that keeps the tensor alive, so that no other tensor can get the same id.
@@ -258,9 +266,10 @@ class _WeightVersion:
 
 
 def _weights_of(block: nn.Module) -> list[_WeightVersion]:
-    """Return the versions of a block's parameters.
+    """Return the current versions of a block's parameters.
 
-    Within `torch.func.functional_call`, these are the tensors passed to it.
+    If the block runs under `torch.func.functional_call`, these are the versions of the tensors that
+    replace its parameters.
     """
     weights = []
     for module in block.modules():
@@ -284,9 +293,10 @@ def _version_of_weight(tensor: torch.Tensor) -> _WeightVersion:
 
 
 def _shows_a_difference(error: Exception) -> bool:
-    """Return whether an error in the second computation means that it differs from the first."""
-    # A recomputed block inside this one raises CheckpointError for itself. torch raises
-    # _StopRecomputationError to end a recomputation as soon as it has all saved tensors.
+    """Return whether an error in the second computation shows that it differs from the first."""
+    # A CheckpointError comes from a recomputed block nested in this one and already describes that
+    # block. torch raises _StopRecomputationError to end a recomputation as soon as it has
+    # recomputed all saved tensors.
     if isinstance(error, (CheckpointError, _StopRecomputationError)):
         return False
     return find_out_of_memory(error) is None and not is_sticky(error)
@@ -303,8 +313,8 @@ def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _fingerprint(values: torch.Tensor) -> torch.Tensor:
     """Return two numbers that change if any value changes or if two values are swapped.
 
-    The first number is a sum of the values, weighted by position. The second is the same sum of
-    their absolute values. No host sync.
+    The first number is the sum of the values, weighted by position. The second is the sum of the
+    absolute weighted values. The computation does not synchronize the host with the device.
 
     Returns:
         Shape ``(2,)``, float64, on the device of `values`. Zeros if the tensor is not strided.
@@ -327,7 +337,7 @@ def _fingerprint(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ModuleState:
-    """References to the buffers and attributes of one module, by name."""
+    """References to the buffers and attributes of one module, keyed by name."""
 
     buffers: dict[str, torch.Tensor | None]
     attributes: dict[str, Any]
@@ -335,20 +345,21 @@ class _ModuleState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BlockState:
-    """The state on which a block's result depends, besides its inputs and weights."""
+    """The state that a block's result depends on, in addition to its inputs and weights."""
 
     random_state: Any
-    # The state of the block and of each module in it.
+    # The states of the block itself and of each module in it, in the order of ``block.modules()``.
     modules: list[_ModuleState]
     # Each buffer, with a copy of its values.
     buffer_values: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class _SecondPass(contextlib.AbstractContextManager[None]):
-    """Restores the state that a block had before its first computation, within the context.
+    """Context manager that gives a block's second computation the same state as the first one.
 
-    The context is entered once per backward pass. Attributes that each call replaces, such as a
-    counter or a hidden state, refer to their earlier objects again within the context.
+    That state is captured when this object is created. It is restored on entry, once per backward
+    pass, and the newest state is put back on exit. Attributes that each call replaces, such as a
+    counter or a hidden state, therefore refer to their earlier objects during the recomputation.
     """
 
     def __init__(
@@ -390,22 +401,22 @@ class _SecondPass(contextlib.AbstractContextManager[None]):
         )
 
     def _restore_state(self, state: _BlockState) -> None:
-        """Restore a state that `_snapshot` returned."""
+        """Restore a random state, buffers and attributes that `_snapshot` returned."""
         for module, module_state in zip(self._modules, state.modules, strict=True):
             module._buffers.update(module_state.buffers)
             for name in _own_attributes(module).keys() - module_state.attributes.keys():
                 del vars(module)[name]
             vars(module).update(module_state.attributes)
         for buffer, values in state.buffer_values:
-            # Write through `.data`, so that autograd does not count this as an in-place change. If
-            # it did, it would refuse the statistics that BatchNorm saved for the backward pass,
-            # although they are not used in training.
+            # Write through `.data`, so that autograd does not count this write as an in-place
+            # change. Otherwise, autograd would reject the running statistics that BatchNorm saved
+            # for the backward pass, although that pass does not use them in training mode.
             buffer.data.copy_(values)
         self._restore(state.random_state)
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own attributes: those that an empty ``nn.Module`` does not have."""
+    """Return a module's attributes, except ``forward`` and those of every ``nn.Module``."""
     return {
         name: value
         for name, value in vars(module).items()

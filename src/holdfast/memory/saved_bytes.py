@@ -2,17 +2,17 @@
 
 Only retries after an out-of-memory error are measured. Hooks record each call of a module, and
 every storage that autograd saves during the call (`torch.autograd.graph.saved_tensors_hooks`). If
-the attempt fails too, it is measured up to its failure, since the memory that was saved by then has
-caused the failure.
+the retry fails too, the measurement covers everything up to its failure, because that is the memory
+that caused the failure.
 
-If a call is recomputed, everything that it saved is dropped, except its inputs. It exists again in
-the backward pass, but only for one call at a time. We therefore judge a choice of modules by the
-peak that it would have caused. Recomputing a module that saves everything in a single call gains
-nothing, while recomputing one that is called a hundred times gains 99 %.
+If a call is recomputed, everything that it saved is dropped, except its inputs. The dropped memory
+is allocated again in the backward pass, but only for one call at a time. A choice of modules is
+therefore judged by the peak that it would have caused. Recomputing a module that saves everything
+in a single call gains nothing, whereas recomputing one that is called a hundred times gains 99 %.
 
-Two kinds of modules are never chosen. The first kind changes state that is not restored for the
-second computation: its inputs, tensors in plain attributes, or the length of containers. The second
-kind has submodules with hooks of user code.
+Two kinds of modules are never chosen: modules that change state that is not restored for the second
+computation (their inputs, tensors in plain attributes, or the length of containers), and modules
+with submodules on which user code has registered hooks.
 
 ``recompute`` recomputes the modules, and ``ladder`` decides when to do so.
 """
@@ -37,10 +37,10 @@ from holdfast.memory.tensors import has_storage, tensors_of, versions_of
 
 # Recomputing more modules must lower the peak by at least this fraction to be worth the time.
 _LEAST_GAIN = 0.05
-# An estimate of the bytes that each recomputed call keeps: 5 KB of random state, and autograd's own
-# objects.
+# An estimate of the bytes that each recomputed call keeps in addition to its inputs: 5 KB of random
+# state, and autograd's own objects.
 _CALL_BYTES = 2**14
-# The number that stands for "no call".
+# Used in place of a call's number to mean "no call".
 _NO_CALL = -1
 NOTHING_SAVES = (
     "before the failure, no module that may be recomputed had saved much memory for the backward"
@@ -58,9 +58,9 @@ class _ModuleCall:
     parent: int
     # How many tensors the pass had saved before this call.
     begin: int
-    # The storages of the inputs. They are kept even if the call is recomputed.
+    # The numbers of the inputs' storages. These are kept even if the call is recomputed.
     inputs: tuple[int, ...]
-    # Bytes that are kept in addition to the inputs if this call is recomputed.
+    # The bytes that are kept in addition to the inputs if this call is recomputed.
     own_bytes: int
     # How many tensors the pass had saved by the end of this call. None while the call runs, or if
     # it failed.
@@ -69,7 +69,10 @@ class _ModuleCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SavedTensor:
-    """A tensor that autograd saved: its storage, and the number of the innermost running call."""
+    """A tensor that autograd saved: its storage, and the innermost call that was running then.
+
+    Both are given as numbers; see `Measurement`.
+    """
 
     storage: int
     call: int
@@ -85,7 +88,7 @@ class Measurement:
 
     calls: list[_ModuleCall] = field(default_factory=list)
     saves: list[_SavedTensor] = field(default_factory=list)
-    # Bytes of each storage.
+    # The size of each storage in bytes, keyed by the storage's number.
     sizes: dict[int, int] = field(default_factory=dict)
 
     def saved_bytes(self) -> int:
@@ -97,14 +100,14 @@ class Measurement:
 
         The peak is reached at one of these moments:
 
-        - At the end of the forward pass, all kept storages exist.
-        - When the backward pass recomputes a call, the storages exist that the forward pass had
-          kept by the end of this call, and everything that the call itself saves.
+        - At the end of the forward pass: all kept storages exist.
+        - While the backward pass recomputes a call: the storages that the forward pass had kept by
+          the end of this call exist, along with everything that the call itself saves.
 
         Args:
             chosen: Names of the modules.
-            bytes_of_active: The modules that were already recomputed in this pass, with the bytes
-                that one of their calls needs while it is recomputed.
+            bytes_of_active: The modules that were already recomputed in this pass, mapped to the
+                bytes that one of their calls needs while it is recomputed.
         """
         owners = self._recomputed_owners(chosen)
         recomputed = [self.calls[number] for number, owner in enumerate(owners) if owner == number]
@@ -115,10 +118,11 @@ class Measurement:
             added[call.begin] += call.own_bytes
         for storage, first_save in kept_from.items():
             added[first_save] += self.sizes[storage]
-        # The bytes kept at each moment of the forward pass, counted in saved tensors.
+        # kept_until[i] is the number of bytes that the forward pass keeps once it has saved i
+        # tensors.
         kept_until = list(accumulate(added))
 
-        # The end of the forward pass comes first, followed by each recomputed call.
+        # The first candidate is the end of the forward pass; the others are the recomputed calls.
         peaks = [kept_until[-1]]
         for call in self.calls:
             if call.name in bytes_of_active:
@@ -131,14 +135,15 @@ class Measurement:
         """Return the bytes that a call saved, except for its inputs and the storages in `kept`."""
         storages = {save.storage for save in self.saves[call.begin : self._end(call)]}
         storages.difference_update(call.inputs)
-        # Do not subtract `kept` as a set: it is large, and this runs for each of many calls.
+        # Do not compute a set difference with `kept`: it is large, and this method runs for each of
+        # many calls.
         return sum(self.sizes[storage] for storage in storages if storage not in kept)
 
     def _recomputed_owners(self, chosen: Collection[str]) -> list[int]:
-        """Return for each call the number of the recomputed call to which it belongs.
+        """Return, for each call, the number of the recomputed call that it is part of.
 
-        This is the outermost call of a chosen module that contains it, or the call itself. It is
-        `_NO_CALL` if the call would not be recomputed.
+        The recomputed call is the outermost one of a chosen module, and may be the call itself. The
+        number is `_NO_CALL` if the call would not be recomputed.
         """
         owners: list[int] = []
         for number, call in enumerate(self.calls):
@@ -153,9 +158,9 @@ class Measurement:
     def _kept_from(
         self, owners: Sequence[int], recomputed: Iterable[_ModuleCall]
     ) -> dict[int, int]:
-        """Return the storages that the forward pass keeps, and from when on it keeps them.
+        """Return the storages that the forward pass keeps, and since when it keeps them.
 
-        A storage that is saved outside all recomputed calls is kept from its first save there. An
+        A storage that is saved outside all recomputed calls is kept from the first such save. An
         input of a recomputed call is kept from the beginning of the call.
 
         Args:
@@ -163,7 +168,7 @@ class Measurement:
             recomputed: The recomputed calls.
 
         Returns:
-            For each storage, an index into `saves`.
+            For each storage number, how many tensors had been saved before it was kept.
         """
         kept_from: dict[int, int] = {}
         for index, save in enumerate(self.saves):
@@ -179,33 +184,34 @@ class Measurement:
 
 
 class SavedBytes:
-    """Measures attempts, and chooses the modules to recompute in the next attempt.
+    """Measures what attempts save for backward, and chooses modules to recompute in the next one.
 
     Args:
-        modules: The modules that may be recomputed, by name.
+        modules: The modules that may be recomputed, keyed by name.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
         self._refused: set[str] = set()
-        # For each chosen module, the bytes that one call needs while it is recomputed. They are
-        # measured before the module is chosen, because its forward pass does not save them
-        # afterwards.
+        # For each chosen module, the bytes that one call needs while it is recomputed. They come
+        # from the measurement before the module was chosen: once it is recomputed, its forward pass
+        # no longer saves them.
         self._bytes_of_call: dict[str, int] = {}
         self._measurement = Measurement()
 
     def refuse(self, names: Iterable[str]) -> None:
-        """Never choose these modules again, nor modules that contain them."""
+        """Exclude these modules, and all modules that contain them, from later choices."""
         for name in names:
             self._refused.update(_with_parents(name))
 
     @contextlib.contextmanager
     def measuring(self, recomputed: Sequence[str], held: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Measure the forward passes within the context, and keep the one that saves the most.
+        """Measure the forward passes in the ``with`` block, and keep the one that saves the most.
 
         Args:
             recomputed: Names of the modules that are recomputed in these passes.
-            held: Tensors that stay alive anyway, such as those in the batch.
+            held: Tensors that stay alive in any case, such as those in the batch. They are not
+                counted.
         """
         recorder = _Recorder(excluded=self._storages_held(held))
         self._measurement = Measurement()
@@ -231,9 +237,9 @@ class SavedBytes:
     def choose(self, active: Sequence[str]) -> tuple[str, ...]:
         """Return the modules to recompute from now on: the active ones, and more if that helps.
 
-        Groups of modules are added greedily. Each time, the group is added that lowers the peak
-        most, until no group lowers it by at least 5 %. Of these groups, only the first ones are
-        chosen: as many as reach half of the total reduction.
+        A greedy search adds groups of modules: in each round, it adds the group that lowers the
+        peak most, until no group lowers it by at least 5 %. Of these groups, only the first few are
+        chosen: as many as it takes to reach half of the total reduction.
 
         Args:
             active: Names of the modules that were recomputed in the measured pass.
@@ -259,14 +265,14 @@ class SavedBytes:
         return (*active, *chosen)
 
     def _remember_bytes(self, names: Collection[str]) -> None:
-        """Store how many bytes one call of each newly chosen module needs when recomputed."""
+        """Store how many bytes a call of each newly chosen module needs while it is recomputed."""
         for call in self._measurement.calls:
             if call.name in names:
                 size = self._measurement.bytes_inside(call)
                 self._bytes_of_call[call.name] = max(self._bytes_of_call.get(call.name, 0), size)
 
     def _storages_held(self, tensors: Iterable[torch.Tensor]) -> set[int]:
-        """Return the storages of all parameters and buffers, and of the given tensors."""
+        """Return the storage numbers of all parameters, all buffers and the given tensors."""
         storages = {_storage_of(tensor) for tensor in tensors}
         for module in self._modules.values():
             storages.update(_storage_of(parameter) for parameter in module.parameters())
@@ -274,10 +280,10 @@ class SavedBytes:
         return {storage for storage in storages if storage is not None}
 
     def _groups(self, active: Sequence[str]) -> list[list[str]]:
-        """Return the names of modules that can be chosen, in groups that are chosen together.
+        """Return the names of the modules that can be chosen, in groups that are chosen as a whole.
 
-        A group consists of modules of one class whose names differ only in numbers, such as the
-        layers of a transformer.
+        A group consists of modules of one class whose names differ only in their indices, such as
+        the layers of a transformer.
         """
         groups: dict[tuple[str, type], list[str]] = {}
         for name in dict.fromkeys(call.name for call in self._measurement.calls):
@@ -288,7 +294,7 @@ class SavedBytes:
         return list(groups.values())
 
     def _has_hooks_inside(self, name: str) -> bool:
-        """Return whether recomputing a module would run hooks of user code a second time."""
+        """Return whether recomputing a module would run the user's hooks a second time."""
         module = self._modules[name]
         parts = [part for part in module.modules() if part is not module]
         return any(_has_hooks_of_the_caller(part) for part in parts)
@@ -325,7 +331,7 @@ def _has_hooks_of_the_caller(module: nn.Module) -> bool:
 
 
 def _overlap(names: Sequence[str], others: Sequence[str]) -> bool:
-    """Return whether any module in one list is equal to, inside or around one in the other."""
+    """Return whether any module in one list equals, contains or is inside one in the other list."""
     return any(
         name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
         for name in names
@@ -334,10 +340,10 @@ def _overlap(names: Sequence[str], others: Sequence[str]) -> bool:
 
 
 class _Recorder:
-    """Records the calls of modules and the tensors that autograd saves, as they happen.
+    """Records the module calls in a forward pass and the tensors that autograd saves.
 
     Args:
-        excluded: Storages that stay alive anyway, so they are not recorded.
+        excluded: Numbers of the storages to ignore, because they stay alive in any case.
     """
 
     def __init__(self, excluded: set[int]) -> None:
@@ -346,10 +352,10 @@ class _Recorder:
         self._largest = Measurement()
         # The numbers of running calls, innermost last.
         self._stack: list[int] = []
-        # References to recorded storages, so that no new storage gets the same number.
+        # Weak references to recorded storages, so that no new storage gets the same number.
         self._references: list[StorageWeakRef] = []
         self._backward_has_run = False
-        # Names of modules whose calls changed their attributes in place.
+        # Names of modules whose calls changed the module's attributes in place.
         self.changes_state: set[str] = set()
         # Names of modules whose calls changed their inputs in place.
         self.changes_input: set[str] = set()
@@ -359,25 +365,25 @@ class _Recorder:
         return max(self._largest, self._current, key=Measurement.saved_bytes)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Record a tensor that autograd saves."""
+        """Record a tensor that autograd saves, and return the tensor to save in its place."""
         storage = None if _is_backward_running() else _storage_of(tensor)
         if storage is not None and storage not in self._excluded:
             self._begin_pass_after_backward()
             self._record_size(storage, tensor)
             self._current.saves.append(_SavedTensor(storage=storage, call=self._innermost_call()))
-        # Return a detached tensor: an output that is saved by its own graph node would otherwise
+        # Return a detached tensor. Otherwise, an output that is saved by its own graph node would
         # keep itself alive.
         return tensor.detach()
 
     def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a saved tensor to autograd."""
+        """Note that a backward pass has begun to use saved tensors, and return the tensor."""
         self._backward_has_run = True
         return tensor
 
     def recorded(
         self, name: str, module: nn.Module, forward: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Wrap a module's forward, so that its calls are recorded."""
+        """Return a function that records a call of the module and runs its forward."""
         buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -424,14 +430,15 @@ class _Recorder:
         return number
 
     def _begin_pass_after_backward(self) -> None:
-        """Begin a new measurement after a backward pass, because it frees all saved tensors."""
+        """Begin a new measurement if a backward pass has run and freed all saved tensors."""
         if not self._backward_has_run:
             return
         self._largest = self.largest_pass()
         self._current = Measurement()
         self._backward_has_run = False
         self._stack.clear()
-        # Because of the hooks, saved tensors of the last pass are in reference cycles. Free them.
+        # Because of the hooks, the saved tensors of the last pass are in reference cycles, which
+        # only the garbage collector frees.
         gc.collect()
 
     def _innermost_call(self) -> int:
@@ -446,7 +453,7 @@ class _Recorder:
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
-    """Return the number of a tensor's storage, or None if it has no single storage."""
+    """Return the number of a tensor's storage, or None if the tensor has no single storage."""
     if not has_storage(tensor):
         return None
     return int(tensor.untyped_storage()._cdata)
@@ -464,11 +471,11 @@ def _would_save() -> bool:
 
 
 def _state_of(module: nn.Module) -> dict[tuple[str, int], int]:
-    """Return a record of a module's attributes that reveals in-place changes.
+    """Return values that differ before and after an in-place change of a module's attributes.
 
     Returns:
-        The version of each tensor and the length of each container, by the attribute's name and the
-        object's id.
+        The version of each tensor and the length of each container, keyed by the attribute's name
+        and the object's id.
     """
     state: dict[tuple[str, int], int] = {}
     for name, value in vars(module).items():
@@ -482,5 +489,5 @@ def _state_of(module: nn.Module) -> dict[tuple[str, int], int]:
 def _has_changed(
     before: Mapping[tuple[str, int], int], after: Mapping[tuple[str, int], int]
 ) -> bool:
-    """Return whether an object that is in both records was changed in place."""
+    """Return whether any object recorded in both `before` and `after` was changed in place."""
     return any(before[key] != after[key] for key in before.keys() & after.keys())

@@ -1,4 +1,4 @@
-"""Find the tensors in nested containers, and detect whether they were changed in place."""
+"""Find the tensors in nested containers, and detect in-place changes to them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the number of in-place changes of each tensor, as counted by autograd.
+    """Return autograd's count of in-place changes for each tensor (``tensor._version``).
 
-    Inference tensors have no counter; the result for them is -1. The counter is
-    ``tensor._version``. Autograd uses it to check that a saved tensor was not changed.
+    Autograd uses this counter to check that a saved tensor was not changed. Inference tensors have
+    no counter; the result for them is -1.
     """
     return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
@@ -34,7 +34,8 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 def has_storage(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has a single storage of its own.
 
-    False for sparse tensors, most subclasses, and tensors wrapped by `torch.func`.
+    The result is False for sparse tensors, for most tensor subclasses, and for tensors wrapped by
+    `torch.func`.
     """
     if tensor.layout != torch.strided or type(tensor) not in _PLAIN_CLASSES:
         return False

@@ -1,12 +1,13 @@
 """Simulate torch's native CUDA caching allocator for one stream.
 
-The simulation follows ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.11 to 2.13 step by step:
-pools, segments, best fit, splitting and coalescing. Docstrings here name the matching C++ functions
-in parentheses. The simulated allocator hands out addresses, never memory, and expects sizes that
-are already rounded.
+The simulation follows ``c10/cuda/CUDACachingAllocator.cpp`` in torch 2.11 to 2.13 step by step:
+pools, segments, best fit, splitting and coalescing. Docstrings in this module name the matching C++
+functions in parentheses. The simulated allocator hands out addresses but no memory, and expects
+sizes that are already rounded.
 
-Several streams, user memory pools, CUDA graphs, ``PYTORCH_ALLOC_CONF`` settings and the addresses
-returned by `cudaMalloc` are not simulated. These addresses only break ties between free blocks.
+The simulation does not cover multiple streams, user memory pools, CUDA graphs,
+``PYTORCH_ALLOC_CONF`` settings, or the addresses that `cudaMalloc` returns. Those addresses matter
+only for choosing between free blocks of the same size.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 # The constants below come from c10/core/AllocatorConfig.h of torch 2.13.
-# Block sizes are multiples of this (kMinBlockSize).
+# Block sizes are multiples of this number (kMinBlockSize).
 MIN_BLOCK_BYTES = 512
-# Requests of up to this size come from the small pool (kSmallSize).
+# Requests of up to this size are served from the small pool (kSmallSize).
 SMALL_BYTES = 1 << 20
-# Segment size of the small pool (kSmallBuffer).
+# The segment size of the small pool (kSmallBuffer).
 SMALL_SEGMENT_BYTES = 2 << 20
-# Size of the segments that requests of 1 to 10 MiB share (kLargeBuffer).
+# The size of the segments that requests of 1 to 10 MiB share (kLargeBuffer).
 LARGE_SEGMENT_BYTES = 20 << 20
-# Requests of at least this size get a segment of their own (kMinLargeAlloc).
+# Requests of at least this size get their own segment (kMinLargeAlloc).
 MIN_LARGE_BYTES = 10 << 20
-# The size of such a segment is rounded up to a multiple of this (kRoundLarge).
+# The size of such a segment is rounded up to a multiple of this number (kRoundLarge).
 ROUND_LARGE_BYTES = 2 << 20
 
 _UNLIMITED = 1 << 62
-# Keys of the free list are (size << _SHIFT) | address. These integers sort by size and then by
+# The keys of free blocks are (size << _SHIFT) | address. These integers sort by size and then by
 # address, like the blocks in torch's std::set<Block*>.
 _SHIFT = 64
 # The first addresses of the two pools. They are arbitrary: only the order of addresses matters.
@@ -38,9 +39,9 @@ _FIRST_LARGE_ADDRESS = 1 << 54
 
 
 class OutOfDeviceMemoryError(Exception):
-    """A request failed even after the whole cache was released.
+    """Raised if a request fails even after all cached segments were released.
 
-    torch raises an OutOfMemoryError at this point.
+    In this situation, torch raises an OutOfMemoryError.
     """
 
 
@@ -86,12 +87,12 @@ class Block:
 
 
 class Pool:
-    """The free blocks of one size class, sorted for best fit (BlockPool).
+    """The free blocks in one of the two pools, small or large, sorted for best fit (BlockPool).
 
     Args:
         least_remainder: A block is split if at least this many bytes would be left over.
         segment_bytes: The size of a segment, except for requests of `MIN_LARGE_BYTES` or more.
-        next_address: The address of the next segment.
+        next_address: The address of the next segment that is allocated.
     """
 
     __slots__ = ("blocks", "keys", "least_remainder", "next_address", "segment_bytes")
@@ -102,7 +103,7 @@ class Pool:
         self.next_address = next_address
         # The keys of the free blocks, in ascending order.
         self.keys: list[int] = []
-        # The free blocks by key.
+        # The free blocks, by key.
         self.blocks: dict[int, Block] = {}
 
     def add(self, block: Block) -> None:
@@ -112,13 +113,17 @@ class Pool:
         self.blocks[key] = block
 
     def remove(self, block: Block) -> None:
-        """Remove a block that is about to be merged or released."""
+        """Remove a free block that is about to be merged or released."""
         key = (block.size << _SHIFT) | block.address
         del self.keys[bisect_left(self.keys, key)]
         del self.blocks[key]
 
     def take_best_fit(self, size: int) -> Block | None:
-        """Remove and return the smallest block that is large enough, if any (get_free_block)."""
+        """Remove and return the smallest free block that is large enough (get_free_block).
+
+        Returns:
+            None if no free block is large enough.
+        """
         index = bisect_left(self.keys, size << _SHIFT)
         if index == len(self.keys):
             return None
@@ -129,13 +134,13 @@ class CachingAllocator:
     """The caching allocator of one device.
 
     Args:
-        cap_bytes: How much memory the driver can provide, or None for no limit.
-        addresses: The addresses of the segments in the order in which they are allocated, if a
-            recording has them.
+        cap_bytes: How many bytes the driver can provide, or None for no limit.
+        addresses: The addresses of the segments in the order in which they are allocated, if they
+            are known from a recording.
 
     Attributes:
-        log: The allocated and freed segments in order. Each entry holds the action, named as in
-            torch's memory snapshots, and the size in bytes.
+        log: The allocations and frees of segments, in order. Each entry consists of the action,
+            named as in torch's memory snapshots, and the size in bytes.
     """
 
     def __init__(
@@ -164,10 +169,10 @@ class CachingAllocator:
         """Allocate a block (malloc, alloc_found_block).
 
         Args:
-            size: Bytes, rounded by `replay.round_sizes`.
+            size: The size in bytes, rounded by `replay.round_sizes`.
 
         Raises:
-            OutOfDeviceMemoryError: If there is not enough memory even after the cache was released.
+            OutOfDeviceMemoryError: If there is not enough memory even after releasing the cache.
         """
         pool = self._small if size <= SMALL_BYTES else self._large
         block = pool.take_best_fit(size)
@@ -201,7 +206,7 @@ class CachingAllocator:
                     self._log_segment(-block.size, "segment_free")
 
     def _new_segment(self, pool: Pool, size: int) -> Block:
-        """Allocate a segment and return its only block. Release the cache if necessary (malloc)."""
+        """Allocate a segment, releasing the cache if necessary, and return its block (malloc)."""
         block = self._ask_driver(pool, size)
         if block is None:
             self.empty_cache()
@@ -212,9 +217,9 @@ class CachingAllocator:
         return block
 
     def _ask_driver(self, pool: Pool, size: int) -> Block | None:
-        """Return the block of a new segment, or None if the driver refuses it.
+        """Return the block of a new segment, or None if the driver has too little memory left.
 
-        The C++ functions are alloc_block and get_allocation_size.
+        The matching C++ functions are alloc_block and get_allocation_size.
         """
         segment_bytes = pool.segment_bytes
         if size >= MIN_LARGE_BYTES:

@@ -1,8 +1,8 @@
 """Replay a trace with the simulated caching allocator.
 
 A plan fits a device if the replay succeeds within the device's memory. Adding a fixed percentage to
-the live bytes instead would be too much for some jobs and too little for others: on small models,
-reserved memory was 1.02 to 1.36 times the live bytes.
+the live bytes would not be accurate enough: on small models, reserved memory was 1.02 to 1.36 times
+the live bytes, so any percentage is too high for some jobs and too low for others.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class ReplayResult:
         peak_reserved_bytes: The peak of reserved memory (`torch.cuda.max_memory_reserved`).
         peak_allocated_bytes: The peak of allocated memory, in rounded block sizes
             (`torch.cuda.max_memory_allocated`).
-        retries: How often the allocator released its whole cache and retried
+        retries: How often the allocator released its whole cache and tried an allocation again
             (``num_alloc_retries``). A retry is slow on a real device.
-        failed_at: Index of the allocation that failed, or None if all succeeded.
+        failed_at: The index of the event whose allocation failed, or None if all allocations
+            succeeded.
     """
 
     peak_reserved_bytes: int
@@ -48,7 +49,7 @@ class ReplayResult:
 def round_sizes(sizes: Sizes) -> Sizes:
     """Round requested sizes up to block sizes, as torch's ``round_size`` does.
 
-    0 stays 0, because torch allocates no block for an empty tensor.
+    A size of 0 stays 0, because torch allocates no block for an empty tensor.
 
     Example:
         >>> round_sizes(np.array([0, 1, 513, 1200 << 10])).tolist()
@@ -61,9 +62,9 @@ def replay(events: Events, sizes: Sizes, *, cap_bytes: int | None = None) -> Rep
     """Replay a trace, starting with an empty allocator.
 
     Args:
-        events: Allocations and frees.
-        sizes: Requested bytes of each storage.
-        cap_bytes: How much memory the driver can provide, or None for no limit.
+        events: Allocations and frees, encoded as in `Trace.events`.
+        sizes: The requested size of each storage in bytes.
+        cap_bytes: How many bytes the driver can provide, or None for no limit.
 
     Raises:
         ValueError: If an event allocates a storage that is alive, or frees one that is not.
@@ -79,7 +80,11 @@ def replay(events: Events, sizes: Sizes, *, cap_bytes: int | None = None) -> Rep
 
 
 def _replay_events(events: Events, sizes: list[int], allocator: CachingAllocator) -> int | None:
-    """Return the index of the first allocation that fails, or None if all succeed."""
+    """Replay events up to the first allocation that fails.
+
+    Returns:
+        The index of the event whose allocation failed, or None if all allocations succeeded.
+    """
     # The block of each live storage. A storage of 0 bytes has no block.
     live: list[Block | None] = [None] * len(sizes)
     storages = storage_of(events).tolist()
@@ -104,13 +109,14 @@ def _replay_events(events: Events, sizes: list[int], allocator: CachingAllocator
 
 
 def smallest_cap_bytes(events: Events, sizes: Sizes, *, step_bytes: int = 32 << 20) -> int:
-    """Return how much memory the driver must provide for a trace, found by bisection.
+    """Return how many bytes the driver must provide so that a trace can be replayed.
 
-    The result is a sufficient cap, and some cap that is at most `step_bytes` smaller fails. It is
-    not always the smallest sufficient cap: releasing the cache changes the order of the free
-    blocks, so a larger cap may fail where a smaller one succeeds.
+    The result is found by bisection: it is a sufficient cap, and a cap that is at most `step_bytes`
+    smaller fails. It is not always the smallest sufficient cap. Releasing the cache changes the
+    order of the free blocks, so a larger cap may fail where a smaller one succeeds.
     """
     sufficient = replay(events, sizes).peak_reserved_bytes
+    # A cap below the peak of the live bytes is never sufficient.
     insufficient = int(live_bytes(events, sizes, MIN_BLOCK_BYTES).max(initial=0)) - 1
     while sufficient - insufficient > step_bytes:
         middle = (sufficient + insufficient) // 2

@@ -1,7 +1,7 @@
-"""The catalog of devices, with the usable memory and the speed of each.
+"""Read the catalog of devices, which states the usable memory and the speed of each device.
 
-The figures and their sources are in ``devices.yaml``. `find_device` accepts a device name, spelled
-as people or torch spell it, or a size such as ``24GiB``.
+The figures and their sources are in ``devices.yaml``. `find_device` accepts a device name in any
+common spelling, or a size such as ``24GiB``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import yaml
 from holdfast.core.errors import PolicyError
 
 GIB = 1 << 30
-# torch's messages round GiB to two digits, so the true figure may be up to 0.005 GiB smaller.
+# torch's messages round GiB to two decimals, so the true figure may be up to 0.005 GiB smaller.
 _ROUNDING_BYTES = 5 << 20
 _UNITS = {"gib": GIB, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)\s*", re.IGNORECASE)
-# Vendor names and separators, which are ignored when device names are compared.
+# Matches brand names and separators, which are ignored when device names are compared.
 _IGNORED_IN_NAMES = re.compile(r"nvidia|geforce|rtx|tesla|[\s_-]+")
-# Compute capability of Ampere, the first NVIDIA architecture that supports bf16.
+# The compute capability of Ampere, the first NVIDIA architecture that supports bf16.
 _FIRST_WITH_BF16 = (8, 0)
 
 
@@ -34,18 +34,18 @@ class Device:
 
     Args:
         name: The device's name in the catalog, or a size such as ``24GiB``.
-        usable_bytes: The memory that all processes together can use: the total reported by
+        usable_bytes: How many bytes all processes together can use: the total reported by
             `torch.cuda.mem_get_info`.
-        context_bytes: The part of it that a training process uses outside torch's allocator, for
-            the CUDA context, kernels and libraries.
-        cublas_workspace_bytes: The workspace of one cuBLAS handle. torch's allocator holds it from
-            the first matrix product on.
-        bandwidth: Memory bandwidth in bytes per second.
-        flops: Floating-point operations per second. The keys are ``"fp32"``, ``"tf32"``,
-            ``"bf16"`` and ``"fp16"``, as far as the device has units for them.
+        context_bytes: How many of the usable bytes a training process needs outside torch's
+            allocator, for the CUDA context, kernels and libraries.
+        cublas_workspace_bytes: The size of one cuBLAS handle's workspace. torch's allocator holds
+            the workspace from the first matrix product on.
+        bandwidth: The memory bandwidth in bytes per second.
+        flops: Floating-point operations per second, keyed by data type. The keys are ``"fp32"`` and
+            those of ``"tf32"``, ``"bf16"`` and ``"fp16"`` that the device has units for.
         capability: The CUDA compute capability, such as ``(8, 9)``.
         is_measured: Whether forecasts were compared with real runs on this device. The figures for
-            all other devices come from public error messages, so their margin is larger.
+            all other devices come from public error messages, so their default margin is larger.
         sources: Where the figures come from. The keys are ``"usable"``, ``"context"``,
             ``"rates"``, ``"cublas"`` and ``"cublaslt"``.
     """
@@ -71,10 +71,13 @@ class Device:
         return self.capability >= _FIRST_WITH_BF16
 
     def flops_per_second(self, dtype: str) -> float:
-        """Return the operations per second in one of `trace.events.DTYPES`, without sparsity.
+        """Return how many dense operations per second the device performs in a data type.
 
-        A type without dedicated units runs at the fp32 rate. In fp64, training GPUs reach 1/2 to
-        1/64 of the fp32 rate. We use 1/2, because few models use fp64.
+        A type without dedicated units runs at the fp32 rate. In fp64, training GPUs reach 1/64 to
+        1/2 of the fp32 rate. The result assumes 1/2, because few models use fp64.
+
+        Args:
+            dtype: One of `trace.events.DTYPES`.
         """
         if dtype == "fp64":
             return self.flops["fp32"] / 2
@@ -82,14 +85,14 @@ class Device:
 
 
 def find_device(text: str) -> Device:
-    """Return the device with a name or size that the user passed.
+    """Return the device with the name or memory size that the user passed.
 
     Args:
-        text: A name such as ``RTX 4090``, ``A100-80GB`` or ``NVIDIA H100 PCIe``. Or a size such as
-            ``24GiB``, for a device that is not in the catalog: its usable memory.
+        text: A name such as ``RTX 4090``, ``A100-80GB`` or ``NVIDIA H100 PCIe``. For a device that
+            is not in the catalog, the size of its usable memory, such as ``24GiB``.
 
     Raises:
-        PolicyError: H416 if no device has that name, or the size is less than 1 GiB.
+        PolicyError: H416 if no device has that name, or if the size is less than 1 GiB.
     """
     size_bytes = bytes_in(text)
     if size_bytes is None:
@@ -105,7 +108,7 @@ def find_device(text: str) -> Device:
 
 
 def bytes_in(text: str) -> int | None:
-    """Parse a size such as ``"24GiB"`` or ``"500 MB"``. Return bytes, or None if it is no size."""
+    """Parse a size such as ``"24GiB"`` or ``"500 MB"``, and return bytes, or None if not a size."""
     match = _SIZE.fullmatch(text)
     if match is None:
         return None
@@ -126,17 +129,18 @@ def _find_by_name(name: str) -> Device:
 
 
 def _plain(name: str) -> str:
-    """Return a device name without the parts that people and torch spell differently."""
+    """Normalize a device name: convert it to lower case, without brand names and separators."""
     return _IGNORED_IN_NAMES.sub("", name.lower())
 
 
 def _unknown_device(size_bytes: int) -> Device:
-    """Return a device that is not in the catalog and has this much memory.
+    """Return the description of a device that is not in the catalog and has this much memory.
 
-    Its figures are those of the device with bf16 (Ampere or later) that is nearest in size, but
-    with the largest context and the lowest capability of all such devices. Devices before Ampere
-    are ignored: they have no bf16 and about half the context, and few users who pass a size mean
-    one of them.
+    The figures are copied from the catalog's device with bf16 units (Ampere or later) that has the
+    most similar memory size. The context size and the compute capability are exceptions: they are
+    the largest and the lowest, respectively, of all devices with bf16 units. Older devices are
+    ignored, because their contexts are about half as large, and few users who pass a size mean an
+    older device.
     """
     candidates = [device for device in _catalogue().values() if device.has_bf16]
     nearest = min(candidates, key=lambda device: abs(device.usable_bytes - size_bytes))
@@ -162,7 +166,7 @@ def _unknown_device(size_bytes: int) -> Device:
 
 @functools.cache
 def _catalogue() -> dict[str, Device]:
-    """Return the devices by name and alias. The keys are normalized by `_plain`."""
+    """Return all devices, keyed by their names and aliases, which are normalized by `_plain`."""
     text = resources.files(__package__).joinpath("devices.yaml").read_text(encoding="utf-8")
     tables = yaml.safe_load(text)
     devices: dict[str, Device] = {}
@@ -179,8 +183,8 @@ def _read_device(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> Device:
     return Device(
         name=entry["name"],
         # Figures in error messages are rounded. The usable memory may therefore be smaller than
-        # stated. The context may be larger, by up to two rounding errors, because it is the
-        # difference between two such figures.
+        # stated. The context is the difference between two such figures, so it may be larger than
+        # stated by up to two rounding errors.
         usable_bytes=int(entry["usable_gib"] * GIB) - _ROUNDING_BYTES,
         context_bytes=int(entry["context_gib"] * GIB) + 2 * _ROUNDING_BYTES,
         cublas_workspace_bytes=cublas["bytes"],

@@ -1,9 +1,9 @@
 """Estimate how long a step takes on a device, accurately enough to rank plans.
 
-The estimate is a roofline model. An operation takes as long as its arithmetic or its memory
+The estimate is a roofline model: an operation takes as long as its arithmetic or its memory
 traffic, whichever is longer. It also takes at least as long as the host needs to launch it, because
 eager operations are launched one by one while the device runs earlier ones. Larger micro-batches
-are therefore more efficient: more samples share the launches, the reads of the weights and the
+are therefore more efficient: more samples share the launches, the reads of the weights, and the
 optimizer's update.
 """
 
@@ -22,16 +22,20 @@ COMPUTE_EFFICIENCY = 0.8
 # The fraction of the datasheet's bandwidth that large transfers reach: 0.90 on an A100 above 100 MB
 # (calculon-ai/calculon, systems/a100_80g.json, "MB_efficiency").
 BANDWIDTH_EFFICIENCY = 0.9
-# Host time for launching one eager operation. A matrix product on an H100 takes 5 to 25 µs from
-# Python to the driver (jiahuanglin.xyz, GPU kernel lessons, 18 "From PyTorch op to kernel launch").
-# 10 µs is the rounded geometric mean.
+# The host time for launching one eager operation. For a matrix product on an H100, it takes 5 to
+# 25 µs to get from Python to the driver (jiahuanglin.xyz, GPU kernel lessons, 18 "From PyTorch op
+# to kernel launch"). 10 µs is roughly the geometric mean.
 LAUNCH_SECONDS = 10e-6
 
 _OPTIMIZER = PHASES.index("optimizer")
 
 
 def operation_seconds(trace: Trace, device: Device) -> npt.NDArray[np.float64]:
-    """Return the estimated seconds of each operation in a step, shape ``(operations,)``."""
+    """Return the estimated duration of each operation in a step, in seconds.
+
+    Returns:
+        Shape ``(operations,)``.
+    """
     rates = np.array([device.flops_per_second(dtype) for dtype in DTYPES])
     arithmetic = trace.flops / (rates[trace.dtype] * COMPUTE_EFFICIENCY)
     traffic = trace.moved_bytes / (device.bandwidth * BANDWIDTH_EFFICIENCY)
@@ -39,7 +43,7 @@ def operation_seconds(trace: Trace, device: Device) -> npt.NDArray[np.float64]:
 
 
 def step_seconds(trace: Trace, device: Device, *, micro_steps: int = 1) -> float:
-    """Return the estimated seconds of an optimizer step.
+    """Return the estimated duration of an optimizer step, in seconds.
 
     Args:
         trace: A step with one micro-batch.

@@ -13,7 +13,7 @@ import torch
 from holdfast.forecast.fake.guesses import Guesses
 
 # The properties of an A100 with 80 GB (NVIDIA A100 whitepaper, table 4). If user code reads them,
-# this is recorded as an assumption, with the line of code.
+# an assumption is recorded with the line of code.
 _TOTAL_BYTES = 80 * 2**30
 _CAPABILITY = (8, 0)
 _PROPERTIES = SimpleNamespace(
@@ -33,7 +33,7 @@ _COMMANDS = (
     " reset_accumulated_memory_stats set_per_process_memory_fraction _record_memory_history"
     " manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all set_sync_debug_mode"
 )
-# Functions of ``torch.cuda``, by the constant that they return.
+# Functions in ``torch.cuda`` that return a constant, as pairs of the constant and their names.
 _PLAIN_ANSWERS: tuple[tuple[Any, str], ...] = (
     (None, _COMMANDS),
     (
@@ -48,13 +48,13 @@ _PLAIN_ANSWERS: tuple[tuple[Any, str], ...] = (
     ("", "memory_summary"),
     ([], "memory_snapshot"),
 )
-# Memory statistics, which are all 0.
+# Names of functions that return memory statistics, which are all 0.
 _MEMORY_IN_USE = (
     "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached"
     " max_memory_cached utilization"
 )
-# Constants that user code may base its memory use on, for example to choose a batch size. Each call
-# is therefore recorded as an assumption.
+# Functions that return constants on which user code may base its memory use, for example to choose
+# a batch size. Each call is therefore recorded as an assumption.
 _ASSUMED_ANSWERS = {
     **dict.fromkeys(_MEMORY_IN_USE.split(), 0),
     "mem_get_info": (_TOTAL_BYTES, _TOTAL_BYTES),
@@ -65,19 +65,20 @@ _ASSUMED_ANSWERS = {
 
 
 class Patches(contextlib.ExitStack):
-    """Replaces attributes of modules and classes until the context ends."""
+    """Context manager that replaces attributes of modules and classes until it exits."""
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute, or add it if it does not exist."""
         self.enter_context(mock.patch.object(owner, name, value, create=True))
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Wrap a function or method. Do nothing if this version of torch does not have it.
+        """Wrap a function or method, or do nothing if the installed torch does not have it.
 
         Args:
-            owner: The module or class to which the function belongs.
+            owner: The module or class that has the function.
             name: The function's name.
-            wrapper: Called instead, with the original function before the arguments.
+            wrapper: Called instead of the function, with the original function as an additional
+                first argument.
         """
         original = getattr(owner, name, None)
         if original is None:
@@ -92,8 +93,8 @@ class Patches(contextlib.ExitStack):
 class _IdleStream:
     """Replaces both ``torch.cuda.Stream`` and ``torch.cuda.Event``.
 
-    Every stream is idle, and every event is complete. User code uses streams and events to prefetch
-    batches and to measure time.
+    Every stream is idle, and every event has completed. User code uses streams and events to
+    prefetch batches and to measure time.
     """
 
     device = torch.device("cuda", 0)
@@ -135,8 +136,8 @@ def install_cuda_module(patches: Patches, guesses: Guesses) -> None:
     """Make ``torch.cuda`` look like a single idle GPU.
 
     Args:
-        patches: Undoes the replacements when its context ends.
-        guesses: Collects the assumptions made by `_ASSUMED_ANSWERS`.
+        patches: Makes the replacements, and undoes them when it exits.
+        guesses: Records an assumption for each call of a function in `_ASSUMED_ANSWERS`.
     """
     answers = _answers(guesses)
     for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random):
@@ -152,7 +153,7 @@ def install_cuda_module(patches: Patches, guesses: Guesses) -> None:
 
 
 def _answers(guesses: Guesses) -> dict[str, Callable[..., Any]]:
-    """Return the replacements for functions and classes of ``torch.cuda``, by name."""
+    """Return the replacements for functions and classes in ``torch.cuda``, keyed by name."""
     answers: dict[str, Callable[..., Any]] = {}
     for name, answer in _ASSUMED_ANSWERS.items():
         answers[name] = _assuming(name, answer, guesses)

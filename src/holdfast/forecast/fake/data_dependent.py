@@ -1,8 +1,9 @@
-"""Run operators whose result or result shape depends on the values of tensors.
+"""Run operators whose results or result shapes depend on the values of tensors.
 
-Known values are used if there are any (`known_values`), and otherwise answers from `guesses`. A
-result with an unknown number of elements gets the largest possible number, so that the plan holds
-in the worst case. An operator without a rule raises one of the errors at the end of this module.
+Known values are used where they exist (`known_values`), and guesses otherwise (`guesses`). If the
+number of elements in a result is unknown, it gets the largest possible number, so that the plan
+holds in the worst case. For an operator without a rule, the fake mode raises one of the errors at
+the end of this module.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ aten = torch.ops.aten
 
 
 def answer(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of an operator that depends on values.
+    """Return the result of an operator whose result depends on the values of its inputs.
 
     Args:
-        mode: The `ForecastMode`.
+        mode: The active `ForecastMode`.
         func: The operator's overload.
         args: The operator's positional arguments.
         kwargs: The operator's keyword arguments.
 
     Returns:
-        A number or a fake tensor. NotImplemented if the result does not depend on values, or if
-        this module has no rule for the operator.
+        A number, a fake tensor or several fake tensors. NotImplemented if the result does not
+        depend on values, or if this module has no rule for the operator.
     """
     if func in (aten._local_scalar_dense.default, aten.item.default):
         return _scalar(mode, args[0])
@@ -64,9 +65,13 @@ def _scalar(mode: Any, tensor: torch.Tensor) -> bool | int | float | complex:
 
 
 def _dynamic_shape(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of an operator whose result shape depends on values, or NotImplemented."""
+    """Return the result of an operator whose result shape depends on values.
+
+    Returns:
+        NotImplemented if torch's own fake kernel can compute the shape, or if there is no rule.
+    """
     if _output_size_is_given(func, args, kwargs):
-        # The caller passed the size, so torch's own fake kernel can compute the shape.
+        # The arguments include the output size, so torch's own fake kernel can compute the shape.
         return NotImplemented
     values = mode.known_values.evaluate(func, args, kwargs)
     if values is not NotImplemented:
@@ -104,7 +109,7 @@ def _selected(mode: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     if value is None:
         mode.guesses.rows("aten.masked_select")
         return x.new_empty(math.prod(shape))
-    # The mask is broadcast, so each of its elements selects several elements of the result.
+    # The mask may be broadcast, so each True element in it may select several elements of `x`.
     return x.new_empty(int(value.sum()) * math.prod(shape) // max(1, value.numel()))
 
 
@@ -118,7 +123,7 @@ _WORST_CASES: dict[Any, Callable[..., Any]] = {
 
 
 def undecidable(func: Any) -> PolicyError:
-    """Return the error for an operator that depends on values but has no rule here (H424)."""
+    """Return the error for an operator that depends on values but has no rule (H424)."""
     return PolicyError(
         f"the result of {func.name()} depends on the values of its inputs{_at_running_line()}",
         limit=(

@@ -1,11 +1,11 @@
-"""The fake device, on which a training step runs as it would on CUDA, but with shapes only.
+"""Create the fake device, on which a training step runs as on CUDA, but with shapes only.
 
 The device is registered as a custom backend (torch's ``PrivateUse1``), so that autograd, autocast
 and C++ composite operators treat its tensors like those on a GPU. A backend cannot be unregistered,
-so use the device in a separate process.
+so use the device only in a separate process.
 
-Questions about values are answered in `data_dependent`. `stand_ins` makes the device look like CUDA
-to user code. The kernels that CUDA would choose are in `forecast.kernels`.
+`data_dependent` runs operators whose results depend on tensor values. `stand_ins` makes the device
+look like CUDA to user code. The kernels that CUDA would choose are in `forecast.kernels`.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from holdfast.forecast.trace.events import Assumption
 
 DEVICE_NAME = "forecast"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Part of the RuntimeError that torch.library.custom_op raises for an operator without a fake
-# implementation. The error has no class of its own.
+# Part of the message of the RuntimeError that torch.library.custom_op raises for an operator
+# without a fake implementation. The error does not have its own class.
 _NO_FAKE_IMPLEMENTATION = "no fake impl registered"
 
 _registered = False
-# FakeTensorMode's __torch_dispatch__, without the check for torch.compile. That check takes as long
-# as the dispatch.
+# FakeTensorMode's __torch_dispatch__, without its check for torch.compile, which takes as long as
+# the dispatch itself.
 _dispatch = getattr(FakeTensorMode, "dispatch", FakeTensorMode.__torch_dispatch__)
 
 
 class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A fake tensor mode that replaces CUDA with a fake device and answers questions about values.
+    """A fake tensor mode that replaces CUDA with a fake device and supports reading values.
 
     Args:
         device: The device that replaces ``"cuda"``.
-        guesses: Answers questions about unknown values.
+        guesses: Provides answers where code reads unknown values.
     """
 
     def __init__(self, device: torch.device, guesses: Guesses) -> None:
@@ -60,7 +60,8 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.fake_device = device
         self.guesses = guesses
         self.known_values = KnownValues()
-        # Fake kernels by operator overload. They take precedence over torch's own fake kernels.
+        # Fake kernels, keyed by operator overload. They take precedence over torch's own fake
+        # kernels.
         self.kernels: Mapping[Any, Callable[..., Any]] = {}
 
     @classmethod
@@ -70,19 +71,19 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @property
     def avoid_device_init(self) -> bool:
-        """Return True: otherwise torch would create real constants on the "available" device."""
+        """Always True, so that torch creates no real constants on the "available" device."""
         return True
 
     def may_turn_const(self, t: torch.Tensor) -> bool:  # noqa: ARG002 - torch names it
-        """Return False: `KnownValues` tracks values, so torch must not track constants as well."""
+        """Return False, because `KnownValues` tracks values in place of torch's constants."""
         return False
 
     def __copy__(self) -> ForecastMode:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForecastMode:
-        # Copies of fake parameters must share this mode. With a copied mode, each use of such a
-        # parameter would create a new storage.
+        # Copies of fake parameters must share this mode. If the mode were copied too, each use of a
+        # copied parameter would create a new storage.
         return self
 
     def __torch_dispatch__(
@@ -94,11 +95,12 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operator on fake tensors.
 
-        The result comes from the first of these that supports the operator: `data_dependent`, for
-        operators that depend on values; `kernels`, which emulate the kernels that CUDA would
-        choose; torch's own fake kernels.
+        The result comes from the first of the following sources that supports the operator:
+        `data_dependent`, for operators that depend on values; `kernels`, which emulate the kernels
+        that CUDA would choose; and torch's own fake kernels.
         """
-        # Lift operators receive a real tensor, such as a `torch.tensor` constant in user code.
+        # Lift operators receive a real tensor, such as a constant that user code creates with
+        # `torch.tensor`.
         is_lift = func in self.lift_fns
         args = tuple(self._make_local(arg, is_lift=is_lift) for arg in args)
         kwargs = {
@@ -122,11 +124,11 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _run_fake(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run an operator's own fake kernel.
+        """Run torch's own fake kernel of an operator.
 
         Raises:
             PolicyError: H422 if the operator has no fake kernel, H424 if its result depends on
-                values.
+                values that are unknown.
         """
         try:
             return _dispatch(self, func, types, args, kwargs)
@@ -146,7 +148,12 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             raise data_dependent.missing_rule(func) from error
 
     def _make_local(self, arg: Any, *, is_lift: bool) -> Any:
-        """Replace CUDA devices and real tensors in an argument with the fake device and tensors."""
+        """Replace CUDA devices and real tensors in an argument with their fake counterparts.
+
+        Args:
+            arg: An argument of an operator.
+            is_lift: Whether the operator is a lift operator, whose argument stays real.
+        """
         if isinstance(arg, torch.device):
             return stand_ins.redirected(arg, self.fake_device)
         if isinstance(arg, torch.Tensor):
@@ -156,7 +163,10 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return arg
 
     def _fake_twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a fake copy of a real tensor, and remember the values."""
+        """Return a fake copy of a real tensor, and record the tensor's values as known.
+
+        Tensors of other classes are returned unchanged.
+        """
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             return tensor
         twin: torch.Tensor = self.from_tensor(tensor)
@@ -169,7 +179,7 @@ def _is_real_tensor(arg: object) -> bool:
 
 
 class AddedAutocast(torch.autocast):
-    """The autocast that a forecast adds, as opposed to autocasts in the job's own code."""
+    """The autocast context that a forecast adds, as opposed to those in the job's own code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,12 +187,12 @@ class ForecastDevice:
     """An active fake device, as yielded by `forecast_device`.
 
     Args:
-        device: ``forecast:0``, which user code sees as ``cuda:0``; or ``cpu``.
+        device: ``forecast:0``, which user code sees as ``cuda:0``; on the route ``"cpu"``, ``cpu``.
         mode: The active fake tensor mode.
         route: ``"privateuse1"`` or ``"cpu"``; see `forecast_device`.
         precision: A key of `PRECISIONS`.
-        guesses: Answers questions about values, and collects the assumptions behind the answers.
-        uncalibrated: Collects how much more scratch memory kernels may need than was forecast.
+        guesses: Provides answers where code reads unknown values, and collects the assumptions.
+        uncalibrated: Collects by how much kernels may exceed the forecast of their memory.
     """
 
     device: torch.device
@@ -198,7 +208,7 @@ class ForecastDevice:
         return self.guesses.assumptions
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the autocast for this device's precision. For fp32, it does nothing."""
+        """Return an autocast context for this device's precision. For fp32, it does nothing."""
         dtype = PRECISIONS[self.precision]
         if dtype is None:
             return contextlib.nullcontext()
@@ -221,15 +231,15 @@ class ForecastDevice:
 def forecast_device(
     route: str = "privateuse1", precision: str = "fp32"
 ) -> Iterator[ForecastDevice]:
-    """Run code with fake tensors, which have only shapes, within the context.
+    """Run the code in the ``with`` block with fake tensors, which have only shapes.
 
     Args:
-        route: ``"privateuse1"`` for a fake device that represents a GPU. ``"cpu"`` for a host
+        route: ``"privateuse1"`` for a fake device that represents a GPU, or ``"cpu"`` for a host
             without CUDA, whose forecasts can be compared with real runs on the CPU.
         precision: A key of `PRECISIONS`.
 
     Raises:
-        PolicyError: H423 if this version of torch does not support the fake device.
+        PolicyError: H423 if the installed version of torch does not support the fake device.
     """
     stands_for_gpu = route == "privateuse1"
     guesses = Guesses()
@@ -268,13 +278,13 @@ def forecast_device(
 
 @contextlib.contextmanager
 def _quiet_and_without_gpus() -> Iterator[None]:
-    """Hide real GPUs, and silence torch's log of errors in fake kernels."""
+    """Hide real GPUs from the ``with`` block, and silence torch's log of errors in fake kernels."""
     log = logging.getLogger(fake_tensor.__name__)
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), mock.patch.dict("os.environ", CUDA_VISIBLE_DEVICES=""):
-            # copy.deepcopy accesses the data pointer.
+            # copy.deepcopy accesses the data pointer of fake tensors, which causes this warning.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
     finally:
@@ -285,7 +295,7 @@ def _quiet_and_without_gpus() -> Iterator[None]:
 def _foreach_for_fake_tensors() -> Iterator[None]:
     """Let optimizers and gradient clipping use their foreach kernels for fake tensors.
 
-    They do so only for certain tensor classes.
+    By default, torch uses these kernels only for certain tensor classes.
     """
     with contextlib.ExitStack() as stack:
         for module in (optimizer_module, _foreach_utils):
@@ -330,9 +340,9 @@ def _register() -> None:
 
 
 def _probe(device: torch.device) -> None:
-    """Run a minimal step to check that this version of torch supports the device.
+    """Run a minimal step to check that the installed version of torch supports the device.
 
-    The step also starts autograd's engine, which must happen while the device exists.
+    The step also starts autograd's engine, which must be started after the device was registered.
     """
     try:
         weight = torch.empty(2, 2, device=device, requires_grad=True)

@@ -1,9 +1,10 @@
-"""Answer questions of user code about the values of fake tensors, and record the assumptions made.
+"""Guess the values of fake tensors that user code reads, and record the assumptions made.
 
-Fake tensors have shapes but no values. Many questions have an obvious answer: the loss is finite.
-Others have a worst case, which is what a plan needs: a mask keeps every row. All remaining
-questions get a default answer, which is recorded with the line of code that asked. If the step
-raises after a question got the default answer True, it is retried with the answer False.
+Fake tensors have shapes but no values. When code reads a value, as in ``if loss.isnan():``, it asks
+a question that must be answered. Many questions have an obvious answer: the loss is finite. Others
+have a worst case, which is what a plan needs: a mask keeps every row. All remaining questions get a
+default answer, which is recorded with the line of code that asked. If the step raises after a
+question was answered with the default True, it is retried with the answer False.
 
 Answers that follow from known values are in `known_values`.
 """
@@ -18,15 +19,16 @@ from holdfast.core.errors import PolicyError
 from holdfast.forecast.trace.attribution import running_line
 from holdfast.forecast.trace.events import Assumption
 
-# How often one line may ask in a step. Without a limit, a loop that waits for the answer to change
-# would never end. We know of no training step that asks this often.
+# How often one line of code may ask for an unknown bool in a step. Without a limit, a loop that
+# waits for the answer to change would never end. No known training step asks this often.
 _MOST_ANSWERS = 10_000
-# Prefixes of internal modules, which may be on the stack between the asking code and this module.
+# Prefixes of internal modules, which may be on the call stack between the code that asks and this
+# module.
 _PLUMBING = ("torch._", "torch.utils._", "holdfast.")
 
 
 class Guesses:
-    """Answers questions about unknown values, and collects the assumptions behind the answers."""
+    """Answers questions about unknown tensor values, and collects the underlying assumptions."""
 
     def __init__(self) -> None:
         # The lines of user code that asked for an unknown bool, such as "model.py:31 in forward",
@@ -43,31 +45,31 @@ class Guesses:
         return tuple(self._assumptions)
 
     def assume(self, what: str, line: str | None = None) -> None:
-        """Record an assumption, by default together with the running line of user code."""
+        """Record an assumption about a line of user code, by default the line that is running."""
         if line is None:
             line = running_line()
         self._assumptions.setdefault(Assumption(what=what, line=line))
 
     def answer_false(self, line: str) -> None:
-        """Answer all questions of a line with False from now on, and drop its assumptions."""
+        """Answer all questions from a line with False from now on, and drop its assumptions."""
         self.answered_false.add(line)
         self._assumptions = {
             assumption: None for assumption in self._assumptions if assumption.line != line
         }
 
     def begin_step(self) -> None:
-        """Reset the count of questions per line."""
+        """Reset the number of questions that each line has asked, because a new step begins."""
         self._questions.clear()
 
     def decide(self, *, expected: bool | None = None, why: str = "") -> bool:
-        """Answer ``bool(tensor)``.
+        """Return the value to assume for ``bool(tensor)``, and record the assumption.
 
         Args:
             expected: The answer that `KnownValues` inferred, or None.
             why: The assumption behind `expected`.
 
         Raises:
-            PolicyError: H424 if one line asks so often that it must be a loop that waits for the
+            PolicyError: H424 if one line asks so often that it must be in a loop that waits for the
                 answer to change.
         """
         line = running_line()
@@ -88,7 +90,7 @@ class Guesses:
         return answer
 
     def count(self, *, at_most: int | None) -> int:
-        """Answer ``int(tensor)``, or ``.item()`` of an integer tensor.
+        """Return the value to assume for ``int(tensor)`` or the ``.item()`` of an integer tensor.
 
         Args:
             at_most: An upper bound, which is the worst case; None if no bound is known.
@@ -100,10 +102,10 @@ class Guesses:
         return at_most
 
     def number(self, *, typical: float | None = None) -> float:
-        """Answer ``float(tensor)``, or ``.item()`` of a floating-point tensor.
+        """Return the value to assume for ``float(tensor)`` or the ``.item()`` of a float tensor.
 
         Args:
-            typical: A typical value of the tensor; None for 1.
+            typical: A typical value of the tensor, or None to assume 1.
         """
         module = _asking_module()
         if module == "torch.amp.grad_scaler":
@@ -111,7 +113,7 @@ class Guesses:
             self.assume("no gradient overflowed, so GradScaler did not skip the optimizer step", "")
             return 0.0
         answer = 1.0 if typical is None else typical
-        # torch's optimizers ask for their step count, which says nothing about user code.
+        # torch's optimizers read their own step count, which is not worth reporting to the user.
         if not module.startswith("torch.optim"):
             self.assume(
                 f"a number read from a tensor was assumed to be {answer:g}; this matters only if"
@@ -125,7 +127,7 @@ class Guesses:
 
 
 def _asking_module() -> str:
-    """Return the name of the module whose code asked, skipping internal modules."""
+    """Return the name of the module whose code reads the value, skipping internal modules."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

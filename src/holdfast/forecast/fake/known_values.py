@@ -1,12 +1,12 @@
 """Track which values of fake tensors are known.
 
-Lengths, masks and indices decide shapes, and their values are in the sample batch. These tensors
-are small, so an operator whose inputs all have known values also computes the values of its result.
-Most other questions in training code are checks, such as whether the loss is finite or whether a
-random number is below a probability. For these checks, all numbers are assumed to be finite, and
-random numbers to be in the middle of their range.
+Lengths, masks and indices determine shapes, and their values are in the sample batch. These tensors
+are small, so if the values of all inputs of an operator are known, the values of its result are
+computed as well. Most other values that training code reads are used in checks, such as whether the
+loss is finite or whether a random number is below a probability. For these checks, all numbers are
+assumed to be finite, and random numbers are assumed to be in the middle of their range.
 
-Questions about unknown values are answered in `guesses`.
+The `guesses` module provides answers where values are unknown.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from holdfast.memory.tensors import tensors_of
 
 aten = torch.ops.aten
 
-# Values are computed for tensors with at most this many elements, such as the token ids of 32 texts
-# of 2048 tokens. That is half a megabyte, and takes tens of microseconds per operation.
+# Values are computed only for tensors with at most this many elements, such as the token ids of 32
+# texts with 2048 tokens each. Such a tensor takes half a megabyte, and an operation on it takes
+# tens of microseconds.
 _MOST_ELEMENTS = 65_536
 _ASSUMED_FINITE = "all numbers were assumed to be finite"
 _ASSUMED_MIDDLE = "a random number was assumed to be the middle of its range"
@@ -36,7 +37,7 @@ def _packets(names: str) -> frozenset[Any]:
     return frozenset(getattr(aten, name) for name in names.split())
 
 
-# Operators that create tensors with known values and take no tensor argument.
+# Operators that create tensors with known values and take no tensors as arguments.
 _FACTORIES = _packets("arange zeros ones full eye scalar_tensor tril_indices")
 # Operators that fill their result with a fixed number, regardless of their inputs.
 _FILLS = {
@@ -46,10 +47,10 @@ _FILLS = {
     aten.new_ones: 1,
     aten.zero_: 0,
 }
-# Operators that fill their result with one of their arguments, by the position of that argument.
+# Operators that fill their result with one of their arguments, mapped to that argument's position.
 _FILLS_WITH_ARGUMENT = {aten.full_like: 1, aten.new_full: 2, aten.fill_: 1}
 _FINITENESS_CHECKS = _packets("isnan isinf isposinf isneginf")
-# Operators whose result inherits the expected answer or the bounds of their first argument.
+# Operators whose result inherits the expected truth value and the bound of their first argument.
 _PASS_ON = _packets(
     "view _unsafe_view clone detach alias _to_copy expand select slice unsqueeze squeeze reshape"
     " permute transpose t index contiguous lift_fresh any all _is_all_true _is_any_true max min"
@@ -91,7 +92,7 @@ NOTHING_KNOWN = Knowledge()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KnownTensor:
-    """The knowledge about a live tensor, with the id of its storage."""
+    """What is known about a live tensor, together with the address of its storage."""
 
     tensor: weakref.ref[torch.Tensor]
     knowledge: Knowledge
@@ -102,20 +103,21 @@ class KnownValues:
     """Tracks what is known about the values of all fake tensors in a fake mode."""
 
     def __init__(self) -> None:
-        # The knowledge about each tensor, by the tensor's id.
+        # What is known about each tensor, keyed by the tensor's id.
         self._entries: dict[int, _KnownTensor] = {}
-        # The ids of the tensors that share each storage. A write to one tensor changes all of them.
+        # The ids of the tensors that share a storage, keyed by the storage's address. A write to
+        # one of these tensors changes all of them.
         self._tensors_of_storage: dict[int, set[int]] = {}
 
     def of(self, tensor: torch.Tensor) -> Knowledge:
-        """Return the knowledge about a tensor."""
+        """Return what is known about the values of a tensor."""
         entry = self._entries.get(id(tensor))
         if entry is None or entry.tensor() is not tensor:
             return NOTHING_KNOWN
         return entry.knowledge
 
     def learn(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Record the values of a fake tensor, if `worth_knowing` says so.
+        """Record the values of a fake tensor, unless `worth_knowing` excludes the tensor.
 
         Args:
             tensor: The fake tensor.
@@ -128,8 +130,8 @@ class KnownValues:
         """Run an operator on the known values of its inputs.
 
         Returns:
-            The operator's results as real tensors. NotImplemented if the values of an input are not
-            known, or if the operator draws random numbers.
+            The operator's results as real tensors. NotImplemented if the values of an input are
+            unknown, or if the operator draws random numbers.
         """
         if torch.Tag.nondeterministic_seeded in func.tags:
             return NotImplemented
@@ -142,7 +144,7 @@ class KnownValues:
             return func(*real_args, **real_kwargs)
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Update the knowledge after an operator has run on fake tensors.
+        """Update what is known after an operator has run on fake tensors.
 
         Args:
             func: The operator's overload.
@@ -156,8 +158,8 @@ class KnownValues:
         )
         if may_be_known and self._follow_values(func, args, kwargs, out):
             return
-        # Infer before forgetting the tensors that were written: an in-place operator also reads
-        # them.
+        # Infer what is known about the result before forgetting the values of tensors that the
+        # operator has written to, because an in-place operator also reads these tensors.
         knowledge = NOTHING_KNOWN
         if isinstance(out, torch.Tensor):
             knowledge = self._infer(packet, args, out)
@@ -174,8 +176,8 @@ class KnownValues:
     ) -> bool:
         """Compute and record the values of an operator's results, if its inputs are known.
 
-        An in-place operator modifies the known values in place. Views share them, so they change
-        too.
+        An in-place operator modifies the known values in place. The known values of views share
+        their memory, so they change as well.
 
         Returns:
             Whether the values could be computed.
@@ -215,7 +217,10 @@ class KnownValues:
         return NOTHING_KNOWN
 
     def _infer_question(self, packet: Any, args: Sequence[Any]) -> Knowledge:
-        """Infer the likely result of a comparison or logical operator, by the first rule."""
+        """Infer the likely result of a comparison or logical operator.
+
+        The first rule that returns an answer is used.
+        """
         for rule in (
             _compared_with_itself_or_infinity,
             self._compared_random_number,
@@ -228,7 +233,7 @@ class KnownValues:
         return NOTHING_KNOWN
 
     def _compared_random_number(self, packet: Any, args: Sequence[Any]) -> Knowledge | None:
-        """Compare a random number, such as ``torch.rand([]) < 0.1``, using its typical value."""
+        """Infer the result of comparing a random number, such as ``torch.rand([]) < 0.1``."""
         compare = _COMPARISONS.get(packet)
         typical = self.of(args[0]).typical
         if compare is None or typical is None or len(args) < 2:
@@ -239,14 +244,14 @@ class KnownValues:
         return Knowledge(expected=bool(compare(typical, other)), why=_ASSUMED_MIDDLE)
 
     def _negated(self, packet: Any, args: Sequence[Any]) -> Knowledge | None:
-        """Negate the expected answer of the argument."""
+        """Infer the result of a negation from the expected truth value of its argument."""
         knowledge = self.of(args[0])
         if packet not in _NEGATIONS or knowledge.expected is None:
             return None
         return Knowledge(expected=not knowledge.expected, why=knowledge.why)
 
     def _combined(self, packet: Any, args: Sequence[Any]) -> Knowledge | None:
-        """Combine the expected answers of the arguments with "and" or "or"."""
+        """Infer the result of "and" or "or" from the expected truth values of its arguments."""
         if packet in _CONJUNCTIONS:
             combine = all
         elif packet in _DISJUNCTIONS:
@@ -259,7 +264,7 @@ class KnownValues:
         return Knowledge(expected=combine(part.expected for part in parts), why=parts[0].why)
 
     def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Forget the values of tensors that an operator has written to, and of their views."""
+        """Forget what is known about tensors that an operator has written to and their views."""
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -289,7 +294,7 @@ class KnownValues:
 
 
 def _compared_with_itself_or_infinity(packet: Any, args: Sequence[Any]) -> Knowledge | None:
-    """Answer finiteness checks written as comparisons: ``x != x`` and ``x == float("inf")``."""
+    """Infer the result of finiteness checks such as ``x != x`` and ``x == float("inf")``."""
     if packet not in (aten.eq, aten.ne) or len(args) < 2:
         return None
     other = args[1]
@@ -301,7 +306,7 @@ def _compared_with_itself_or_infinity(packet: Any, args: Sequence[Any]) -> Knowl
 
 
 def _filled_with(packet: Any, args: Sequence[Any]) -> bool | int | float | None:
-    """Return the number with which an operator fills its result, or None for other operators."""
+    """Return the number that an operator fills its result with, or None for other operators."""
     if packet in _FILLS:
         return _FILLS[packet]
     position = _FILLS_WITH_ARGUMENT.get(packet)
@@ -325,7 +330,7 @@ def _uniform(args: Sequence[Any]) -> Knowledge:
 
 
 def _random_integer(args: Sequence[Any]) -> Knowledge:
-    # The arguments are (high, size) or (low, high, size).
+    # The arguments are (high, size) or (low, high, size). The upper bound `high` is exclusive.
     bounds = [arg for arg in args[:2] if isinstance(arg, int)]
     return Knowledge(at_most=bounds[-1] - 1)
 
@@ -344,9 +349,9 @@ _RANDOM_NUMBERS: dict[Any, Callable[[Sequence[Any]], Knowledge]] = {
 
 
 def worth_knowing(tensor: torch.Tensor) -> bool:
-    """Return whether the values of a tensor like this one are tracked.
+    """Return whether `KnownValues` tracks the values of a tensor of this size and dtype.
 
-    Small tensors of integers or booleans are tracked, and single floating-point numbers such as an
+    It tracks small tensors of integers or booleans, and single floating-point numbers such as an
     optimizer's step count.
     """
     if tensor.layout is not torch.strided:
@@ -359,12 +364,12 @@ def worth_knowing(tensor: torch.Tensor) -> bool:
 def _on_host(
     args: Sequence[Any], kwargs: Mapping[str, Any], real: Callable[[torch.Tensor], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments with each fake tensor replaced by a real one, and each device by the CPU.
+    """Return arguments in which fake tensors are replaced by real ones, and devices by the CPU.
 
     Args:
         args: Positional arguments of an operator.
         kwargs: Keyword arguments of the operator.
-        real: Returns the real tensor for a fake one.
+        real: A function that returns the real tensor to use in place of a fake one.
     """
     cpu = torch.device("cpu")
 

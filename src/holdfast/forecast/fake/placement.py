@@ -1,8 +1,9 @@
 """Move modules to the fake device in place.
 
 Each parameter stays the same object, so that tied weights, optimizers and hooks stay valid. torch's
-own ``Module.to`` cannot do this: it refuses to change the device of a fake parameter in place. And
-a real parameter, if left as it is, would become a new fake tensor at each use.
+own ``Module.to`` cannot do this, because it refuses to change the device of a fake parameter in
+place. Real parameters must be moved as well: otherwise, each use of a real parameter would create a
+new fake tensor.
 """
 
 from __future__ import annotations
@@ -18,23 +19,28 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from holdfast.core.errors import PolicyError
 
-# Attributes in which `register_hook` and `register_post_accumulate_grad_hook` keep their hooks.
+# The tensor attributes in which `register_hook` and `register_post_accumulate_grad_hook` keep their
+# hooks.
 _HOOK_ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
-# Attribute of the tensor that holds the previous content of a moved parameter.
+# When a parameter is moved, this attribute marks the other tensor, which receives the parameter's
+# previous content.
 _LEFT_BEHIND = "_holdfast_left_behind"
 
 
 def place(module: nn.Module, device: torch.device) -> None:
-    """Move a module's parameters, gradients and buffers to a device.
+    """Move a module's parameters, gradients and buffers to a device, in place.
 
-    The fake mode must be active.
+    The fake mode and `conversion_in_place` must be active.
     """
     module._apply(lambda tensor: tensor.to(device))  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def conversion_in_place() -> Iterator[None]:
-    """Make ``Module.to``, ``.cuda()``, ``.half()`` and similar methods work on fake parameters."""
+    """Make ``Module.to``, ``.cuda()``, ``.half()`` and similar methods work on fake parameters.
+
+    The methods work this way until the ``with`` block ends.
+    """
     original = nn.Module._apply
 
     def apply(
@@ -60,7 +66,7 @@ def conversion_in_place() -> Iterator[None]:
 
 
 def _convert(parameter: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Apply a function to a parameter and its gradient, in place."""
+    """Replace the contents of a parameter and its gradient with the results of a function."""
     with torch.no_grad():
         converted = fn(parameter)
         gradient = None if parameter.grad is None else fn(parameter.grad)
@@ -75,11 +81,11 @@ def _convert(parameter: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]
 
 
 def _become(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Give a tensor the content of another one: swap their class, attributes and storage.
+    """Give `target` the content of `source` by swapping their classes, attributes and storages.
 
-    `torch.utils.swap_tensors` does the same, but refuses a tensor that has weak references, and our
-    trackers hold some. The hooks of `target` stay with the object `target`, as they do when a real
-    parameter is moved. A plain swap would move them along with the content.
+    `torch.utils.swap_tensors` does the same, but refuses tensors that have weak references, which
+    the tracer holds. The hooks of `target` stay with the object `target`, as they do when a real
+    parameter is moved. A plain swap would move the hooks along with the content.
     """
     hooks = {name: getattr(target, name) for name in _HOOK_ATTRIBUTES}
     target_attributes = dict(vars(target))
@@ -105,13 +111,13 @@ def _become(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def check_hooks_on_nodes() -> None:
-    """Raise H426 if user code holds autograd nodes of moved parameters.
+    """Raise an error if user code holds autograd nodes of moved parameters.
 
     A real parameter keeps its AccumulateGrad node when it is moved. A fake parameter gets a new
-    node, so hooks on the old one would never run.
+    node, so hooks on the old node would never run.
 
     Raises:
-        PolicyError: H426.
+        PolicyError: H426 if such a node exists.
     """
     for node in gc.get_objects():
         if type(node).__name__ == "AccumulateGrad" and _LEFT_BEHIND in vars(node.variable):

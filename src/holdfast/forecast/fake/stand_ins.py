@@ -2,11 +2,10 @@
 
 Code that asks for ``"cuda"`` gets the fake device. To code outside torch and holdfast, a tensor on
 the fake device appears to be on ``cuda:0``, so that ``if x.device.type == "cuda"`` takes the same
-branch as on a GPU. Values of fake tensors can be read, calls that save files are skipped, and
-wrappers for several devices are refused. All patches are undone when the context of `installed`
-ends.
+branch as on a GPU. Code can read the values of fake tensors, calls that save files are skipped, and
+wrappers for several devices are refused. All patches are undone when `installed` exits.
 
-The replacement of ``torch.cuda`` is in `cuda_module`.
+The functions of ``torch.cuda`` are replaced in `cuda_module`.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ def redirected(device: Any, fake: torch.device) -> Any:
 
 @contextlib.contextmanager
 def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool) -> Iterator[None]:
-    """Patch torch within the context, so that the fake device looks like CUDA.
+    """Patch torch during the ``with`` block, so that the fake device looks like CUDA.
 
     Args:
         fake: The fake device.
-        guesses: Collects assumptions.
+        guesses: Collects the assumptions that the patches make.
         as_cuda: Whether ``"cuda"`` means the fake device. If False, CUDA is unavailable.
     """
     with Patches() as patches:
@@ -54,7 +53,8 @@ def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool) -> Iterato
         _skip_saving(patches, guesses)
         _refuse_several_devices(patches)
         _hide_fake_tensors_from_transformers(patches)
-        # torch redraws out-of-range numbers until none is left. With fake numbers this never ends.
+        # In its original form, this function redraws out-of-range numbers until none is left, which
+        # never happens with fake numbers.
         patches.replace(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
         if as_cuda:
             _redirect_tensors(patches, fake)
@@ -68,7 +68,7 @@ def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool) -> Iterato
 
 
 def _read_fake_values(patches: Patches) -> None:
-    """Make ``.numpy()``, ``.tolist()`` and format specs such as ``f"{loss:.3f}"`` work."""
+    """Make fake tensors support ``.numpy()``, ``.tolist()`` and formats such as ``{loss:.3f}``."""
 
     def numpy(original: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(tensor, FakeTensor):
@@ -94,16 +94,17 @@ def _as_array(tensor: FakeTensor) -> Any:
 def _values(tensor: Any) -> list[Any]:
     flat = tensor.reshape(-1)
     if tensor.numel() > 0 and tensor.fake_mode.known_values.of(tensor).value is None:
-        # Ask about the first element only and use the answer for all, because each question takes
-        # 80 microseconds.
+        # Read only the first element and use its value for all elements, because each read takes 80
+        # microseconds.
         return [flat[0].item()] * tensor.numel()
     return [element.item() for element in flat.unbind()]
 
 
 def _hide_fake_tensors_from_transformers(patches: Patches) -> None:
-    """Keep the transformers library from taking the branches it has for fake tensors.
+    """Keep the transformers library from taking special branches for fake tensors.
 
-    In these branches it repeats attention heads and builds masks, which a real run does not do.
+    In these branches, the library repeats attention heads and builds masks, which it does not do in
+    a real run.
     """
     _when_imported(
         patches,
@@ -131,10 +132,10 @@ def _compile_as_eager(patches: Patches, guesses: Guesses) -> None:
 
 
 def _skip_saving(patches: Patches, guesses: Guesses) -> None:
-    """Skip ``torch.save`` to files.
+    """Skip calls of ``torch.save`` that write to files.
 
     The tensors have no values, and the file may belong to a real run. Saving to a ``BytesIO``,
-    which code uses to copy objects, still works.
+    which some code uses to copy objects, still works.
     """
 
     def save(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +152,7 @@ def _skip_saving(patches: Patches, guesses: Guesses) -> None:
 
 
 def _refuse_several_devices(patches: Patches) -> None:
-    """Refuse wrappers for several processes or devices, because a trace covers only one device."""
+    """Refuse wrappers for multiple processes or devices, because a trace covers only one device."""
 
     def refusing(name: str) -> Callable[..., Any]:
         def refuse(*_: Any, **__: Any) -> Any:
@@ -170,7 +171,7 @@ def _refuse_several_devices(patches: Patches) -> None:
 
 
 def several_devices(what: str) -> PolicyError:
-    """Return the error for a model that is spread over several processes or devices (H427)."""
+    """Return the error for a model that is distributed over processes or devices (H427)."""
     return PolicyError(
         what,
         limit=(
@@ -235,7 +236,7 @@ def _asked_by_torch(frame: FrameType | None) -> bool:
 
 
 def _redirect_autocast(patches: Patches, fake_type: str) -> None:
-    """Redirect autocast on ``"cuda"`` to the type of the fake device."""
+    """Make autocast functions treat ``"cuda"`` as the type of the fake device."""
 
     def redirect(device_type: Any) -> Any:
         return fake_type if device_type == "cuda" else device_type
@@ -273,7 +274,13 @@ def _redirect_autocast(patches: Patches, fake_type: str) -> None:
 
 
 def _when_imported(patches: Patches, name: str, change: Callable[[Any], None]) -> None:
-    """Patch a module now, or when user code imports it within the context of `installed`."""
+    """Patch a module now or, if it is not imported yet, as soon as user code imports it.
+
+    Args:
+        patches: Stops waiting for the import when it exits.
+        name: The name of the module.
+        change: Called with the module to patch it.
+    """
     watch = ImportWatch(_raise)
     watch.when_imported(name, change)
     if watch in sys.meta_path:

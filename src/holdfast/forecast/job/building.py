@@ -1,4 +1,4 @@
-"""Call the user's factory and check its result. Errors name the line of user code.
+"""Call the user's factory and check its result. Error messages name the line of user code.
 
 A factory is a function, usually called ``build``, that returns the job to trace as a dict::
 
@@ -8,12 +8,12 @@ A factory is a function, usually called ``build``, that returns the job to trace
                                                                    f(guard, batch) runs a step
     {"model": ..., "optimizer": ..., "step": f}                    f(batch_size) runs a step
 
-If the dict also has an ``"evaluate"``, f(batch) or f(model, batch), the evaluation is forecast too.
-It is called in evaluation mode without gradients, on the ``"evaluation_batch"`` if there is one,
-and otherwise on the sample batch.
+If the dict also has an ``"evaluate"`` function, f(batch) or f(model, batch), its memory is forecast
+as well. The function is called in evaluation mode without gradients, on the ``"evaluation_batch"``
+if there is one, and otherwise on the sample batch.
 
 To pass several models or optimizers, use a dict of them. The batch size is inferred unless the key
-``batch_size`` is present. Other keys, such as ``scheduler``, are ignored. If the factory has a
+``"batch_size"`` is present. Other keys, such as ``"scheduler"``, are ignored. If the factory has a
 parameter called ``micro_batch_size`` or ``batch_size``, it receives the micro-batch size.
 """
 
@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from holdfast.core.errors import HoldfastError, PolicyError
 from holdfast.forecast.trace.attribution import line_of
 
-# Words in the messages of errors raised by code that needs a real GPU.
+# Matches words that occur in the error messages of code that needs a real GPU.
 _NEEDS_CUDA = re.compile(
     r"cuda|nvidia|cudnn|libc10_hip|flash[_-]attn|triton|apex|xformers|bitsandbytes", re.IGNORECASE
 )
@@ -53,8 +53,9 @@ class Evaluation:
     """How the job evaluates its models.
 
     Args:
-        function: Evaluates one batch.
-        batch: The batch that it is called with; the job's sample batch if `has_batch` is False.
+        function: The function that evaluates one batch.
+        batch: The batch that the function is called with. Only used if `has_batch` is True;
+            otherwise, the function is called with the job's sample batch.
         has_batch: Whether the factory returned a batch for the evaluation.
     """
 
@@ -68,15 +69,16 @@ class BuiltJob:
     """The job that a factory returned, after it was checked.
 
     Args:
-        models: Models by name.
-        optimizers: Optimizers by name.
+        models: The models, keyed by name.
+        optimizers: The optimizers, keyed by name.
         function: The loss function or the step function.
         is_step: Whether the factory returned `function` as its ``step``. A ``loss_fn`` may turn out
             to run backward or to step optimizers when it is called.
         batch: The sample batch.
         has_batch: Whether the factory returned a sample batch. A step may create its own batches.
-        batch_size: Number of samples in the batch, if the factory received or returned it.
-        evaluation: How the job evaluates its models, if the factory returned that.
+        batch_size: The number of samples in the sample batch, or None if the factory neither
+            received nor returned it.
+        evaluation: How the job evaluates its models, or None if the factory returned no evaluation.
     """
 
     models: dict[str, nn.Module]
@@ -90,10 +92,11 @@ class BuiltJob:
 
 
 def load_factory(name: str) -> Function:
-    """Return the function named by ``module:function`` or ``file.py:function``.
+    """Import and return the function named by ``module:function`` or ``file.py:function``.
 
     Raises:
-        PolicyError: H411 if it does not exist, H410 if importing it needs CUDA.
+        PolicyError: H411 if the function does not exist or its module cannot be imported, H410 if
+            importing the module needs CUDA.
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
@@ -102,7 +105,7 @@ def load_factory(name: str) -> Function:
             "because its name does not end with a colon and a function",
             "pass the factory as package.module:build or file.py:build.",
         )
-    # A user's script that parses sys.argv must not see our arguments.
+    # A user's script that parses sys.argv must not see holdfast's arguments.
     sys.argv = [place]
     try:
         factory = getattr(_import_place(place), attribute)
@@ -123,8 +126,8 @@ def load_factory(name: str) -> Function:
 def _import_place(place: str) -> ModuleType:
     """Import a module by its dotted name, or a file by its path.
 
-    Modules in the current directory are found too. Any exception that the module itself raises is
-    propagated.
+    Modules in the current directory are found as well. Any exception that the module itself raises
+    is propagated.
 
     Raises:
         FileNotFoundError: If the file does not exist.
@@ -154,7 +157,7 @@ def call_factory(name: str, factory: Function, *, size: int) -> BuiltJob:
     Args:
         name: The name of the factory, for error messages.
         factory: The factory.
-        size: The micro-batch size. The factory receives it if it has one of `_SIZE_PARAMETERS`.
+        size: The micro-batch size, which is passed to all of the factory's `_SIZE_PARAMETERS`.
 
     Raises:
         PolicyError: H410 or H411 if the factory raises, H412 if its result is not a job.
@@ -236,7 +239,13 @@ class _ResultChecker:
         )
 
     def _by_name(self, value: Any, key: str, kind: type) -> dict[str, Any]:
-        """Return models or optimizers by name. A single one gets the name of its key."""
+        """Return the models or optimizers keyed by name. A single one is named after `key`.
+
+        Args:
+            value: A model or optimizer, or a dict of them.
+            key: The key under which the factory returned `value`.
+            kind: The class that each model or optimizer must have.
+        """
         by_name = dict(value) if isinstance(value, Mapping) else {key: value}
         for part in by_name.values():
             if not isinstance(part, kind):
@@ -278,7 +287,7 @@ def _has_torchscript(part: Any) -> bool:
 
 
 def positional_parameters(function: Function) -> list[str]:
-    """Return the names of the positional parameters of a function that have no default."""
+    """Return the names of a function's positional parameters that have no default value."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -295,7 +304,7 @@ def positional_parameters(function: Function) -> list[str]:
 
 
 def place_of(function: Any) -> str:
-    """Return where a function is defined, such as ``" (model.py:12)"``; ``""`` if unknown."""
+    """Return where a function is defined, such as ``" (model.py:12)"``, or ``""`` if unknown."""
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
     return "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
 

@@ -1,8 +1,9 @@
-"""The child process that traces one job, started by `tracing.trace_job`.
+"""Trace one job in a child process, which `tracing.trace_job` starts.
 
-The child reads its request from a file in a folder, and writes its progress and its answer to files
-in the same folder. Output of user code goes to another file there. The kernel kills the child if
-its parent dies. A child traces only one job, because the fake device cannot be unregistered.
+The child reads its request from a file in a folder, and writes its progress and its answer to other
+files in the same folder. The output of user code goes to another file there. The kernel kills the
+child if its parent dies. A child traces only one job, because the fake device cannot be
+unregistered.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from holdfast.forecast.trace.tracer import Tracer
 
 # The option of prctl(2) that sends a signal when the parent dies (linux/prctl.h).
 _PR_SET_PDEATHSIG = 1
-# If a step leaves behind more than this fraction of its peak memory, an assumption mentions it.
-# Smaller amounts do not matter for a plan, and are common: many jobs keep a history of losses.
+# If a step leaves behind more than this fraction of its peak memory, the forecast reports the
+# growth as an assumption. Smaller amounts do not matter for a plan and are common: many jobs keep a
+# history of losses.
 _UNMENTIONED_GROWTH = 0.01
 
 
 def main(folder: Path) -> None:
-    """Trace the job requested in a folder, write the answer there, and exit."""
+    """Read a request from a folder, trace the job, write the answer to the folder, and exit."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     request = TraceRequest(**json.loads((folder / REQUEST_FILE).read_bytes()))
@@ -58,16 +60,16 @@ def main(folder: Path) -> None:
     (folder / ANSWER_FILE).write_text(json.dumps(message))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Exit without waiting for threads and exit handlers of user code.
+    # Exit without waiting for user code's threads and without running its exit handlers.
     os._exit(0)
 
 
 class _Tracing:
-    """Builds a job, and runs and traces its steps.
+    """Builds the requested job, and runs and traces its steps.
 
     Args:
         request: The job to trace.
-        folder: The folder for progress and traces.
+        folder: The folder for the progress file and the trace files.
     """
 
     def __init__(self, request: TraceRequest, folder: Path) -> None:
@@ -75,7 +77,7 @@ class _Tracing:
         self._folder = folder
 
     def answer(self) -> dict[str, Any]:
-        """Return the fields of a `TraceResult`, with file names in place of its traces."""
+        """Trace the job and return the fields of a `TraceResult`, with file names for traces."""
         request = self._request
         with forecast_device(request.route, request.precision) as device:
             begin = time.perf_counter()
@@ -110,7 +112,7 @@ class _Tracing:
                     evaluation_job = EvaluationJob(built, job, device, tracer.claim)
                     evaluation = self._trace_evaluation(evaluation_job, device, tracer)
         traces[-1] = _with_growth_mentioned(traces[-1])
-        # Models may share parameters.
+        # Count each parameter only once, because models may share parameters.
         parameters = {
             id(parameter): parameter
             for model in job.models.values()
@@ -150,8 +152,8 @@ class _Tracing:
         return building.call_factory(name, factory, size=self._request.sizes[0])
 
     def _trace(self, job: TrainingJob, device: ForecastDevice, tracer: Tracer, size: int) -> Trace:
-        # Run one step of this size before recording: the memory that a step leaves behind depends
-        # on its size, and the very first step allocates in a different order.
+        # Run one step of this size before recording one: the memory that a step leaves behind
+        # depends on its size, and the very first step allocates in a different order.
         job.step(size)
         with tracer.recording():
             job.step(size)
@@ -167,7 +169,8 @@ class _Tracing:
         self, evaluation: EvaluationJob, device: ForecastDevice, tracer: Tracer
     ) -> Trace:
         size = evaluation.batch_size(self._request.sizes[-1])
-        # As for a step, the first call may allocate in a different order.
+        # Run the evaluation once before recording it, because the first call may allocate in a
+        # different order.
         evaluation.run(size)
         with tracer.recording():
             evaluation.run(size)
@@ -180,7 +183,7 @@ class _Tracing:
 
 
 def _with_growth_mentioned(trace: Trace) -> Trace:
-    """Add an assumption to a trace if its step leaves a significant amount of memory behind."""
+    """Return the trace, with an added assumption if its step leaves much memory behind."""
     if trace.growth_bytes <= live_peak(trace) * _UNMENTIONED_GROWTH:
         return trace
     what = (
@@ -194,7 +197,8 @@ def _with_growth_mentioned(trace: Trace) -> Trace:
 def _peak_host_bytes() -> int:
     """Return the peak resident memory of this process.
 
-    ``getrusage`` is not used, because its peak includes the parent's memory before the fork.
+    The result is in bytes. ``getrusage`` is not used, because the peak that it reports includes the
+    parent's memory from before the fork.
     """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):

@@ -1,7 +1,8 @@
-"""A user's evaluation on the fake device: one call of its function on one batch.
+"""Run the user's evaluation function on one batch on the fake device.
 
-It runs as `Guard.evaluate_batches` runs it: in evaluation mode, without gradients, under autocast.
-The weights, gradients and optimizer state of the training step are on the device at the same time.
+The function runs as it does in `Guard.evaluate_batches`: in evaluation mode, without gradients,
+under autocast. The training step's weights, gradients and optimizer state are on the device at the
+same time.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from holdfast.forecast.trace.attribution import line_of
 
 
 class EvaluationJob:
-    """The evaluation that belongs to a training job.
+    """Runs the evaluation function of a training job.
 
     Args:
-        built: The result of the user's factory, which has an evaluation.
+        built: The result of the user's factory, which must include an evaluation.
         training: The training job, after its first step.
         device: The fake device.
         claim_batch: Called with the tensors of each new batch.
 
     Raises:
-        PolicyError: H413 for an evaluation batch that cannot be copied.
+        PolicyError: H413 if the evaluation batch cannot be copied.
     """
 
     def __init__(
@@ -47,28 +48,29 @@ class EvaluationJob:
         self._claim_batch = claim_batch
         self._function = with_models_bound(built, built.evaluation.function)
         self._place_of_function = building.place_of(built.evaluation.function)
-        # None if the batch of the training step is evaluated, at any size.
+        # The evaluation's own batch, or None if the factory returned none. In that case, the sample
+        # batch of the training step is evaluated, at the size that is traced.
         self._own_sample: SampleBatch | None = None
         if built.evaluation.has_batch:
             self._own_sample = training.sample_of(built.evaluation.batch)
 
     def batch_size(self, micro_batch_size: int) -> int:
-        """Return the samples of the batch to evaluate.
+        """Return the number of samples in the batch to evaluate.
 
         Args:
-            micro_batch_size: The samples of the training step's micro-batch, which is evaluated if
-                the factory returned no batch for the evaluation.
+            micro_batch_size: The micro-batch size of the training step. It is also used for the
+                evaluation if the factory returned no evaluation batch.
         """
         return micro_batch_size if self._own_sample is None else self._own_sample.size
 
     def run(self, size: int) -> None:
-        """Evaluate one batch.
+        """Create a batch and call the user's evaluation function on it.
 
         Args:
-            size: Samples of the batch.
+            size: The number of samples in the batch.
 
         Raises:
-            PolicyError: H413 for a batch that cannot be created, H414 if the user's code raises.
+            PolicyError: H413 if the batch cannot be created, H414 if the user's code raises.
         """
         sample = self._own_sample or self._training.sample
         assert sample is not None, "the factory is refused if it returns neither batch"
@@ -85,14 +87,14 @@ class EvaluationJob:
         except HoldfastError:
             raise
         except Exception as error:
-            # The user's function may raise anything.
+            # The user's function may raise any exception.
             raise self._failed(error, size) from error
         finally:
             for module, was_training in modes:
                 module.training = was_training
 
     def _failed(self, error: Exception, size: int) -> PolicyError:
-        """Return the error for an evaluation in which the user's code has raised."""
+        """Return the error for an evaluation in which user code raised an exception (H414)."""
         line = line_of(error)
         where = f", at {line}" if line else self._place_of_function
         return PolicyError(

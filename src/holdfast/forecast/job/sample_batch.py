@@ -1,12 +1,12 @@
 """Create batches of any size from the user's sample batch.
 
-Every sample of a new batch is a copy of the longest sample, so that the plan covers the worst batch
-and memory grows evenly with the batch size. We infer which parts of a batch depend on its size, and
-report this as an assumption. These are all tensors and arrays whose dimension 0 equals the batch
-size, and lists with one plain value per sample, such as file names.
+Every sample in a new batch is a copy of the longest sample, so that the plan covers the worst case
+and memory grows evenly with the batch size. The parts of a batch that depend on its size are
+inferred, and reported as an assumption. They are all tensors and arrays whose dimension 0 equals
+the batch size, and all lists with one plain value per sample, such as file names.
 
-Lists with a tensor or a dict per sample are refused: user code loops over such a list, so each
-length runs a different sequence of operations.
+Lists with a tensor or a dict per sample are refused: user code loops over such a list, so it runs a
+different sequence of operations for each length.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Values = npt.NDArray[Any]
 _PLAIN_TYPES = (str, bytes, bool, int, float, complex, type(None), np.generic)
 # A message lists at most this many parts of a batch.
 _MOST_NAMED = 4
-# The depth to which objects are searched for tensors. For example, torch_geometric's Data keeps its
-# tensors in a dict inside an attribute.
+# The depth to which objects are searched for hidden tensors. For example, torch_geometric's Data
+# keeps its tensors in a dict inside an attribute.
 _SEARCH_DEPTH = 4
 _OWN_BATCH = "write the step as step(batch_size), so that it creates its own batch."
 _NAME_SIZE = (
@@ -48,12 +48,12 @@ class ArraySpec:
     """The description of a tensor or numpy array in a batch.
 
     Args:
-        shape: The shape.
+        shape: The shape of the tensor or array.
         dtype: The torch or numpy dtype.
-        device: The device of a tensor; None for an array.
+        device: The tensor's device, or None for an array.
         requires_grad: Whether a tensor requires a gradient.
         is_floating: Whether the elements are floating-point or complex numbers.
-        values: The known values of an integer or boolean tensor or array; otherwise None.
+        values: The known values of an integer or boolean tensor or array, otherwise None.
     """
 
     shape: tuple[int, ...]
@@ -64,9 +64,9 @@ class ArraySpec:
     values: Values | None
 
 
-# Returns the values of an integer or boolean tensor, or None if they are unknown.
+# A function that returns the values of an integer or boolean tensor, or None if they are unknown.
 Read = Callable[[torch.Tensor], Values | None]
-# Creates a tensor from its description.
+# A function that creates a tensor from its description.
 Make = Callable[[ArraySpec], torch.Tensor]
 
 
@@ -74,11 +74,11 @@ class SampleBatch:
     """The user's sample batch, from which batches of any size can be created.
 
     Args:
-        batch: The batch: a tensor or any nested container.
-        read: Reads the values of tensors in the batch.
-        make: Creates the tensors of new batches.
-        size: The number of samples. It is inferred from the shapes if it is None, or if no tensor
-            or array in the batch has this size.
+        batch: A tensor or any nested container.
+        read: A function that reads the values of tensors in the batch.
+        make: A function that creates the tensors of new batches.
+        size: The number of samples in the batch. It is inferred from the shapes if it is None, or
+            if no tensor or array has this size in dimension 0.
 
     Raises:
         BatchError: H413 if the batch cannot be resized, or its size cannot be inferred.
@@ -86,7 +86,7 @@ class SampleBatch:
 
     def __init__(self, batch: Any, *, read: Read, make: Make, size: int | None = None) -> None:
         self._make = make
-        # The batch, with each tensor and array replaced by its `ArraySpec`.
+        # The batch, with each tensor and each array replaced by its `ArraySpec`.
         self._batch = _map_leaves(batch, lambda leaf, path: _describe(leaf, path, read))
         nodes = list(_nodes(self._batch))
         self._leaves = [(path, node) for path, node in nodes if _children(node) is None]
@@ -100,7 +100,7 @@ class SampleBatch:
         self._longest = self._find_longest()
 
     def resized(self, size: int) -> Any:
-        """Return a new batch of `size` identical samples."""
+        """Return a new batch with `size` copies of the longest sample."""
         return self._rebuild(self._batch, "batch", size)
 
     def parts(self, batch: Any, count: int) -> list[Any]:
@@ -113,7 +113,7 @@ class SampleBatch:
         return cut(batch, count, self._how_to_split(self._batch, "batch"))
 
     def assumptions(self) -> Iterator[Assumption]:
-        """Yield what was inferred about the batch."""
+        """Yield the assumptions about which parts of the batch depend on its size."""
         yield Assumption(
             what=(
                 f"the sample batch was assumed to have {self.size} samples:"
@@ -137,7 +137,7 @@ class SampleBatch:
     # Infer which parts depend on the batch size.
 
     def _arrays(self) -> list[ArraySpec]:
-        """Return all tensors and arrays with at least one dimension."""
+        """Return the specs of all tensors and arrays with at least one dimension."""
         return [leaf for _, leaf in self._leaves if isinstance(leaf, ArraySpec) and leaf.shape]
 
     def _check_not_empty(self) -> None:
@@ -150,9 +150,10 @@ class SampleBatch:
             )
 
     def _find_size(self) -> int:
-        """Return the size that most tensors have in dimension 0.
+        """Return the most frequent size of dimension 0 among the tensors and arrays.
 
-        A size of 1 counts only if no other size occurs, because it often is a broadcast dimension.
+        A size of 1 counts only if no other size occurs, because it often marks a broadcast
+        dimension.
         """
         counts = Counter(int(spec.shape[0]) for spec in self._arrays())
         larger = Counter({size: count for size, count in counts.items() if size != 1})
@@ -185,9 +186,10 @@ class SampleBatch:
         return all(isinstance(item, _PLAIN_TYPES) for item in node)
 
     def _find_longest(self) -> int:
-        """Return the index of the longest sample.
+        """Return the index of the longest sample in the user's batch.
 
-        It is found from a tensor of lengths or a mask in the batch; 0 without these.
+        The index is derived from a tensor of lengths or from a mask in the batch. It is 0 if the
+        batch has neither.
         """
         length = self._find_length()
         for _, leaf in self._leaves:
@@ -195,18 +197,22 @@ class SampleBatch:
                 continue
             values = leaf.values
             if values.ndim == 1 and values.max() == length:
-                # These are the lengths of the samples.
+                # The tensor contains the length of each sample, because its maximum is the padded
+                # length.
                 return int(values.argmax())
             if values.ndim > 1 and {int(values.min()), int(values.max())} <= {0, 1}:
-                # This is a mask.
+                # The tensor is a mask, in which the longest sample has the most ones.
                 return int(values.reshape(len(values), -1).sum(axis=1).argmax())
         return 0
 
     def _find_length(self) -> int | None:
-        """Return the length of the padded samples: the size of dimension 1.
+        """Return the length of the padded samples, which is the largest size of dimension 1.
 
         If the batch has integer tensors, such as token ids, floating-point tensors are ignored,
-        because their dimension 1 is often something else.
+        because their dimension 1 is often not the length.
+
+        Returns:
+            The length, or None if no tensor has a dimension 1.
         """
         of_integers: list[int] = []
         of_floats: list[int] = []
@@ -219,7 +225,7 @@ class SampleBatch:
     # Making and splitting batches.
 
     def _how_to_split(self, node: Any, path: str) -> Any:
-        """Return the argument with which `micro_batches` splits this part of a batch; see `Split`.
+        """Return the `split` argument that makes `micro_batches` split a part of the batch.
 
         Args:
             node: The part: a container or a leaf.
@@ -240,7 +246,7 @@ class SampleBatch:
         Args:
             node: The part: a container or a leaf.
             path: The path of the part in the batch.
-            size: Number of samples.
+            size: The number of samples in the copy.
         """
         if path in self._lists:
             items = itertools.islice(itertools.cycle(node), size)
@@ -276,7 +282,7 @@ class SampleBatch:
 
 
 def _describe(leaf: Any, path: str, read: Read) -> Any:
-    """Return the `ArraySpec` of a tensor or array, and any other leaf unchanged."""
+    """Return the `ArraySpec` of a tensor or array, or any other leaf unchanged."""
     if isinstance(leaf, PackedSequence) or _hides_tensors(leaf):
         raise _unusable(
             f"the sample batch has a {type(leaf).__name__} that contains tensors, at {path}",
@@ -318,7 +324,7 @@ def _describe_tensor(tensor: torch.Tensor, read: Read) -> ArraySpec:
 
 
 def _check_no_list_of_samples(nodes: Sequence[tuple[str, Any]]) -> None:
-    """Refuse lists with a tensor or a dict per sample.
+    """Refuse a batch that has a list with a tensor or a dict per sample (H413).
 
     A top-level tuple is allowed: collated dataset items have one entry per column, not per sample.
     """
@@ -337,7 +343,7 @@ def _check_no_list_of_samples(nodes: Sequence[tuple[str, Any]]) -> None:
 
 
 def _is_list_of_dicts(node: Any) -> bool:
-    """Return whether all items of a list are dicts with the same keys."""
+    """Return whether a node is a list or tuple of dicts that all have the same keys."""
     if not isinstance(node, (list, tuple)) or not node:
         return False
     if not all(isinstance(item, Mapping) for item in node):
@@ -346,9 +352,10 @@ def _is_list_of_dicts(node: Any) -> bool:
 
 
 def _is_list_of_ragged_arrays(node: Any) -> bool:
-    """Return whether the items of a list are arrays that differ only in the size of dimension 0.
+    """Return whether a node is a list or tuple of arrays whose sizes differ only in dimension 0.
 
-    If the items were columns of a batch, dimension 0 would have the same size in all of them.
+    Such a list has one array per sample. If the items were columns of a batch, dimension 0 would
+    have the same size in all of them.
     """
     if not isinstance(node, (list, tuple)) or len(node) < 2:
         return False
@@ -360,9 +367,14 @@ def _is_list_of_ragged_arrays(node: Any) -> bool:
 
 
 def _hides_tensors(leaf: Any, depth: int = _SEARCH_DEPTH) -> bool:
-    """Return whether an object that we cannot resize has tensors in its attributes."""
+    """Return whether an object that cannot be resized contains tensors in its attributes.
+
+    Args:
+        leaf: The object.
+        depth: How many more levels of attributes and containers to search.
+    """
     if isinstance(leaf, torch.Tensor):
-        # At the first level, the tensor is the leaf itself, which is not hidden.
+        # At the first level, the tensor is the leaf itself and therefore not hidden.
         return depth < _SEARCH_DEPTH
     if depth == 0 or isinstance(leaf, (*_PLAIN_TYPES, np.ndarray, type, nn.Module)):
         return False
@@ -373,7 +385,7 @@ def _hides_tensors(leaf: Any, depth: int = _SEARCH_DEPTH) -> bool:
 
 
 def _describe_shapes(leaves: Sequence[tuple[str, Any]]) -> str:
-    """Describe the first arrays in a batch by their shapes, or other leaves by their types."""
+    """List the first few arrays with their shapes or, without arrays, other leaves with types."""
     arrays = [f"{path} {tuple(leaf.shape)}" for path, leaf in leaves if isinstance(leaf, ArraySpec)]
     others = [
         f"{path} a {type(leaf).__name__}"
@@ -389,7 +401,7 @@ def _describe_shapes(leaves: Sequence[tuple[str, Any]]) -> str:
 
 
 def _children(node: Any) -> dict[Any, Any] | None:
-    """Return the children of a container by key, or None if `node` is a leaf."""
+    """Return the children of a container, keyed by position or name, or None for a leaf."""
     if isinstance(node, (PackedSequence, ArraySpec)):
         return None
     return children_of(node)
@@ -398,7 +410,7 @@ def _children(node: Any) -> dict[Any, Any] | None:
 def _with_children(node: Any, children: dict[Any, Any]) -> Any:
     """Return a copy of a container with new children.
 
-    A dataclass is rebuilt without running its ``__init__``, whose checks would reject an
+    A dataclass is rebuilt without running its ``__init__``, because checks there would reject an
     `ArraySpec` in place of a tensor.
     """
     return rebuild(node, children, checked=False)
@@ -415,14 +427,14 @@ def _map_leaves(node: Any, function: Callable[[Any, str], Any], path: str = "bat
 
 
 def _nodes(node: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """Yield all containers and leaves with their paths, outermost first."""
+    """Yield the path and value of each container and leaf, outermost first."""
     yield path, node
     for key, child in (_children(node) or {}).items():
         yield from _nodes(child, f"{path}[{key!r}]")
 
 
 def cut(batch: Any, count: int, split: Split = 0) -> list[Any]:
-    """Split a batch into `count` equal parts, which are views of it."""
+    """Split a batch into `count` equal micro-batches, whose tensors are views of the batch."""
     size = batch_size(batch, split)
     return [part for part, _ in micro_batches(batch, size, size // count, split)]
 

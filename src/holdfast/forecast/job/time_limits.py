@@ -1,7 +1,7 @@
 """Limit the CPU time and the idle time of the process that traces a model.
 
 Wall-clock time is not limited, because every process is slow on a busy machine. The times are read
-from ``/proc``, so this works only on Linux.
+from ``/proc``, so this module works only on Linux.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import os
 import time
 from pathlib import Path
 
-# Twenty times the 29 s of CPU time that the slowest model among our prototypes took: a recurrent
-# decoder with 100 time steps.
+# About twenty times the 29 s of CPU time that the slowest tested model needed: a recurrent decoder
+# with 100 time steps.
 MOST_CPU_SECONDS = 600.0
-# Chosen equal to the limit on CPU time. A download or a slow disk always uses some CPU time, but a
-# deadlock uses none.
+# Chosen equal to the limit on CPU time. Downloading a file or reading from a slow disk uses some
+# CPU time and does not count as idle, but a deadlock uses none.
 MOST_IDLE_SECONDS = 600.0
 
-# A process is idle if it uses less than this fraction of a CPU: 1 s in ten minutes. We chose the
-# value so that a thread which only polls a flag, and uses far less, counts as idle.
+# A process is idle if it uses less than this fraction of a CPU: 1 s in ten minutes. A thread that
+# only polls a flag uses far less and therefore counts as idle.
 _ACTIVE_SHARE = 1 / 600
-# The least time between two measurements.
+# The shortest time between two measurements.
 _INTERVAL_SECONDS = 1.0
-# A longer time between two measurements is counted as this much idle time: it means that this
-# process was itself suspended.
+# A longer time between two measurements is counted as only this much idle time, because it means
+# that the measuring process itself was suspended.
 _LONGEST_INTERVAL_SECONDS = 5.0
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
@@ -33,8 +33,8 @@ class TimeLimits:
 
     Args:
         pid: The process ID of a child that has not been reaped yet.
-        cpu_seconds: The CPU time that the child may use. The limit applies only once the same
-            amount of wall-clock time has passed, so that parallel threads do not use it up faster.
+        cpu_seconds: The CPU time that the child may use. The limit applies only once this much
+            wall-clock time has passed as well, so that parallel threads do not reach it earlier.
         idle_seconds: The wall-clock time for which the child and all its descendants may be idle.
     """
 
@@ -49,7 +49,11 @@ class TimeLimits:
         self._activity = 0.0
 
     def exceeded(self) -> str | None:
-        """Describe the limit that was exceeded, as in "took more than 1 s of CPU time", or None."""
+        """Check the limits, at most about once per second.
+
+        Returns:
+            A description of the exceeded limit, such as "took more than 1 s of CPU time", or None.
+        """
         now = time.monotonic()
         interval = now - self._last_measurement
         if interval < min(_INTERVAL_SECONDS, self._idle_seconds):
@@ -66,7 +70,8 @@ class TimeLimits:
         activity = (
             _descendants_cpu_seconds(self._pid) + cpu_seconds + _seconds_ready_to_run(self._pid)
         )
-        # The sum may also decrease, because it leaves out threads and processes that have exited.
+        # Use the absolute value: the sum may also decrease, because it does not include threads and
+        # processes that have exited.
         if abs(activity - self._activity) >= _ACTIVE_SHARE * self._idle_seconds:
             self._activity = activity
             self._idle = 0.0
@@ -82,7 +87,7 @@ def _own_cpu_seconds(pid: int) -> float:
 
 
 def _descendants_cpu_seconds(pid: int) -> float:
-    """Return the CPU time of all descendants of a process, in seconds."""
+    """Return the total CPU time of all descendants of a process, in seconds."""
     processes = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - only the names are needed
         if name.isdigit() and (fields := _stat(int(name))) is not None:
@@ -102,10 +107,10 @@ def _descendants_cpu_seconds(pid: int) -> float:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of ``/proc/PID/stat``, starting with the third one, the state.
+    """Return the fields of ``/proc/PID/stat``, starting with the third one (the process state).
 
     Returns:
-        None if the process has exited.
+        The fields, or None if the process has exited.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -114,15 +119,19 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _cpu_seconds(fields: list[str]) -> float:
-    """Return user plus system time, in seconds: fields 14 and 15 in proc(5)."""
+    """Return user time plus system time, in seconds.
+
+    These are fields 14 and 15 in proc(5), counted from 1. `_stat` returns them at positions 11 and
+    12, because it leaves out the first two fields and its list is counted from 0.
+    """
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
 
 
 def _seconds_ready_to_run(pid: int) -> float:
-    """Return how many seconds the threads of a process have waited for a CPU.
+    """Return how long the threads of a process have waited for a CPU in total.
 
     Returns:
-        0 if the kernel does not record these times.
+        The time in seconds, or 0 if the kernel does not record it.
     """
     nanoseconds = 0
     try:

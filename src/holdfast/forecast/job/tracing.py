@@ -1,8 +1,8 @@
 """Trace a training step in a child process, and return the traces.
 
 A child process is used for three reasons: the fake device cannot be unregistered, user code may
-crash on it, and the calling process may itself be training. This module does not import torch. The
-code that runs in the child process is in `child`.
+crash on that device, and the calling process may itself be training. This module does not import
+torch. The code that runs in the child process is in `child`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from holdfast.forecast.trace.events import Assumption, Trace
 
 Route = Literal["privateuse1", "cpu"]
 
-# Files in the folder that parent and child share. The parent writes the request.
+# The files below are in a folder that the parent and the child share. The parent writes its request
+# to this file.
 REQUEST_FILE = "request.json"
-# The child appends a line for each stage of its work.
+# The child appends a line to this file for each stage of its work.
 PROGRESS_FILE = "progress"
-# The child writes its answer, or an error.
+# The child writes its answer or an error to this file.
 ANSWER_FILE = "answer.json"
-# Standard output and standard error of the child, including the output of user code.
+# This file receives the child's standard output and standard error, including user code's output.
 _OUTPUT_FILE = "stderr"
-# How often the progress file is polled. The exit of the child is noticed immediately.
+# How often the progress file is polled. The child's exit is noticed immediately.
 _POLL_SECONDS = 0.2
 # An error message quotes at most this many lines of the child's output.
 _MOST_LAST_LINES = 6
@@ -47,15 +48,15 @@ class TraceRequest:
     Args:
         factory: The factory, as ``"module:function"`` or ``"file.py:function"``. `building`
             describes what it may return.
-        precision: ``"fp32"`` for no autocast, or ``"bf16"`` or ``"fp16"`` for the dtype of
-            autocast.
-        sizes: Micro-batch sizes to trace, in samples, each at least 1.
-        route: The fake device: ``"privateuse1"`` represents a GPU, ``"cpu"`` is the host without
-            CUDA, for comparison with real runs.
-        recompute: The modules whose activations are recomputed; paths from `Trace.blocks`.
-        gradient_accumulation_steps: Micro-batches per optimizer step. Ignored if the batch cannot
-            be split; see `TraceResult.accumulates`.
-        traces_evaluation: Whether to trace the evaluation too, if the factory returns one.
+        precision: ``"bf16"`` or ``"fp16"`` to run the step under autocast with this dtype, or
+            ``"fp32"`` to run it without autocast.
+        sizes: The micro-batch sizes to trace, in samples, each at least 1.
+        route: The fake device: ``"privateuse1"`` represents a GPU, and ``"cpu"`` represents a host
+            without CUDA, for comparison with real runs.
+        recompute: The paths of the modules whose activations are recomputed, from `Trace.blocks`.
+        gradient_accumulation_steps: The number of micro-batches per optimizer step. Ignored if the
+            batch cannot be split; see `TraceResult.accumulates`.
+        traces_evaluation: Whether to trace the evaluation as well, if the factory returns one.
     """
 
     factory: str
@@ -74,17 +75,17 @@ class TraceResult:
     Args:
         traces: One trace for each size in `TraceRequest.sizes`, in the same order.
         route: The fake device; see `TraceRequest.route`.
-        parameters: Total number of elements in all parameters.
-        trainable_parameters: Number of elements in parameters that require a gradient.
+        parameters: The total number of elements in all parameters.
+        trainable_parameters: The number of elements in parameters that require gradients.
         accumulates: Whether a batch can be split into micro-batches. This requires a loss function
             and a sample batch.
-        host_bytes: Peak resident memory of the child process.
-        build_seconds: Seconds for importing the factory and building the job.
-        trace_seconds: Seconds for each trace.
-        assumptions: The assumptions of all traces.
+        host_bytes: The peak resident memory of the child process, in bytes.
+        build_seconds: How long it took to import the factory and build the job, in seconds.
+        trace_seconds: How long it took to record each trace, in seconds.
+        assumptions: The assumptions behind all traces.
         casts: Whether the job's own code uses autocast, which overrides the requested precision.
-        evaluation: The trace of the evaluation of one batch, if it was requested and the factory
-            returns one.
+        evaluation: The trace of evaluating one batch, if an evaluation trace was requested and the
+            factory returns an evaluation.
     """
 
     traces: tuple[Trace, ...]
@@ -111,14 +112,14 @@ def trace_job(
 
     Args:
         request: The job to trace.
-        on_progress: Called with a description of each stage.
-        cpu_seconds: CPU time that the child may use; see `TimeLimits`.
-        idle_seconds: Time for which the child may be idle; see `TimeLimits`.
+        on_progress: Called with a description of each stage of the work when it begins.
+        cpu_seconds: The CPU time that the child may use; see `TimeLimits`.
+        idle_seconds: How long the child may be idle; see `TimeLimits`.
 
     Raises:
         PolicyError: H410 if the factory needs CUDA, H411 if it cannot be imported or called, H412
             if it returns no valid job, H414 if the step raises, H415 if the child crashed or
-            exceeded its limits, H422 to H427 if a forecast cannot trace the code.
+            exceeded its limits, H422 to H427 if the code cannot be traced for a forecast.
         BatchError: H413 if the sample batch cannot be resized, H201 to H203 if `Guard` does not
             support the loss.
         OutOfMemoryError: H415 if the child was killed, probably because the host ran out of memory.
@@ -145,11 +146,11 @@ class _Exchange:
     def run_child(
         self, request: TraceRequest, *, cpu_seconds: float, idle_seconds: float
     ) -> TraceResult:
-        """Run a child and return its answer.
+        """Run a child process that traces the request, and return its answer.
 
         Raises:
             HoldfastError: The error that the child reported, or H415 if it exited without an
-                answer.
+                answer or exceeded its limits.
         """
         (self._folder / REQUEST_FILE).write_text(json.dumps(asdict(request)))
         (self._folder / PROGRESS_FILE).touch()
@@ -177,7 +178,7 @@ class _Exchange:
         raise self._died(f"exited with code {status}")
 
     def _read_answer(self, answer: dict[str, Any]) -> TraceResult:
-        """Convert the child's answer to a result, loading its trace files."""
+        """Convert the child's answer to a result, loading the trace files that it names."""
         traces = tuple(Trace.load(self._folder / file) for file in answer.pop("files"))
         evaluation_file = answer.pop("evaluation_file")
         evaluation = None
@@ -203,7 +204,7 @@ class _Exchange:
     def _killed(self) -> HoldfastError:
         """Return the error for a child that was killed by SIGKILL.
 
-        The kernel sends SIGKILL when the host runs out of memory. A person may have sent it too.
+        The most likely sender is the kernel, because the host ran out of memory.
         """
         return OutOfMemoryError(
             f"the tracing process was killed while {self._stage}{self._last_lines()}",
@@ -236,7 +237,12 @@ class _Exchange:
 
 @contextlib.contextmanager
 def _child(folder: Path, printed: BinaryIO) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a child that reads its request from `folder`. Kill it when the context ends."""
+    """Start a child that reads its request from `folder`, and kill it when the block ends.
+
+    Args:
+        folder: The folder with the request.
+        printed: The file that receives the child's output.
+    """
     child = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-m", "holdfast.forecast.job.child", str(folder)],
         stdin=subprocess.DEVNULL,
@@ -252,7 +258,7 @@ def _child(folder: Path, printed: BinaryIO) -> Iterator[subprocess.Popen[bytes]]
 
 
 def _error_of_child(message: dict[str, str]) -> HoldfastError:
-    """Recreate the error that a child has reported."""
+    """Recreate the error that a child process has reported in its answer file."""
     kind = getattr(errors, message["kind"], PolicyError)
     error = kind(message["what"], limit=message["limit"], fix=message["fix"], rule=message["rule"])
     assert isinstance(error, HoldfastError)

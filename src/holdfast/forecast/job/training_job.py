@@ -1,12 +1,13 @@
 """Run steps of the user's training job on the fake device, with any number of samples.
 
 If the job has a loss function, a step clears the gradients, calls the function under autocast, runs
-backward (scaled in fp16), and steps every optimizer. Gradients are not clipped, because clipping
-needs hardly any memory. If the job has a step function, one call of it must do all of this.
+backward (with a scaled loss in fp16), and steps every optimizer. Gradients are not clipped, because
+clipping needs hardly any memory. If the job has a step function, a step is one call of it, which
+must do all of this.
 
 Tensors are created on the devices that the user's code chooses. Code that names no device creates
-them on the host, so the step may fail. The step is then retried with the batch on the fake device,
-and finally with every tensor that the step creates there too.
+tensors on the host, so the step may fail. In that case, the step is retried with the batch on the
+fake device, and finally with the batch and all tensors that the step creates on the fake device.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from holdfast.numerics.loss import read_loss
 
 
 class _TensorPlacement(enum.Enum):
-    """Where the tensors of a step are placed. The placements are tried in this order.
+    """On which devices a step's tensors are placed. The placements are tried in this order.
 
-    The values are shown to the user, followed by "of the model".
+    The values appear in messages, followed by "of the model".
     """
 
     AS_BUILT = "its tensors where they were built"
@@ -73,7 +74,8 @@ class TrainingJob:
         built: The result of the user's factory. Its models are moved to the fake device.
         device: The fake device, which must be active.
         claim_batch: Called with each new batch.
-        gradient_accumulation_steps: Micro-batches per step, if the job has a loss function.
+        gradient_accumulation_steps: The number of micro-batches per step, if the job has a loss
+            function.
         recompute: Names of the `blocks` whose activations are recomputed.
 
     Raises:
@@ -114,13 +116,13 @@ class TrainingJob:
         self._uses_guard = takes_guard(built.function)
         guard = GuardStandIn(list(self.optimizers), self._make_guarded_step)
         self._function = called_with_batch(built, guard)
-        # The kind of function that the factory declared and, after its first call, the kind that
-        # was observed.
+        # Before the first call of the function, this is the kind that the factory declared;
+        # afterwards, it is the kind that was observed.
         self._kind = _FunctionKind.RETURNS_LOSS
         if built.is_step:
             self._kind = _FunctionKind.MAKES_WHOLE_STEP
         self._kind_is_observed = False
-        # Names of the optimizers that the last step has stepped.
+        # Names of the optimizers that were stepped during the last training step.
         self._stepped: set[str] = set()
         self._scaler = torch.amp.GradScaler(device.device.type, enabled=device.precision == "fp16")
 
@@ -133,13 +135,14 @@ class TrainingJob:
     # The first step.
 
     def settle(self, size: int) -> None:
-        """Run the first step, to observe what the function does and where its tensors must be.
+        """Run the first step, to find out what the function does and where its tensors must be.
 
         Args:
-            size: Samples per micro-batch.
+            size: The number of samples per micro-batch.
 
         Raises:
-            PolicyError: H412 if an optimizer is not stepped, H414 if the step raises.
+            PolicyError: H412 if an optimizer is not stepped, H414 if the step raises with every
+                placement of its tensors.
             HoldfastError: H201 to H203 if `Guard` does not support the loss.
         """
         autocasts: list[torch.autocast] = []
@@ -153,8 +156,8 @@ class TrainingJob:
                 if not self._may_try_next_placement(error):
                     raise
                 failed = error
-            # In torch 2.11, the error's frames keep the hooks of activation checkpointing alive.
-            # They would still be active in the next step.
+            # In torch 2.11, the error's stack frames keep the hooks of activation checkpointing
+            # alive, which would then still be active in the next step.
             clear_exception_frames(failed)
         missed = self.optimizers.keys() - self._stepped
         if missed:
@@ -171,8 +174,8 @@ class TrainingJob:
     def _may_try_next_placement(self, error: PolicyError) -> bool:
         """Return whether the step may succeed if more of its tensors are on the fake device.
 
-        Any error of the step counts, because mixed devices cause many different errors. For
-        example, autocast ignores tensors on the host, so dtypes may not match.
+        Any error that the step raises (H414) qualifies, because mixed devices cause many different
+        errors. For example, autocast ignores tensors on the host, so dtypes may not match.
         """
         if error.rule != "H414" or self._device.route == "cpu":
             return False
@@ -181,13 +184,13 @@ class TrainingJob:
     def _step_past_checks(self, size: int) -> None:
         """Run a step, guessing the values of tensors so that the user's own checks pass.
 
-        Each ``if tensor:`` with an unknown value is answered with True (see `Guesses`). If the step
-        then raises, the last line that asked is most likely a check such as ``if bad: raise``. The
-        step is therefore retried with the answer False at that line, until it succeeds or every
-        line that asked has been tried.
+        For each ``if tensor:``, an unknown value is assumed to be True (see `Guesses`). If the step
+        then raises, the last line with such a condition is most likely a check such as
+        ``if bad: raise``. The step is therefore retried with the value False at that line, and so
+        on, until the step succeeds or every such line has been tried.
 
         Raises:
-            PolicyError: The first error, if the step fails with all these answers.
+            PolicyError: The first error, if the step fails with all of these guesses.
         """
         guesses = self._device.guesses
         first_error: PolicyError | None = None
@@ -233,7 +236,11 @@ class TrainingJob:
             )
 
     def _own_precision(self) -> list[str]:
-        """Return the means by which the job sets a precision below fp32, for a message."""
+        """Describe how the job itself sets a precision below fp32, for a message.
+
+        Returns:
+            Phrases such as ``"parameters in bfloat16"``; empty if the job sets no precision.
+        """
         dtypes = {
             str(parameter.dtype).removeprefix("torch.")
             for parameter in self._parameters()
@@ -250,11 +257,11 @@ class TrainingJob:
         """Run one training step.
 
         Args:
-            size: Samples per micro-batch.
+            size: The number of samples per micro-batch.
 
         Raises:
-            PolicyError: H412 if the loss gives no parameter a gradient, H414 if the user's code
-                raises.
+            PolicyError: H412 if the loss produces no gradient for any parameter, H414 if the user's
+                code raises.
             BatchError: H413 if the batch cannot be created.
         """
         self._stepped = set()
@@ -277,15 +284,15 @@ class TrainingJob:
                 raise self._failed(error, size) from error
 
     def placing_tensors(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which tensors are created where the step needs them."""
+        """Return a context manager that makes the step create its tensors on the right device."""
         if self._placement is _TensorPlacement.ALL_ON_DEVICE:
             return torch.device(self._device.device)
         return contextlib.nullcontext()
 
     def _make_batches(self, size: int) -> list[Any]:
-        """Return the arguments with which the function is called in a step.
+        """Return the argument of each call of the user's function in a step.
 
-        These are micro-batches, or the batch size if the step creates its own batch.
+        These are the micro-batches, or the batch size if the step creates its own batch.
         """
         if self.sample is None:
             return [size]
@@ -316,11 +323,16 @@ class TrainingJob:
         """Run one step of the named optimizers.
 
         Clear the gradients, run backward and step the optimizers, except for the parts that the
-        user's function does itself. Which parts those are (see `_FunctionKind`) is known only after
-        the first call.
+        user's function performs itself. Those parts (see `_FunctionKind`) are known only after the
+        function's first call.
+
+        Args:
+            micro_batches: The argument of each call of the function.
+            function: The user's function.
+            names: Names of the optimizers to step.
 
         Returns:
-            The last loss, or None if the function runs backward itself.
+            The loss of the last micro-batch, or None if the function runs backward itself.
         """
         parameters = self._optimized_parameters(names)
         if self._kind is not _FunctionKind.MAKES_WHOLE_STEP:
@@ -346,10 +358,10 @@ class TrainingJob:
         return None if loss is None else loss.detach()
 
     def _note_kind(self, observer: CallObserver) -> _FunctionKind:
-        """Update `_kind` from the latest call of the function, and return it.
+        """Update `_kind` after a call of the function, and return it.
 
         The kind never changes back to `RETURNS_LOSS`: a function that has run backward before may
-        skip it in some calls, and need not return a loss then.
+        skip backward in some calls, and need not return a loss in those calls.
         """
         has_run_backward = self._kind_is_observed and self._kind is not _FunctionKind.RETURNS_LOSS
         if observer.acted and observer.stepped:
@@ -362,10 +374,10 @@ class TrainingJob:
         return self._kind
 
     def _check_trained(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-        """Refuse a loss that gives no parameter a gradient (H412).
+        """Refuse a loss that produces no gradient for any of the parameters (H412).
 
-        A parameter without a gradient but with a hook passes, since the hook may have consumed the
-        gradient.
+        A loss passes if any parameter has a gradient or a hook, because the hook may have consumed
+        the gradient.
         """
         if not any(p.grad is not None or is_hooked(p) for p in parameters):
             raise _untrained_optimizer(
@@ -378,8 +390,8 @@ class TrainingJob:
 
         Args:
             names: The names of the optimizers.
-            unscale: Whether the gradients come from a scaled loss, if the gradient scaler is
-                enabled.
+            unscale: Whether the loss was passed through the gradient scaler. If so, and if the
+                scaler is enabled, the gradients are unscaled first.
         """
         optimizers = [self.optimizers[name] for name in names]
         if not unscale or not self._scaler.is_enabled():
@@ -402,10 +414,10 @@ class TrainingJob:
         return [parameter for group in groups for parameter in group["params"]]
 
     def _names_of(self, stepped: Sequence[Optimizer]) -> set[str]:
-        """Return the names of the job's optimizers that were stepped.
+        """Return the names of the job's optimizers that were stepped, directly or through another.
 
-        An optimizer counts as stepped if another one with some of its parameters was, such as the
-        inner optimizer of a wrapper.
+        An optimizer counts as stepped if any optimizer that shares parameters with it was stepped,
+        such as the inner optimizer of a wrapper.
         """
         groups = [group for optimizer in stepped for group in optimizer.param_groups]
         stepped_ids = {id(parameter) for group in groups for parameter in group["params"]}
@@ -416,10 +428,10 @@ class TrainingJob:
         }
 
     def _inputs(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return the ``inputs`` argument for backward, as in `Guard`.
+        """Return the ``inputs`` argument for ``backward``, as `Guard` chooses it.
 
-        Only the parameters of the chosen optimizers receive gradients, and parameters with a hook,
-        because the hook may train them. If these are all trainable parameters, return None.
+        Gradients are computed for the given parameters and for parameters with a hook, because the
+        hook may train them. If these are all trainable parameters, the result is None.
         """
         chosen = {id(parameter) for parameter in parameters}
         others = [
@@ -435,19 +447,19 @@ class TrainingJob:
     # Tensors of the batch.
 
     def sample_of(self, batch: Any, size: int | None = None) -> SampleBatch:
-        """Return a sample batch whose copies are created where the step needs them.
+        """Return a sample batch whose tensors are created on the device that the step needs.
 
         Args:
             batch: The user's batch.
-            size: Its number of samples; None to infer it.
+            size: The number of samples in the batch, or None to infer it.
         """
         return SampleBatch(batch, size=size, read=self._values_of, make=self._make_tensor)
 
     def _values_of(self, tensor: torch.Tensor) -> Values | None:
-        """Return the values of a tensor in the sample batch, or None if they are not known."""
+        """Return the values of a tensor in the sample batch, or None if they are not tracked."""
         known_values = self._device.mode.known_values
-        # Leave the fake mode, which would turn the real tensors that hold the values into fake
-        # ones.
+        # Leave the fake mode, because it would turn the real tensors that hold the values into fake
+        # tensors.
         with unset_fake_temporarily():
             if isinstance(tensor, FakeTensor):
                 value = known_values.of(tensor).value
@@ -458,7 +470,7 @@ class TrainingJob:
             return value.cpu().numpy()
 
     def _make_tensor(self, spec: ArraySpec) -> torch.Tensor:
-        """Create a fake tensor for a batch, and record its values if the spec has them."""
+        """Create a fake tensor for a batch, and record its values if the spec includes them."""
         is_as_built = self._placement is _TensorPlacement.AS_BUILT
         device = spec.device if is_as_built else self._device.device
         tensor = torch.empty(
@@ -501,7 +513,7 @@ def _check_single_device(built: BuiltJob) -> None:
 
 
 def _untrained_optimizer(what: str) -> PolicyError:
-    """Return the error for an optimizer that the step does not use (H412)."""
+    """Return the error for an optimizer that the training step does not use (H412)."""
     return PolicyError(
         what,
         limit=(
@@ -518,10 +530,10 @@ def _untrained_optimizer(what: str) -> PolicyError:
 
 
 def find_blocks(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Return the modules whose activations could be recomputed, with their paths.
+    """Return the paths and modules of the blocks whose activations could be recomputed.
 
-    These are the repeated blocks of each model, such as transformer layers. For a model without
-    repeated blocks, these are its direct children that have parameters.
+    The blocks of a model are its repeated blocks, such as transformer layers. If it has none, they
+    are its direct children that have parameters.
     """
     blocks: list[tuple[str, nn.Module]] = []
     for prefix, model in models.items():

@@ -1,6 +1,7 @@
-"""Call the user's loss function or step, and observe which parts of a step it performs.
+"""Call the user's loss function or step function, and observe which parts of a step it performs.
 
-The function may run backward and step optimizers, directly or through the guard passed to it.
+The function may run backward and step optimizers, either directly or through the guard that is
+passed to it.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ from holdfast.forecast.job.building import BuiltJob, Function
 
 
 class CallObserver:
-    """Observes whether functions run backward and step optimizers within the context.
+    """Context manager that observes whether functions run backward and step optimizers.
+
+    Call each function inside `calling`.
 
     Args:
-        autocast: Creates the autocast context under which a function is called. The context is left
+        autocast: Creates the autocast context under which a function is called. Autocast is exited
             while the function runs backward.
     """
 
     def __init__(self, autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         # Whether an observed function itself ran backward or stepped an optimizer.
         self.acted = False
-        # All optimizers that were stepped, also those stepped by hooks during a backward pass.
+        # All optimizers that were stepped, including those stepped by hooks in a backward pass.
         self.stepped: list[Optimizer] = []
         self._make_autocast = autocast
-        # The autocast of the function call that is running, or None between calls.
+        # The autocast context of the running function call, or None between calls.
         self._current_autocast: contextlib.ExitStack | None = None
         self._cleanup = contextlib.ExitStack()
 
@@ -70,7 +73,7 @@ class CallObserver:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Observe a function that is called within the context, and run it under autocast."""
+        """Run the ``with`` block, which must call one function, under autocast and observe it."""
         with contextlib.ExitStack() as self._current_autocast:
             self._current_autocast.enter_context(self._make_autocast())
             yield
@@ -79,16 +82,20 @@ class CallObserver:
 
 @contextlib.contextmanager
 def own_autocasts(added: type[torch.autocast]) -> Iterator[list[torch.autocast]]:
-    """Collect the autocasts that the job's own code enters within the context, in a list.
+    """Collect the autocast contexts that the job's own code enters during the ``with`` block.
 
     Args:
-        added: The class of the autocasts that the forecast adds, which are not collected.
+        added: The class of the autocast contexts that the forecast adds, which are not collected.
+
+    Yields:
+        A list to which each context is appended when it is entered.
     """
     enter = torch.autocast.__enter__
     autocasts: list[torch.autocast] = []
 
     def note_and_enter(context: torch.autocast) -> Any:
-        # Recomputing activations re-enters the autocast of the forward pass, which is not new.
+        # Recomputing activations re-enters the autocast context of the forward pass, which was
+        # already collected.
         is_recomputation = torch._C._current_graph_task_id() != -1
         if context._enabled and not isinstance(context, added) and not is_recomputation:
             autocasts.append(context)
@@ -99,18 +106,19 @@ def own_autocasts(added: type[torch.autocast]) -> Iterator[list[torch.autocast]]
 
 
 def is_hooked(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter's gradient is passed to a hook, which may step an optimizer."""
+    """Return whether a hook receives a parameter's gradient. The hook may step an optimizer."""
     return bool(parameter._post_accumulate_grad_hooks or parameter._backward_hooks)
 
 
 class GuardStandIn:
     """Replaces the `Guard` that the user's ``step(guard, batch)`` expects.
 
-    It runs steps on the fake device, and reports each of them as a normal step.
+    The stand-in runs steps on the fake device, and reports each of them as a normal step.
 
     Args:
         optimizers: Names of the job's optimizers.
-        make_step: Runs a step, given a batch, a loss function and the names of optimizers.
+        make_step: Runs a step, given a batch, a loss function and the names of the optimizers to
+            step. Returns the loss, or None if there is none.
     """
 
     def __init__(
@@ -129,7 +137,7 @@ class GuardStandIn:
         optimizer: Any = None,
         split: Any = None,  # noqa: ARG002 - an argument of Guard.step
     ) -> Any:
-        """Run one step of one or several optimizers; see `Guard.step`."""
+        """Run one training step as `Guard.step` does, and report it as a successful step."""
         if optimizer is None:
             names = self._optimizers
         elif isinstance(optimizer, str):
@@ -155,7 +163,7 @@ def takes_guard(function: Function) -> bool:
 
 
 def called_with_batch(built: BuiltJob, guard: GuardStandIn) -> Function:
-    """Return the job's function with all arguments bound except the batch, or its size."""
+    """Return the job's function with all arguments bound except the batch or batch size."""
     function = built.function
     if takes_guard(function):
         return lambda batch: function(guard, batch)
@@ -163,7 +171,11 @@ def called_with_batch(built: BuiltJob, guard: GuardStandIn) -> Function:
 
 
 def with_models_bound(built: BuiltJob, function: Function) -> Function:
-    """Return a function of a job that takes only the batch, if it takes the models too."""
+    """Return a function that takes only the batch, binding the models if `function` takes them.
+
+    A function that takes the models has two parameters: the models and the batch. A single model is
+    passed directly, and several models are passed as a dict.
+    """
     if len(building.positional_parameters(function)) == 2:
         is_single = list(built.models) == ["model"]
         model: Any = built.models["model"] if is_single else built.models

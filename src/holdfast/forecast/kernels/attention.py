@@ -1,13 +1,13 @@
-"""`scaled_dot_product_attention` on the fake device, with the kernel that CUDA would choose.
+"""Run `scaled_dot_product_attention` on the fake device with the kernel that CUDA would choose.
 
-On a device that torch does not know, torch takes the math path, which saves two score matrices per
+On a device that torch does not know, torch uses the math kernel, which saves two score matrices per
 layer for the backward pass. On CUDA, torch usually chooses a fused kernel, which saves one number
-per row. The difference is a third of an encoder's activations.
+per row. The difference amounts to a third of an encoder's activations.
 
 The kernel is chosen by the same conditions, in the same order, as in torch 2.11 to 2.14. See
 aten/src/ATen/native/transformers/attention.cpp, cuda/sdp_utils.cpp and sdp_utils_cpp.h; docstrings
-here name the C++ functions. The chosen operator then runs with torch's own meta kernel and autograd
-formula.
+in this module name the C++ functions. The chosen operator then runs with torch's own meta kernel
+and autograd formula.
 
 Compute capability 8.0 is assumed for every device. From 9.0 on, torch tries a cuDNN kernel first.
 That kernel is not emulated, because it saves as much memory as the flash kernel does.
@@ -25,14 +25,14 @@ from torch.nn.attention import SDPBackend
 
 aten = torch.ops.aten
 
-# Query, key and value.
+# The query, the key and the value.
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # From torch 2.14 on, the efficient kernel supports fewer key heads than query heads (`supports_gqa`
 # in sdp_utils.cpp).
 _TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _EFFICIENT_TAKES_GROUPS = _TORCH_VERSION >= (2, 14)
-# The types that the efficient kernel supports, and the number of elements of which the head size
-# must be a multiple (minimum_gemm_alignment).
+# The dtypes that the efficient kernel supports. For each of them, the head size must be a multiple
+# of the given number (minimum_gemm_alignment).
 _EFFICIENT_ALIGNMENTS = {torch.float16: 8, torch.bfloat16: 8, torch.float32: 4}
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 # The largest head size of the flash kernel (check_head_dim_size_flash).
@@ -45,7 +45,7 @@ EMULATED = frozenset({SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 
 @dataclass(frozen=True, slots=True)
 class _AttentionCall:
-    """The arguments of `scaled_dot_product_attention`, in the operator's order."""
+    """The arguments of `scaled_dot_product_attention`, in the order of the operator's schema."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -62,14 +62,18 @@ class _AttentionCall:
 
 
 def install_attention(library: torch.library.Library) -> None:
-    """Make `scaled_dot_product_attention` on the fake device use the kernel that CUDA would."""
+    """Make `scaled_dot_product_attention` use the kernel that CUDA would choose.
+
+    Args:
+        library: The library in which the replacement is registered.
+    """
     library.impl("scaled_dot_product_attention", _attend)  # type: ignore[no-untyped-call]
 
 
 def _attend(*args: Any, **kwargs: Any) -> torch.Tensor:
     call = _AttentionCall(*args, **kwargs)
     if call.is_causal and call.attn_mask is not None:
-        # torch's implementation of the math path raises a clear error for this combination.
+        # torch's math kernel raises a clear error for this combination of arguments.
         return _math(call)
     cuda: Any = torch.backends.cuda
     allowed = {
@@ -105,7 +109,7 @@ def _math(call: _AttentionCall) -> torch.Tensor:
 
 
 def _flash(call: _AttentionCall) -> torch.Tensor:
-    """Run the flash kernel. Pad the head size to a multiple of 8, as pad_last_dim does."""
+    """Run the flash kernel, with the head size padded to a multiple of 8 as in pad_last_dim."""
     size = call.query.shape[-1]
     padding = -size % 8
     tensors: Sequence[torch.Tensor] = call.tensors
@@ -137,7 +141,8 @@ def _efficient(call: _AttentionCall) -> torch.Tensor:
 def _additive_mask(call: _AttentionCall) -> torch.Tensor | None:
     """Return the mask in additive form (convert_boolean_attn_mask).
 
-    A boolean mask is converted to the query's dtype. The result is saved for the backward pass.
+    A boolean mask is converted to a mask in the query's dtype, which autograd saves for the
+    backward pass. Other masks are returned unchanged.
     """
     mask = call.attn_mask
     if mask is None or mask.dtype is not torch.bool:
@@ -148,7 +153,7 @@ def _additive_mask(call: _AttentionCall) -> torch.Tensor | None:
 
 
 def _aligned(bias: torch.Tensor) -> torch.Tensor:
-    """Return the mask with rows aligned to 8 elements (aligned_tensor<8>)."""
+    """Return a mask whose rows are aligned to 8 elements (aligned_tensor<8>)."""
     if bias.stride(-1) == 1 and not any(stride % 8 for stride in bias.stride()[:-1]):
         return bias
     last = bias.shape[-1]
@@ -166,14 +171,14 @@ def choose_backend(
     grouped: bool = False,
     enabled: frozenset[SDPBackend] = EMULATED,
 ) -> SDPBackend:
-    """Return the kernel that CUDA would use: the first suitable one in torch's order.
+    """Return the kernel that CUDA would use, which is the first suitable one in torch's order.
 
     Args:
         tensors: Query, key and value, each of shape ``(batch, heads, length, head size)``.
         mask: The attention mask.
         causal: Whether each query ignores later keys.
-        grouped: Whether keys may have fewer heads than queries.
-        enabled: The kernels that the user allows, through ``torch.nn.attention.sdpa_kernel`` or the
+        grouped: Whether there may be fewer key heads than query heads.
+        enabled: The kernels that the user allows through ``torch.nn.attention.sdpa_kernel`` or the
             flags in ``torch.backends.cuda``.
 
     Raises:
@@ -233,9 +238,9 @@ def _efficient_suits(tensors: Tensors, *, grouped: bool) -> bool:
 
 
 def _heads_match(tensors: Tensors, *, grouped: bool) -> bool:
-    """Return whether batch sizes and numbers of heads match.
+    """Return whether the batch sizes and the numbers of heads match.
 
-    The C++ function is check_batch_size_and_num_heads_dense.
+    The matching C++ function is check_batch_size_and_num_heads_dense.
     """
     query, key, value = (tensor.shape for tensor in tensors)
     if not query[0] == key[0] == value[0] or key[1] != value[1]:

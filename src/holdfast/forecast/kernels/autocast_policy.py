@@ -1,9 +1,9 @@
-"""CUDA's autocast on the fake device: which operators cast their inputs, and the weight cache.
+"""Emulate CUDA's autocast on the fake device: which inputs are cast, and the weight cache.
 
-torch groups operators into classes, each of which casts in its own way; ``operators.yaml`` lists
-them. Since the lists differ between versions, a kernel is registered for each operator for which
-the running torch registers one on CUDA. If the class of an operator is not known, its inputs are
-not cast, and this is reported as an assumption.
+torch groups operators into classes, each of which casts its inputs in its own way;
+``operators.yaml`` lists the operators in each class. Because the lists differ between torch
+versions, a kernel is registered for each operator for which the installed torch has one on CUDA. If
+the class of an operator is not known, its inputs are not cast, which is reported as an assumption.
 
 The kernels cannot be unregistered, so they are registered once per process.
 """
@@ -26,8 +26,8 @@ Kernel = Callable[..., Any]
 
 # The classes of operators, which are also sections of operators.yaml.
 _CLASSES = ("lower_precision", "fp32", "fp32_set_opt_dtype", "promote", "banned", "left_alone")
-# Matches overloads for named dimensions. Fake tensors do not support names, and torch 2.13 dropped
-# most of these overloads.
+# Matches overloads for named dimensions. Fake tensors do not support dimension names, and torch
+# 2.13 dropped most of these overloads.
 _NAMED_DIMENSIONS = re.compile(r"\.(\w*dimname|names_)", re.IGNORECASE)
 
 _CUDA_KEY = "AutocastCUDA"
@@ -35,22 +35,22 @@ _FAKE_KEY = "AutocastPrivateUse1"
 
 
 class WeightCache:
-    """Casts of weights to the lower precision, kept until the outermost autocast region ends.
+    """Keeps casts of weights to the lower precision until the outermost autocast region ends.
 
-    Activation checkpointing enters autocast again in the backward pass, so the cache is filled and
-    cleared once more.
+    Activation checkpointing enters autocast again in the backward pass, so the cache is then filled
+    and cleared once more.
     """
 
     def __init__(self) -> None:
         self._casts: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype, lower: torch.dtype) -> torch.Tensor:
-        """Cast a tensor. Casts of weights are cached.
+        """Cast a tensor to `dtype`, using the cache for weights that are cast to `lower`.
 
         Args:
-            tensor: The tensor.
+            tensor: The tensor to cast.
             dtype: The dtype to cast to.
-            lower: The lower precision of autocast. Only casts to it are cached.
+            lower: Autocast's lower-precision dtype. Only casts to this dtype are cached.
         """
         if tensor.dtype is dtype:
             return tensor
@@ -78,11 +78,11 @@ class WeightCache:
 
 @contextlib.contextmanager
 def installed(device_name: str, assume: Assume) -> Iterator[None]:
-    """Give the fake device CUDA's autocast within the context.
+    """Make autocast behave on the fake device as it does on CUDA during the ``with`` block.
 
     Args:
-        device_name: The device type.
-        assume: Called with each assumption.
+        device_name: The type of the fake device.
+        assume: Called with the text of each assumption.
     """
     autocast = _register(device_name)
     previous_dtype = torch.get_autocast_dtype(device_name)
@@ -107,9 +107,9 @@ def installed(device_name: str, assume: Assume) -> Iterator[None]:
 
 
 def registered_for_cuda() -> frozenset[str]:
-    """Return the names of the aten operators for which this torch has a CUDA autocast kernel.
+    """Return the names of the aten operators that have a CUDA autocast kernel.
 
-    torch registers these kernels in builds without CUDA, too.
+    torch registers these kernels even in builds without CUDA.
     """
     registrations = torch._C._dispatch_get_registrations_for_dispatch_key(_CUDA_KEY)
     names = {name.removeprefix("aten::") for name in registrations if name.startswith("aten::")}
@@ -117,13 +117,16 @@ def registered_for_cuda() -> frozenset[str]:
 
 
 def classified() -> dict[str, str]:
-    """Return the autocast class of each operator in ``operators.yaml``, by name."""
+    """Return the autocast class of each operator in ``operators.yaml``, keyed by operator name."""
     return {name: policy for policy in _CLASSES for name in LISTS[policy]}
 
 
 @functools.cache
 def _register(device_name: str) -> _CudaAutocast:
-    """Register an autocast kernel for each operator that has one on CUDA, once per process."""
+    """Register an autocast kernel for each operator that has one on CUDA.
+
+    The result is cached, because kernels can be registered only once per process.
+    """
     make_library: Any = torch.library.Library
     fallthrough = make_library("_", "IMPL", _FAKE_KEY)
     fallthrough.fallback(torch.library.fallthrough_kernel)
@@ -149,7 +152,7 @@ def _register(device_name: str) -> _CudaAutocast:
 
 
 def _without_autocast(kernel: Kernel) -> Kernel:
-    """Return a kernel that runs with autocast excluded from dispatch."""
+    """Wrap a kernel so that operators called inside it do not dispatch to autocast again."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _FAKE_KEY))
@@ -160,16 +163,16 @@ def _without_autocast(kernel: Kernel) -> Kernel:
 
 
 class _CudaAutocast:
-    """CUDA's autocast for one device. Each class of operators has a method that creates a kernel.
+    """Creates kernels that emulate CUDA's autocast, with one method for each class of operators.
 
     Args:
-        device_name: The device type.
-        libraries: The libraries with the registered kernels, which must be kept alive.
+        device_name: The type of the fake device.
+        libraries: The libraries that hold the registered kernels. They must be kept alive.
     """
 
     def __init__(self, device_name: str, libraries: tuple[torch.library.Library, ...]) -> None:
         self.cache = WeightCache()
-        # Called with each assumption while a forecast runs; None otherwise.
+        # Called with the text of each assumption while `installed` is active; None otherwise.
         self.assume: Assume | None = None
         self._device_name = device_name
         self._libraries = libraries
@@ -185,7 +188,7 @@ class _CudaAutocast:
     def fp32_set_opt_dtype(self, operator: Any, _: str) -> Kernel:
         """Return a kernel that requests an fp32 result through the operator's dtype argument.
 
-        This needs no cast copy of the input.
+        Such a kernel does not need a cast copy of its input.
         """
         position = [argument.name for argument in operator._schema.arguments].index("dtype")
 
@@ -219,7 +222,7 @@ class _CudaAutocast:
         return kernel
 
     def banned(self, _: Any, name: str) -> Kernel:
-        """Return a kernel that raises the error that CUDA raises under autocast."""
+        """Return a kernel that raises an error, as the operator does under autocast on CUDA."""
 
         def kernel(*_args: Any, **_kwargs: Any) -> Any:
             raise RuntimeError(
@@ -231,7 +234,7 @@ class _CudaAutocast:
         return kernel
 
     def unknown(self, operator: Any, name: str) -> Kernel:
-        """Return a kernel that casts nothing and records an assumption."""
+        """Return a kernel that casts nothing and reports this as an assumption."""
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             if self.assume is not None:

@@ -1,11 +1,11 @@
-"""Install the kernels that make operators on the fake device allocate as on the real one.
+"""Install kernels that make operators allocate on the fake device as on a real device.
 
 The kernels are registered with torch.library under the device's autograd key. They therefore apply
 to every caller: Python code, C++ composite operators, and recomputation in the backward pass.
 
-On the route ``"cpu"``, torch already makes the same choices as on a real CPU, so only mistakes of
+On the route ``"cpu"``, torch already makes the same choices as on a real CPU, so only mistakes in
 torch's fake kernels are corrected. The kernels for attention, recurrent layers and sequences are in
-modules of their own. This module has those for RMS norm and losses.
+separate modules. This module defines the kernels for RMS norm and losses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.forecast.kernels.sequences import Assume, ValueOf, install_sequenc
 
 aten = torch.ops.aten
 FakeKernel = Callable[..., Any]
-# at::Reduction::None.
+# The value of at::Reduction::None.
 _NOT_REDUCED = 0
 
 
@@ -32,18 +32,18 @@ _NOT_REDUCED = 0
 def emulated_kernels(
     route: str, *, value_of: ValueOf, assume: Assume, uncalibrated: Uncalibrated
 ) -> Iterator[Mapping[Any, FakeKernel]]:
-    """Make the fake device allocate like the real one within the context.
+    """Make operators allocate on the fake device as on a real device during the ``with`` block.
 
     Args:
         route: ``"privateuse1"`` or ``"cpu"``; see `forecast_device`.
-        value_of: Returns the values of a fake tensor, or None if they are unknown.
-        assume: Called with each assumption.
-        uncalibrated: Collects how much more memory kernels may need than was forecast.
+        value_of: A function that returns the values of a fake tensor, or None if they are unknown.
+        assume: Called with the text of each assumption.
+        uncalibrated: Collects by how much kernels may exceed the forecast of their memory.
 
     Yields:
-        Fake kernels by operator overload. The fake mode must use them instead of torch's own, and
-        call them as ``kernel(mode, overload, *args)``. They cannot be added to torch's own table of
-        fake kernels, because torch caches results without the size of their storage.
+        Fake kernels, keyed by operator overload. The fake mode must use them instead of torch's
+        own, and call them as ``kernel(mode, overload, *args)``. They cannot be added to torch's own
+        table of fake kernels, because torch caches results without the sizes of their storages.
     """
     stands_for_gpu = route == "privateuse1"
     key = "AutogradPrivateUse1" if stands_for_gpu else "AutogradCPU"
@@ -62,12 +62,13 @@ def emulated_kernels(
 
 
 def _reduced_loss(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Fake a loss operator, with a storage as large as on real devices.
+    """Return the fake result of a loss operator, with a storage as large as on a real device.
 
     Both on the CPU and on CUDA, the kernel writes the loss of each element into the result tensor.
     It then resizes this tensor to a scalar, but the storage keeps its size (see
-    aten/src/ATen/native/Loss.cpp and cuda/Loss.cu). With torch 2.13.0+cpu, the mean of 1000 fp32
-    values has a storage of 4000 bytes. torch's own fake kernel creates a storage for a scalar.
+    aten/src/ATen/native/Loss.cpp and cuda/Loss.cu). With torch 2.13.0+cpu, the mean loss over 1000
+    fp32 values has a storage of 4000 bytes. torch's own fake kernel creates a storage for a single
+    number.
     """
     arguments = named_arguments(func, args, kwargs)
     data = arguments["self"]
@@ -94,8 +95,8 @@ class _FusedRmsNorm(torch.autograd.Function):
     """RMS norm with the allocations of CUDA's fused kernel.
 
     The fused kernel saves the input, the weight and one number per row for the backward pass. On a
-    device that torch does not know, it runs a sequence of single operations instead, which save
-    three fp32 tensors of the input's size. The allocations follow
+    device that torch does not know, torch runs a sequence of separate operations instead, which
+    save three fp32 tensors of the input's size. The allocations follow
     aten/src/ATen/native/cuda/layer_norm_kernel.cu and derivatives.yaml.
     """
 
@@ -117,7 +118,7 @@ class _FusedRmsNorm(torch.autograd.Function):
         dy = gradient.contiguous()
         x = data.contiguous()
         dx = torch.empty_like(x)
-        # The kernel needs these contiguous copies only while it runs.
+        # The real kernel needs these contiguous copies only while it runs.
         del dy, x
         weight_gradient = None if weight is None else torch.empty_like(weight)
         return dx, weight_gradient, None

@@ -1,4 +1,7 @@
-"""The lists of aten operators in ``operators.yaml``. `LISTS` has the names in each section."""
+"""Read the lists of aten operators in ``operators.yaml``.
+
+`LISTS` maps the name of each section to the names of the operators in it.
+"""
 
 from __future__ import annotations
 

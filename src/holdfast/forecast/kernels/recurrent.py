@@ -2,18 +2,18 @@
 
 The sequence of allocations follows aten/src/ATen/native/cudnn/RNN.cpp. Under autocast, it follows
 cudnn/AutocastRNN.cpp: data and weights are always cast to fp16, even if autocast uses bf16. The
-cast weights are one flat buffer that is kept until the backward pass. The gradients of the weights
-are also views of one buffer. If cuDNN is disabled, torch's decomposition into single time steps
-runs instead.
+cast weights are views of one flat buffer that is kept until the backward pass. The gradients of the
+weights are also views of one buffer. If cuDNN is disabled, torch's decomposition into single time
+steps runs instead.
 
-cuDNN needs memory that it saves for the backward pass (the reserve) and memory that it needs only
-while it runs (the workspace). It documents the size of neither, and torch's meta kernel reports 0
-bytes. We fitted formulas to the requests of 117 layers on an H100 (torch 2.11, cuDNN 9.19), in
-which sizes, types, numbers of layers, directions and dropout vary. The tests contain some of these
-layers. The accuracy of the formulas is:
+cuDNN needs memory that is saved for the backward pass (the reserve) and memory that is needed only
+while cuDNN runs (the workspace). It documents the size of neither, and torch's meta kernel reports
+0 bytes. The formulas in this module were fitted to the memory that 117 layers requested on an H100
+(torch 2.11, cuDNN 9.19). The layers vary in size, dtype, number of layers, direction and dropout;
+the tests contain some of them. The accuracy of the formulas is:
 
-- The reserve is exact in all 117 cases. It is also exact in the cases of pytorch issue 2895 (Tesla
-  P100, 2017), apart from the dropout bits and the fixed 256 bytes.
+- The reserve is exact in all 117 cases. It is also exact in the cases reported in pytorch issue
+  2895 (Tesla P100, 2017), apart from the dropout bits and the fixed 256 bytes.
 - The workspace is within 4 % for LSTMs, and at most 9 % too large for GRUs and plain RNNs.
 """
 
@@ -25,23 +25,24 @@ from typing import Any
 
 import torch
 
-# The random state for dropout. A device has one, which is never freed: "Each state is slightly over
-# 2MB" (get_dropout_state in RNN.cpp).
+# The size of the random state for dropout: "Each state is slightly over 2MB" (get_dropout_state in
+# RNN.cpp). Each device has one such state, which is never freed.
 _DROPOUT_STATE_BYTES = 2 * 2**20 + 2**18
 
 
-# All figures below come from our measurements. A row is one time step of one sequence. "Values" are
-# elements per row and hidden unit, unless stated otherwise.
+# All figures below come from the measurements described above, unless a source is given. A row is
+# one time step of one sequence. "Values" are elements per row and hidden unit, unless stated
+# otherwise.
 #
-# Values that each layer stores in the reserve: 4 gates and the cell for an LSTM, 6 values for a
+# The values that each layer stores in the reserve: 4 gates and the cell for an LSTM, 6 values for a
 # GRU, and the output for a plain RNN.
 _KEPT_VALUES = {"lstm": 5, "gru": 6, "rnn": 1}
-# Values in the workspace of the standard algorithm.
+# The values in the workspace of the standard algorithm.
 _WORK_VALUES = {"lstm": 5.0, "gru": 4.5, "rnn": 3.75}
-# Values in the workspace of the algorithm for small hidden sizes.
+# The values in the workspace of the algorithm for small hidden sizes.
 _SMALL_WORK_VALUES = {"lstm": 21.0, "gru": 19.5, "rnn": 14.5}
-# The largest hidden sizes for which torch chooses the algorithm for small hidden sizes (get_algo in
-# RNN.cpp).
+# The largest hidden sizes for which torch chooses the algorithm for small hidden sizes. Source:
+# get_algo in RNN.cpp.
 _LARGEST_SMALL_FORWARD = {"lstm": 192, "gru": 192, "rnn": 384}
 _LARGEST_SMALL_BACKWARD = {"lstm": 128, "gru": 128, "rnn": 256}
 # The constant part of the reserve, in bytes.
@@ -50,17 +51,18 @@ _FIXED_RESERVE_BYTES = 256
 _SECOND_DIRECTION_VALUES = 9.0
 # Additional values in the workspace of a unidirectional layer with dropout.
 _DROPOUT_VALUES = 1
-# Additional elements in the workspace per row, for each input feature beyond the hidden size.
+# Additional elements in the workspace per row, for each input feature by which the number of
+# features exceeds the hidden size.
 _WIDE_INPUT_VALUES = 2.5
 # Elements in the workspace per sequence, hidden unit, layer and direction.
 _STATE_VALUES = 8
 # Bytes in the workspace per layer and direction.
 _LAYER_BYTES = 8 * 2**20
-# Another cuDNN version or GPU may need a workspace that is larger by this fraction. It is a guess,
-# based on the error of at most 9 % with the cuDNN version and GPU that we measured.
+# By what fraction the workspace may be larger with another cuDNN version or GPU. This is a guess,
+# based on the error of at most 9 % with the measured cuDNN version and GPU.
 _OTHER_VERSIONS = 0.1
 
-# Receives the name of a layer, and how many more bytes it may need than was forecast.
+# A function that receives the name of a layer, and by how many bytes it may exceed the forecast.
 NoteUncertain = Callable[[str, int], None]
 
 
@@ -70,18 +72,18 @@ class RecurrentSize:
 
     Args:
         mode: ``"lstm"``, ``"gru"`` or ``"rnn"``.
-        features: Number of input features.
-        hidden: Number of hidden units.
-        projection: Size of an LSTM's projection; 0 without a projection.
-        layers: Number of layers.
-        directions: 2 if bidirectional, otherwise 1.
-        batch: Number of sequences.
-        rows: Total number of time steps in all sequences.
-        weights: Number of elements in all weights and biases.
-        biases: Number of elements in all biases.
-        element_bytes: Bytes per element.
-        dropout: Probability of dropout between the layers; 0 in evaluation mode.
-        may_be_small: Whether dtype and layout allow the algorithm for small hidden sizes.
+        features: The number of input features.
+        hidden: The number of hidden units.
+        projection: The size of an LSTM's projection; 0 without a projection.
+        layers: The number of layers.
+        directions: 2 for a bidirectional module, otherwise 1.
+        batch: The number of sequences.
+        rows: The total number of time steps in all sequences.
+        weights: The number of elements in all weights and biases.
+        biases: The number of elements in all biases.
+        element_bytes: The number of bytes per element.
+        dropout: The probability of dropout between the layers; 0 in evaluation mode.
+        may_be_small: Whether the dtype and the layout allow the algorithm for small hidden sizes.
     """
 
     mode: str
@@ -100,10 +102,10 @@ class RecurrentSize:
 
     @property
     def reserve_bytes(self) -> int:
-        """The bytes that cuDNN saves for the backward pass.
+        """The number of bytes that cuDNN saves for the backward pass.
 
-        The reserve holds `_KEPT_VALUES` per row and unit of each layer, the outputs of all layers
-        but the last, and, with dropout, one bit for each of these outputs.
+        The reserve holds `_KEPT_VALUES` per row and hidden unit of each layer, the outputs of all
+        layers but the last and, with dropout, a mask of bits for these outputs.
         """
         values_per_layer = _KEPT_VALUES[self.mode] * self.hidden
         if self.projection:
@@ -117,10 +119,11 @@ class RecurrentSize:
         return values * self.element_bytes + dropout_bytes + _FIXED_RESERVE_BYTES
 
     def workspace_bytes(self, *, backward: bool = False) -> int:
-        """Return the bytes that cuDNN needs while it runs a forward or backward pass.
+        """Return how many bytes cuDNN needs only while it runs a forward or backward pass.
 
-        The workspace has a fixed part per layer, a copy of the weights without biases, values per
-        row that do not depend on the number of layers, and the hidden states.
+        The workspace consists of a fixed number of bytes per layer and direction, a copy of the
+        weights without biases, values for each row, which do not depend on the number of layers,
+        and the hidden states.
         """
         is_small = self._takes_small_algorithm(backward=backward)
         row_values = self._work_values(is_small=is_small) * self.hidden + self.features
@@ -153,7 +156,7 @@ class _LayerLayout:
     """The sizes and options of one call of a cuDNN recurrent module.
 
     Args:
-        size: The sizes.
+        size: The sizes of the call.
         batch_first: Whether the input has shape ``(batch, time, features)`` instead of ``(time,
             batch, features)``.
         training: Whether the module is in training mode, so that the reserve is saved.
@@ -184,10 +187,10 @@ class _FlatHalf(torch.autograd.Function):
 
 
 class _CudnnLayers(torch.autograd.Function):
-    """One call of a cuDNN recurrent module, with the allocations that cuDNN and torch make.
+    """Emulates the allocations that cuDNN and torch make in one call of a recurrent module.
 
-    Nothing is computed. Only the order of allocations and frees matters, because it decides the
-    peak. Each `del` stands where cuDNN or torch frees these tensors.
+    Nothing is computed. Only the order of allocations and frees matters, because it determines the
+    peak. Each `del` statement is placed where cuDNN or torch would free the tensors.
     """
 
     @staticmethod
@@ -201,7 +204,7 @@ class _CudnnLayers(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         size = layout.size
         output_units = size.projection or size.hidden
-        # This copies the data if the batch is the first dimension.
+        # If the batch is the first dimension, `contiguous` copies the data.
         x = layout.time_major(data).contiguous()
         y = data.new_empty((*x.shape[:-1], output_units * size.directions))
         last = hidden.new_empty((size.layers * size.directions, size.batch, output_units))
@@ -229,14 +232,15 @@ class _CudnnLayers(torch.autograd.Function):
             raise RuntimeError("cudnn RNN backward can only be called in training mode")
         data, hidden, cell, y, _reserve, *weights = ctx.saved_tensors
         grad_y = torch.zeros_like(y) if grad_y is None else layout.time_major(grad_y)
-        # If the states have no gradients, torch creates zeros, which cuDNN needs only briefly.
+        # If the states have no gradients, torch creates zeros, which cuDNN needs only while it
+        # runs.
         grad_last = torch.zeros_like(hidden) if grad_last is None else grad_last
         grad_cell = torch.zeros_like(cell) if grad_cell is None and cell is not None else grad_cell
         del grad_last, grad_cell
         input_gradients = _backward_of_input(layout, data, hidden, cell, grad_y)
         weight_gradients: tuple[torch.Tensor | None, ...] = (None,) * len(weights)
         if any(ctx.needs_input_grad[4:]):
-            # The allocations of _cudnn_rnn_backward_weight.
+            # These allocations follow _cudnn_rnn_backward_weight.
             x = layout.time_major(data).contiguous()
             weight_gradients = _flat_views(weights, weights[0].dtype)
             workspace = _bytes_like(data, layout.size.workspace_bytes(backward=True))
@@ -255,10 +259,10 @@ def _backward_of_input(
     cell: torch.Tensor | None,
     grad_y: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of input, hidden state and cell, as _cudnn_rnn_backward_input does.
+    """Return the gradients of the input, the hidden state and the cell.
 
-    That function copies the input and the output's gradient if they are not contiguous, and needs a
-    workspace.
+    The allocations follow _cudnn_rnn_backward_input, which copies the input and the output's
+    gradient if they are not contiguous, and needs a workspace.
     """
     x = layout.time_major(data).contiguous()
     dy = grad_y.contiguous()
@@ -271,7 +275,7 @@ def _backward_of_input(
 
 
 def _flat_views(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return tensors with the shapes of the weights, as views of one buffer."""
+    """Return new tensors with the shapes of the weights, all of them views of one buffer."""
     sizes = [weight.numel() for weight in weights]
     flat = torch.zeros(sum(sizes), dtype=dtype, device=weights[0].device)
     parts = flat.split(sizes)  # type: ignore[no-untyped-call]
@@ -283,9 +287,9 @@ def _bytes_like(data: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class _FusedGruCell(torch.autograd.Function):
-    """The allocations of torch's fused GRU cell, for which torch has no meta kernel.
+    """Emulates the allocations of torch's fused GRU cell, for which torch has no meta kernel.
 
-    They follow aten/src/ATen/native/cuda/RNN.cu and derivatives.yaml.
+    The allocations follow aten/src/ATen/native/cuda/RNN.cu and derivatives.yaml.
     """
 
     @staticmethod
@@ -325,10 +329,10 @@ class _FusedGruCell(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _RecurrentArguments:
-    """The arguments of ``aten.lstm``, ``aten.gru`` and ``aten.rnn_*`` after the data, in order.
+    """The arguments that follow the data in ``aten.lstm``, ``aten.gru`` and ``aten.rnn_*``.
 
-    `states` is a tensor, or a pair of hidden state and cell for an LSTM. The overloads for packed
-    sequences do not have `batch_first`.
+    `states` is the hidden state or, for an LSTM, the pair of hidden state and cell. The overloads
+    for packed sequences have no `batch_first`.
     """
 
     states: Any
@@ -342,10 +346,11 @@ class _RecurrentArguments:
 
 
 class _RecurrentLayers:
-    """Creates kernels that replace torch's recurrent modules on one fake device.
+    """Creates kernels that replace torch's recurrent operators on one fake device.
 
     Args:
-        note_uncertain: Receives the name of a layer, and how many more bytes it may need.
+        note_uncertain: Called with the name of a layer and the number of bytes by which it may
+            exceed the forecast.
     """
 
     def __init__(self, note_uncertain: NoteUncertain) -> None:
@@ -364,7 +369,7 @@ class _RecurrentLayers:
         mode = operator.partition("_")[0]
 
         def run_layers(data: torch.Tensor, *rest: Any) -> Any:
-            # The condition is that of use_cudnn in RNN.cpp.
+            # This is the negation of the condition use_cudnn in RNN.cpp.
             if not torch.backends.cudnn.enabled or data.numel() == 0:
                 return native.decompose(data, *rest)
             if is_packed:
@@ -380,7 +385,7 @@ class _RecurrentLayers:
     def _run(
         self, mode: str, data: torch.Tensor, arguments: _RecurrentArguments, *, is_packed: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Cast the tensors under autocast, and then allocate as cuDNN does."""
+        """Cast the tensors if autocast is enabled, and then allocate as cuDNN does."""
         weights = arguments.weights
         if isinstance(arguments.states, torch.Tensor):
             hidden = arguments.states
@@ -417,8 +422,9 @@ def _size_of_call(
     *,
     is_packed: bool,
 ) -> RecurrentSize:
-    """Derive the sizes of a call from its tensors."""
-    # With a projection, the hidden state has the projected size and only the cell the hidden size.
+    """Return the sizes of a call, derived from its tensors."""
+    # With a projection, the last dimension of the hidden state is the projected size, and only the
+    # last dimension of the cell is the hidden size.
     units = hidden.shape[-1]
     if cell is not None:
         units = cell.shape[-1]
@@ -442,11 +448,12 @@ def _size_of_call(
 
 
 def install_recurrent(library: torch.library.Library, note_uncertain: NoteUncertain) -> None:
-    """Make recurrent layers on the fake device allocate as in cuDNN.
+    """Make recurrent layers on the fake device allocate as they do with cuDNN.
 
     Args:
         library: The library in which the kernels are registered.
-        note_uncertain: Receives the name of a layer, and how many more bytes it may need.
+        note_uncertain: Called with the name of a layer and the number of bytes by which it may
+            exceed the forecast.
     """
     layers = _RecurrentLayers(note_uncertain)
     for operator in ("lstm", "gru", "rnn_tanh", "rnn_relu"):

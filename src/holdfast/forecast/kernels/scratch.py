@@ -1,13 +1,14 @@
-"""Scratch memory: what a CUDA kernel allocates while it runs, besides its arguments and results.
+"""Compute scratch memory: what a CUDA kernel allocates in addition to its arguments and results.
 
-Dispatch modes cannot observe scratch memory, so it is computed by a rule for each operator. A rule
-follows the source file that it names, as of torch 2.11 to 2.13. For closed libraries, such as
-cuDNN, a rule returns an estimate and an upper bound. The difference counts as uncalibrated and
-widens the margin. An operator without a rule counts as 0 bytes. Its upper bound is one copy of each
-of its tensors, because operators rarely need more.
+Scratch memory exists only while the kernel runs. Dispatch modes cannot observe it, so a rule for
+each operator computes it. A rule that names a source file follows that file, as of torch 2.11 to
+2.13. For closed libraries, such as cuDNN, a rule returns an estimate and an upper bound. Their
+difference counts as uncalibrated and widens the margin. An operator without a rule is assumed to
+need 0 bytes. Its upper bound is one copy of each of its tensors, because operators rarely need
+more.
 
-Memory that outlives a kernel is not counted here: `recurrent` counts the reserve of recurrent
-layers, and the cuBLAS workspaces belong to the device.
+Memory that outlives a kernel is counted elsewhere: `recurrent` counts what recurrent layers save
+for the backward pass, and `plan.fit` adds the cuBLAS workspaces.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class Scratch:
     """The scratch memory of one call of an operator.
 
     Args:
-        bytes: The estimate, which counts in the forecast.
+        bytes: The estimate, which is included in the forecast.
         at_most: An upper bound, which the margin covers. It equals `bytes` if the estimate comes
-            from torch's source or from a measurement.
+            from torch's source code or from a measurement.
     """
 
     bytes: int
@@ -52,9 +53,9 @@ class Scratch:
 
 
 NO_SCRATCH = Scratch(0, 0)
-# The arguments of a call, by name.
+# The arguments of a call, keyed by name.
 Arguments = dict[str, Any]
-# Computes the scratch memory of a call from its arguments and its result.
+# A function that computes the scratch memory of a call from its arguments and its result.
 Rule = Callable[[Arguments, Any], Scratch]
 
 
@@ -63,7 +64,7 @@ class Uncalibrated:
     """Collects by how much the scratch memory in a step may exceed the estimates.
 
     Args:
-        calls: Number of calls with an uncertain estimate, by operator.
+        calls: The number of calls with an uncertain estimate, keyed by operator.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -72,15 +73,15 @@ class Uncalibrated:
 
     @property
     def excess_bytes(self) -> int:
-        """The most by which the peak may exceed the forecast.
+        """The largest number of bytes by which the peak may exceed the forecast.
 
-        Operators run one at a time, so only the largest excess of scratch memory counts. The
-        excesses of memory that outlives its operator add up.
+        Operators run one at a time, so only the largest excess of scratch memory counts. For memory
+        that outlives its operator, the excesses of all calls add up.
         """
         return self._while_running + self._kept
 
     def note(self, name: str, scratch: Scratch) -> None:
-        """Record a call of an operator and the scratch memory counted for it."""
+        """Record a call of an operator, if the scratch memory counted for it is uncertain."""
         excess = scratch.at_most - scratch.bytes
         if excess:
             self.calls[name] += 1
@@ -90,8 +91,8 @@ class Uncalibrated:
         """Record an estimate of memory that is kept until the backward pass.
 
         Args:
-            name: The operator.
-            excess_bytes: How much larger the memory may be.
+            name: The name of the operator.
+            excess_bytes: By how many bytes the memory may exceed the estimate.
         """
         self.calls[name] += 1
         self._kept += excess_bytes
@@ -104,7 +105,7 @@ class Uncalibrated:
 
 
 def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Scratch | None:
-    """Return the scratch memory of a call on CUDA.
+    """Return the scratch memory that a call of an operator needs on CUDA.
 
     Args:
         op: The operator's overload.
@@ -113,7 +114,7 @@ def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
         out: The result of the call.
 
     Returns:
-        None if the operator is known to need no scratch memory.
+        The scratch memory, or None if the operator is known to need none.
     """
     rule = _find_rule(op)
     return None if rule is None else rule(named_arguments(op, args, kwargs), out)
@@ -139,7 +140,10 @@ def _find_rule(op: Any) -> Rule | None:
 
 
 def _unknown(arguments: Arguments, out: Any) -> Scratch:
-    """Return 0 bytes for an operator without a rule, with a copy of each tensor as upper bound."""
+    """Return the scratch memory of an operator without a rule.
+
+    The estimate is 0 bytes. The upper bound is one copy of each argument and result.
+    """
     tensors = [
         leaf
         for leaf in pytree.tree_leaves((arguments, out))
@@ -149,7 +153,7 @@ def _unknown(arguments: Arguments, out: Any) -> Scratch:
 
 
 def named_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-    """Return the arguments of a call by name, including default values."""
+    """Return the arguments of a call, keyed by name, including default values."""
     if not isinstance(op, torch._ops.OpOverload):
         # A higher-order operator has no schema.
         return {"args": args, **kwargs}
@@ -166,14 +170,15 @@ def named_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def name_of(op: Any) -> str:
-    """Return an operator's name without its namespace and overload."""
+    """Return an operator's name without its namespace and overload, such as ``"convolution"``."""
     return str(op.overloadpacket).rpartition(".")[2]
 
 
 def needs_no_scratch(op: Any) -> bool:
     """Return whether an operator is known to need no scratch memory on a GPU.
 
-    A few of these operators do need some on a CPU; see ``more_on_cpu`` in ``operators.yaml``.
+    A few of these operators need scratch memory on a CPU; see ``more_on_cpu`` in
+    ``operators.yaml``.
     """
     if op.namespace in ("prim", "prims", "profiler"):
         return True
@@ -190,7 +195,10 @@ def needs_no_scratch(op: Any) -> bool:
 
 
 def _is_pointwise_gradient(name: str) -> bool:
-    """Return whether an operator is the backward of a pointwise one. torch does not tag these."""
+    """Return whether an operator computes the gradient of a pointwise operator.
+
+    torch does not tag such operators as pointwise.
+    """
     if not name.endswith("_backward"):
         return False
     packet = getattr(aten, name.removesuffix("_backward"), None)
@@ -225,8 +233,8 @@ def _copy_with_heads_last(tensor: torch.Tensor) -> int:
 def _flash_backward(arguments: Arguments, _out: Any) -> Scratch:
     """Return the scratch memory of mha_bwd in flash_attn/flash_api.cpp.
 
-    It has the query's gradient and the row sums in fp32. If keys have fewer heads than queries, it
-    also has the gradients of keys and values for each head of the query.
+    The function allocates the query's gradient and the row sums in fp32. If there are fewer key
+    heads than query heads, it also allocates gradients of the keys and values for each query head.
     """
     query = arguments["query"]
     key = arguments["key"]
@@ -234,6 +242,7 @@ def _flash_backward(arguments: Arguments, _out: Any) -> Scratch:
     rounded_length = _round_up(length, 128)
     size_multiple = 32 if size <= 128 else 64
     rounded_size = _round_up(size, size_multiple)
+    # The query's gradient has `rounded_size` columns. One more column holds the row sums.
     gradient_and_sums = batch * rounded_length * heads * (rounded_size + 1) * _FP32_BYTES
     if key.shape[1] != heads:
         gradient_and_sums += 2 * batch * key.shape[2] * heads * size * query.element_size()
@@ -279,9 +288,10 @@ def _efficient_workspace_per_head(
     query_gradient = _round_up(length, tile) * _round_up(size, 64) * _FP32_BYTES
     query_gradient += 16 * length_tiles * size_tiles
     if not is_half or largest_size <= tile:
-        # The gradients of keys and values are kept in registers.
+        # The gradients of the keys and values are kept in registers.
         return query_gradient
-    # Gradients of keys and values are accumulated in memory (kNeedsAccumGradK, kNeedsAccumGradV).
+    # The gradients of the keys and values are accumulated in memory (kNeedsAccumGradK,
+    # kNeedsAccumGradV).
     splits = max(1, min(-(-keys // 64), 200 // (batch * heads)))
     row_size = _round_up(size, tile) + _round_up(value_size, tile)
     return query_gradient + splits * _round_up(keys, 64) * row_size * _FP32_BYTES
@@ -298,9 +308,9 @@ def _convolution_backward(arguments: Arguments, _out: Any) -> Scratch:
     - The first call reads the output's gradient and the weight, and writes the input's gradient.
     - The second call reads the output's gradient and the input, and writes the weight's gradient.
 
-    A gradient is as large as its tensor, so both calls work on tensors of the same three sizes: the
-    output's gradient, the weight and the input. The second call starts after the scratch memory of
-    the first one is freed, so it is counted only once.
+    A gradient is as large as its tensor, so both calls work on tensors of the same three sizes,
+    which are the sizes of the output's gradient, the weight and the input. The second call starts
+    after the scratch memory of the first one is freed, so the memory of only one call counts.
     """
     weight = arguments["weight"]
     tensors = (arguments["grad_output"], weight, arguments["input"])
@@ -317,16 +327,17 @@ def _convolution_backward(arguments: Arguments, _out: Any) -> Scratch:
 
 
 def _cudnn_call(tensors: Sequence[torch.Tensor], *, groups: int) -> Scratch:
-    """Estimate the scratch memory of one cuDNN call, which reads or writes the given tensors.
+    """Estimate the scratch memory of one cuDNN call that reads or writes the given tensors.
 
     cuDNN's tensor core kernels require the channels-last layout, so tensors in another layout are
-    copied (nchwToNhwcKernel in profiles). The algorithm that cuDNN chooses may need more, which is
-    not documented (gigabytes in pytorch issue 49207). Our upper bound is twice the tensors on top
-    of the copies; this is a choice.
+    copied (nchwToNhwcKernel in profiles). The algorithm that cuDNN chooses may need more memory;
+    how much is not documented (gigabytes in pytorch issue 49207). The upper bound adds twice the
+    size of the tensors to the copies. This factor is a judgment.
 
     Args:
-        tensors: Inputs and output of the call. The layout of the first one decides.
-        groups: The groups of the convolution. Grouped convolutions make no copies.
+        tensors: The inputs and the output of the call. The layout of the first tensor decides
+            whether all of them are copied.
+        groups: The number of groups in the convolution. Grouped convolutions make no copies.
     """
     tensor_bytes = sum(tensor.nbytes for tensor in tensors)
     is_copied = groups == 1 and not _is_channels_last(tensors[0])
@@ -343,10 +354,10 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 def _embedding_backward(arguments: Arguments, out: Any) -> Scratch:
     """Return the scratch memory of the kernels in Embedding.cu and EmbeddingBackwardKernel.cu.
 
-    The kernels sort the indices, so that equal ones form a segment. They split each segment into
+    The kernels sort the indices, so that equal indices form a segment. They split each segment into
     pieces, and sum the rows of each piece. For up to 3072 indices, torch uses another kernel, which
-    needs no scratch memory. The sorting kernels are counted for these sizes too, because forecasts
-    for large batches are extrapolated from traces of small ones.
+    needs no scratch memory. The sorting kernels are counted even then, because forecasts for large
+    batches are extrapolated from traces of small batches.
     """
     indices = arguments["indices"].numel()
     rows, size = out.shape
@@ -361,8 +372,8 @@ def _embedding_backward(arguments: Arguments, out: Any) -> Scratch:
 def _index_put(arguments: Arguments, _out: Any) -> Scratch:
     """Return the scratch memory of index_put_with_sort_kernel in Indexing.cu.
 
-    The kernel needs linear, sorted and original indices. The sort in cub needs buffers of its own,
-    whose size is not documented.
+    The kernel allocates linear, sorted and original indices. The sort in the cub library allocates
+    its own buffers, whose size is not documented, so the result is an estimate.
     """
     if not arguments.get("accumulate"):
         return NO_SCRATCH
@@ -374,24 +385,27 @@ def _index_put(arguments: Arguments, _out: Any) -> Scratch:
 
 
 def _layer_norm_backward(arguments: Arguments, _out: Any) -> Scratch:
-    """Return the size of fp32 partial sums for both parameters (layer_norm_kernel.cu)."""
+    """Return the size of the fp32 partial sums for both gradients (layer_norm_kernel.cu)."""
     elements = math.prod(arguments["normalized_shape"])
     return _exactly(2 * _LAYER_NORM_PARTIAL_ROWS * elements * _FP32_BYTES)
 
 
 def _group_norm_backward(arguments: Arguments, _out: Any) -> Scratch:
-    """Return the size of two fp32 sums per sample and channel (group_norm_kernel.cu)."""
+    """Return the size of two fp32 sums for each sample and channel (group_norm_kernel.cu)."""
     return _exactly(2 * arguments["N"] * arguments["C"] * _FP32_BYTES)
 
 
 def _reduced_loss(arguments: Arguments, _out: Any) -> Scratch:
-    """Return the size of the losses of all elements, if they are then averaged or summed."""
+    """Return the size of the elementwise losses, which are temporary if they are then reduced."""
     is_reduced = arguments["reduction"] != 0
     return _exactly(arguments["self"].nbytes) if is_reduced else NO_SCRATCH
 
 
 def _logits_loss(arguments: Arguments, out: Any) -> Scratch:
-    """Return the size of two temporary tensors. Without a reduction, one of them is the result."""
+    """Return the size of the two tensors that the loss allocates, except for the result itself.
+
+    Without a reduction, the result is one of these two tensors.
+    """
     is_reduced = arguments["reduction"] != 0
     temporary = 2 * arguments["self"].nbytes
     if not is_reduced:
@@ -404,7 +418,7 @@ def _logsumexp(arguments: Arguments, out: Any) -> Scratch:
 
 
 def _safe_softmax(arguments: Arguments, out: Any) -> Scratch:
-    """Return the size of two boolean masks: elements that are -Inf, and rows that are all -Inf."""
+    """Return the size of two boolean masks: the elements that are -Inf, and the all -Inf rows."""
     row_length = max(1, out.shape[arguments["dim"]])
     return _exactly(out.numel() + out.numel() // row_length)
 
@@ -420,8 +434,8 @@ RULES: dict[str, Rule] = {
     "_index_put_impl_": _index_put,
     "native_layer_norm_backward": _layer_norm_backward,
     "native_group_norm_backward": _group_norm_backward,
-    # The operators below call other operators within one dispatch, which hides their temporary
-    # tensors. They do so on every device.
+    # On every device, the operators below call other operators within one dispatch, which hides
+    # their temporary tensors from dispatch modes.
     "mse_loss": _reduced_loss,
     "smooth_l1_loss": _reduced_loss,
     "huber_loss": _reduced_loss,

@@ -1,7 +1,7 @@
 """Measure the scratch memory of CPU kernels, for forecasts that are compared with real CPU runs.
 
-Each operator runs once on zeros with the same shapes and strides, and torch's profiler records the
-allocations. The results are specific to this machine's kernels and number of threads.
+Each operator runs once on tensors of zeros with the same shapes and strides, and torch's profiler
+records the allocations. The results are specific to this machine's kernels and number of threads.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from torch.utils import _pytree as pytree
 from holdfast.forecast.kernels.operators import LISTS
 from holdfast.forecast.kernels.scratch import Scratch, name_of, needs_no_scratch
 
-# Calls with more elements than this (256 MiB in fp32) are not measured, so that a forecast takes
-# only seconds.
+# Calls whose tensors have more elements than this in total (256 MiB in fp32) are not measured, so
+# that a forecast takes only seconds.
 _MOST_ELEMENTS = 2**26
 
-# Cached measurements, by operator and the properties of its arguments.
+# Cached measurements, keyed by the operator and the properties of its arguments.
 _measured: dict[Any, Scratch] = {}
 
 
 def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Scratch | None:
-    """Return the scratch memory of a call on this CPU. The arguments are those in `scratch`.
+    """Return the scratch memory that a call of an operator needs on this machine's CPU.
+
+    The arguments are the same as those of `scratch.scratch_of`.
 
     Returns:
-        None if the operator is known to need no scratch memory.
+        The scratch memory, or None if the operator is known to need none.
     """
     del out
     if not isinstance(op, torch._ops.OpOverload):
@@ -67,12 +69,12 @@ def _measure(op: Any, leaves: Sequence[Any], structure: Any) -> Scratch:
 
 
 def _run(op: Any, leaves: Sequence[Any], structure: Any) -> tuple[int, int]:
-    """Run an operator on zeros.
+    """Run an operator on tensors of zeros under torch's profiler.
 
-    Grad mode is left as it is, because oneDNN's LSTM keeps more memory if gradients are enabled.
+    The grad mode is not changed, because oneDNN's LSTM keeps more memory if gradients are enabled.
 
     Returns:
-        The peak of allocated bytes, and the bytes that the operator did not free.
+        The peak of allocated bytes, and the number of bytes that the operator did not free.
     """
     with unset_fake_temporarily():
         args, kwargs = pytree.tree_unflatten([_zeros_like(leaf) for leaf in leaves], structure)
@@ -96,16 +98,17 @@ def _run(op: Any, leaves: Sequence[Any], structure: Any) -> tuple[int, int]:
 
 
 def _zeros_like(leaf: Any) -> Any:
-    """Return real zeros for a tensor, and anything else unchanged."""
+    """Return a real tensor of zeros for a tensor, and any other argument unchanged."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return torch.empty_strided(tuple(leaf.shape), leaf.stride(), dtype=leaf.dtype).zero_()
 
 
 def lstm(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Fake `aten.mkldnn_rnn_layer` by running it on zeros.
+    """Fake kernel of `aten.mkldnn_rnn_layer`, which runs the real operator on zeros.
 
-    torch's own fake kernel returns a workspace of 0 bytes.
+    The shapes of the real results are used, because torch's own fake kernel returns a workspace of
+    0 bytes.
     """
     with unset_fake_temporarily():
         real_args, real_kwargs = pytree.tree_map(_zeros_like, (args, kwargs))

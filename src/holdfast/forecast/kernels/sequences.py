@@ -1,7 +1,7 @@
-"""Packing, padding and the CTC loss for fake tensors.
+"""Emulate packing, padding and the CTC loss for fake tensors.
 
-These operators need the lengths of sequences. If the lengths are not known, all sequences are
-assumed to have the longest possible length, which is the worst case, and this is reported as an
+These operators need the lengths of the sequences. If the lengths are not known, all sequences are
+assumed to have the largest possible length, which is the worst case and is reported as an
 assumption. The allocations follow aten/src/ATen/native/PackedSequence.cpp, LossCTC.cpp and
 cuda/LossCTC.cu. cuDNN's CTC loss is not emulated; torch uses it only for int32 targets on the host.
 """
@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 aten = torch.ops.aten
 
-# Returns the values of a fake tensor, or None if they are not known.
+# A function that returns the values of a fake tensor, or None if they are not known.
 ValueOf = Callable[[torch.Tensor], torch.Tensor | None]
 Assume = Callable[[str], None]
 
-# at::Reduction::Mean and Sum.
+# The values of at::Reduction::Mean and at::Reduction::Sum.
 _MEAN = 1
 _SUM = 2
 
@@ -30,8 +30,8 @@ def install_sequences(library: torch.library.Library, value_of: ValueOf, assume:
 
     Args:
         library: The library in which the kernels are registered.
-        value_of: Returns the values of a fake tensor, or None if they are unknown.
-        assume: Called with each assumption.
+        value_of: A function that returns the values of a fake tensor, or None if they are unknown.
+        assume: Called with the text of each assumption.
     """
     sequences = _Sequences(value_of, assume)
     for native, rule in (
@@ -44,12 +44,12 @@ def install_sequences(library: torch.library.Library, value_of: ValueOf, assume:
 
 
 def _for_fake_tensors(native: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel that calls `rule` for fake tensors, and torch's own kernel for real ones."""
+    """Return a kernel that calls `rule` for fake tensors and `native` for real ones."""
 
     def kernel(*args: Any) -> Any:
         if isinstance(args[0], FakeTensor):
             return rule(*args)
-        # Real tensors are input data, which need no gradients.
+        # Real tensors are input data and need no gradients.
         with torch._C._AutoDispatchBelowAutograd():
             return native(*args)
 
@@ -57,14 +57,14 @@ def _for_fake_tensors(native: Any, rule: Callable[..., Any]) -> Callable[..., An
 
 
 class _Sequences:
-    """The replacements on one fake device. Each method has the signature of its operator."""
+    """Replacements for operators on one fake device. Each has the signature of its operator."""
 
     def __init__(self, value_of: ValueOf, assume: Assume) -> None:
         self._value_of = value_of
         self._assume = assume
 
     def pack(self, data: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:  # noqa: FBT001
-        """Replace `_pack_padded_sequence`."""
+        """Replace `_pack_padded_sequence`, and record the resulting batch sizes as known values."""
         time_dimension = 1 if batch_first else 0
         known_lengths = self._known_lengths(
             lengths, data.shape[time_dimension], "pack_padded_sequence"
@@ -82,7 +82,7 @@ class _Sequences:
         padding_value: float,
         total_length: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replace `_pad_packed_sequence`, which fills its result with padding and then copies."""
+        """Replace `_pad_packed_sequence`, which creates padding and copies the data into it."""
         steps = batch_sizes.shape[0]
         sizes = self._value_of(batch_sizes)
         batch = -(-data.shape[0] // steps) if sizes is None else int(sizes[0])
@@ -108,9 +108,10 @@ class _Sequences:
         target_lengths: Any,
         *options: Any,
     ) -> Any:
-        """Replace `ctc_loss`, both for lengths in a tensor and for lengths in a list.
+        """Replace both overloads of `ctc_loss`, which take lengths as a tensor or as a list.
 
-        `options` holds the arguments blank, reduction and zero_infinity, if they were passed.
+        `options` contains the arguments `blank`, `reduction` and `zero_infinity`, if they were
+        passed.
         """
         if isinstance(target_lengths, torch.Tensor):
             batch = max(1, target_lengths.numel())
@@ -129,7 +130,13 @@ class _Sequences:
         return losses
 
     def _known_lengths(self, lengths: torch.Tensor, longest: int, operator: str) -> list[int]:
-        """Return the lengths as integers. Unknown lengths are assumed to be `longest`."""
+        """Return the lengths as integers. If they are unknown, all are assumed to be `longest`.
+
+        Args:
+            lengths: The lengths, as a real or fake tensor.
+            longest: The largest possible length.
+            operator: The name of the operator, for the text of the assumption.
+        """
         values = self._value_of(lengths) if isinstance(lengths, FakeTensor) else lengths
         if values is not None:
             return [int(value) for value in values.reshape(-1).tolist()]
@@ -138,9 +145,9 @@ class _Sequences:
 
 
 def _learn(tensor: Any, values: list[int]) -> None:
-    """Record the values of a fake tensor in its fake mode.
+    """Record the values of a fake tensor in its fake mode, because later operators need them.
 
-    They are needed later: a recurrent layer, for example, reads the first batch size.
+    For example, a recurrent layer reads the first batch size.
     """
     with unset_fake_temporarily():
         value = torch.tensor(values, dtype=torch.int64)
@@ -173,6 +180,8 @@ class _Ctc(torch.autograd.Function):
     ) -> torch.Tensor:
         steps = log_probs.shape[0]
         batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
+        # The loss extends each target by blanks before, between and after its labels, which gives
+        # 2 * length + 1 symbols.
         log_alpha = log_probs.new_empty((batch, steps, 2 * longest + 1))
         losses = log_probs.new_empty((batch,))
         ctx.save_for_backward(log_probs, targets, log_alpha, losses)

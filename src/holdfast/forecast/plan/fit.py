@@ -1,7 +1,7 @@
 """Decide whether a traced step fits a device, and how much memory to keep free as a margin.
 
-A trace fits if the simulated allocator can replay it within the device's available memory minus the
-margin.
+A step fits if the simulated allocator can replay its trace within the device's available memory
+minus the margin.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from holdfast.forecast.devices.catalogue import Device
 from holdfast.forecast.trace.events import allocation_of
 
 _MIB = 1 << 20
-# The fraction of usable memory that is kept free on devices on which forecasts were compared with
-# real runs. It covers scratch memory of kernels and growth of the context. It is twice 4.9 %, the
-# median error of our forecasts for 15 published peaks, which were too low.
+# The fraction of usable memory to keep free on devices on which forecasts were compared with real
+# runs. It covers scratch memory of kernels and growth of the CUDA context. It is about twice 4.9 %,
+# the median error of holdfast's forecasts for 15 published peaks. These forecasts were too low.
 MARGIN_SHARE = 0.10
-# The same fraction for all other devices. It also covers larger contexts of other drivers and
-# builds, cuDNN, and more fragmentation. We forecast ten published peaks, measured with other
-# people's software. 8 of the peaks were above the forecast, by at most 21 % of the peak (BERT-large
-# in fp32, 512 tokens, on a V100 with an older torch; the next were 17 % and 11 %).
+# The fraction to keep free on all other devices. It also covers larger CUDA contexts of other
+# drivers and builds, cuDNN, and more fragmentation. Forecasts were compared with ten peaks that
+# other people had published and measured with their own software. Eight of the peaks were above the
+# forecast, by at most 21 % of the peak (BERT-large in fp32, 512 tokens, on a V100 with an older
+# torch; the next largest errors were 17 % and 11 %).
 UNMEASURED_MARGIN_SHARE = 0.22
-# The smallest margin. On a small device, it covers the different sizes of the context in different
-# builds (287 to 667 MB, pytorch PR 86509).
+# The smallest margin. On a small device, it covers the different sizes that the CUDA context has in
+# different builds (287 to 667 MB, pytorch PR 86509).
 LEAST_MARGIN_BYTES = 512 * _MIB
-# The size of the context before CUDA 11.7, which loaded all kernels into it (pytorch#107667). With
-# CUDA 11.0 on an RTX 3090, a process used 1644 MiB, 156 MiB of them for a tensor (pytorch#49877).
+# The size of the CUDA context before CUDA 11.7. Until then, CUDA loaded all kernels into the
+# context (pytorch#107667). With CUDA 11.0 on an RTX 3090, a process used 1644 MiB, of which 156 MiB
+# were for a tensor (pytorch#49877).
 OLD_CONTEXT_BYTES = 1488 * _MIB
 # The compute capability of Ada. Since Ada requires CUDA 11.8 or later, devices from Ada on never
 # have the old, large context.
@@ -40,11 +42,11 @@ class Fit:
     """The result of checking whether a trace fits a device.
 
     Args:
-        margin_bytes: Memory kept free for everything that the forecast does not cover.
+        margin_bytes: How many bytes are kept free for everything that the forecast does not cover.
         replay: The result of replaying the trace within the device's available memory minus the
             margin.
-        process_bytes: Expected device memory of the whole process: the allocator's peak of reserved
-            memory plus the CUDA context.
+        process_bytes: The expected device memory of the whole process: the allocator's peak of
+            reserved memory plus the CUDA context.
     """
 
     margin_bytes: int
@@ -58,12 +60,12 @@ class Fit:
 
 
 def default_margin_bytes(device: Device, *, uncalibrated_scratch_bytes: int = 0) -> int:
-    """Return how much memory to keep free on a device if the user passes no margin.
+    """Return how many bytes to keep free on a device if the user sets no margin.
 
     Args:
         device: The device.
-        uncalibrated_scratch_bytes: Scratch memory that the step's kernels may need beyond the
-            forecast. It is added to the margin.
+        uncalibrated_scratch_bytes: How many bytes of scratch memory the step's kernels may need
+            beyond the forecast. They are added to the margin.
     """
     margin = max(LEAST_MARGIN_BYTES, int(MARGIN_SHARE * device.usable_bytes))
     if device.capability < _FIRST_CAPABILITY_WITHOUT_OLD_CUDA:
@@ -78,20 +80,21 @@ def with_workspaces(
 ) -> tuple[Events, Sizes]:
     """Add the allocations of two cuBLAS workspaces to a trace. They are never freed.
 
-    torch keeps a workspace for each pair of cuBLAS handle and stream, and each thread has its own
-    handle (thread_local PoolWindow in CublasHandlePool.cpp). Two threads run a step: the one that
-    runs the forward pass, and autograd's thread for the backward pass.
+    torch keeps a workspace for each combination of a cuBLAS handle and a stream, and each thread
+    has its own handle (thread_local PoolWindow in CublasHandlePool.cpp). Two threads run a step:
+    one runs the forward pass, and autograd's thread runs the backward pass.
 
-    The positions of the allocations matter, because the workspace of the backward pass takes part
-    of the memory that the forward pass has just freed. For a contrastive loss with 15.8 GB of live
-    tensors, an H200 reserved 20.2 GB. With both workspaces allocated first, it reserved 15.9 GB.
+    The positions of the allocations matter, because the backward pass's workspace takes up part of
+    the memory that the forward pass has just freed. For a contrastive loss with 15.8 GB of live
+    tensors, torch reserved 20.2 GB on an H200. When both workspaces were allocated before the step,
+    torch reserved only 15.9 GB.
 
     Args:
         events: Allocations and frees, as in `Trace.events`.
-        sizes: Bytes of each storage.
-        device: The device whose workspaces are added.
-        products: Number of events before the first matrix product of the forward and of the
-            backward pass; see `first_products`.
+        sizes: The size of each storage in bytes.
+        device: The device whose workspace size is used.
+        products: The positions in `events` at which the workspaces of the forward pass and of the
+            backward pass are inserted; see `first_products`.
 
     Returns:
         The events and sizes with the workspaces.
@@ -113,14 +116,15 @@ def check_fit(
     products: tuple[int, int] = (0, 0),
     margin_bytes: int | None = None,
 ) -> Fit:
-    """Check whether a trace fits a device, by replaying it with the simulated allocator.
+    """Check whether a trace fits a device by replaying it with the simulated allocator.
 
     Args:
-        events: Allocations and frees of several steps, because the peak may be in a later step.
-        sizes: Bytes of each storage, without cuBLAS workspaces. This function adds them.
+        events: Allocations and frees in several steps, because a later step may have the peak.
+        sizes: The size of each storage in bytes, without the cuBLAS workspaces, which this function
+            adds.
         device: The device.
         products: Where the workspaces are allocated; see `with_workspaces`.
-        margin_bytes: Memory to keep free, or None for `default_margin_bytes`.
+        margin_bytes: How many bytes to keep free, or None for `default_margin_bytes`.
     """
     if margin_bytes is None:
         margin_bytes = default_margin_bytes(device)

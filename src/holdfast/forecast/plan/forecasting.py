@@ -1,8 +1,8 @@
-"""Make a complete forecast: trace a job, plan for each device, and verify the recommended plan.
+"""Make a complete forecast: trace a job, plan for each device, and verify the recommended plans.
 
-The job is traced in each requested precision. The recommended plan is then verified by tracing the
-job with the plan's settings. If that trace does not fit the device, the margin is raised and
-planning is repeated. User code runs only in child processes.
+The job is traced in each requested precision. The plan recommended for each device is then verified
+by tracing the job with the plan's settings. If that trace does not fit the device, the margin is
+raised and planning is repeated. User code runs only in child processes.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from holdfast.forecast.trace.extrapolation import (
 
 OnProgress = Callable[[str], object]
 
-# At most this many plans are verified per device. Planning stops at the first one that fits.
+# At most this many plans are verified per device. Planning stops at the first plan that fits.
 _MOST_VERIFICATIONS = 3
-# The job is traced at these multiples of `FITTED_SIZES` until the traces of two sizes have the same
-# events. Some code takes another path below a certain batch size, so larger sizes may match even if
-# small ones do not.
+# The two sizes in `FITTED_SIZES` are multiplied by each of these numbers in turn until the traces
+# at both sizes have the same events. Some code takes another path below a certain batch size, so
+# the traces may match at larger sizes even if they differ at small ones.
 _SIZE_MULTIPLES = (1, 2, 4)
 _OWN_PRECISION = (
     "this job sets its own precision with autocast, so plans use only that precision;"
@@ -57,8 +57,9 @@ class ForecastRequest:
         devices: The devices to plan for.
         precisions: The precisions to try: ``"fp32"``, ``"bf16"`` or ``"fp16"``. Begin with the one
             that the job uses now: among equally fast plans, earlier precisions are preferred.
-        global_batch_size: Samples per optimizer step, or None for one micro-batch per step.
-        margin_bytes: Memory to keep free, or None for the device's default.
+        global_batch_size: The number of samples per optimizer step, or None for one micro-batch per
+            step.
+        margin_bytes: How many bytes to keep free, or None for the device's default.
         verify: Whether to trace each recommended plan with its own settings.
     """
 
@@ -70,7 +71,7 @@ class ForecastRequest:
     verify: bool = True
 
     def target(self, device: Device) -> Target:
-        """Return the planning target for a device."""
+        """Return the target for planning on a device with the settings of this request."""
         return Target(
             device=device,
             global_batch_size=self.global_batch_size,
@@ -83,11 +84,11 @@ class EvaluationForecast:
     """The memory for evaluating one batch while the training state is on the device.
 
     Args:
-        samples: Number of samples in the batch.
-        live_bytes: Peak size of the tensors that are alive during evaluation, in bytes.
-        process_bytes: Device memory of the whole process, including the CUDA context and the
-            allocator's cache.
-        margin_bytes: Memory that is kept free.
+        samples: The number of samples in the batch.
+        live_bytes: The peak size of the tensors that are alive during the evaluation, in bytes.
+        process_bytes: The device memory of the whole process in bytes, including the CUDA context
+            and the allocator's cache.
+        margin_bytes: How many bytes are kept free.
         fits: Whether the evaluation fits the device.
     """
 
@@ -103,10 +104,10 @@ class Verification:
     """The result of tracing a recommended plan with its own settings.
 
     Args:
-        live_bytes: Peak size of the tensors that are alive in this trace, in bytes.
-        forecast_bytes: Peak size of the tensors that was forecast for the same step, in bytes.
+        live_bytes: The peak size of the tensors that are alive in this trace, in bytes.
+        forecast_bytes: The peak size that was forecast for the tensors in the same step, in bytes.
         fits: Whether this trace fits the device.
-        evaluation: The memory for the evaluation, if the factory returns one.
+        evaluation: The memory for the evaluation, or None if the factory returns no evaluation.
     """
 
     live_bytes: int
@@ -126,13 +127,13 @@ class DeviceForecast:
 
     Args:
         target: The device and the settings to plan for.
-        rows: All plans.
+        rows: All plans for the device.
         best: The recommended plan, or None if no plan fits.
-        shown: The plan whose memory is shown in detail: `best`, or else the plan that lacks the
-            least memory.
-        trace: The step of the plan in `shown`.
-        verification: The verification of the recommended plan. If no plan passed, the verification
-            of the last plan that was tried. None if no plan was verified.
+        shown: The plan whose memory is shown in detail: `best` or, if no plan fits, the plan that
+            lacks the least memory.
+        trace: The trace of the step under the plan in `shown`.
+        verification: The verification of the recommended plan. If no plan passed verification, this
+            is the verification of the last plan that was tried. None if no plan was verified.
     """
 
     target: Target
@@ -156,8 +157,8 @@ class Forecast:
     """The answer to a `ForecastRequest`.
 
     Args:
-        request: The request.
-        traced: The results of tracing the job, by precision.
+        request: The request that this forecast answers.
+        traced: The results of tracing the job, keyed by precision.
         plans: The plans for each device, in the order of `ForecastRequest.devices`.
         assumptions: All assumptions behind the forecast.
     """
@@ -172,9 +173,9 @@ class Forecast:
 class _TracedJob:
     """The result of tracing a job in one precision."""
 
-    # The answer of the child process.
+    # What the child process returned: the traces, and facts about the job.
     result: TraceResult
-    # The step, which can be scaled to any micro-batch size.
+    # The job's step, which can be scaled to any micro-batch size.
     step: ScaledTrace
 
 
@@ -183,10 +184,11 @@ def make_forecast(request: ForecastRequest, on_progress: OnProgress = lambda _: 
 
     Args:
         request: The job and the devices.
-        on_progress: Called with a description of each stage.
+        on_progress: Called with a description of each stage of the work when it begins.
 
     Raises:
-        HoldfastError: Any error of `trace_job`, or H425 if traces of different sizes differ.
+        HoldfastError: Any error that `trace_job` raises, or H425 if the step runs different
+            operations at different batch sizes.
     """
     return Forecaster(request, on_progress).forecast()
 
@@ -198,7 +200,7 @@ def plan_target(target: Target, steps: Mapping[str, TracedStep]) -> DeviceForeca
 
     Args:
         target: The device and the settings to plan for.
-        steps: The job's step in each precision.
+        steps: The job's step in each precision, keyed by precision.
     """
     if not target.device.has_bf16:
         without_bf16 = {name: step for name, step in steps.items() if name != "bf16"}
@@ -217,10 +219,10 @@ def plan_target(target: Target, steps: Mapping[str, TracedStep]) -> DeviceForeca
 
 
 def _step_in_memory(plan: MemoryPlan, step: TracedStep, global_batch_size: int | None) -> Trace:
-    """Return a plan's step as the allocator sees it.
+    """Return the trace of the step under a plan, with all memory that the step needs.
 
-    If the global batch is larger than the micro-batch, the step includes the accumulated gradients
-    of earlier micro-batches.
+    If the global batch is larger than the micro-batch, this includes the memory for accumulating
+    the gradients of earlier micro-batches.
     """
     trace = step.with_recompute(plan.modules).at(max(1, plan.micro_batch_size))
     if global_batch_size is None or not step.plain.accumulates:
@@ -288,11 +290,13 @@ class Forecaster:
         """Trace the job in each precision. Precisions in which the step fails are left out.
 
         Raises:
-            HoldfastError: If the step fails in every precision: the error in the first one.
+            HoldfastError: If the step fails in every precision. This is the error from the first
+                precision.
         """
         jobs: dict[str, _TracedJob] = {}
         errors: dict[str, HoldfastError] = {}
-        # Trace one precision at a time: two processes might open the same port or file in build().
+        # Trace only one precision at a time, because build() may open a port or file that two
+        # processes cannot use at once.
         for precision in self._request.precisions:
             try:
                 jobs[precision] = self._trace(precision)
@@ -300,8 +304,8 @@ class Forecaster:
                 errors[precision] = error
                 continue
             if jobs[precision].result.casts:
-                # The job's own autocast overrides any autocast that we add, so all precisions would
-                # run the same step.
+                # The job's own autocast overrides any autocast that the forecast adds, so the step
+                # would be the same in all precisions.
                 self._assume(_OWN_PRECISION)
                 if "fp32" in jobs:
                     return {"fp32": jobs["fp32"]}
@@ -316,10 +320,11 @@ class Forecaster:
         return jobs
 
     def _trace_recomputed(self, precision: str, plain: ScaledTrace) -> ScaledTrace | None:
-        """Trace the step with all blocks recomputed.
+        """Trace the job with the activations of all blocks recomputed.
 
         Returns:
-            None if the model has no blocks, or if the step fails with recomputation.
+            The scalable step, or None if the model has no blocks or if the step fails with
+            recomputation.
         """
         blocks = plain.template.blocks
         if not blocks:
@@ -336,15 +341,16 @@ class Forecaster:
         return job.step
 
     def _trace(self, precision: str, recompute: tuple[str, ...] = ()) -> _TracedJob:
-        """Trace the job at two sizes, from which the step at any size can be computed.
+        """Trace the job at two batch sizes, from which the step at any size can be computed.
 
         Args:
-            precision: The precision.
+            precision: The precision to trace in.
             recompute: Paths of the modules whose activations are recomputed.
 
         Raises:
-            NotAlignedError: If the traces differ at every pair of sizes: the first difference.
-            HoldfastError: Any error of `trace_job`.
+            NotAlignedError: If the traces differ at every pair of sizes. The error describes the
+                difference at the first pair.
+            HoldfastError: Any error that `trace_job` raises.
         """
         differences: list[NotAlignedError] = []
         for multiple in _SIZE_MULTIPLES:
@@ -394,15 +400,15 @@ class Forecaster:
 
         Args:
             plan: The plans for a device.
-            steps: The job's step in each precision.
+            steps: The job's step in each precision, keyed by precision.
 
         Returns:
-            The plans with the verification. Their `best` is None if no plan passed.
+            The plans, with the verification added. `best` is None if no plan passed.
 
         Raises:
             HoldfastError: If the step fails with the plan's settings.
         """
-        # A trace must fit with the user's margin. The raised margin is only used for planning.
+        # A trace must only fit with the original margin. Raised margins are used for planning only.
         target = plan.target
         for _ in range(_MOST_VERIFICATIONS):
             best = plan.best
@@ -434,7 +440,8 @@ class Forecaster:
         total = target.global_batch_size
         micro_batches = 1
         if step.plain.accumulates and total is not None and total > plan.micro_batch_size:
-            # All micro-batches after the first need the same memory, so two stand for any number.
+            # All micro-batches after the first one need the same memory, so a step with two
+            # micro-batches represents a step with any larger number.
             micro_batches = 2
         result = trace_job(
             TraceRequest(
@@ -457,7 +464,7 @@ class Forecaster:
 
 
 def _evaluation_in_memory(trace: Trace | None, target: Target) -> EvaluationForecast | None:
-    """Return the memory for a traced evaluation, or None if there is no evaluation."""
+    """Return the memory that a traced evaluation needs, or None if there is no evaluation."""
     if trace is None:
         return None
     fit = check_trace(trace, target)
@@ -471,10 +478,10 @@ def _evaluation_in_memory(trace: Trace | None, target: Target) -> EvaluationFore
 
 
 def _raised_margin(plan: MemoryPlan, verification: Verification, device: Device) -> int:
-    """Return a margin that is raised by as much as the forecast was too low, at least doubled.
+    """Return the margin plus the amount by which the forecast was too low, or double the margin.
 
-    Doubling helps if the forecast was right, but the real order of allocations fragments memory
-    more.
+    The larger of the two is returned. Doubling the margin helps if the forecast was right, but the
+    traced order of allocations causes more fragmentation than the extrapolated one.
     """
     too_low = 1 - verification.forecast_bytes / verification.live_bytes
     missing_bytes = int(too_low * (device.available_bytes - plan.margin_bytes))
@@ -492,7 +499,7 @@ def _why_refused(plan: MemoryPlan, margin_bytes: int, device: Device) -> str:
 
 
 def _raise_first(errors: Mapping[str, HoldfastError]) -> None:
-    """Raise the first error. If the forecast added autocast, mention it in the message."""
+    """Raise the first error. If the forecast added autocast, the message mentions autocast."""
     precision, error = next(iter(errors.items()))
     if precision == "fp32":
         raise error

@@ -1,11 +1,11 @@
 """Find the plans for one device, and recommend the fastest one.
 
-A plan is a combination of a precision, the recomputation of no or all repeated blocks, and the
-largest micro-batch that then fits. The micro-batch is found by replaying the step with the
-simulated allocator. Sizes whose live bytes alone exceed the device's memory, which is quick to
-compute, are skipped. Plans are ranked by their estimated time per sample.
+A plan combines a precision, the choice to recompute no or all repeated blocks, and the largest
+micro-batch that fits with these settings. The micro-batch is found by replaying the step with the
+simulated allocator. If the live bytes at a certain size, which are quick to compute, already exceed
+the device's memory, that size is not replayed. Plans are ranked by their estimated time per sample.
 
-The job is traced in `forecasting`. The margin is defined in `fit`.
+`forecasting` traces the job, and `fit` defines the margin.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from holdfast.forecast.trace.extrapolation import ScaledTrace
 
 Recompute = Literal["none", "all"]
 
-# Number of steps to replay. The first step starts with all resident storages next to each other,
-# the second with the memory layout that a step leaves behind.
+# The number of steps to replay. The first step starts with all resident storages next to each
+# other, and the second with the memory layout that the first step leaves behind.
 _STEPS = 2
-# Number of steps to replay if the allocator had to release its cache. The layout then changes from
-# step to step, so a later step may fail: in one of our runs (an encoder with adapters in 8 GiB), 2
-# steps fitted but 3 did not. A plan is accepted only if these steps cause no further retries.
+# The number of steps to replay if the allocator had to release its cache. In this case, the layout
+# changes from step to step, so a later step may fail: in one test (an encoder with adapters in
+# 8 GiB), two steps fit but three did not. A plan is accepted only if these steps cause no further
+# retries.
 _STEPS_TO_SETTLE = 6
-# The largest micro-batch to try if the user sets no global batch size. By the estimates of
-# `devices.timing`, larger ones are less than 1 % faster per sample.
+# The largest micro-batch to try if the user sets no global batch size. According to the estimates
+# of `devices.timing`, larger micro-batches are less than 1 % faster per sample.
 MOST_SAMPLES = 4096
-# Plans count as equally fast if their times per sample differ by less than this fraction. We chose
-# it by judging how precise a roofline model is.
+# Plans count as equally fast if their times per sample differ by less than this fraction, which is
+# a judgment of how precise a roofline model is.
 _TIE = 0.02
-# torch.cuda.max_memory_allocated counts in blocks of this size (kMinBlockSize in
+# torch.cuda.max_memory_allocated counts memory in multiples of this size (kMinBlockSize in
 # c10/core/AllocatorConfig.h).
 GRANULE_BYTES = 512
 
@@ -54,19 +55,20 @@ class MemoryPlan:
     """One way to run a job on one device.
 
     Args:
-        device: Name of the device.
+        device: The name of the device.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         recompute: ``"all"`` if the activations of all blocks are recomputed, otherwise ``"none"``.
-        modules: Paths of the recomputed blocks.
+        modules: The paths of the recomputed blocks.
         micro_batch_size: The largest micro-batch that fits, in samples; 0 if not even one sample
             fits.
-        live_bytes: Peak memory of tensors, as reported by `torch.cuda.max_memory_allocated`, but
-            without cuBLAS workspaces.
-        process_bytes: Device memory of the whole process, including the CUDA context.
-        margin_bytes: Memory kept free in addition, for everything that a forecast cannot know.
-        missing_bytes: How much more memory one sample would need; 0 if one sample fits.
+        live_bytes: The peak memory of tensors, as `torch.cuda.max_memory_allocated` would report
+            it, but without cuBLAS workspaces.
+        process_bytes: The device memory of the whole process, including the CUDA context.
+        margin_bytes: How many bytes are kept free in addition, for everything that the forecast
+            does not cover.
+        missing_bytes: How many more bytes one sample would need; 0 if one sample fits.
         retries: How often the allocator had to release its cache.
-        sample_seconds: Estimated time per sample, in seconds.
+        sample_seconds: The estimated time per sample, in seconds.
     """
 
     device: str
@@ -90,8 +92,8 @@ class MemoryPlan:
         """Return the `Policy` fields that put this plan into effect."""
         recompute: list[str] | bool = list(self.modules)
         if not self.modules:
-            # Nothing is recomputed from the start, but `Guard` may do so if it runs out of memory
-            # because the forecast was too low.
+            # The run starts without recomputation. True lets `Guard` recompute activations if
+            # memory runs out because the forecast was too low.
             recompute = True
         return {
             "precision": self.precision,
@@ -107,8 +109,9 @@ class Target:
 
     Args:
         device: The device.
-        global_batch_size: Samples per optimizer step, or None for one micro-batch per step.
-        margin_bytes: Memory to keep free, or None for the device's default.
+        global_batch_size: The number of samples per optimizer step, or None for one micro-batch per
+            step.
+        margin_bytes: How many bytes to keep free, or None for the device's default.
     """
 
     device: Device
@@ -121,7 +124,7 @@ class Target:
         return self.global_batch_size or MOST_SAMPLES
 
     def margin(self, trace: Trace) -> int:
-        """Return how many bytes to keep free when a step runs."""
+        """Return how many bytes to keep free on the device while a step runs."""
         if self.margin_bytes is not None:
             return self.margin_bytes
         return default_margin_bytes(
@@ -135,19 +138,20 @@ class TracedStep:
 
     Args:
         plain: The step without recomputation.
-        recomputed: Traces the step with all of `Trace.blocks` recomputed. Returns None if the model
-            has no blocks or the step fails. It is slow, so it is called only if the whole batch
-            does not fit without recomputation.
+        recomputed: A function that traces the step with all of `Trace.blocks` recomputed. It
+            returns None if the model has no blocks or the step fails. Because it is slow, it is
+            called only if the whole batch does not fit without recomputation.
     """
 
     plain: ScaledTrace
     recomputed: Callable[[], ScaledTrace | None]
 
     def with_recompute(self, modules: tuple[str, ...]) -> ScaledTrace:
-        """Return the step in which modules are recomputed.
+        """Return the step with or without recomputation.
 
         Args:
-            modules: The paths of all blocks, or nothing.
+            modules: The paths of all blocks to get the step with recomputation, or an empty tuple
+                to get the step without it.
         """
         if not modules:
             return self.plain
@@ -155,7 +159,10 @@ class TracedStep:
 
 
 def find_plans(steps: Mapping[str, TracedStep], target: Target) -> list[MemoryPlan]:
-    """Return all plans for a device: for each precision, without and then with recomputation."""
+    """Return all plans for a device: for each precision, one without and one with recomputation.
+
+    The plan with recomputation is left out if it is not needed or not possible.
+    """
     plans: list[MemoryPlan] = []
     for precision, step in steps.items():
         plans += _PlanSearch(step, precision, target).plans()
@@ -165,9 +172,9 @@ def find_plans(steps: Mapping[str, TracedStep], target: Target) -> list[MemoryPl
 def recommend(plans: Sequence[MemoryPlan]) -> MemoryPlan | None:
     """Return the fastest plan that fits, or None if no plan fits.
 
-    Among plans that are about equally fast (`_TIE`), choose the one that changes the least. In this
-    order, prefer: fewer recomputed modules, no allocator retries, an earlier precision in the list,
-    a larger micro-batch.
+    Among plans that are about equally fast (`_TIE`), the one that changes the job the least is
+    chosen. The criteria, in decreasing order of importance, are: fewer recomputed modules, no
+    allocator retries, an earlier precision in the list, and a larger micro-batch.
     """
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
@@ -188,13 +195,16 @@ def recommend(plans: Sequence[MemoryPlan]) -> MemoryPlan | None:
 
 
 def nearest_miss(plans: Iterable[MemoryPlan]) -> MemoryPlan | None:
-    """Return the plan that lacks the least memory, among those that do not fit."""
+    """Return the plan that lacks the least memory among those that do not fit, if any."""
     misses = [plan for plan in plans if not plan.fits]
     return min(misses, key=lambda plan: plan.missing_bytes, default=None)
 
 
 def with_relative_times(plans: Sequence[MemoryPlan]) -> list[tuple[MemoryPlan, float]]:
-    """Return each plan with its time per sample, relative to the fastest plan that fits."""
+    """Return each plan with its time per sample, relative to the fastest plan that fits.
+
+    If no plan fits, all relative times are 1.
+    """
     best_seconds = min((plan.sample_seconds for plan in plans if plan.fits), default=None)
     if not best_seconds:
         return [(plan, 1.0) for plan in plans]
@@ -202,7 +212,7 @@ def with_relative_times(plans: Sequence[MemoryPlan]) -> list[tuple[MemoryPlan, f
 
 
 def check_trace(trace: Trace, target: Target, steps: int = _STEPS) -> Fit:
-    """Check whether a step fits a device if it is repeated several times."""
+    """Check whether a step fits the target device when it is repeated `steps` times."""
     events, sizes = repeat_steps(trace, steps)
     return check_fit(
         events,
@@ -216,8 +226,8 @@ def check_trace(trace: Trace, target: Target, steps: int = _STEPS) -> Fit:
 class _PlanSearch:
     """Finds the largest micro-batch of each plan in one precision.
 
-    `_plan` does the search. The live bytes quickly give an upper bound, below which the simulated
-    allocator finds the micro-batch by bisection.
+    `_plan` performs the search. An upper bound is quickly computed from the live bytes. The largest
+    micro-batch up to that bound is then found by bisection with the simulated allocator.
     """
 
     def __init__(self, step: TracedStep, precision: str, target: Target) -> None:
@@ -229,9 +239,9 @@ class _PlanSearch:
         self._trace = functools.lru_cache(maxsize=128)(self._scale)
 
     def plans(self) -> Iterator[MemoryPlan]:
-        """Yield the plan without recomputation and, if needed and possible, the one with it.
+        """Yield the plan without recomputation and, if needed and possible, the plan with it.
 
-        Recomputation is needed if the whole batch does not fit without it.
+        Recomputation is needed if the largest micro-batch to try does not fit without it.
         """
         plain = self._plan(())
         yield plain
@@ -243,7 +253,8 @@ class _PlanSearch:
     def _plan(self, modules: tuple[str, ...]) -> MemoryPlan:
         """Return the plan with the largest micro-batch that fits.
 
-        If no sample fits, return the plan with a single sample and the amount of missing memory.
+        If not even one sample fits, the plan has a micro-batch size of 0, describes a step with one
+        sample, and states how much memory is missing.
         """
         fits: dict[int, Fit] = {}
 
@@ -291,7 +302,7 @@ class _PlanSearch:
         return self._step.with_recompute(modules).at(samples)
 
     def _in_memory(self, trace: Trace) -> Trace:
-        """Return the step as the allocator sees it, including accumulated gradients."""
+        """Return the step with the memory for accumulating gradients, if it accumulates any."""
         total = self._target.global_batch_size
         if total is None or not self._step.plain.accumulates:
             return trace
@@ -304,14 +315,14 @@ class _PlanSearch:
     # Does it fit?
 
     def _may_fit(self, trace: Trace) -> bool:
-        """Return whether the live bytes alone fit. This is necessary but not sufficient."""
+        """Return whether the live bytes alone fit, which is necessary but not sufficient."""
         trace = self._in_memory(trace)
         cap_bytes = self._target.device.available_bytes - self._target.margin(trace)
         events, sizes = self._with_workspaces(trace, 1)
         return int(live_bytes(events, sizes, GRANULE_BYTES).max(initial=0)) <= cap_bytes
 
     def _find_fit(self, trace: Trace) -> Fit | None:
-        """Replay a step and return its fit, or None if the step does not fit."""
+        """Replay a step and return the result, or None if the step does not fit."""
         if not self._may_fit(trace):
             return None
         fit = self._replay(trace)
@@ -322,11 +333,11 @@ class _PlanSearch:
         return fit
 
     def _fit_without_more_retries(self, trace: Trace, fit: Fit) -> Fit | None:
-        """Replay more steps and return their fit, or None if they release the cache again.
+        """Replay more steps and return the result, or None if they do not fit or need more retries.
 
         Args:
             trace: The step.
-            fit: The fit of the first steps, in which the cache was released.
+            fit: The result of replaying the first `_STEPS` steps, in which the cache was released.
         """
         later = self._replay(trace, _STEPS_TO_SETTLE)
         if later.fits and later.replay.retries == fit.replay.retries:
@@ -337,7 +348,7 @@ class _PlanSearch:
         return check_trace(self._in_memory(trace), self._target, steps)
 
     def _missing_bytes(self, trace: Trace, fit: Fit) -> int:
-        """Return how much more memory a step would need to fit, at least 1 byte."""
+        """Return how many more bytes the device would need for a step to fit; at least 1."""
         events, sizes = self._with_workspaces(self._in_memory(trace), _STEPS)
         needed = smallest_cap_bytes(events, sizes)
         return max(1, needed + fit.margin_bytes - self._target.device.available_bytes)
@@ -345,20 +356,21 @@ class _PlanSearch:
     # How fast is it?
 
     def _sample_seconds(self, samples: int, modules: tuple[str, ...]) -> float:
-        """Return the estimated seconds per sample.
+        """Return the estimated time per sample, in seconds.
 
         Args:
             samples: The micro-batch size. If it does not divide the global batch size, the last
                 micro-batch is smaller.
-            modules: The recomputed modules.
+            modules: The paths of the recomputed modules.
         """
         device = self._target.device
         total = self._target.global_batch_size or samples
         full, rest = divmod(total, samples)
         seconds = step_seconds(self._trace(samples, modules), device, micro_steps=full)
         if rest:
-            # Add the last micro-batch without the optimizer's update, which is counted above: the
-            # difference between a step with two micro-batches and a step with one.
+            # Add the time of the last micro-batch without the optimizer's update, which is already
+            # counted above. This is the difference between a step with two such micro-batches and a
+            # step with one.
             last = self._trace(rest, modules)
             seconds += step_seconds(last, device, micro_steps=2) - step_seconds(
                 last, device, micro_steps=1
@@ -369,10 +381,12 @@ class _PlanSearch:
 def _largest_that(holds: Callable[[int], bool], *, at_most: int) -> int:
     """Return the largest number from 1 to `at_most` for which a predicate holds, or 0.
 
-    `at_most` itself is tried first. If it fails, the number is found by bisection. This assumes
-    that the predicate also holds for all smaller numbers.
+    `at_most` itself is tried first. If the predicate fails for it, the number is found by
+    bisection. Bisection assumes that the predicate holds for all numbers up to the result.
     """
     low = 0
+    # `low` is the largest number known to pass, and `high` is the smallest number known to fail.
+    # 0 counts as passing, and all numbers above `at_most` count as failing.
     high = at_most + 1
     trial = at_most
     while high - low > 1:

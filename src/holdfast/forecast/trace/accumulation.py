@@ -1,13 +1,14 @@
 """Compute the memory of a step that accumulates the gradients of several micro-batches.
 
-The computation edits the events of a trace with one micro-batch, so nothing has to be traced again.
+The computation edits the events of a trace with one micro-batch, so no further tracing is needed.
 The edited step has two passes, each over one micro-batch:
 
 - The first pass is the original step up to the end of its backward pass, without the optimizers.
   Its gradients stay alive.
-- The second pass is the whole original step. Each gradient is added to the gradient of the first
-  pass as soon as it is computed, and is then freed. All other memory that the first pass leaves
-  behind is freed when the second backward pass ends. The optimizers step at the end.
+- The second pass is the whole original step. Each of its gradients is added to the corresponding
+  gradient of the first pass as soon as it is computed, and is then freed. All other memory that the
+  first pass leaves behind is freed when the second backward pass ends. The optimizers step at the
+  end.
 
 Further micro-batches would need the same memory as the second one, so two passes are enough.
 """
@@ -39,22 +40,22 @@ _BATCH = OWNERS.index("batch")
 def with_accumulation(trace: Trace, global_batch_size: int) -> Trace:
     """Return the trace of a step that accumulates the gradients of several micro-batches.
 
-    We assume that the whole batch is on the device during the step. Only the memory in the result
-    is correct: the list of operations still covers only one micro-batch.
+    The whole batch is assumed to be on the device during the step. Use the result only to compute
+    memory: its list of operations still covers only one micro-batch.
 
     Args:
         trace: A step with one micro-batch. It is returned unchanged if the micro-batch is the whole
             batch, or if the step has no backward pass.
-        global_batch_size: Samples per optimizer step.
+        global_batch_size: The number of samples per optimizer step.
     """
     has_backward = bool((trace.event_phase == _BACKWARD).any())
     if global_batch_size <= trace.micro_batch_size or not has_backward:
         return trace
     first = _FirstPass(trace)
     second = _SecondPass(trace, first)
-    # For each storage in the result, the original storage from which it takes size and owner. The
-    # original storages come first. They are followed by the additional storages of the first pass
-    # and the additional gradients of the second pass.
+    # For each storage in the result, the original storage from which its size, owner, module and
+    # line are copied. The original storages come first, followed by the additional storages of the
+    # first pass and the additional gradients of the second pass.
     sources = [*range(len(trace.size_bytes)), *first.others, *first.gradients]
     sizes = trace.size_bytes[sources]
     for storage in first.left_behind:
@@ -83,15 +84,15 @@ def _bytes_of_other_micro_batches(
 ) -> int:
     """Return the size of a batch tensor that the first pass leaves behind.
 
-    Since the whole batch is on the device, this tensor stands for all micro-batches but the last.
+    Because the whole batch is on the device, this tensor represents all micro-batches but the last.
     (A micro-batch that the loss function itself moves to the device is freed by the end of the
     backward pass, so the first pass does not leave it behind.)
 
     Args:
         trace: The original step.
-        storage: The batch tensor in the original step.
-        global_batch_size: Samples per optimizer step.
-        most: An upper limit for the result.
+        storage: The number of the batch tensor's storage in the original step.
+        global_batch_size: The number of samples per optimizer step.
+        most: An upper limit for the result, in bytes.
     """
     size_bytes = int(trace.size_bytes[storage])
     other_samples = global_batch_size - trace.micro_batch_size
@@ -101,20 +102,20 @@ def _bytes_of_other_micro_batches(
 class _FirstPass:
     """The first pass: forward and backward over an earlier micro-batch, without the optimizers.
 
-    The events are copied from the original step. Each storage that the original step allocates
-    exists twice in the result, once per pass, so one of the two needs a new number. Gradients of
-    the first pass keep their original number, because they live until the optimizers step. All
-    other storages of the first pass get new numbers.
+    The events are copied from the original step. Each storage that both passes allocate exists
+    twice in the result, so one of the two needs a new number. Gradients of the first pass keep
+    their original numbers, because they live until the optimizers step. All other storages of the
+    first pass get new numbers.
 
     Args:
         trace: The original step.
 
     Attributes:
-        end: The position in the original step at which this pass ends: after the last event of the
-            backward pass.
-        positions: The positions in the original step of the copied events.
-        gradients: Gradients that the pass allocates and does not free, by their original numbers.
-        others: All other storages that the pass allocates, by their original numbers.
+        end: The position in the original step at which this pass ends, which is right after the
+            last event of the backward pass.
+        positions: The positions of the copied events in the original step.
+        gradients: The original numbers of the gradients that the pass allocates and does not free.
+        others: The original numbers of all other storages that the pass allocates.
         left_behind: The storages in `others` that the pass does not free.
         number: The new number of each storage in `others`.
         events: The events of this pass, as in `Trace.events`.
@@ -128,12 +129,14 @@ class _FirstPass:
         in_optimizer: set[int] = set()
         for begin, end in trace.optimizer_steps:
             in_optimizer.update(range(begin, end))
-        # Hooks may step optimizers during the backward pass.
+        # Optimizer events are left out here as well, because hooks may step optimizers during the
+        # backward pass.
         self.positions = [position for position in range(self.end) if position not in in_optimizer]
         copied = [events[position] for position in self.positions]
         allocated = [storage_of(event) for event in copied if is_allocation(event)]
         freed = {storage_of(event) for event in copied if not is_allocation(event)}
-        # This also includes storages that an optimizer frees during the backward pass.
+        # Unlike `freed`, this set includes storages that an optimizer frees during the backward
+        # pass.
         freed_until_end = {
             storage_of(event) for event in events[: self.end] if not is_allocation(event)
         }
@@ -153,7 +156,7 @@ class _FirstPass:
         self.phases = [phases[position] for position in self.positions]
 
     def _renumber(self, event: int) -> int:
-        """Return an event of the original step with the number that its storage has here."""
+        """Return an event of the original step with its storage renumbered for the first pass."""
         storage = storage_of(event)
         number = self.number.get(storage, storage)
         if is_allocation(event):
@@ -162,9 +165,9 @@ class _FirstPass:
 
 
 class _SecondPass:
-    """The second pass: the original step over the last micro-batch, changed by the first pass.
+    """The second pass: the original step over the last micro-batch, after the first pass.
 
-    In this pass, gradients get new numbers. All other storages keep their original number.
+    In this pass, gradients get new numbers. All other storages keep their original numbers.
 
     Args:
         trace: The original step.
@@ -173,13 +176,14 @@ class _SecondPass:
     Attributes:
         events: The events of this pass, as in `Trace.events`.
         phases: The phase of each event.
-        optimizer_steps: Where the optimizers step in this pass, as in `Trace.optimizer_steps`.
+        optimizer_steps: The positions of the optimizer steps in `events`, in the format of
+            `Trace.optimizer_steps`.
     """
 
     def __init__(self, trace: Trace, first: _FirstPass) -> None:
         self._trace = trace
         self._first = first
-        # The events by their position in the original step; None where an event was removed.
+        # The events, indexed by their position in the original step. None marks a removed event.
         self._edited: list[int | None] = trace.events.tolist()
         # The frees to insert before each position in the original step.
         self._inserted: dict[int, list[int]] = defaultdict(list)
@@ -189,14 +193,15 @@ class _SecondPass:
         self._assemble()
 
     def _free_replacements(self) -> list[int]:
-        """Free the replacements of resident storages that the first pass allocated.
+        """Free the replacements that the first pass allocated for resident storages.
 
         The original step frees some resident storages and leaves replacements behind (see
-        `Trace.carried`). In the result, the first pass has already freed these residents. At the
-        same positions, this pass frees their replacements instead, as the next step would.
+        `Trace.carried`). In the result, the first pass has already freed these resident storages.
+        Where the original step frees a resident storage, this pass therefore frees its replacement,
+        as the next step would.
 
         Returns:
-            The storages that the first pass left behind and that are still not freed.
+            The storages that the first pass leaves behind and that this method did not free.
         """
         replacement_of = {resident: new for new, resident in self._trace.carried}
         left_behind = dict.fromkeys(self._first.left_behind)
@@ -214,17 +219,17 @@ class _SecondPass:
         return list(left_behind)
 
     def _add_gradients(self) -> None:
-        """Give each gradient of this pass a storage of its own, and free it once it was added.
+        """Give each gradient of this pass its own storage, and free it once it has been added.
 
-        One operation may compute several gradients, for example of a weight and a bias, before any
-        of them is added. We assume that a gradient is added just before the next allocation by an
-        operation that computes no gradient.
+        One operation may compute several gradients, such as those of a weight and a bias, before
+        any of them is added. A gradient is assumed to be added, and then freed, just before the
+        next allocation by an operation that computes no gradient.
         """
         events = self._trace.events.tolist()
         gradients = set(self._first.gradients)
         operation_events = self._trace.operation_event.tolist()
-        # The operation that makes each allocation before the end of the backward pass, by the
-        # allocation's position.
+        # For each allocation before the end of the backward pass, the operation that makes it,
+        # keyed by the allocation's position.
         operation_at = {
             position: bisect_right(operation_events, position)
             for position in range(self._first.end)
@@ -234,7 +239,7 @@ class _SecondPass:
             position for position in operation_at if storage_of(events[position]) in gradients
         ]
         gradient_operations = {operation_at[position] for position in gradient_positions}
-        # The positions before which all earlier gradients are freed, in ascending order.
+        # The positions, in ascending order, right before which all pending gradients are freed.
         free_positions = [
             position
             for position, operation in operation_at.items()
@@ -245,6 +250,7 @@ class _SecondPass:
         number = len(self._trace.size_bytes) + len(self._first.others)
         for position in gradient_positions:
             self._edited[position] = allocation_of(number)
+            # The gradient is freed at the first of these positions after its allocation.
             free_position = free_positions[bisect_right(free_positions, position)]
             self._inserted[free_position].append(free_of(number))
             number += 1
@@ -252,7 +258,7 @@ class _SecondPass:
     def _free_at_end(self, left_behind: list[int]) -> None:
         """Free the storages that the first pass left behind.
 
-        Batch tensors are freed where the original step frees them, at the earliest after the
+        Batch tensors are freed where the original step frees them, but not before the end of the
         backward pass. All other storages are freed when the backward pass ends.
         """
         event_count = len(self._trace.events)
@@ -268,11 +274,11 @@ class _SecondPass:
             self._inserted[position].append(free_of(self._first.number[storage]))
 
     def _assemble(self) -> None:
-        """Merge the edited and the inserted events."""
+        """Build `events`, `phases` and `optimizer_steps` from the edited and inserted events."""
         self.events: list[int] = []
         self.phases: list[int] = []
-        # For each position in the original step, the number of events before the inserted ones, and
-        # the number of events including them. Inserted events belong to no optimizer step.
+        # For each position in the original step, the number of assembled events before and after
+        # the frees inserted there. Inserted frees are not part of any optimizer step.
         before_inserted = []
         after_inserted = []
         phases = self._trace.event_phase.tolist()

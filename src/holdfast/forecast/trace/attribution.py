@@ -1,9 +1,9 @@
 """Attribute each operation to the module that runs it and to the line of user code that called it.
 
-In a forward pass, module and line are found on the call stack. An operation in a backward pass
-belongs to an autograd node, and gets the module and line of the forward operation that created the
-node. The node's sequence number identifies this operation. Recomputed operations run with a call
-stack of their own.
+In a forward pass, the module and the line are found on the call stack. An operation in a backward
+pass is run by an autograd node, and is attributed to the module and line of the forward operation
+that created the node. The node's sequence number identifies that forward operation. Recomputed
+operations have user code on their own call stack, so they are treated like those of a forward pass.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch import nn
 
 
 class _CodeOwner(enum.Enum):
-    """Who owns the code that a stack frame runs."""
+    """Where the code that runs in a stack frame comes from."""
 
-    # Code of torch, holdfast and the standard library.
+    # The code of torch, holdfast and the standard library.
     PLUMBING = enum.auto()
     USER = enum.auto()
     INSTALLED_PACKAGE = enum.auto()
@@ -42,7 +42,7 @@ _PLUMBING_FOLDERS = (
 )
 _STANDARD_LIBRARY = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 _PACKAGE_FOLDERS = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
-# Methods of dispatch modes, in any package. They are on the stack of every operation.
+# Methods of dispatch modes, in any package. They are on the call stack of every operation.
 _DISPATCH_METHODS = ("__torch_dispatch__", "__torch_function__")
 
 
@@ -65,10 +65,11 @@ def _describe_line(code: CodeType, line: int) -> str:
 
 
 def running_line() -> str:
-    """Return the running line of user code, such as ``"model.py:31 in forward"``.
+    """Return the line of user code that is running, such as ``"model.py:31 in forward"``.
 
-    If user code has called an installed package, the result is the line of the package, followed by
-    "from" and the line of user code. It is empty if neither of them is on the stack.
+    If user code has called an installed package, the result is the line in that package, followed
+    by "from" and the line of user code. The result is empty if no code of either kind is on the
+    call stack.
     """
     frame: FrameType | None = sys._getframe(1)
     frames = []
@@ -102,10 +103,10 @@ def _user_line(frames: Iterable[tuple[CodeType, int]]) -> str:
 
 
 class UserLines:
-    """Numbers the lines of code in user files and installed packages that run operations."""
+    """Assigns numbers to the lines of user code and installed packages that run operations."""
 
     def __init__(self) -> None:
-        # The text of each line, by its number. Number 0 stands for an unknown line.
+        # The description of each line, indexed by the line's number. 0 means an unknown line.
         self.texts = [""]
         self._numbers: dict[tuple[CodeType, int], int] = {}
         self._number_of_text = {"": 0}
@@ -113,11 +114,11 @@ class UserLines:
     def find(self, frame: FrameType | None) -> int:
         """Return the number of the innermost line outside torch, holdfast and the standard library.
 
-        Frames beyond autograd's engine are ignored: they called backward, and are unrelated to the
-        operation that runs in the engine.
+        The search ends at the frame that entered autograd's engine: the frames outside it called
+        ``backward`` and are unrelated to the operation that the engine runs.
 
         Returns:
-            0 if there is no such line.
+            The line's number, or 0 if there is no such line.
         """
         while frame is not None:
             owner = _owner_of(frame.f_code)
@@ -140,28 +141,29 @@ class UserLines:
 
 
 class Location(NamedTuple):
-    """The module and the line of an operation, as numbers in a `Locator`; 0 means unknown."""
+    """The module and line that run an operation, as numbers of a `Locator`; 0 means unknown."""
 
     module: int
     line: int
 
 
 class Locator:
-    """Finds the location of each operation in a step."""
+    """Finds the module and the line of user code that run each operation in a step."""
 
     def __init__(self) -> None:
-        # The path of each module, by its number. Number 0 stands for no module.
+        # The path of each module, indexed by the module's number. 0 means no module.
         self.modules = [""]
         self.lines = UserLines()
-        # Keeps the modules alive, so that no other object gets an id that is in `_number_of`.
+        # References that keep the modules alive, so that no other object gets an id that is in
+        # `_number_of`.
         self._models: list[nn.Module] = []
-        # The number of each module, by the module's id.
+        # The number of each module, keyed by the module's id.
         self._number_of: dict[int, int] = {}
         # The id and number of each module whose forward pass is running, outermost first.
         self._running: list[tuple[int, int]] = []
-        # The location of forward operations, by the sequence number of their autograd node.
+        # The location of each forward operation, keyed by the sequence number of its autograd node.
         self._by_sequence: dict[int, Location] = {}
-        # The location of the last autograd node that was found in `_by_sequence`.
+        # The location of the last autograd node whose sequence number was found in `_by_sequence`.
         self._last = Location(0, 0)
 
     @property
@@ -170,7 +172,7 @@ class Locator:
         return bool(self._running)
 
     def name_modules(self, models: Mapping[str, nn.Module]) -> None:
-        """Number the modules of the models. A shared module keeps its first path."""
+        """Assign a number to each module of the models. A shared module keeps its first path."""
         for name, model in models.items():
             self._models.append(model)
             for path, module in model.named_modules():
@@ -179,16 +181,19 @@ class Locator:
                     self.modules.append(".".join(part for part in (name, path) if part))
 
     def number_of(self, module: nn.Module) -> int:
-        """Return the number of a module's path; 0 if it has none."""
+        """Return a module's number, or 0 if `name_modules` has not assigned one."""
         return self._number_of.get(id(module), 0)
 
     def enter(self, module: nn.Module) -> None:
-        """Record that a module's forward pass begins. An unnumbered module counts as its caller."""
+        """Record that a module's forward pass begins.
+
+        A module without a number is treated as part of the module that called it.
+        """
         caller = self._running_module()
         self._running.append((id(module), self._number_of.get(id(module), caller)))
 
     def leave(self, module: nn.Module) -> None:
-        """Record that the forward pass of a module, and of all modules in it, has ended."""
+        """Record that the forward passes of a module and of all modules it called have ended."""
         for position in reversed(range(len(self._running))):
             if self._running[position][0] == id(module):
                 del self._running[position:]
@@ -205,8 +210,8 @@ class Locator:
         Args:
             frame: The frame that dispatches the operation.
             in_backward: Whether autograd's engine is running.
-            records: Whether autograd records the operation. In a backward pass, this is the case
-                during recomputation and under ``create_graph=True``.
+            records: Whether autograd records the operation. In a backward pass, autograd records
+                operations only during recomputation and under ``create_graph=True``.
         """
         line = self.lines.find(frame)
         is_recomputed = records and self.in_module

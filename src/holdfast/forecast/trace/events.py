@@ -1,9 +1,9 @@
-"""`Trace`: the allocations and frees of a training step on a device, and who owns the memory.
+"""Define `Trace`: the allocations and frees in a training step, and who owns the memory.
 
 A trace describes one *steady* step, which can be repeated any number of times. It lists the
 storages that are resident when the step begins, and the step's events: allocations and frees of
-storages. A step may replace resident storages. For example, it frees the gradients of the previous
-step and leaves its own gradients behind, which the next step finds instead (`Trace.carried`).
+storages. A step may replace resident storages. For example, it may free the gradients of the
+previous step and leave its own gradients behind for the next step (`Trace.carried`).
 
 An event is an integer that encodes a storage and whether it is allocated or freed; see
 `allocation_of`. Sizes are requested bytes, before the allocator rounds them. `tracer` records
@@ -37,15 +37,15 @@ OWNERS = (
 )
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp64", "other")
 
-# The operators that call cuBLAS. The first call allocates its workspace.
+# The operators that call cuBLAS. The first such call allocates the cuBLAS workspace.
 _MATRIX_PRODUCTS = frozenset(
     f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 )
 # Matches the index of a layer in the path of a module, such as the 3 in "layers.3.fc1".
 _LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
-# How many modules and lines are listed by `shares_of`.
+# The largest number of modules, and of lines, that `shares_of` lists.
 _MOST_NAMED = 6
-# The number of a storage that was freed and not replaced.
+# Used in place of a storage's number if the storage was freed and not replaced.
 _GONE = -1
 
 
@@ -54,9 +54,9 @@ class Assumption:
     """An assumption behind a forecast, which is shown to the user.
 
     Args:
-        what: The assumption, as a sentence without a period.
-        line: The line of user code that caused it, such as ``"model.py:31 in forward"``. Empty if
-            the assumption does not concern a particular line.
+        what: The assumption, as a sentence that starts in lower case and has no final period.
+        line: The line of user code that made the assumption necessary, such as
+            ``"model.py:31 in forward"``. Empty if the assumption concerns no particular line.
     """
 
     what: str
@@ -65,11 +65,11 @@ class Assumption:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
-    """One steady training step.
+    """The record of one steady training step.
 
     Args:
-        events: Shape ``(events,)``, int32: allocations and frees in order, encoded by
-            `allocation_of` and `free_of`.
+        events: Shape ``(events,)``, int32: allocations and frees in the order in which they
+            happened, encoded by `allocation_of` and `free_of`.
         event_phase: Shape ``(events,)``, int8, index into `PHASES`.
         size_bytes: Shape ``(storages,)``, int64: requested bytes.
         owner: Shape ``(storages,)``, int8, index into `OWNERS`.
@@ -82,27 +82,29 @@ class Trace:
         operation_phase: Shape ``(operations,)``, int8, index into `PHASES`.
         flops: Shape ``(operations,)``, int64: floating-point operations.
         moved_bytes: Shape ``(operations,)``, int64: bytes that are read and written.
-        dtype: Shape ``(operations,)``, int8, index into `DTYPES`: the type of the arithmetic.
-        modules: Paths such as ``"model.encoder.layers.0"``. The first is empty, for no module.
-        lines: Lines of user code such as ``"model.py:31 in forward"``. The first is empty, for an
-            unknown line.
+        dtype: Shape ``(operations,)``, int8, index into `DTYPES`: the data type in which the
+            operation computes.
+        modules: Paths such as ``"model.encoder.layers.0"``. The first path is empty and means that
+            no module is known.
+        lines: Lines of user code such as ``"model.py:31 in forward"``. The first one is empty and
+            means that the line is unknown.
         names: Names of operations, such as ``"aten.mm"``.
         resident: Storages that are alive when the step begins, in the order of their allocation.
             Their numbers are lower than those of all storages that the step allocates.
         carried: Pairs of storages (new, old). The old storage is resident, and the step frees it.
             The step allocates the new storage and leaves it behind, so that the next step finds it
             in place of the old one.
-        growth_bytes: By how many bytes the memory in use grows in each step, because of a leak or a
-            history that user code keeps.
+        growth_bytes: By how many bytes the memory in use grows in each step, for example because of
+            a leak or because user code keeps a history.
         blocks: Paths of the modules whose activations could be recomputed.
         optimizer_steps: For each optimizer step, the position of its first event and the position
             after its last event.
         micro_batch_size: Samples in the traced batch.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        route: The fake device on which the step ran, ``"privateuse1"`` or ``"cpu"``.
+        route: The type of the fake device on which the step ran, ``"privateuse1"`` or ``"cpu"``.
         assumptions: The assumptions behind the trace.
-        uncalibrated_bytes: How much higher the peak may be, because the scratch memory of some
-            kernels is not known exactly.
+        uncalibrated_bytes: How many bytes higher the peak may be, because the scratch memory of
+            some kernels is not known exactly.
     """
 
     events: npt.NDArray[np.int32]
@@ -155,7 +157,7 @@ class Trace:
 
 
 def _with_tuples(value: Any) -> Any:
-    """Convert lists from JSON, and lists nested in them, to tuples."""
+    """Convert a list that was read from JSON, and all lists nested in it, to tuples."""
     if isinstance(value, list):
         return tuple(_with_tuples(item) for item in value)
     return value
@@ -164,8 +166,8 @@ def _with_tuples(value: Any) -> Any:
 # --- the encoding of events -----------------------------------------------------------------------
 #
 # An event is a signed integer: positive for an allocation, negative for a free. Its magnitude is
-# the storage's number plus 1, because 0 has no sign. All four functions accept an integer or an
-# array of integers.
+# the storage's number plus 1, because 0 has no sign. The four functions below accept an integer or
+# an array of integers.
 
 _Integers = TypeVar("_Integers", int, npt.NDArray[Any])
 
@@ -194,15 +196,15 @@ def is_allocation(event: Any) -> Any:
 
 
 def repeat_steps(trace: Trace, steps: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Return the events of several consecutive steps, which begin by allocating the residents.
+    """Return the events of several steps, preceded by the allocations of all resident storages.
 
     A storage that a step leaves behind replaces the resident storage with which it is paired in
-    `Trace.carried`. If it is not paired, it stays alive forever. A resident storage that a step
-    frees without a replacement does not exist in later steps.
+    `Trace.carried`. If it is not paired, it is never freed. A resident storage that a step frees
+    without a replacement does not exist in later steps.
 
     Returns:
-        The events, in which each step allocates storages with new numbers, and the sizes of all
-        storages in bytes.
+        The events, in which each step gives its storages new numbers, and the sizes of all storages
+        in bytes.
     """
     resident_count = len(trace.resident)
     allocated_count = len(trace.size_bytes) - resident_count
@@ -211,15 +213,15 @@ def repeat_steps(trace: Trace, steps: int) -> tuple[npt.NDArray[np.int32], npt.N
     frees_resident = is_free & (storage < resident_count)
     # Two columns: the new storages, and the resident ones that they replace.
     carried = np.array(trace.carried, dtype=np.int32).reshape(-1, 2)
-    # For each resident storage of the trace, the number of the storage that is in its place when
-    # the next step begins, or _GONE.
+    # For each resident storage in the trace, the number of the storage that takes its role when the
+    # next step begins, or _GONE.
     current = np.arange(resident_count, dtype=np.int32)
     parts = [allocation_of(current)]
     for step in range(steps):
         # The storages that this step allocates get new numbers.
         begin = resident_count + step * allocated_count
         allocated = np.arange(begin, begin + allocated_count, dtype=np.int32)
-        # For each storage of the trace, its number in this step.
+        # For each storage in the trace, its number in this step.
         renumbered = np.concatenate([current, allocated])
         numbers = renumbered[storage]
         events = np.where(is_free, free_of(numbers), allocation_of(numbers))
@@ -235,17 +237,17 @@ def repeat_steps(trace: Trace, steps: int) -> tuple[npt.NDArray[np.int32], npt.N
 
 
 def first_products(trace: Trace) -> tuple[int, int]:
-    """Return where the forward and the backward pass run their first matrix product.
+    """Return where the forward pass and the backward pass run their first matrix products.
 
     Returns:
-        For each pass, the number of events in the result of `repeat_steps` up to the allocation of
-        the first product's result; 0 if the pass has no matrix product.
+        For each of the two passes, the number of events in the result of `repeat_steps` up to and
+        including the allocation of the first product's result; 0 if the pass has no matrix product.
     """
     return _first_product(trace, "forward"), _first_product(trace, "backward")
 
 
 def _first_product(trace: Trace, phase: str) -> int:
-    """Return the number of events up to the first matrix product in a phase; see above."""
+    """Return the value of `first_products` for one phase."""
     is_product = np.array([name in _MATRIX_PRODUCTS for name in trace.names], dtype=bool)
     in_phase = trace.operation_phase == PHASES.index(phase)
     events = trace.operation_event[is_product[trace.operation_name] & in_phase]
@@ -262,10 +264,10 @@ def live_bytes(
     """Return how many bytes are alive after each event.
 
     Args:
-        events: Allocations and frees, starting with no live storage, as in `repeat_steps`.
-        size_bytes: Bytes of each storage.
-        granule_bytes: Sizes are rounded up to a multiple of this. torch's caching allocator for
-            CUDA rounds to 512 bytes.
+        events: Allocations and frees, starting with no live storages, as in `repeat_steps`.
+        size_bytes: The size of each storage in bytes.
+        granule_bytes: Each size is rounded up to a multiple of this number. torch's caching
+            allocator for CUDA rounds to 512 bytes.
     """
     rounded = -(-size_bytes // granule_bytes) * granule_bytes
     return np.cumsum(_signs(events) * rounded[storage_of(events)], dtype=np.int64)
@@ -277,7 +279,7 @@ def _signs(events: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
 
 
 def live_peak(trace: Trace, granule_bytes: int = 1) -> int:
-    """Return the most bytes that are alive at once in a step, including resident storages."""
+    """Return the largest number of bytes alive at once in a step, including resident storages."""
     events, sizes = repeat_steps(trace, 1)
     return int(live_bytes(events, sizes, granule_bytes).max(initial=0))
 
@@ -287,9 +289,13 @@ def owners_at_peak(
 ) -> Mapping[str, int]:
     """Return who owns the bytes that are alive when `live_peak` is first reached.
 
+    Args:
+        trace: The traced step.
+        by: Whether to group the bytes by owner, module or line of user code.
+
     Returns:
-        Bytes by owner, module or line, largest first. They add up to the peak. The key is empty for
-        bytes whose module or line is unknown.
+        The bytes of each owner, module or line, largest first. They add up to the peak. An empty
+        key holds the bytes whose module or line is unknown.
     """
     names: tuple[str, ...]
     index: npt.NDArray[np.integer[Any]]
@@ -319,13 +325,13 @@ def owners_at_peak(
 
 
 def shares_of(trace: Trace) -> dict[str, Mapping[str, int]]:
-    """Return the bytes that are alive at the peak, by owner, module and line of user code.
+    """Return the bytes that are alive at the peak, by owner, by module and by line of user code.
 
-    Layers that differ only in their index are combined, with ``*`` in place of the index.
+    Modules whose paths differ only in a layer index are combined, with ``*`` in place of the index.
 
     Returns:
-        The keys are ``"owners"``, ``"modules"`` and ``"lines"``. The entries of each are sorted,
-        largest first, and at most `_MOST_NAMED` modules and lines are returned.
+        A dict with the keys ``"owners"``, ``"modules"`` and ``"lines"``. Each value maps names to
+        bytes, largest first, and lists at most `_MOST_NAMED` modules or lines.
     """
     modules: dict[str, int] = {}
     for path, size_bytes in owners_at_peak(trace, "module").items():

@@ -1,12 +1,13 @@
 """Compute the trace at any micro-batch size from traces at two small sizes.
 
-Each storage grows by a fixed number of bytes per sample, so two traces give its size at any
-micro-batch size. The *peak* does not grow linearly, because different storages are alive at the
-peak of different sizes. A line through two peaks is too low, by up to 52 % for a decoder with a
-loop over time. Therefore every single storage is extrapolated, and the events are then replayed.
+Each storage grows by a fixed number of bytes per sample, so its size at any micro-batch size
+follows from two traces. The *peak* does not grow linearly, because the storages that are alive at
+the peak differ between sizes. A straight line through two peaks underestimates the peak, by up to
+52 % for a decoder that loops over time steps. Therefore, each storage is extrapolated on its own,
+and the events are then replayed with the new sizes.
 
 A step that loops over a list of samples, or branches on their number, runs different operations at
-each size. It cannot be extrapolated, and is refused.
+each size. Such a step cannot be extrapolated and is refused.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import numpy.typing as npt
 from holdfast.core.errors import BatchError
 from holdfast.forecast.trace.events import OWNERS, Assumption, Trace, is_allocation, storage_of
 
-# A single sample is not traced, because it may take other code paths: tensors with a dimension of
-# size 1 can be contiguous in several layouts. This happened in 3 of 7 models that we tried.
+# A batch with a single sample is never traced, because it may take other code paths: tensors with a
+# dimension of size 1 can be contiguous in several layouts. This happened in 3 of 7 tested models.
 LEAST_MICRO_BATCH_SIZE = 2
 FITTED_SIZES = (LEAST_MICRO_BATCH_SIZE, 2 * LEAST_MICRO_BATCH_SIZE)
 
@@ -32,25 +33,28 @@ _BATCH_INDEPENDENT = [
 ]
 # Fields of `Trace` that must be the same at both sizes.
 _COMPARED_FIELDS = ("blocks", "resident", "carried", "optimizer_steps", "precision", "route")
-# The sum of all sizes is kept below this limit, so that it fits in a 64-bit integer. No device has
-# nearly as much memory.
+# The sum of all storage sizes is kept below this limit, so that it fits in a 64-bit integer. No
+# device has nearly this much memory.
 _MOST_TOTAL_BYTES = 1 << 60
-# Products of sizes and samples are computed with 64-bit integers only if they are below this limit.
+# Products of a size and a number of samples are computed with 64-bit integers only if they are
+# below this limit.
 _MOST_PRODUCT = 1 << 62
 
 
 class NotAlignedError(BatchError):
-    """Traces of a step at two sizes differ in more than the sizes of storages (H425)."""
+    """Traces of a step at two batch sizes differ in more than the sizes of storages (H425)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScaledTrace:
-    """A step that can be scaled to any micro-batch size. It is made from traces at two sizes.
+    """A step that can be scaled to any micro-batch size, made from traces at two sizes.
 
-    The two rows of each array belong to the two traces.
+    In each array, the first row comes from the trace at the smaller size, and the second row from
+    the trace at the larger size.
 
     Args:
-        template: The first trace. The second one differs from it only in the values below.
+        template: The trace at the smaller size. The other trace differs from it only in the values
+            of the arguments below.
         micro_batch_sizes: The two traced micro-batch sizes, the smaller one first.
         size_bytes: Shape ``(2, storages)``; see `Trace.size_bytes`.
         flops: Shape ``(2, operations)``; see `Trace.flops`.
@@ -71,10 +75,10 @@ class ScaledTrace:
     accumulates: bool = False
 
     def at(self, micro_batch_size: int) -> Trace:
-        """Return the trace at a micro-batch size of at least 1.
+        """Return the trace at any micro-batch size of at least 1.
 
-        The size of a storage is exact if it grows by an integer number of bytes per sample. All
-        other sizes are rounded up, and this is reported as an assumption.
+        The size of a storage is exact if it grows by a whole number of bytes per sample. All other
+        sizes are rounded up, and the rounding is reported as an assumption.
         """
         assert micro_batch_size >= 1
         sizes = self._extrapolate(self.size_bytes, micro_batch_size)
@@ -136,8 +140,8 @@ def extrapolate(traces: Sequence[Trace]) -> ScaledTrace:
     """Combine traces of a job at two micro-batch sizes, each at least `LEAST_MICRO_BATCH_SIZE`.
 
     Raises:
-        NotAlignedError: If the traces differ in more than sizes. The error describes the first
-            difference.
+        NotAlignedError: If the traces differ in more than the sizes of storages. The error
+            describes the first difference.
     """
     first, second = sorted(traces, key=lambda trace: trace.micro_batch_size)
     assert LEAST_MICRO_BATCH_SIZE <= first.micro_batch_size < second.micro_batch_size
@@ -171,16 +175,19 @@ def extrapolate(traces: Sequence[Trace]) -> ScaledTrace:
 
 
 def largest_size(count: int) -> int:
-    """Return the largest size of each of `count` storages with which their sum fits in int64."""
+    """Return the largest size that `count` storages can all have without overflowing int64."""
     return _MOST_TOTAL_BYTES // max(1, count)
 
 
 def _with_even_scratch(first: Trace, second: Trace) -> npt.NDArray[np.int64]:
-    """Return the sizes of storages in both traces, shape ``(2, storages)``.
+    """Return the storage sizes in both traces, with missing scratch memory filled in.
 
     Some kernels use scratch memory only above a certain batch size. If a kernel uses none in one
-    trace, we assume as much per sample as in the other one, so that the forecast is too high rather
-    than too low.
+    trace, this function assumes the same number of bytes per sample as in the other trace, so that
+    the forecast is too high rather than too low.
+
+    Returns:
+        Shape ``(2, storages)``.
     """
     sizes = np.stack([first.size_bytes, second.size_bytes])
     samples = np.array([[first.micro_batch_size], [second.micro_batch_size]])
@@ -193,7 +200,11 @@ def _with_even_scratch(first: Trace, second: Trace) -> npt.NDArray[np.int64]:
 
 
 def _find_difference(first: Trace, other: Trace) -> str | None:
-    """Describe the first difference between two traces, other than sizes; None if there is none."""
+    """Describe the first difference between two traces, apart from sizes.
+
+    Returns:
+        The description, or None if the traces differ only in sizes.
+    """
     operation = _first_different_operation(first, other)
     if operation is not None:
         return (
@@ -209,13 +220,18 @@ def _find_difference(first: Trace, other: Trace) -> str | None:
 
 
 def _first_different_operation(first: Trace, other: Trace) -> int | None:
-    """Return the number of the first operation with a different name or different events."""
+    """Return the position of the first operation whose name or events differ between two traces.
+
+    Returns:
+        None if all operations are the same.
+    """
     numbers = {name: number for number, name in enumerate(first.names)}
     in_first = np.array([numbers.get(name, -1) for name in other.names], dtype=np.int32)
     by_name = _first_unequal(first.operation_name, in_first[other.operation_name])
     event = _first_unequal(first.events, other.events)
     if event is not None:
         operations_before = int(np.searchsorted(first.operation_event, event, side="right"))
+        # The event belongs to the last operation that begins at or before it.
         by_event = max(0, operations_before - 1)
         return by_event if by_name is None else min(by_name, by_event)
     if by_name is not None:
@@ -224,7 +240,7 @@ def _first_different_operation(first: Trace, other: Trace) -> int | None:
 
 
 def _resident_sizes(trace: Trace) -> list[tuple[int, int, int]]:
-    """Return the owner, module and size of each resident storage that is independent of batches."""
+    """Return the owner, module and size of each resident storage that the batch cannot affect."""
     resident = np.array(trace.resident, dtype=np.int64)
     resident = resident[np.isin(trace.owner[resident], _BATCH_INDEPENDENT)]
     columns = (trace.owner, trace.module, trace.size_bytes)
@@ -232,7 +248,10 @@ def _resident_sizes(trace: Trace) -> list[tuple[int, int, int]]:
 
 
 def _first_unequal(first: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int | None:
-    """Return the first index at which two arrays differ, or None. A longer array also differs."""
+    """Return the first index at which two arrays differ, or None if they are equal.
+
+    If one array is a prefix of the other, they differ at the end of the shorter one.
+    """
     shared = min(len(first), len(other))
     unequal = np.flatnonzero(first[:shared] != other[:shared])
     if len(unequal):
@@ -241,21 +260,23 @@ def _first_unequal(first: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -
 
 
 def _describe_operation(trace: Trace, number: int) -> str:
-    """Return an operation's name, with the last line of user code that allocated memory before it.
+    """Return an operation's name and the last line of user code that had allocated memory by then.
 
     Returns:
-        ``"missing"`` if the trace has no operation with this number.
+        A text such as ``"aten.mm at model.py:31 in forward"``. ``"missing"`` if the trace has no
+        operation with this number.
     """
     if number >= len(trace.operation_name):
         return "missing"
     name = trace.names[int(trace.operation_name[number])]
-    # Find the lines of all storages that were allocated before the end of the operation.
+    # Find the lines that allocated storages before the operation ended. The events of an operation
+    # end where the next operation begins.
     is_last = number + 1 == len(trace.operation_event)
     end = len(trace.events) if is_last else trace.operation_event[number + 1]
     events = trace.events[:end]
     allocated_storages = storage_of(events[is_allocation(events)])
     lines = trace.line[allocated_storages]
-    # Line 0 stands for an unknown line.
+    # Line number 0 means that the line is unknown.
     known_lines = lines[lines > 0]
     if not len(known_lines):
         return name

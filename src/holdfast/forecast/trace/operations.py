@@ -1,6 +1,6 @@
 """Compute the cost of an operation: floating-point operations, memory traffic, and data type.
 
-`devices.timing` estimates from these costs how long an operation takes on a device.
+From these costs, `devices.timing` estimates how long an operation takes on a device.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ class Cost(NamedTuple):
 
     # An index into `Operations.names`.
     name: int
-    # Floating-point operations by torch's formula for the operator; 0 without a formula.
+    # The number of floating-point operations according to torch's formula for the operator, or 0 if
+    # there is no formula.
     flops: int
-    # Bytes that the operation reads and writes.
+    # The number of bytes that the operation reads and writes.
     moved_bytes: int
-    # The type of the arithmetic, as an index into `DTYPES`.
+    # The data type in which the operation computes, as an index into `DTYPES`.
     dtype: int
 
 
@@ -51,12 +52,13 @@ class _Operator:
     Args:
         name: Index into `Operations.names`.
         launches_kernel: Whether the operator launches a kernel on the device.
-        gathers: Whether it reads only a part of its first argument, as large as its result.
+        gathers: Whether the operator reads only a part of its first argument, as large as its
+            result.
         flop_formula: torch's formula for the number of floating-point operations, if any.
-        single_dtype: The type of the arithmetic if the tensors are fp32, which may be TF32. An
-            index into `DTYPES`.
-        written_arguments: Positions of the arguments that the operator writes to but does not
-            return.
+        single_dtype: The data type in which the operator computes if the tensors are fp32: fp32 or
+            TF32, as an index into `DTYPES`.
+        written_arguments: Positions of the arguments that the operator writes to, if it returns
+            nothing; otherwise empty.
     """
 
     name: int
@@ -68,7 +70,7 @@ class _Operator:
 
 
 class Operations:
-    """Computes the cost of operations. TF32 settings are read once, at an operator's first call."""
+    """Computes the cost of operations. Reads the TF32 settings only at an operator's first call."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -129,7 +131,7 @@ def _launches_kernel(func: Any, name: str) -> bool:
     schema = getattr(func, "_schema", None)
     if schema is None or schema.is_mutable:
         return True
-    # An operator that returns no tensor queries a property, such as a device or a number.
+    # An operator that returns no tensor only queries a property, such as a device or a number.
     return any("Tensor" in str(result.type) for result in schema.returns)
 
 
@@ -146,9 +148,9 @@ def _written_arguments(func: Any) -> tuple[int, ...]:
 
 
 def _dense_bytes(tensors: list[torch.Tensor]) -> int:
-    """Return the total bytes of the dense tensors.
+    """Return the total size of the dense tensors in bytes.
 
-    Sparse tensors are skipped: the operations on their indices and values count these.
+    Sparse tensors are skipped. The operations on their indices and values account for them.
     """
     return sum([tensor.nbytes for tensor in tensors if tensor.layout is torch.strided])
 
@@ -166,9 +168,9 @@ def _evaluate_formula(
 
 
 def _compute_dtype(single_dtype: int, tensors: list[torch.Tensor]) -> int:
-    """Return the type of the arithmetic, as an index into `DTYPES`.
+    """Return the data type in which an operation computes, as an index into `DTYPES`.
 
-    It is the type of the first floating-point tensor, or `single_dtype` if that is fp32.
+    This is the type of the first floating-point tensor, or `single_dtype` if that type is fp32.
     """
     for tensor in tensors:
         if tensor.is_floating_point():
@@ -178,10 +180,10 @@ def _compute_dtype(single_dtype: int, tensors: list[torch.Tensor]) -> int:
 
 
 def _may_take_tf32(name: str) -> bool:
-    """Return whether torch's settings allow CUDA to run an fp32 operation in TF32.
+    """Return whether torch's settings allow an fp32 operation to run in TF32 on CUDA.
 
     By default, TF32 is off for matrix products and on for convolutions (docs.pytorch.org, "CUDA
-    semantics", TensorFloat-32).
+    semantics", section "TensorFloat-32").
     """
     try:
         if "convolution" in name:

@@ -1,7 +1,7 @@
-"""The raw record of one step, which the tracer writes, and its conversion to a `Trace`.
+"""Define the raw record of one step, which the tracer writes, and convert it to a `Trace`.
 
-The tracer numbers all storages that it sees, and never reuses a number. A trace contains only the
-storages of one step, numbered from 0.
+The tracer assigns a number to each storage that it sees, and never reuses a number. A trace
+contains only the storages of one step, numbered from 0.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ _UNOWNED = OWNERS.index("other")
 
 
 class StorageTable:
-    """Facts about all storages that the tracer has seen, by their number."""
+    """Sizes, locations and owners of all storages that the tracer has seen, indexed by number."""
 
     def __init__(self) -> None:
         self.size_bytes: list[int] = []
         self.module: list[int] = []
         self.line: list[int] = []
-        # The phase in which the storage was allocated. Recomputation counts as forward.
+        # The phase in which each storage was allocated, as an index into `PHASES`. Recomputation
+        # counts as part of the forward pass.
         self.born: list[int] = []
-        # The known owners, as indices into `OWNERS`.
+        # The owner of each storage whose owner is known, as an index into `OWNERS`.
         self.owner: dict[int, int] = {}
 
     def add(self, size_bytes: int, module: int, line: int, born: int) -> int:
@@ -52,7 +53,7 @@ class StorageTable:
         return len(self.born) - 1
 
     def own(self, number: int, owner: str, module: int = 0) -> None:
-        """Record an owner of a storage. If a storage has several, the first in `OWNERS` counts."""
+        """Record an owner of a storage. If it has several owners, the first in `OWNERS` counts."""
         index = OWNERS.index(owner)
         if index <= self.owner.get(number, index):
             self.owner[number] = index
@@ -67,15 +68,15 @@ class OperationRecord(NamedTuple):
     """An operation that ran in a step."""
 
     cost: Cost
-    # An index into `PHASES`.
+    # The phase in which the operation ran, as an index into `PHASES`.
     phase: int
-    # The number of events before the operation.
+    # The number of events recorded before the operation.
     events_before: int
 
 
 @dataclass(slots=True, kw_only=True)
 class RawStep:
-    """The raw record of a step. Storages have their numbers in the `StorageTable`.
+    """The raw record of a step. Storages are identified by their numbers in the `StorageTable`.
 
     Args:
         resident: Storages that are alive when the step begins.
@@ -83,7 +84,8 @@ class RawStep:
         events: The allocations and frees; see `Trace.events`.
         event_phase: The phase of each event, as an index into `PHASES`.
         operations: The operations that launched a kernel.
-        backward_starts: For each backward pass, the number of events before it.
+        backward_starts: The number of events before each point at which the computation of
+            gradients begins, or resumes after a recomputation.
         optimizer_steps: See `Trace.optimizer_steps`.
         assumptions: Assumptions made while the step was recorded.
         uncalibrated_bytes: See `Trace.uncalibrated_bytes`.
@@ -115,7 +117,7 @@ def as_trace(step: RawStep, table: StorageTable, **fields: Any) -> Trace:
 
     Args:
         step: The raw record.
-        table: Facts about the storages in the record.
+        table: The table with the sizes, locations and owners of the recorded storages.
         fields: The remaining fields of `Trace`, such as `modules` and `lines`.
     """
     allocated = [storage_of(event) for event in step.events if is_allocation(event)]
@@ -160,10 +162,11 @@ def as_trace(step: RawStep, table: StorageTable, **fields: Any) -> Trace:
 
 
 def _sort_simultaneous_frees(events: list[int], step: RawStep) -> None:
-    """Sort consecutive frees by their storage, in place, if nothing happens between them.
+    """Sort consecutive frees by storage number, in place, if nothing happens between them.
 
-    Storages that are freed together, such as autocast's weight cache, are freed in the order of a
-    hash table of addresses. This order differs from run to run, but does not matter.
+    Some storages are freed together, such as those in autocast's weight cache. They are freed in
+    the iteration order of a hash table keyed by addresses, which differs from run to run. Sorting
+    makes traces comparable.
     """
     boundaries = {operation.events_before for operation in step.operations}
     boundaries.update(step.backward_starts)
@@ -187,9 +190,9 @@ def _sort_simultaneous_frees(events: list[int], step: RawStep) -> None:
 def _match_by_size(
     left_behind: Iterable[int], freed: Iterable[int], table: StorageTable
 ) -> Iterator[tuple[int, int]]:
-    """Pair storages that a step leaves behind with resident storages that it has freed.
+    """Yield pairs of a storage that a step leaves behind and a resident storage that it has freed.
 
-    Storages of the same size are paired, in the order in which they were allocated.
+    Only storages of the same size are paired, in the order in which they were allocated.
     """
     freed_by_size: dict[int, deque[int]] = defaultdict(deque)
     for number in freed:
@@ -213,9 +216,9 @@ def _owners(step: RawStep, table: StorageTable, numbers: Sequence[int]) -> list[
 
 
 def _activations(step: RawStep, table: StorageTable) -> set[int]:
-    """Return the storages that a forward pass allocates and that outlive it.
+    """Return the storages that count as activations.
 
-    They are still alive when the next backward pass begins.
+    A forward pass allocates them, and they are still alive when the next backward pass begins.
     """
     allocated_at = {}
     freed_at = {}
@@ -229,6 +232,8 @@ def _activations(step: RawStep, table: StorageTable) -> set[int]:
     for number, position in allocated_at.items():
         if table.born[number] not in (FORWARD, OTHER):
             continue
+        # A backward start is the number of events before it, so a start that follows the allocation
+        # is at least the allocation's position plus 1.
         next_start = bisect_left(starts, position + 1)
         if next_start == len(starts):
             continue

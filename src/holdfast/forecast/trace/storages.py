@@ -1,8 +1,8 @@
 """Track the live storages on a device and their owners.
 
-Storages are watched through weak references. To find owners, we search the places where training
-code keeps its tensors: modules, gradients and optimizer state. Activations are in none of these
-places, so `recording` recognizes them by their lifetime.
+Storages are watched through weak references. To find their owners, `Owners` searches the objects
+that training code keeps its tensors in: modules, gradients and optimizer state. Activations are in
+none of these objects, so `recording` recognizes them by their lifetimes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from holdfast.forecast.trace.attribution import Location, Locator
 from holdfast.forecast.trace.recording import OTHER, RawStep, StorageTable
 from holdfast.memory.tensors import tensors_of
 
-# The number of every watched storage of 0 bytes.
+# The number shared by all watched storages of 0 bytes.
 _EMPTY = -1
 
 
 class _WatchedStorage(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a watched storage, with the storage's number in the table."""
+    """A weak reference to a watched storage, with the storage's address, number and size.
+
+    The number is the storage's index in the `StorageTable`, or `_EMPTY`.
+    """
 
     __slots__ = ("key", "number", "size_bytes")
     key: int
@@ -39,7 +42,7 @@ class Storages:
 
     Args:
         device_type: The type of the device, such as ``"cuda"``.
-        phase: Returns the current phase of the step, as an index into `PHASES`.
+        phase: A function that returns the current phase of the step, as an index into `PHASES`.
     """
 
     def __init__(self, device_type: str, phase: Callable[[], int]) -> None:
@@ -67,18 +70,18 @@ class Storages:
     def is_here(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on the watched device."""
         if isinstance(tensor, FakeTensor):
-            # The result of `device` depends on the caller; see `fake.stand_ins`.
+            # What `tensor.device` returns depends on the calling code; see `fake.stand_ins`.
             device: torch.device = tensor.fake_device
         else:
             device = tensor.device
         return device.type == self._device_type
 
     def watch_result(self, out: Any, born: int) -> bool | None:
-        """Watch the tensors that an operation has returned.
+        """Watch the storages of the tensors that an operation has returned.
 
         Args:
             out: The result of the operation.
-            born: The phase in which new storages were allocated.
+            born: The phase in which new storages were allocated, as an index into `PHASES`.
 
         Returns:
             Whether any of these tensors is on the watched device; None if there are no tensors.
@@ -96,7 +99,8 @@ class Storages:
 
         Args:
             tensor: The tensor, on any device.
-            born: The phase in which the storage was allocated, if it is new.
+            born: The phase in which the storage was allocated, if it is new, as an index into
+                `PHASES`.
 
         Returns:
             Whether the tensor is on the watched device.
@@ -130,7 +134,7 @@ class Storages:
                 self.watch(candidate, OTHER)
 
     def use_scratch(self, size_bytes: int, phase: int) -> None:
-        """Record scratch memory that an operation allocates and frees while it runs."""
+        """Record the scratch memory that an operation allocates and frees while it runs."""
         assert self.record is not None, "no step is recorded"
         number = self.table.add(size_bytes, *self.location, phase)
         self.table.own(number, "scratch")
@@ -138,9 +142,9 @@ class Storages:
         self.record.free(number, phase)
 
     def _resize(self, watched: _WatchedStorage, size_bytes: int, born: int) -> None:
-        """Record that a storage was resized, as an allocation followed by a free of the old memory.
+        """Record a resized storage: an allocation of the new memory, then a free of the old memory.
 
-        A storage that is new counts as resized from 0 bytes.
+        A new storage counts as resized from 0 bytes.
         """
         old = watched.number
         watched.size_bytes = size_bytes
@@ -175,22 +179,23 @@ class Owners:
         self._optimizers: list[torch.optim.Optimizer] = []
 
     def add_models(self, models: Mapping[str, nn.Module]) -> None:
-        """Add models whose parameters and buffers are to be found, by name."""
+        """Register models, keyed by name, whose parameters and buffers `find_all` looks up."""
         self._locator.name_modules(models)
         self._models += models.values()
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add an optimizer whose state is to be found, unless it was added before."""
+        """Register an optimizer whose state `find_all` looks up, unless it is registered."""
         if all(optimizer is not other for other in self._optimizers):
             self._optimizers.append(optimizer)
 
     def claim(self, tensors: Any, owner: str, module: int = 0) -> None:
-        """Record the owner of tensors.
+        """Record who owns the storages of the given tensors.
 
         Args:
             tensors: A tensor, or a nested container of tensors.
             owner: One of `OWNERS`.
-            module: The number of the module to which the tensors belong; 0 to leave it unchanged.
+            module: The number of the module that the tensors belong to; 0 leaves the recorded
+                module unchanged.
         """
         for tensor in tensors_of(tensors):
             if self._storages.watch(tensor, OTHER):
@@ -199,7 +204,7 @@ class Owners:
                     self._storages.table.own(number, owner, module)
 
     def find_all(self) -> None:
-        """Record the owners of parameters, buffers, gradients and optimizer state.
+        """Record which storages hold parameters, buffers, gradients and optimizer state.
 
         Parameters and buffers are visited in the order in which ``Module.to`` allocates them, so
         that new storages are numbered in this order.
@@ -215,14 +220,14 @@ class Owners:
             self.find_state(optimizer)
 
     def find_gradients(self) -> None:
-        """Record the gradients of all parameters."""
+        """Record which storages hold gradients, and the modules of their parameters."""
         parameters = [parameter for model in self._models for parameter in model.parameters()]
         for parameter in (*parameters, *self._optimized_parameters()):
             if parameter.is_leaf and parameter.grad is not None:
                 self.claim(parameter.grad, "gradients", self._module_of(parameter))
 
     def find_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the state of an optimizer."""
+        """Record which storages hold an optimizer's state, and the modules of its parameters."""
         for parameter, state in optimizer.state.items():
             module = self._module_of(parameter) if isinstance(parameter, torch.Tensor) else 0
             self.claim(state, "optimizer state", module)
@@ -240,7 +245,7 @@ class Owners:
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Return a tensor's storage, or None if the tensor is sparse.
 
-    The indices and values of a sparse tensor are tensors of their own, which are watched.
+    The indices and values of a sparse tensor are separate tensors, which are watched on their own.
     """
     try:
         return tensor.untyped_storage()

@@ -1,11 +1,11 @@
-"""Record all allocations and frees of a training step, with a torch dispatch mode.
+"""Record all allocations and frees in a training step with a torch dispatch mode.
 
-The tracer works with fake and with real tensors. A storage counts as allocated by the operation
+The tracer works with both fake and real tensors. A storage counts as allocated by the operation
 that returns it. It counts as freed when the last reference to it is gone, which is also when torch
 returns the memory to the device's allocator.
 
-The tracer only observes. The fake device is in `fake`, and the scratch memory of kernels comes from
-`kernels.scratch`.
+The tracer only observes. The `fake` package implements the fake device, and `kernels.scratch`
+computes the scratch memory of kernels.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from holdfast.memory.tensors import tensors_of
 
 _DEVICE_QUERY = torch.ops.prim.device.default
 _DROPOUT = torch.ops.aten.native_dropout.default
-# Returns the scratch memory of an operation, given its overload, positional arguments, keyword
-# arguments and result.
+# A function that returns an operation's scratch memory, given its overload, positional arguments,
+# keyword arguments and result. None means that the operation needs no scratch memory.
 ScratchOf = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Scratch | None]
 
 
 class Tracer(TorchDispatchMode):
-    """Watches the allocations on a device within the context. `recording` records one step.
+    """Dispatch mode that watches the allocations on a device. Use `recording` to record one step.
 
     Enter the tracer after all other dispatch modes, so that it is the innermost one, and before the
     job creates its tensors. Tensors that already exist are watched if Python's garbage collector
@@ -59,8 +59,8 @@ class Tracer(TorchDispatchMode):
 
     Args:
         device: The device to watch.
-        scratch: Returns the scratch memory of an operation.
-        uncalibrated: Collects by how much the scratch memory may be larger.
+        scratch: A function that returns an operation's scratch memory.
+        uncalibrated: Collects by how much the scratch memory may exceed its estimates.
     """
 
     supports_higher_order_operators = True
@@ -81,24 +81,26 @@ class Tracer(TorchDispatchMode):
         self._uncalibrated = uncalibrated or Uncalibrated()
         self._recorded: RawStep | None = None
         self._cleanup = contextlib.ExitStack()
-        # The phase whenever autograd's engine is not running.
+        # The current phase while autograd's engine is not running.
         self._outer_phase = FORWARD
         # Whether autograd's engine was running at the last operation.
         self._backward_was_running = False
-        # Whether the last operation computed gradients: it ran in a backward pass, but not in a
-        # recomputation within that pass.
+        # Whether the last operation computed gradients, which means that it ran in a backward pass,
+        # but not in a recomputation within that pass.
         self._gradients_were_running = False
-        # For each running optimizer step, the number of events before it. Steps may be nested.
+        # For each running optimizer step, the number of events recorded before it began. Optimizer
+        # steps may be nested.
         self._begun_steps: list[int] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # With True, torch would wrap each dispatch, which takes longer than our own work.
+        # If this returned True, torch would wrap each dispatch, which takes longer than the
+        # tracer's own work.
         return False
 
     def __enter__(self) -> Self:
         gc.collect()
-        # Exclude existing objects from later collections, which makes these fast.
+        # Exclude existing objects from later collections, so that those are fast.
         gc.freeze()
         self._cleanup.callback(gc.unfreeze)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -124,8 +126,8 @@ class Tracer(TorchDispatchMode):
         """Attribute memory to the modules of models and to optimizer state.
 
         Args:
-            models: Models by name. The paths of their modules begin with this name.
-            optimizers: The optimizers.
+            models: The models, keyed by name. The paths of a model's modules begin with the name.
+            optimizers: The optimizers whose state is attributed.
         """
         self._owners.add_models(models or {})
         for optimizer in optimizers:
@@ -133,7 +135,7 @@ class Tracer(TorchDispatchMode):
         self._owners.find_all()
 
     def claim(self, tensors: Any, owner: str = "batch") -> None:
-        """Record the owner of tensors. Tensors on other devices are ignored.
+        """Record who owns the given tensors. Tensors on other devices are ignored.
 
         Args:
             tensors: A tensor, or a nested container of tensors.
@@ -143,10 +145,11 @@ class Tracer(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record all events within the context as one step.
+        """Record all allocations and frees inside the ``with`` block as one step.
 
-        The garbage collector is disabled, because it could otherwise run at any time and make the
-        record random. Tensors in reference cycles are therefore freed at the end of the step.
+        Automatic garbage collection is disabled during the step, because a collection at an
+        unpredictable time would make the record nondeterministic. Tensors in reference cycles are
+        therefore freed at the end of the step.
         """
         gc.collect()
         self._reset()
@@ -190,7 +193,7 @@ class Tracer(TorchDispatchMode):
         )
 
     def _reset(self) -> None:
-        """Reset the tracer before a step is recorded."""
+        """Discard the records of the last step before a new step is recorded."""
         self._locator.forget()
         self._begun_steps.clear()
         self._owners.find_all()
@@ -202,7 +205,7 @@ class Tracer(TorchDispatchMode):
         self._uncalibrated.clear()
 
     def _finish(self, step: RawStep) -> None:
-        """Complete the record of a step that has ended."""
+        """Add the surviving storages and the scratch memory's uncertainty to a step's record."""
         step.survivors = frozenset(self._storages.living())
         step.uncalibrated_bytes = self._uncalibrated.excess_bytes
         calls = self._uncalibrated.calls
@@ -229,7 +232,7 @@ class Tracer(TorchDispatchMode):
             and not args[0].fake_mode.in_kernel_invocation
         ):
             # torch queries the device before most operations. The fake mode would return the same
-            # result, but slowly.
+            # result, but it would take longer.
             return args[0].fake_device
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
@@ -244,7 +247,7 @@ class Tracer(TorchDispatchMode):
         out: Any,
         frame: FrameType | None,
     ) -> None:
-        """Record an operation that has run, and watch its results."""
+        """Record an operation that has just run, and watch the tensors that it returned."""
         phase = self._update_phase()
         in_backward = phase == BACKWARD
         # In a backward pass, grad mode is enabled only during recomputation.
@@ -269,8 +272,8 @@ class Tracer(TorchDispatchMode):
         if step is not None:
             scratch = self._scratch(func, args, kwargs, out)
             if scratch is not None:
-                # Record it even if it has 0 bytes, because it may be larger at other batch sizes,
-                # and traces of all sizes must have the same events.
+                # Record even 0 bytes of scratch memory: the operation may need more at other batch
+                # sizes, and the traces of all sizes must have the same events.
                 self._storages.use_scratch(scratch.bytes, phase)
                 self._uncalibrated.note(str(getattr(func, "overloadpacket", func)), scratch)
             cost = self._operations.measure(func, args, kwargs, out)
@@ -287,7 +290,10 @@ class Tracer(TorchDispatchMode):
         self._gradients_were_running = computes_gradients
 
     def _claim_moved_batch(self, args: tuple[Any, ...], out: Any) -> None:
-        """Treat a tensor that is copied from another device, outside of any module, as batch."""
+        """Attribute a tensor to the batch if it was copied from another device.
+
+        The tracer calls this method only for operations outside all modules.
+        """
         source = args[0] if args else None
         if isinstance(source, torch.Tensor) and not self._storages.is_here(source):
             self._owners.claim(out, "batch")
@@ -295,7 +301,7 @@ class Tracer(TorchDispatchMode):
     # The phase of the step.
 
     def _update_phase(self) -> int:
-        """Return the current phase. At the end of a backward pass, also find the gradients."""
+        """Return the current phase. Once a backward pass has ended, also record its gradients."""
         if torch._C._current_graph_task_id() != -1:
             self._backward_was_running = True
             return BACKWARD
@@ -306,7 +312,7 @@ class Tracer(TorchDispatchMode):
         return self._outer_phase
 
     def _current_phase(self) -> int:
-        """Return the current phase without any side effect."""
+        """Return the current phase without side effects, unlike `_update_phase`."""
         if torch._C._current_graph_task_id() != -1:
             return BACKWARD
         return self._outer_phase
@@ -331,7 +337,7 @@ class Tracer(TorchDispatchMode):
             return
         begin = self._begun_steps.pop()
         if self._begun_steps:
-            # This optimizer runs within another optimizer.
+            # This optimizer is stepped by another optimizer, whose own step has not ended yet.
             return
         self._owners.add_optimizer(optimizer)
         self._owners.find_state(optimizer)
