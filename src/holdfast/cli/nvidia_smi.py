@@ -9,7 +9,7 @@ _TIMEOUT_SECONDS = 20
 
 
 def nvidia_smi(query: str, format_options: str = "") -> list[str]:
-    """Return the output lines of ``nvidia-smi``; empty if the program or a device is missing.
+    """Return the output lines of ``nvidia-smi``, or an empty list if it is missing or fails.
 
     Args:
         query: The option that selects the fields, such as ``"--query-gpu=name"``.

@@ -90,9 +90,9 @@ def _watched(path: Path) -> Watched | Runs:
 
 @contextlib.contextmanager
 def _reading_keys() -> Iterator[Callable[[float], object]]:
-    """Context manager that yields a function to wait for a key, with a timeout in seconds.
+    """Context manager that yields a function that waits for a key press.
 
-    Without a terminal, the function only sleeps.
+    The argument of that function is the timeout in seconds. Without a terminal, it only sleeps.
     """
     if not sys.stdin.isatty():
         yield time.sleep
