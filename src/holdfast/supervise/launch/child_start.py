@@ -24,11 +24,11 @@ NOT_FOUND = 127
 
 
 def main(arguments: list[str]) -> None:
-    """Replace this process with the command."""
+    """Replace this process with the command; see the module docstring for the arguments."""
     supervisor = int(arguments[0])
     program = arguments[1]
     command = arguments[2:]
-    # Ctrl-C must not print a traceback of this program.
+    # Ctrl-C must end this program without a traceback.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     with suppress(OSError, AttributeError):

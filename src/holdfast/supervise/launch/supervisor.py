@@ -232,7 +232,7 @@ class Supervisor:
         control.sentinel.guard_session(attempt.child.pid)
         with self._watching(attempt):
             end = attempt.serve()
-        # From now on, the kernel may reuse the session ID.
+        # From now on, the kernel may reuse the session ID for other processes.
         control.sentinel.guard_session(0)
         oom_kills = _difference(oom_kills_before, count_oom_kills())
         pid = attempt.child.pid
@@ -344,7 +344,12 @@ class Supervisor:
     def _wait_before_restart(
         self, decision: RestartDecision, verdict: Verdict, control: _ProcessControl
     ) -> RestartDecision:
-        """Wait for the restart delay and the other hosts, unless a signal ends the run."""
+        """Before a restart, wait for the restart delay and then for the other hosts.
+
+        Returns:
+            The decision, or `EndRun` if a signal requests the end of the run or the hosts cannot
+            start together.
+        """
         if isinstance(decision, EndRun):
             return decision
         self._announce_restart(decision, verdict)
@@ -375,7 +380,7 @@ class Supervisor:
         )
 
     def _sleep(self, seconds: float, signals: Signals) -> bool:
-        """Sleep; return False early if a signal requests the end of the run, otherwise True."""
+        """Sleep and return True, or return False early if a signal requests the end of the run."""
         deadline = time.monotonic() + seconds
         while True:
             for received in signals.take():
@@ -391,7 +396,7 @@ class Supervisor:
     # --- several hosts ---
 
     def _wait_for_hosts(self, control: _ProcessControl) -> str | None:
-        """Start an attempt together with the other hosts; return the reason if that fails."""
+        """Wait until all hosts start the attempt; return the reason if they cannot, else None."""
         if self._hosts is None:
             return None
         return self._hosts.begin(

@@ -47,7 +47,7 @@ _Owner = TypeVar("_Owner", bound=_HasObserver)
 
 
 def noted(method: Callable[[_Owner, *P], None]) -> Callable[[_Owner, *P], None]:
-    """Decorate a method so that its errors are noted instead of reaching the script."""
+    """Decorate a method so that its errors are passed to `note_error` and not to the script."""
 
     @wraps(method)
     def noting(owner: _Owner, *args: *P) -> None:

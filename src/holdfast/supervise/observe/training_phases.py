@@ -1,7 +1,7 @@
 """`TrainingPhases`: show saving, evaluation and compilation on the progress board.
 
-They can interrupt any phase of training. After saving and compilation, the board returns to the
-phase that was interrupted.
+These activities can interrupt any phase of training. After saving and compilation, the board
+returns to the phase that was interrupted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class TrainingPhases:
 
     @noted
     def evaluation_begins(self) -> None:
-        """Called when a module is switched to eval mode. An evaluation may give no other sign."""
+        """Called when a module is switched to eval mode, often the only sign of an evaluation.
+
+        The board shows the evaluation only if training was in progress.
+        """
         board = self.observer.board
         trains = board.phase in (ProcessPhase.FORWARD_BACKWARD, ProcessPhase.END_OF_EPOCH)
         if board.steps_made > 0 and trains:

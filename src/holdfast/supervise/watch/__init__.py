@@ -11,6 +11,6 @@ Read in this order:
    collected from a process that makes no progress.
 6. ``inspection``: inspects a process that was started without holdfast (``holdfast attach``).
 
-This package never ends or continues a process; ``launch.attempt`` does. ``supervise.leaks``
-analyzes growing memory.
+This package never ends or continues a process of the command; ``launch.attempt`` does.
+``supervise.leaks`` analyzes growing memory.
 """
