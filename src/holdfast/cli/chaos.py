@@ -198,7 +198,10 @@ def verdict(report: CampaignReport) -> str:
 
 
 def _describe_tried(report: CampaignReport) -> str:
-    """Return how many of the tried faults the run survives, and after how many it is unchanged."""
+    """Return a sentence that says how many of the tried faults the run survives.
+
+    It also says after how many of them the run is still the same run.
+    """
     tried = [row for row in report.rows if row.tried]
     if not tried:
         return "No fault could be tried"

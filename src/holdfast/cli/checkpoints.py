@@ -85,7 +85,7 @@ def _export(store: Store, step: int | None, path: Path, *, averaged: bool, quiet
 
     If `step` is None, the newest valid checkpoint is exported.
     """
-    # This import loads torch.
+    # This module is imported only for an export, because it imports torch.
     from holdfast.checkpoint.export import export as export_weights
 
     with working(f"writing {path}"):

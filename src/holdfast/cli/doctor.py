@@ -179,8 +179,8 @@ def _file_system_of(folder: Path) -> str:
     depth = -1
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _device, mount_point, mounted_type, *_options = line.split()
-        # The innermost mount point contains the directory. If several file systems are mounted
-        # there, the last one hides the others.
+        # The longest matching mount point is the one that contains the directory. If several file
+        # systems are mounted there, the last one hides the others.
         if folder.is_relative_to(mount_point) and len(mount_point) >= depth:
             file_system = mounted_type
             depth = len(mount_point)

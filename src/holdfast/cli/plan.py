@@ -221,7 +221,8 @@ def print_forecast(forecast: Forecast) -> None:
         _print_table(plan)
     shown = set()
     for plan in forecast.plans:
-        # The forecasts of several devices often show the same step, so print its memory only once.
+        # The forecasts for several devices are often based on the same step, so print its memory
+        # only once.
         step = (_settings(plan.shown), plan.shown.micro_batch_size, plan.shown.live_bytes)
         if step not in shown:
             _print_owners(plan)
@@ -267,7 +268,7 @@ def _cells(row: MemoryPlan, relative_time: float) -> tuple[str, ...]:
 
 
 def _sources(device: Device) -> str:
-    """Return a text that lists the device figures used by the forecast, with their sources."""
+    """Return text that lists the device figures used by the forecast, with their sources."""
     figures = {
         "usable": f"usable {_size(device.usable_bytes)}",
         "context": f"context {_size(device.context_bytes)}",
@@ -324,7 +325,7 @@ def _print_recommendation(plan: DeviceForecast) -> None:
 
 
 def _compare_evaluation(evaluation: EvaluationForecast, plan: DeviceForecast) -> str:
-    """Return a text that compares the memory of the evaluation with that of the training step."""
+    """Return text that compares the memory used by the evaluation and by the training step."""
     assert plan.best is not None
     device = plan.target.device
     samples = counted(evaluation.samples, "sample")
@@ -343,9 +344,9 @@ def _compare_evaluation(evaluation: EvaluationForecast, plan: DeviceForecast) ->
 
 
 def _explain_margin(plan: DeviceForecast) -> str:
-    """Return a text that says what the margin covers, or an empty text if the user has set it.
+    """Return text that says what the margin covers and how to change it.
 
-    The text is also empty if the margin does not cover anything unusual.
+    The text is empty if the user has set the margin, or if it does not cover anything unusual.
     """
     if plan.target.margin_bytes is not None:
         return ""
@@ -367,7 +368,7 @@ def _explain_margin(plan: DeviceForecast) -> str:
 
 
 def _explain_no_fit(plan: DeviceForecast) -> str:
-    """Return a text that says why nothing fits a device and what to do.
+    """Return text that says why nothing fits a device, and what to do about it.
 
     The text reads like an error, but the forecast itself succeeded: the exit code is 1, not 2.
     """

@@ -109,7 +109,7 @@ class Attempt:
     shutdown: Shutdown
     emit: Callable[[EventData], None]
     hosts: Hosts | None = None
-    # Filled by other threads, emptied by the main thread.
+    # Other threads add to these queues, and the main thread empties them.
     _reported_hangs: SimpleQueue[Hang] = field(default_factory=SimpleQueue, init=False)
     _messages: SimpleQueue[str] = field(default_factory=SimpleQueue, init=False)
     # See `AttemptEnd`.
@@ -342,7 +342,8 @@ class Attempt:
         notified = set(self.signals.notified)
         if signal_in_status(status) in TO_HANDLERS | {signal.SIGHUP}:
             notified |= self._trainer_pids() or set()
-        # This wait has its own grace period; processes that remain after it get the usual one.
+        # This wait has a grace period of its own; processes that remain afterward get the usual
+        # grace period.
         kill_at = self.shutdown.kill_at
         self.shutdown.kill_within(self.shutdown.grace_seconds, time.monotonic())
         while notified & self.tree.processes() and time.monotonic() < self.shutdown.kill_at:

@@ -97,7 +97,8 @@ def make_observed_environment(
     """
     path_entries = [str(_INJECTED_FOLDER)]
     own_path = environment.get("PYTHONPATH", "")
-    # An empty PYTHONPATH has no entries, but an empty entry means the current directory.
+    # An empty PYTHONPATH has no entries. Splitting it would produce an empty entry, which means the
+    # current directory.
     if own_path:
         path_entries += [
             entry for entry in own_path.split(os.pathsep) if entry != str(_INJECTED_FOLDER)
@@ -124,7 +125,7 @@ def start_command(
         streams: The command's output streams.
     """
     stdout, stderr = streams.command_ends
-    return subprocess.Popen(  # noqa: S603 - the user's own command is the point
+    return subprocess.Popen(  # noqa: S603 - this is the user's own command
         [*_MINIMAL_PYTHON, child_start.__file__, str(os.getpid()), program, *command],
         stdin=None if _may_share_stdin() else subprocess.DEVNULL,
         stdout=stdout,

@@ -1,4 +1,4 @@
-"""Kernel requests that an unprivileged container may deny."""
+"""Requests to the kernel that may fail in an unprivileged container."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def become_subreaper() -> None:
 
 
 def count_oom_kills(root: Path = Path("/")) -> int | None:
-    """Return how many processes of our control group the kernel's OOM killer has killed.
+    """Return how many processes in this control group the kernel's OOM killer has killed.
 
     Only the innermost group with a counter is read, because outer groups also count kills in other
     jobs. The result is None if the kernel provides no counter.

@@ -32,8 +32,8 @@ class Budgets:
     Args:
         max_restarts: Maximum number of restarts after failures. Same default as torch's
             ``LaunchConfig.max_restarts``.
-        max_preemptions: Maximum number of restarts after preemptions. The default covers a spot
-            instance that is preempted every hour of a night.
+        max_preemptions: Maximum number of restarts after preemptions. The default is enough for a
+            spot instance that is preempted once an hour overnight.
         min_progress_steps: If a failure recurs within this many steps, the run has made no
             progress, because checkpoints are usually saved less often.
         first_delay_seconds: Delay before the first restart. It doubles with each restart. Same
@@ -330,7 +330,7 @@ def restart_delay_seconds(attempts: Sequence[PastAttempt], budgets: Budgets) -> 
         if attempt.seconds >= LONG_ATTEMPT_SECONDS:
             in_a_row = 0
         in_a_row += 1
-    # The first delay in a row is not doubled.
+    # The first of several consecutive delays is not doubled.
     doublings = min(in_a_row - 1, _MAX_DOUBLINGS)
     # A first delay above the maximum was configured on purpose, so it raises the maximum.
     longest = max(budgets.max_delay_seconds, budgets.first_delay_seconds)

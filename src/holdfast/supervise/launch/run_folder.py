@@ -145,7 +145,7 @@ class RunFolder:
         )
 
     def next_attempt(self) -> int:
-        """Return the number of the next attempt, one above the last attempt recorded here."""
+        """Return the number of the next attempt, which follows the last attempt recorded here."""
         return max([-1, *self._recorded_attempts()]) + 1
 
     def _recorded_attempts(self) -> Iterator[int]:

@@ -46,9 +46,10 @@ class Shutdown:
         self.grace_seconds = grace_seconds
         # The last signal that the supervisor sent on its own initiative, or None.
         self.signal_sent: int | None = None
-        # When the supervisor will ask the command to end on its own initiative; infinite for never.
+        # When the supervisor, on its own initiative, will ask the command to end; `math.inf` means
+        # never.
         self.terminate_at = math.inf
-        # When all processes that are still running will be killed; infinite for never.
+        # When all processes that are still running will be killed; `math.inf` means never.
         self.kill_at = math.inf
         # Signals that requested the end of the command, in order of arrival.
         self._requests: list[int] = []
@@ -66,7 +67,7 @@ class Shutdown:
         return len(self._requests)
 
     def note_signal(self, number: int, arrived_at: float) -> None:
-        """Note a forwarded signal. If it requests the end, start or shorten the grace period."""
+        """Record a forwarded signal. If it requests the end, start or shorten the grace period."""
         if number in FORWARDED:
             self._forwarded.append(number)
         if number not in ASKING_TO_END:
@@ -118,8 +119,9 @@ class Shutdown:
 
 
 def signal_in_status(status: int) -> int:
-    """Return the number of the signal that killed a command, even if a shell reports an exit code.
+    """Return the number of the signal that killed a command.
 
-    If no signal killed the command, the result is not a valid signal number.
+    A shell may report the signal as an exit code. If no signal killed the command, the result is
+    not a valid signal number.
     """
     return -status if status < 0 else status - _SHELL_SIGNAL_BASE

@@ -72,7 +72,7 @@ class Signals:
         # Signals received while there was no command to forward them to.
         self._waiting: list[int] = []
         self._previous_handlers: dict[int, Any] = {}
-        # A pipe whose reading end, `wake`, is readable after a signal or a call of `wake_up`.
+        # A pipe whose reading end, `wake`, becomes readable after a signal or a call to `wake_up`.
         self.wake, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def __enter__(self) -> Self:

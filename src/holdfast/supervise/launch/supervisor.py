@@ -90,7 +90,7 @@ class RunOutcome:
     Args:
         exit_code: Exit code of the last attempt, as a shell reports it.
         attempts: How many times the command was started.
-        seconds: Time from the first start to the end.
+        seconds: Time from the start of the first attempt to the end of the last one.
         why: Why the command is not restarted, as a clause without a final period.
         verdict: Why the last attempt ended.
         run_path: The run directory.
@@ -221,7 +221,7 @@ class Supervisor:
             yield _ProcessControl(mark=mark, tree=tree, sentinel=sentinel, signals=signals)
 
     def _run_attempt(self, control: _ProcessControl) -> AttemptEnd:
-        """Start the command, serve it until it ends, and record both events."""
+        """Start the command, serve it until it ends, and record its start and its end."""
         options = self._options
         self._log.begin_attempt(self._number)
         remove_verdict(self.run_path)

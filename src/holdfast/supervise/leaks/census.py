@@ -262,7 +262,7 @@ class Census:
 
 
 def _is_weighed(kind: type) -> bool:
-    """Return whether to count instances of a class; a torch module is the model, not a leak."""
+    """Return whether the memory of a class's instances counts; a torch module is not a leak."""
     if issubclass(kind, _NOT_WEIGHED):
         return False
     return "Module" not in [base.__name__ for base in kind.__mro__]

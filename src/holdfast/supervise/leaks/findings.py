@@ -206,7 +206,7 @@ def _find_growing_objects(
 def _measure_growth(
     census: Census, key: Key, target: Any, steps: int, *, index: int
 ) -> _GrowingObject:
-    """Return the growing object behind a census key, with its estimated growth per step."""
+    """Return the growing object that a census key identifies, with its growth per step."""
     measure = cast("Measure", key[0])
     first, last = census.grown[key]
     count_per_step = (last - first) / steps

@@ -122,7 +122,10 @@ def _cut_into_windows(readings: Sequence[MemoryReading]) -> list[Sequence[Memory
 
 
 def _rises(pairs: Sequence[tuple[MemoryReading, MemoryReading]]) -> bool:
-    """Return whether nearly all pairs rise. Kendall's S is the rising minus the falling pairs."""
+    """Return whether memory rises in nearly all pairs of readings.
+
+    Kendall's S is the number of rising pairs minus the number of falling pairs.
+    """
     rising = sum(later.used_bytes > earlier.used_bytes for earlier, later in pairs)
     falling = sum(later.used_bytes < earlier.used_bytes for earlier, later in pairs)
     return rising - falling >= _MIN_KENDALL_S

@@ -174,7 +174,7 @@ def link_of_code(kind: LinkKind, name: str, code: types.CodeType) -> HolderLink:
 
 
 def _key_in(entries: dict[Any, Any], held: Any) -> str:
-    """Return the key of an object in a dictionary, or an empty string if the key is no string."""
+    """Return the key of an object in a dictionary; empty if the key is not a string."""
     return _name_in(list(dict.items(entries)), held)
 
 

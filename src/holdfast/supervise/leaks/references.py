@@ -32,7 +32,7 @@ from holdfast.supervise.leaks.introspection import (
 )
 
 _MAX_LEVELS = 40
-# Maximum number of objects to follow on each level.
+# Maximum number of objects to follow at each level of the search.
 _MAX_WIDTH = 24
 
 
@@ -59,7 +59,7 @@ class _Walk:
         self.chains: dict[int, Chain] = {id(target): [target]}
         # Chains that end at an object that was already visited.
         self.closed: list[Chain] = []
-        # The objects of the newest level.
+        # The objects that were found at the newest level of the search.
         self.frontier: list[Any] = [target]
         # Whether a level had too many objects, so that some were skipped.
         self.was_cut = False

@@ -204,7 +204,7 @@ class _ParsedFile:
 
 
 def _may_use_name(link: HolderLink, line: int) -> bool:
-    """Return whether a name is visible at a line. A local variable exists only in its function."""
+    """Return whether a line can use a name. A local variable exists only in its function."""
     if link.kind not in ("local", "default") or link.lines == (0, 0):
         return True
     first, last = link.lines

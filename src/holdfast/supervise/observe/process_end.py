@@ -129,7 +129,10 @@ class ProcessEnd:
     # --- exits ---
 
     def _wrap_exit(self) -> None:
-        """Store the status of `sys.exit` calls in the main thread; elsewhere they end a thread."""
+        """Wrap `sys.exit` to store its argument, but only for calls in the main thread.
+
+        In any other thread, `sys.exit` ends only that thread.
+        """
         original = sys.exit
 
         @wraps(original)

@@ -32,8 +32,8 @@ class StackWriter:
         # Keep the original functions, because `watch` replaces them for the script.
         self._enable = faulthandler.enable
         self._register = faulthandler.register
-        # If the user has already enabled faulthandler, it writes the stacks of a fatal error to the
-        # user's file, which must stay so.
+        # If the user has already enabled faulthandler, do not redirect the stacks of a fatal error
+        # from the user's file to holdfast's.
         self._writes_at_death = not faulthandler.is_enabled()
         is_free = signal.getsignal(STACKS_SIGNAL) == signal.SIG_DFL
         # The signal that triggers writing the stacks; None if the script handles that signal.
@@ -55,7 +55,7 @@ class StackWriter:
     def watch(self) -> None:
         """Start watching for calls by which the script handles the signal or enables faulthandler.
 
-        The functions that it would call are wrapped.
+        The functions that the script would call are wrapped.
         """
         signal.signal = self._wrap(signal.signal, self._on_handler)
         faulthandler.register = self._wrap(faulthandler.register, self._on_handler)

@@ -219,7 +219,7 @@ class StepTracker:
                 )
             no_optimizer_steps = self._last_optimizer_id == 0
             if no_optimizer_steps and board.micro_step > self._max_backwards_without_step:
-                # No optimizer steps, so every backward call counts as a step.
+                # No optimizer has stepped, so every backward call counts as a step.
                 self._end_step(board, None)
             elif self._in_optimizer and board.steps_made > 0:
                 # The closure of an optimizer called backward, and the optimizer's step continues.

@@ -6,7 +6,7 @@ Read in this order:
 2. ``watchdog``: detects a lack of progress, examines the processes and proposes a remedy.
 3. ``processes``: chooses the processes to watch, and measures how long each has gone without
    progress.
-4. ``limits``: limits how long each phase of training may go without progress.
+4. ``limits``: determines how long each phase of training may go without progress.
 5. ``stacks``, ``py_spy``, ``faulthandler_dumps``, ``process_evidence``: the evidence that is
    collected from a process that makes no progress.
 6. ``inspection``: inspects a process that was started without holdfast (``holdfast attach``).

@@ -1,8 +1,8 @@
 """Read the kernel's view of a process: CPU time, transferred bytes, and what each thread waits for.
 
-Reading most of these files never blocks, even if the process is stuck. Reading the memory map may
-block, so it is read only if no thread is in an uninterruptible wait. Information that cannot be
-read is omitted.
+The evidence comes from files in ``/proc``. Reading most of them never blocks, even if the process
+is stuck. Reading the memory map may block, so it is read only if no thread is in an uninterruptible
+wait. Information that cannot be read is omitted.
 
 ``py_spy`` and ``faulthandler_dumps`` read the Python frames.
 """

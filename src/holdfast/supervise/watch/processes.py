@@ -32,9 +32,9 @@ from holdfast.supervise.watch.limits import HangLimits, LearnedLimits, name_of
 
 # Interval at which the directories and process states are read. Boards are read at every update.
 _REFRESH_SECONDS = 0.5
-# Maximum number of directories to keep of helper processes that ended well.
+# Maximum number of directories to keep for helper processes that ended well.
 _MAX_ENDED_FOLDERS = 64
-# Files that every process creates, so that they do not indicate a failure.
+# Files that every process creates, and whose presence therefore does not indicate a failure.
 _USUAL_FILES = {PROCESS_FILE, BOARD_FILE, FAULTHANDLER_FILE, EVENTS_FILE}
 # Kinds of events that a process records even if it ends well.
 _HARMLESS_EVENTS = ("torch_imported", "environments_imported", "exiting")
@@ -140,7 +140,7 @@ class WatchedProcess:
     # --- time without progress ---
 
     def count_from(self, now: float) -> None:
-        """Restart the count of time without progress, because the process could not run before."""
+        """Count time without progress only from `now`, because the process could not run before."""
         self._counted_from = now
         self._next_examination_age = 0.0
 
@@ -179,9 +179,9 @@ class WatchedProcess:
         return self.info.world_size != 1
 
     def is_disposable(self) -> bool:
-        """Return whether the directory can be deleted, because the process is a helper.
+        """Return whether the directory of this process can be deleted.
 
-        The helper must have ended well, without leaving any unusual file.
+        That is the case if the process is a helper that ended well and left no unusual files.
         """
         info = self.info
         is_plain_helper = info.role == "other" and info.rank is None and info.torch is None

@@ -16,7 +16,7 @@ from typing import Any
 from holdfast.explain.evidence import Frame
 from holdfast.explain.hangs.evidence import ThreadLook, clean
 
-# Time limit. py-spy takes about 0.02 s, or 0.1 s on a busy machine.
+# Time limit for Python stacks. py-spy takes about 0.02 s, or 0.1 s on a busy machine.
 _DUMP_SECONDS = 3.0
 # Time limit for native stacks, for which py-spy also reads the symbols of every library.
 _NATIVE_SECONDS = 10.0

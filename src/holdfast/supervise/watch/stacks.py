@@ -2,9 +2,8 @@
 
 Three sources are tried for each process. The first is py-spy, which reads the process from outside.
 If py-spy is missing or not permitted, as in a container without ptrace, an observed process writes
-its own stacks on a signal. If that fails too, only the kernel's view of the process remains. Every
-attempt has a time limit, because a process in an uninterruptible wait must not block the
-supervisor.
+its own stacks on a signal. If that fails too, only the kernel's view of the process remains. Each
+source has a time limit, because a process in an uninterruptible wait must not block the supervisor.
 
 ``explain.hangs`` interprets the stacks.
 """
@@ -212,7 +211,7 @@ class StackSampler:
         return "/proc", ()
 
     def _sample_further(self, subject: Subject) -> Examined:
-        """Take a few more samples of a process that computes, including its native stack.
+        """Take a few more samples of a process that is computing, including its native stack.
 
         The native stack is sampled only if the Python stack does not change.
         """
