@@ -137,7 +137,7 @@ class Tree:
     def __init__(self, mark: str) -> None:
         self._mark = mark
         self._supervisor = os.getpid()
-        # PID and start time of each child that is older than this object.
+        # PID and start time of each child that existed before this object was created.
         self._earlier_children: set[tuple[int, int]] = set()
         table = read_table()
         self._own_session = 0
@@ -300,7 +300,7 @@ def guard_command(pipe: int, mark: str, note: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the sentinel; `arguments` are those of `guard_command`."""
+    """Run the sentinel, ignoring signals; `arguments` are those of `guard_command`."""
     for number in (
         signal.SIGINT,
         signal.SIGTERM,

@@ -25,7 +25,7 @@ _NAME = "sitecustomize"
 
 
 def _leave_path() -> None:
-    """Remove our directory from ``sys.path``.
+    """Remove the directory of this module from ``sys.path``.
 
     ``PYTHONPATH`` keeps the directory, so that child processes are observed too.
     """
@@ -48,7 +48,7 @@ def _start_observer(module_name: str, run: str) -> None:
         import importlib
 
         importlib.import_module(module_name).start(run)
-    except Exception:  # noqa: BLE001 - our own errors must not stop the script
+    except Exception:  # noqa: BLE001 - holdfast's errors must not stop the script
         _note_error(run)
 
 

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != supervisor:
-        # The supervisor died before the kernel received our request.
+        # The supervisor died before the kernel received the request.
         os._exit(NOT_EXECUTABLE)
     # Python ignores these two signals at startup, and the command would inherit that.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):

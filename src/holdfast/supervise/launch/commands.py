@@ -144,7 +144,7 @@ def _may_share_stdin() -> bool:
         fcntl.fcntl(0, fcntl.F_GETFD)
         return not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp()
     except OSError:
-        # Either stdin is closed, or it is not the controlling terminal of our session.
+        # Either stdin is closed, or it is not the controlling terminal of this session.
         return os.isatty(0)
 
 
@@ -165,7 +165,7 @@ class Sentinel:
         # supervisor's command.
         environment = {name: text for name, text in os.environ.items() if name != MARK_VARIABLE}
         try:
-            self._process = subprocess.Popen(  # noqa: S603 - our own program
+            self._process = subprocess.Popen(  # noqa: S603 - holdfast's own program
                 [*_MINIMAL_PYTHON, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

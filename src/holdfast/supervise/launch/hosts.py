@@ -108,12 +108,12 @@ class Hosts:
         # Contents of the other hosts' files when this supervisor first read them, which may be left
         # over from an earlier run.
         self._initial: dict[int, HostState] = {}
-        # The current state of each other host, and when its file last changed (on our monotonic
-        # clock).
+        # The current state of each other host, and when its file last changed, on this host's
+        # monotonic clock.
         self._current: dict[int, HostState] = {}
         self._changed_at: dict[int, float] = {}
         self._silent: set[int] = set()
-        # Numbers of the hosts that have joined the current attempt, as far as we know.
+        # Numbers of the hosts that are known to have joined the current attempt.
         self._joined: set[int] = set()
         try:
             make_folder(run_path, HOSTS_FOLDER)
@@ -234,8 +234,8 @@ class Hosts:
         if is_in_this_attempt:
             self._joined.add(number)
             return host["state"] in ("ended", "stopped")
-        # A different ticket means that the host has left the attempt, or that we have not yet seen
-        # it join.
+        # A different ticket means either that the host has left the attempt, or that its joining
+        # has not been seen yet.
         return number in self._joined
 
     def _report_silence(self, number: int, say: Callable[[str], None]) -> None:

@@ -227,7 +227,7 @@ class OutputSource:
 
 
 class CommandStreams:
-    """The stdout and stderr of a command: the ends that it writes to, and those that we read.
+    """The stdout and stderr of a command: the ends that it writes to, and those that are read.
 
     Args:
         own: The supervisor's own stdout and stderr. For a terminal, the command gets a
@@ -240,8 +240,8 @@ class CommandStreams:
         # the command has started.
         self.command_ends: list[int] = []
         self.sources: list[OutputSource] = []
-        # Our end of the command's pseudo-terminal, and our own terminal, from which its size is
-        # copied.
+        # The supervisor's end of the command's pseudo-terminal, and the supervisor's own terminal,
+        # whose size the pseudo-terminal copies.
         self._terminal: int | None = None
         self._own_terminal: int | None = None
         pipe_end: int | None = None

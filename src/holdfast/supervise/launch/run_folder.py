@@ -193,7 +193,7 @@ class RunFolder:
     def _add_git_state(self) -> None:
         # Git may be missing or too slow, or the directory may not be a repository.
         with suppress(OSError, subprocess.SubprocessError):
-            status = subprocess.run(  # noqa: S603 - our own command line
+            status = subprocess.run(  # noqa: S603 - a fixed command line
                 _GIT_STATUS, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
             )
             self._write({**self._description, "git": parse_git_status(status.stdout)})

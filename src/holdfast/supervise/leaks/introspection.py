@@ -24,8 +24,9 @@ _LIBRARY_FOLDERS = tuple(
 )
 # Names of directories with installed packages. The second one is used by Debian.
 _PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-# Reference count of a frame's snapshot of its locals if nothing else uses it: the references are
-# those of the frame, of our variable and of the argument of `sys.getrefcount`.
+# Reference count of a frame's snapshot of its locals if nothing else uses the snapshot. The
+# references are those from the frame, from the variable in `locals_of` and from the argument of
+# `sys.getrefcount`.
 _UNSHARED_REFERENCES = 3
 
 

@@ -135,7 +135,7 @@ class HolderSearch:
         return HolderPath("cycle", _best_cycle(walk.closed))
 
     def _find_end(self, walk: _Walk, target: object, growing: frozenset[int]) -> HolderPath | None:
-        """Return the path if the frontier contains a name or a growing container, or None."""
+        """Return the path if the frontier contains a name or a growing container, else None."""
         for member in walk.frontier:
             if member is not target and id(member) in growing:
                 return HolderPath("container")
@@ -145,7 +145,7 @@ class HolderSearch:
         return None
 
     def _links_from_root(self, chain: Chain) -> list[HolderLink]:
-        """Return the links of a chain if it ends at a name, otherwise an empty list.
+        """Return the links of a chain if the chain ends at a name, otherwise an empty list.
 
         A name is a local variable, or a named entry of a module, function, class or cache.
         """

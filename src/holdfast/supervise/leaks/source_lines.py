@@ -112,7 +112,7 @@ class SourceLines:
             parsed = self._parse(file)
             for line, effect in parsed.find_effects(link):
                 function = parsed.function_at(line)
-                # Module-level code runs only once, so binding a name there makes nothing grow.
+                # Module-level code runs only once, so a name that is bound in it does not grow.
                 if effect == "binds" and function == _MODULE:
                     continue
                 # The most important criterion comes first. Larger is better.
@@ -189,7 +189,7 @@ class _ParsedFile:
 
     def find_effects(self, link: HolderLink) -> Iterator[tuple[int, _Effect]]:
         """Yield the line number and the effect of each statement that affects the link's name."""
-        # Look for the word in the text first, because walking the syntax tree of every statement
+        # Search the text for the word first, because walking the syntax tree of every statement
         # would be slow.
         word = "register_" if HOOK_TABLE.match(link.name) else link.name
         for statement in self._statements:

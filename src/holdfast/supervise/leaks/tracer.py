@@ -66,7 +66,7 @@ class LeakTracer:
             trace = _TraceInProgress(request)
         else:
             return
-        # Clear this first, so that an error ends the trace.
+        # Forget the trace before scanning, so that an error ends it.
         self._trace = None
         if self._scan(trace):
             self._trace = trace

@@ -136,7 +136,7 @@ class MemoryTrends:
         self._trainers: dict[str, _Trainer] = {}
         self._announced: set[str] = set()
         self._pause_until = 0.0
-        # Whether the attempt has ended. Then nothing is printed, and no trace can be requested.
+        # Whether the attempt has ended. If so, nothing is printed, and no trace can be requested.
         self._is_over = False
 
     def update(self) -> None:
@@ -190,7 +190,7 @@ class MemoryTrends:
                 self._on_growth(trainer, kind, growth)
 
     def _on_no_growth(self, trainer: _Trainer, kind: MemoryKind) -> None:
-        """Drop the suspicion of a leak, and retract the report if there was one."""
+        """Forget a suspected leak, and record that it is over if it has been reported."""
         trainer.suspected_at.pop(kind, None)
         if kind in trainer.reported:
             del trainer.reported[kind]
@@ -261,7 +261,7 @@ def _readings_of(samples: Sequence[StepSample], kind: MemoryKind) -> list[Memory
 
 
 def _is_much_nearer(minutes_left: float | None, minutes_before: float | None) -> bool:
-    """Return whether the remaining time has shrunk enough to report it again."""
+    """Return whether so much less time is left that the prediction should be repeated."""
     if minutes_left is None:
         return False
     return minutes_before is None or minutes_left < _REPEAT_AT_SHARE * minutes_before
@@ -280,7 +280,7 @@ def _describe_leak(event: Event) -> str:
         return str(event.data.get(name) or "")[:_MAX_TEXT_LENGTH]
 
     text = f"the memory is held by {fact('held_by') or fact('what') or 'something'}"
-    # The location is followed by the function and the code of the line.
+    # In the fact, the location is followed by the name of the function and the code of the line.
     place, _, _ = fact("retained_at").partition(" in ")
     if place:
         text += f" at {place}"

@@ -116,7 +116,7 @@ class _Hooks:
         def make(original: Function) -> Function:
             def backward(*args: Any, **kwargs: Any) -> Any:
                 thread = tracker.thread
-                # A nested call comes from activation checkpointing or from a hook.
+                # Do not report a nested call, which comes from activation checkpointing or a hook.
                 if is_compiling() or thread.in_backward:
                     return original(*args, **kwargs)
                 root = args[0] if args else kwargs.get("tensors")

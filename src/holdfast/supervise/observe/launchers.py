@@ -21,7 +21,7 @@ _PYTHON = re.compile(r"(?:python|pypy)[\d.]*\Z")
 # Number of leading words of a command line that are checked for a launcher, which may follow other
 # words, as in `uv run torchrun` and `env A=1 torchrun`.
 _MAX_PREFIX_WORDS = 4
-# Options of Python that take a value as the next word.
+# Python options whose value is the next word.
 _OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 # Signals that are meant only for the ranks.
 _RANK_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)

@@ -53,7 +53,7 @@ def noted(method: Callable[[_Owner, *P], None]) -> Callable[[_Owner, *P], None]:
     def noting(owner: _Owner, *args: *P) -> None:
         try:
             method(owner, *args)
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             owner.observer.note_error(error)
 
     return noting

@@ -214,7 +214,7 @@ class ProcessObserver:
                     data=data.facts(),
                 )
                 self._events.event(event)
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.note_error(error)
 
     def log(self, values: CheckedScalars, step: int | None = None) -> None:
@@ -230,7 +230,7 @@ class ProcessObserver:
             if role != self._role:
                 self._role = role
                 self._write_description()
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.note_error(error)
 
     def note_error(self, error: BaseException) -> None:
@@ -249,7 +249,7 @@ class ProcessObserver:
                 file.write(text.encode("utf-8", "replace"))
 
     def _on_exit(self, how: str, status: int | None, exit_text: str) -> None:
-        """Record that the process is exiting. May be called several times; see `ProcessEnd`."""
+        """Record how the process is exiting. May be called several times; see `ProcessEnd`."""
         try:
             # A forked process that has never used its board has nothing to record.
             if "board" not in vars(self):
@@ -263,7 +263,7 @@ class ProcessObserver:
 
                 self.emit(process_events.Exiting(how=how, status=status, said=exit_text or None))
             self._has_exited = True
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.note_error(error)
 
     def _on_guard(self, path: Path) -> None:
@@ -297,7 +297,7 @@ class ProcessObserver:
             self._process_end.after_fork()
             if self._steps is not None:
                 self._steps.reset_after_fork()
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.note_error(error)
 
 

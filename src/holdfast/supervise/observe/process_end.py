@@ -71,7 +71,7 @@ class ProcessEnd:
         self._reset()
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
-            # A child process does not run the finalizers of its parent, so add our own.
+            # A child process does not run its parent's finalizers, so add a new one.
             self._add_finalizer(util)
 
     # --- exceptions ---
@@ -152,7 +152,7 @@ class ProcessEnd:
     def _leave(self) -> None:
         """Report that the process is exiting. Python may still wait for threads afterward."""
         last_error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        # If the script's own hook has replaced ours, this exception is not recorded yet.
+        # If a hook of the script has replaced holdfast's, this exception is not recorded yet.
         if isinstance(last_error, BaseException):
             self._record_fatal(last_error, last_error.__traceback__, _MAIN_THREAD)
         self._on_exit(self._how, self._status, self._exit_text)

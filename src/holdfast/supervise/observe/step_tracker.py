@@ -128,7 +128,7 @@ class StepTracker:
             step = self._step
             step.wait_began_at = now
             step.began_at = step.began_at or now
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.observer.note_error(error)
 
     def wait_ends(self, phase: ProcessPhase | None) -> None:
@@ -141,7 +141,7 @@ class StepTracker:
             now = self.observer.board.enter(phase or self.phases.training)
             step = self._step
             step.waited += now - step.wait_began_at
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.observer.note_error(error)
 
     @noted
@@ -183,7 +183,7 @@ class StepTracker:
                 if step.loss is not None:
                     self._keep_earlier_loss(step.loss)
                 step.loss = self._read(root)
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.observer.note_error(error)
 
     def _take_unscaled_loss(self, root: Any) -> Any:
@@ -227,7 +227,7 @@ class StepTracker:
             else:
                 # Entering the same phase again counts as progress.
                 board.enter(board.phase)
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.observer.note_error(error)
 
     def norm_computed(self, norm: Any, *_: Any) -> None:
@@ -244,7 +244,7 @@ class StepTracker:
             if isinstance(step.norm, PendingValue):
                 self._values.release(step.norm)
             step.norm = value
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.observer.note_error(error)
 
     # --- optimizer ---
@@ -260,7 +260,7 @@ class StepTracker:
             self._phase_before_optimizer = board.phase
             if board.steps_made > 0:
                 board.enter(_OPTIMIZER)
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.observer.note_error(error)
 
     def optimizer_ends(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -280,7 +280,7 @@ class StepTracker:
             if isinstance(rate, (int, float)):
                 step.learning_rate = rate
             self._end_step(board, optimizer)
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.observer.note_error(error)
 
     def _skips_step_without_backward(self, board: ProgressBoard, optimizer: Any) -> bool:

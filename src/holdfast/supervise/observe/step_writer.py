@@ -140,7 +140,7 @@ class StepWriter:
             self.complete()
 
     def amend_norm(self, norm: _Value) -> None:
-        """Add the gradient norm to the newest sample, although its step has already ended."""
+        """Add a gradient norm to the newest sample, whose step has already ended."""
         if isinstance(norm, PendingValue):
             self.late_values.append(_LateValue(self.newest_sample, "grad_norm", norm))
         elif self._samples is not None:

@@ -11,7 +11,7 @@ from holdfast.supervise.observe.observed_process import ObservedProcess, noted
 
 
 class TrainingPhases:
-    """Updates the phase on the board when training is interrupted."""
+    """Updates the phase on the progress board when training is interrupted."""
 
     def __init__(self, observer: ObservedProcess) -> None:
         self.observer = observer
@@ -23,13 +23,13 @@ class TrainingPhases:
 
     @noted
     def interruption_begins(self, phase: ProcessPhase) -> None:
-        """Show `phase`, because an interruption such as a save begins."""
+        """Show `phase` on the board, because an interruption such as a save begins."""
         self._before_interruption = self.observer.board.phase
         self.observer.board.enter(phase)
 
     @noted
     def interruption_ends(self) -> None:
-        """Return to the phase that was interrupted. Also called after an exception."""
+        """Show the phase that was interrupted again. Also called after an exception."""
         self.observer.board.enter(self._before_interruption)
 
     @noted

@@ -145,7 +145,7 @@ def _parse_seconds(text: str) -> float:
 
 @dataclass(slots=True)
 class _LongestDuration:
-    """The longest duration of a phase, over the current and the previous time window."""
+    """The longest duration of a phase in the current and the previous time window."""
 
     window_began: float
     count: int = 0

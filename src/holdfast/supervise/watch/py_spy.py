@@ -121,7 +121,7 @@ class PySpy:
         """Run ``py-spy dump`` and return the threads, or None if it fails or takes too long."""
         command = [self._program, "dump", "--json", *options, "--pid", str(pid)]
         try:
-            child = subprocess.Popen(  # noqa: S603 - our own program and a number
+            child = subprocess.Popen(  # noqa: S603 - a known program and a number
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
         except OSError:

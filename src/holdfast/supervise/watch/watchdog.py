@@ -263,8 +263,8 @@ class Watchdog:
             limit=round(suspect.limit(), 3),
         )
         self._emit(suspicion)
-        # The result applies to the whole group of ranks. Examine the group again when the time
-        # without progress has doubled.
+        # The result applies to all ranks in the group. Examine them again when the time without
+        # progress has doubled.
         for process in self._group_of(suspect):
             process.postpone_examination(until_age=2.0 * process.age(now))
         progress = suspect.standing.progress
