@@ -55,7 +55,7 @@ class PastAttempt:
     Args:
         cause: Id of the cause in its verdict.
         kind: The verdict's kind, which decides whether a restart can help.
-        at_step: Step at which the attempt failed, as the training script counts; None if unknown.
+        at_step: Step at which the attempt failed, in the script's own count; None if unknown.
         steps: Number of steps that the attempt completed; None if unknown.
         seconds: How long the attempt ran.
     """

@@ -154,7 +154,7 @@ def _describe_holder(growing: _GrowingObject, path: HolderPath) -> str:
 
 
 def _form_of(growing: _GrowingObject, path: HolderPath) -> str:
-    """Return the form of a leak, which selects its signature. The surest rule comes first."""
+    """Return the form of a leak, which selects its signature; the most reliable rule wins."""
     kinds = {link.kind for link in path.links}
     is_container = growing.measure == "length"
     rules = (

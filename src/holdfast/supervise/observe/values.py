@@ -173,7 +173,7 @@ class ValueReader:
             free_slots.append((pending.slot, pending.event))
 
     def all_zero(self, tensors: Iterable[Any]) -> bool:
-        """Return whether all elements of these tensors are 0; of a ``DTensor``, the local ones.
+        """Return whether these tensors contain only zeros on this rank.
 
         On a GPU, this synchronizes once per tensor, up to the first tensor with a nonzero element.
         If a tensor cannot be read, the result is False.
